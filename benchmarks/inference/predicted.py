@@ -22,7 +22,7 @@ from benchmarks.common.machine import facts
 from plait.inference.deployment import Work, deploy, deploy_streamed
 from plait.inference.generate import generate
 from plait.inference.load import load_model
-from plait.inference.quantised_files import quantised_copy
+from plait.inference.quantised import quantised_copy
 from plait.inference.source import open_source
 from plait.inference.streamed import load_streamed
 from plait.sharded.model import ShardedModel

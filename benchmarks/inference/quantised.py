@@ -22,8 +22,7 @@ from plait.data.loader import validation_batches
 from plait.data.packing import Sequences
 from plait.data.prepare import prepare
 from plait.inference.load import load_model
-from plait.inference.quantised import sizes_of
-from plait.inference.quantised_files import quantised_copy
+from plait.inference.quantised import quantised_copy, sizes_of
 from plait.inference.source import open_source
 from plait.sharded.model import ShardedModel
 

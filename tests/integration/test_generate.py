@@ -318,7 +318,7 @@ def test_the_folder_of_a_run(folder: Path, tmp_path: Path, capsys: pytest.Captur
     """Its config.json is the run's, and its weights are those of the newest checkpoint."""
     run_file = tmp_path / "run.json"
     model = {
-        "config": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        "config": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
     }
     data = {"source": "files", "paths": [str(Path(plait.__file__).parent / "units.py")], "sequence_length": 32, "vocab_size": 300}
     section = {"folder": str(tmp_path / "run"), "steps": 1, "processes": 1, "sample": {"prompt": "def ", "tokens": 4, "temperature": 0}}
@@ -326,12 +326,21 @@ def test_the_folder_of_a_run(folder: Path, tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main(["train", str(run_file)])
     said = capsys.readouterr().out
-    run("--model", str(tmp_path / "run"), "--prompt", "def ", "--temperature", "0", "--max-new-tokens", "4")
+    common = ["--model", str(tmp_path / "run"), "--prompt", "def ", "--temperature", "0", "--max-new-tokens", "4"]
+    run(*common)
     answer = capsys.readouterr().out.rstrip("\n")
     assert answer and answer.strip() in said.replace("\n    ", "\n")
+    run(*common, "--scratch", str(tmp_path), "--cpu-budget", "210KiB")
+    streamed = capsys.readouterr()
+    assert re.search(r"[23] layers .* every token \(written to new files first: the tensors of a checkpoint lie in parts\)", streamed.err)
+    assert streamed.out.rstrip("\n") == answer
+    run(*common, "--scratch", str(tmp_path), "--cpu-budget", "1MiB", code=2)
+    assert "--scratch: holds layers that are written anew to be streamed, and none are" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "infer", "--model", str(tmp_path / "run"), "--prompt-tokens", "4", "--new-tokens", "4", "--cpu-budget", "210KiB"])
+    planned = capsys.readouterr().out
+    assert "written to new files first" in planned and "MiB read here" in planned
     pytest.importorskip("peft")
     with_adapter = str(adapter_of(exported(tmp_path), tmp_path / "adapter"))
-    run("--model", str(tmp_path / "run"), "--adapter", with_adapter, "--prompt", "def ", "--temperature", "0", "--max-new-tokens", "4")
+    run(*common, "--adapter", with_adapter)
     assert capsys.readouterr().out.rstrip("\n") not in ("", answer)
-    run("--model", str(tmp_path / "run"), "--prompt", "def ", "--cpu-budget", "1MiB", code=2)
-    assert "is a checkpoint of training, whose tensors lie in parts" in capsys.readouterr().err

@@ -229,8 +229,9 @@ def test_a_body_that_does_not_come(server: Running) -> None:
     wait_until(lambda: server.running() == 0)
 
 
-def test_sigterm(folder: Path, server: Running) -> None:
-    other = started(folder, "--cpu-budget", "300KiB", "--quant", "int8", "--max-model-len", "64", "--batch-size", "1")
+def test_sigterm(folder: Path, tmp_path: Path, server: Running) -> None:
+    quantised = ["--quant", "int8", "--scratch", str(tmp_path)]
+    other = started(folder, "--cpu-budget", "300KiB", *quantised, "--max-model-len", "64", "--batch-size", "1")
     assert other.post({"prompt": "def", "max_tokens": 5})[0] == 200
     other.process.send_signal(signal.SIGTERM)
     assert other.process.wait(20) == 0
@@ -268,6 +269,13 @@ def test_keys_and_values_on_the_host_are_for_a_gpu(folder: Path, capsys: pytest.
         with pytest.raises(SystemExit) as end:
             main(["serve", "--model", str(folder), "--offload-cache", *budget])
         assert end.value.code == 2 and "on the CPU keys and values are in host memory already; leave it out" in capsys.readouterr().err
+
+
+def test_a_folder_for_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fastapi")
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--model", str(folder), "--quant", "int8", "--scratch", str(tmp_path)])
+    assert end.value.code == 2 and "--scratch: holds layers that are written anew to be streamed, and none are" in capsys.readouterr().err
 
 
 def test_without_fastapi(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def generate_command(
     ] = None,
     dtype: Annotated[Dtype, _layout(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
     quant: Annotated[Quant, _layout(metavar="NAME", help="Linear layers in int8, int4; or none.")] = Quant.none,
-    scratch: Annotated[Path | None, _layout(metavar="FOLDER", help="For quantised layers that are streamed. (default: /tmp)")] = None,
+    scratch: Annotated[Path | None, _layout(metavar="FOLDER", help="For streamed layers that are written first. (default: /tmp)")] = None,
     gpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it.")] = None,
     cpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of host memory; what does not fit is read from disk.")] = None,
     batch_size: Annotated[int, _layout(min=1, metavar="N", help="Prompts that are decoded together.")] = 16,
@@ -124,8 +124,7 @@ def generate_command(
     """
     from plait.inference.deployment import Work, deploy, deploy_streamed
     from plait.inference.prompt_file import read_prompts
-    from plait.inference.quantised import sizes_of
-    from plait.inference.quantised_files import quantised_copy
+    from plait.inference.quantised import quantised_copy, sizes_of
     from plait.inference.source import open_source
     from plait.units import bytes_of
 
@@ -168,8 +167,8 @@ def generate_command(
         found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1])
     else:
         found = deploy(work, tp=degrees[0], pp=degrees[1], devices=nproc_per_node)
-    if scratch is not None and (form is None or not found.account.streamed):
-        raise InputError("--scratch: holds layers that are streamed quantised, and none are; leave it out")
+    if scratch is not None and not found.written:
+        raise InputError("--scratch: holds layers that are written anew to be streamed, and none are; leave it out")
     if canonical and found.budget_bytes is not None:
         raise InputError(f"--canonical: is not proven with streamed weights, and here {found.why}; leave it out, or the budgets")
     print(found.why, file=sys.stderr)

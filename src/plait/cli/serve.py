@@ -62,6 +62,7 @@ def serve_command(
     max_waiting: Annotated[int, _memory(min=1, metavar="N", help="Requests that may wait; more are refused.")] = 1000,
     dtype: Annotated[Dtype, _memory(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
     quant: Annotated[Quant, _memory(metavar="NAME", help="Linear layers in int8, int4; or none.")] = Quant.none,
+    scratch: Annotated[Path | None, _memory(metavar="FOLDER", help="For streamed layers that are written first. (default: /tmp)")] = None,
     gpu_budget: Annotated[str | None, _memory(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it.")] = None,
     cpu_budget: Annotated[str | None, _memory(metavar="SIZE", help="Of host memory; what does not fit is read from disk.")] = None,
     offload_cache: Annotated[bool, _memory("--offload-cache", help="Keep keys and values in host memory, for a GPU.")] = False,
@@ -77,7 +78,7 @@ def serve_command(
 
     from plait.inference.deployment import Work, deploy, deploy_streamed
     from plait.inference.load import load_model
-    from plait.inference.quantised_files import quantised_copy
+    from plait.inference.quantised import quantised_copy
     from plait.inference.serving.bodies import Served
     from plait.inference.serving.http import app_of, listening, serve
     from plait.inference.serving.scheduler import Scheduler
@@ -105,13 +106,15 @@ def serve_command(
             f"plait serve runs on one device, and this model takes {found.tp * found.pp}: {found.why}; give --gpu-budget to stream its "
             "weights to one, --quant int8, fewer requests at once (--batch-size), or fewer tokens of each (--max-model-len)"
         )
+    if scratch is not None and not found.written:
+        raise InputError("--scratch: holds layers that are written anew to be streamed, and none are; leave it out")
     on = listening(port)  # before minutes of loading
     print(found.why, file=sys.stderr)
     if found.budget_bytes is None:
         sharded = load_model(source, dtype=kind, quant=form)
     else:
         of = {name: getattr(found, name) for name in ("budget_bytes", "other_bytes", "host_bytes")}
-        sharded, _ = load_streamed(source, **of, dtype=kind, quant=form)
+        sharded, _ = load_streamed(source, **of, dtype=kind, quant=form, scratch=scratch)
     name = served_model_name or model.resolve().name
     scheduler = Scheduler(sharded, tokenizer, at_once=batch_size, waiting=max_waiting, offload_cache=offload_cache)
     scheduler.start()

@@ -19,7 +19,7 @@ from plait.inference.capacity import ROOM, activation_bytes, cache_bytes, comput
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
 from plait.inference.source import Source
-from plait.inference.streamed import expected_tensors, plan, tensors_of
+from plait.inference.streamed import plan, tensors_to_stream
 from plait.units import format_bytes
 
 UNKNOWN = 1 << 62
@@ -101,6 +101,8 @@ class Deployment:
     """Of it, for keys, values and activations."""
     host_bytes: int = 0
     """Of host memory that may be pinned."""
+    written: bool = False
+    """Whether layers that are streamed are written to new files first."""
     account: Account = field(default_factory=lambda: Account(0, 0, 0))
 
 
@@ -118,7 +120,7 @@ def deploy(work: Work, *, tp: int | None, pp: int | None, devices: int | None, o
     try:
         return _placed(work, on, tp=tp, pp=pp, devices=devices)
     except DoesNotFit:
-        if tp is not None or pp is not None or devices is not None or not _can_stream(work):
+        if tp is not None or pp is not None or devices is not None:
             raise
         found = deploy_streamed(work, on=on)
         return replace(found, why=f"no layout of the devices here holds it: {found.why}")
@@ -145,7 +147,7 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:
         budget = int((1 - WORKSPACE) * on.memory_bytes)
-    stored = tensors_of(work.source, work.model) if work.source is not None and not work.quantised else expected_tensors(work.model)
+    stored, written = tensors_to_stream(work.source, work.model, quantised=work.quantised)
     found = plan(work.model, stored, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host)
     way = f"{len(found.streamed)} layers ({format_bytes(found.streamed_bytes)}) are "
     if not found.streamed:
@@ -154,6 +156,8 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
         way += f"copied to it for every token, {format_bytes(found.read_bytes)} of them from files"
     else:
         way += "read for every token"
+    if written and found.streamed:
+        way += f" (written to new files first: {written})"
     why = (
         f"{format_bytes(found.resident_bytes)} of weights stay {'on the GPU' if on.on_gpu else 'in memory'}, {way}; "
         f"{format_bytes(cache + activations)} for keys, values and activations{_on_host(kept)}"
@@ -170,7 +174,14 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
         in_files=found.read_bytes,
         streamed_layers=len(found.streamed),
     )
-    return Deployment(why, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host, account=account)
+    return Deployment(
+        why,
+        budget_bytes=budget,
+        other_bytes=cache + activations,
+        host_bytes=host,
+        written=bool(written and found.streamed),
+        account=account,
+    )
 
 
 def _placed(work: Work, on: Devices, *, tp: int | None, pp: int | None, devices: int | None) -> Deployment:
@@ -212,11 +223,6 @@ def _left(host_bytes: int, kept: int) -> int:
 
 def _on_host(kept: int) -> str:
     return f"; {format_bytes(kept)} of keys and values in host memory" if kept else ""
-
-
-def _can_stream(work: Work) -> bool:
-    """A checkpoint of training lies in parts; its quantised layers are written anew."""
-    return work.quantised or work.source is None or work.source.checkpoint is None
 
 
 def _free(on_gpu: bool) -> int:

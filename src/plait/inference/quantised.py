@@ -13,6 +13,7 @@ tensor are not.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -180,6 +181,13 @@ def convert(model: nn.Module, names: Collection[str], form: str, group: Group = 
         module.__dict__["_plait_dtype"] = weight.dtype
         module.__class__ = _quantised_class(type(module))  # type: ignore[arg-type]
         found.append(Layer(name, module, weight, form, group if inputs != in_all else None))
+    return found
+
+
+def quantised_copy(model: nn.Module, form: str) -> nn.Module:
+    """A copy of a model on meta with its layers quantised, to count the bytes of. Raises InputError where they cannot be."""
+    found = copy.deepcopy(model)
+    convert(found, layers_to_quantise(found), form)
     return found
 
 

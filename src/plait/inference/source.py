@@ -77,7 +77,7 @@ class Source:
             return fill_all
         if self.checkpoint is None:
             return partial(load_weights, folder=self.folder)
-        reader = Reader(self.checkpoint)
+        reader = self._reader
 
         def fill(model: nn.Module, *, whole: nn.Module, filled: Any) -> None:
             tensors, _ = content(model)
@@ -97,7 +97,7 @@ class Source:
         if self.checkpoint is None:
             load_weights(_Some(tensors), self.folder, whole=whole)
             return
-        reader = Reader(self.checkpoint)
+        reader = self._reader
         ties = {name: group for group in tied_names(whole) for name in group}
         wanted = {}
         for name, tensor in tensors.items():
@@ -106,6 +106,12 @@ class Source:
                 raise CheckpointError(f"{reader.path} lacks {name}, a tensor of its model")
             wanted[f"{START}{stored}"] = tensor
         reader.fill(wanted)
+
+    @cached_property
+    def _reader(self) -> Reader:
+        """Of the checkpoint."""
+        assert self.checkpoint is not None
+        return Reader(self.checkpoint)
 
     @cached_property
     def _base(self) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from plait._torch.modules import own_parameters
+from plait.cluster.host_memory import trim_heap
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
 from plait.inference.adapters import base_tensor, is_adapters
+from plait.inference.layer_files import scratch_folder, write_layers
 from plait.inference.load import QuantisingFiller, on_huge_pages
-from plait.inference.quantised_files import quantised_copy, scratch_folder, write_quantised
+from plait.inference.quantised import quantised_copy
 from plait.inference.reading import buffer_bytes
 from plait.inference.source import Source
 from plait.inference.stored import Stored, read_into, stored_tensors
@@ -64,13 +66,7 @@ class Streaming(StepHook):
 
 
 def tensors_of(source: Source, model: nn.Module) -> dict[str, Stored]:
-    """Where the weights of `model`, of a folder of Transformers, lie; without its adapter's. Raises InputError for a checkpoint of
-    training."""
-    if source.checkpoint is not None:
-        raise InputError(
-            f"{source.name} is a checkpoint of training, whose tensors lie in parts; write a folder to stream from: "
-            "plait export FOLDER --to hf --out NEW"
-        )
+    """Where the weights of `model`, of a folder of Transformers, lie; without its adapter's."""
     files = weight_files(source.folder)
     found: dict[str, Stored] = {}
     for path in dict.fromkeys(files.values()):
@@ -80,6 +76,39 @@ def tensors_of(source: Source, model: nn.Module) -> dict[str, Stored]:
     found |= source.adapter.replaced
     names = [name for name in model.state_dict() if not is_adapters(name) and base_tensor(name) in found]
     return {name: found[base_tensor(name)] for name in names}
+
+
+def tensors_in_files(source: Source, model: nn.Module) -> dict[str, Stored]:
+    """Where tensors lie in the files of a folder of Transformers, or in those of a checkpoint, in parts."""
+    if source.checkpoint is None:
+        return tensors_of(source, model)
+    files = sorted(Path(str(source.checkpoint.path)).glob("*.safetensors"))
+    return {f"{path.name} {name}": one for path in files for name, one in stored_tensors(path).items()}
+
+
+def tensors_to_stream(source: Source | None, model: nn.Module, *, quantised: bool) -> tuple[dict[str, Stored], str]:
+    """Where the weights of `model` (on meta, and with quantised layers where they are to be) lie when they are streamed, and why its layers
+    are written to new files first: "" where they are read where they lie. Raises InputError for files of another model."""
+    if source is None:
+        return expected_tensors(model), ""
+    if quantised:
+        return expected_tensors(model), "they are quantised"
+    if source.checkpoint is not None:
+        return expected_tensors(model), "the tensors of a checkpoint lie in parts"
+    stored = tensors_of(source, model)
+    for block in _movable(model):
+        for leaf, parameter in brought(model, block).items():
+            name = f"{block}.{leaf}"
+            if (one := stored.get(name)) is None:
+                raise InputError(f"{name} is not in the folder's files under that name, so its layer cannot be streamed")
+            if one.shape != tuple(parameter.shape):
+                raise InputError(
+                    f"{one.path}: {name} is {list(one.shape)}, and the model's is {list(parameter.shape)}; is it another model's?"
+                )
+            if one.dtype != parameter.dtype:
+                kinds = [str(dtype).removeprefix("torch.") for dtype in (parameter.dtype, one.dtype)]
+                return expected_tensors(model), f"they compute in {kinds[0]}, and are stored in {kinds[1]}"
+    return stored, ""
 
 
 def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, other_bytes: int, host_bytes: int = 0) -> Plan:
@@ -169,24 +198,24 @@ def load_streamed(
     quant: str | None = None,
     scratch: Path | None = None,
 ) -> tuple[ShardedModel, Plan]:
-    """The model in one process, on its device, within the budget (see `plan`). With `quant` (see `inference.quantised`) layers that are
-    streamed are written quantised to files without a name in the folder `scratch` (the system's for temporary files) first. Raises
-    InputError where it cannot be."""
+    """The model in one process, on its device, within the budget (see `plan`). Streamed layers that are quantised (`quant`, see
+    `inference.quantised`), or that no files have as they compute (see `tensors_to_stream`), are written to files without a name in the
+    folder `scratch` (the system's for temporary files) first. Raises InputError where it cannot be."""
     model = source.model(dtype)
     counted = model if quant is None else quantised_copy(model, quant)
-    stored = tensors_of(source, model) if quant is None else expected_tensors(counted)
+    stored, written = tensors_to_stream(source, counted, quantised=quant is not None)
     planned = plan(counted, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes)
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1)
     checked = checked_model(model, resolved)
     with ExitStack() as stack:
+        if written:
+            stored = {}
+            if planned.streamed:
+                folder = stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
+                stored = write_layers(source, model, planned.streamed, quant, folder)
         if quant is None:
-            _check_dtypes(model, planned.streamed, stored)
             mesh, parts, _ = shard(checked, weights=on_huge_pages(_filler(source, stored, _empty(model, planned.streamed))))
         else:
-            if planned.streamed:
-                stored = write_quantised(
-                    source, model, planned.streamed, quant, stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
-                )
             filler = QuantisingFiller(model, source, quant, streamed=planned.streamed)
 
             def on_meta(model: nn.Module, mesh: Mesh) -> None:
@@ -207,11 +236,20 @@ def _filler(source: Source, stored: dict[str, Stored], streamed: frozenset[str])
     def fill(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
         leaving = streamed | _read_resident(model, stored, streamed)
         others = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in leaving}
-        source.fill(others, whole=whole)
+        for some in _by_layer(others, find_blocks(whole)):
+            source.fill(some, whole=whole)
+            trim_heap()
         for tensor in others.values():
             filled(tensor)
 
     return fill
+
+
+def _by_layer(tensors: dict[str, torch.Tensor], blocks: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+    """Those of a layer together, since the parts of files that are read together are in memory at once, and others one by one."""
+    of = {name: next((block for block in blocks if name.startswith(f"{block}.")), name) for name in tensors}
+    for key in dict.fromkeys(of.values()):
+        yield {name: tensor for name, tensor in tensors.items() if of[name] == key}
 
 
 def _read_resident(model: nn.Module, stored: dict[str, Stored], streamed: frozenset[str]) -> frozenset[str]:
@@ -231,19 +269,6 @@ def _read_resident(model: nn.Module, stored: dict[str, Stored], streamed: frozen
             os.close(file)
         done.add(name)
     return frozenset(done)
-
-
-def _check_dtypes(model: nn.Module, blocks: Sequence[str], stored: dict[str, Stored]) -> None:
-    for block in blocks:
-        for leaf, parameter in brought(model, block).items():
-            name = f"{block}.{leaf}"
-            if name not in stored:
-                raise InputError(f"{name} is not in the folder's files under that name, so its layer cannot be streamed")
-            if stored[name].dtype != parameter.dtype or stored[name].shape != tuple(parameter.shape):
-                raise InputError(
-                    f"{stored[name].path}: {name} is {stored[name].dtype} {list(stored[name].shape)}, and the model's is {parameter.dtype} "
-                    f"{list(parameter.shape)}; weights are streamed as they are stored: leave --dtype out"
-                )
 
 
 def _empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:

@@ -10,7 +10,7 @@ from plait.inference.copy_rates import measure_files, measure_handover, measure_
 from plait.inference.deployment import Account, Deployment
 from plait.inference.pass_times import PassTimes, _at, _lengths, _Times, measure_passes
 from plait.inference.prediction import CopyRates, predict
-from plait.inference.quantised_files import quantised_copy
+from plait.inference.quantised import quantised_copy
 from plait.inference.source import open_source
 from plait.inference.streamed import tensors_of
 from tests.unit.inference.models import built, saved

@@ -10,11 +10,22 @@ import torch
 from torch import nn
 
 from plait.errors import InputError
-from plait.inference import quantised_files
+from plait.inference import layer_files
 from plait.inference.generate import generate
+from plait.inference.layer_files import scratch_folder
 from plait.inference.load import load_model
-from plait.inference.quantised import GROUP, INT4, INT8, convert, dequantise, layers_to_quantise, product, quantise, sizes_of
-from plait.inference.quantised_files import quantised_copy, scratch_folder
+from plait.inference.quantised import (
+    GROUP,
+    INT4,
+    INT8,
+    convert,
+    dequantise,
+    layers_to_quantise,
+    product,
+    quantise,
+    quantised_copy,
+    sizes_of,
+)
 from plait.inference.source import open_source
 from plait.inference.streamed import Streaming, load_streamed
 from tests.unit.inference.models import built, saved
@@ -131,8 +142,8 @@ def test_where_streamed_layers_may_be_written(tmp_path: Path, monkeypatch: pytes
     with scratch_folder(tmp_path, 10) as made:
         assert made.parent == tmp_path and list(tmp_path.iterdir()) == [made]
     assert not list(tmp_path.iterdir())
-    (tmp_path / "plait-quantised-killed").mkdir()  # its process was killed while it wrote
-    (tmp_path / "plait-quantised-killed" / "0.safetensors").write_bytes(b"left")
+    (tmp_path / "plait-layers-killed").mkdir()  # its process was killed while it wrote
+    (tmp_path / "plait-layers-killed" / "0.safetensors").write_bytes(b"left")
     (tmp_path / "mine").mkdir()
     with scratch_folder(tmp_path, 10) as one, scratch_folder(tmp_path, 10) as other:
         assert sorted(tmp_path.iterdir()) == sorted([one, other, tmp_path / "mine"])
@@ -141,10 +152,10 @@ def test_where_streamed_layers_may_be_written(tmp_path: Path, monkeypatch: pytes
     mounts.write_text(f"disk / ext4 rw 0 0\nmemory {tmp_path} tmpfs rw 0 0\n")
     for folder, size, words in (
         (tmp_path / "no", 1, "No such file"),
-        (tmp_path, 1 << 60, r"are free, and the quantised layers that are streamed take .* name a folder with more room"),
+        (tmp_path, 1 << 60, r"are free, and the layers that are streamed take .* name a folder with more room"),
     ):
         with pytest.raises(InputError, match=words), scratch_folder(folder, size):
             pass
-    monkeypatch.setattr(quantised_files, "_MOUNTS", mounts)
+    monkeypatch.setattr(layer_files, "_MOUNTS", mounts)
     with pytest.raises(InputError, match=r"its files are in memory \(tmpfs\)"), scratch_folder(tmp_path, 1):
         pass

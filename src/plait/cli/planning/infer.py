@@ -91,7 +91,7 @@ def infer(
     from plait.inference.datasheet import devices_of
     from plait.inference.deployment import Work, deploy, deploy_streamed, devices_here
     from plait.inference.prediction import predict
-    from plait.inference.quantised_files import quantised_copy
+    from plait.inference.quantised import quantised_copy
     from plait.planner.hardware import device
     from plait.units import bytes_of
 
@@ -135,7 +135,7 @@ def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None
     import torch
 
     from plait.inference.source import described, is_of_transformers, open_source
-    from plait.inference.streamed import tensors_of
+    from plait.inference.streamed import tensors_in_files
     from plait.model.described import require_transformers
     from plait.planner.models import named, names, to_config
 
@@ -146,8 +146,7 @@ def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None
     if path.is_dir() and not only_described:
         source = open_source(path, adapter)
         model = source.model(wanted)
-        if source.checkpoint is None:
-            tensors_of(source, model)  # a file that was cut off is named before it is planned with
+        tensors_in_files(source, model)  # a file that was cut off is named before it is planned with
         return source, model
     if adapter is not None:
         raise InputError(f"--adapter {adapter}: needs a folder with weights as --model, and {name} has none")
@@ -187,7 +186,7 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
     from plait.inference.datasheet import copy_rates
     from plait.inference.prediction import CopyRates
     from plait.inference.stream import brought, comes_from_disk
-    from plait.inference.streamed import tensors_of
+    from plait.inference.streamed import tensors_in_files
     from plait.model.blocks import find_blocks
 
     account = found.account
@@ -196,9 +195,9 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
     overlap = 1.0, 1.0
     files, how = None if disk is None else disk * 1e9, "as --disk says"
     if account.in_files and files is None:
-        if target is not None or work.source is None or work.source.checkpoint is not None:
+        if target is not None or work.source is None:
             raise InputError("--disk: weights are read from files in this plan, and there are none to measure; say how many GB/s")
-        tensors = list(tensors_of(work.source, work.model).values())
+        tensors = list(tensors_in_files(work.source, work.model).values())
         files, how = measure_files(tensors, total=account.in_files)
         if not on.on_gpu and not comes_from_disk(account.in_files):
             dtype, requests = compute_dtype(work.model), lengths["requests"]

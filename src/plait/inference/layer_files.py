@@ -1,4 +1,5 @@
-"""Quantised layers in files, to be streamed from: written at the start from the model's own files, and gone with the process."""
+"""Layers in files that are written at the start, to be streamed from, and gone with the process: those that are quantised, and those that
+the model's own files do not have as they compute."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
+from plait.cluster.host_memory import trim_heap
 from plait.errors import InputError
 from plait.inference.load import Weights, fill_layers
 from plait.inference.quantised import CODES, SCALES, convert, layers_to_quantise
@@ -24,31 +26,26 @@ from plait.inference.stored import Stored, stored_tensors
 from plait.inference.stream import brought
 from plait.units import format_bytes
 
-_PREFIX = "plait-quantised-"
+_PREFIX = "plait-layers-"
 _MOUNTS = Path("/proc/self/mounts")
 _MEMORY = ("tmpfs", "ramfs")
 """File systems whose files are in memory."""
 
 
-def quantised_copy(model: nn.Module, form: str) -> nn.Module:
-    """A copy of a model on meta with its layers quantised, to count the bytes of. Raises InputError where they cannot be."""
-    found = copy.deepcopy(model)
-    convert(found, layers_to_quantise(found), form)
-    return found
-
-
-def write_quantised(weights: Weights, model: nn.Module, blocks: Sequence[str], form: str, folder: Path) -> dict[str, Stored]:
-    """Write the weights of `blocks` of `model`, on meta, a file for each, and return where its tensors lie. One block's weights are in
-    memory at a time. Raises InputError where a file cannot be written."""
+def write_layers(weights: Weights, model: nn.Module, blocks: Sequence[str], form: str | None, folder: Path) -> dict[str, Stored]:
+    """Write the weights of `blocks` of `model`, on meta, a file for each, quantised with a `form`, and return where its tensors lie. One
+    block's weights are in memory at a time. Raises InputError where a file cannot be written."""
     made = copy.deepcopy(model)
-    layers = convert(made, layers_to_quantise(made), form)
+    layers = [] if form is None else convert(made, layers_to_quantise(made), form)
     found: dict[str, Stored] = {}
     cpu = torch.device("cpu")
     for number, block in enumerate(blocks):
         one = made.get_submodule(block)
         one.to_empty(device=cpu)
         own = {f"{block}.{name}": tensor for name, tensor in brought(made, block).items()}
-        weights.fill({name: tensor.data for name, tensor in own.items() if not name.endswith((CODES, SCALES))}, whole=model)
+        for name, tensor in own.items():  # one by one: the parts of files that are read together are in memory at once
+            if not name.endswith((CODES, SCALES)):
+                weights.fill({name: tensor.data}, whole=model)
         mine = [layer for layer in layers if layer.name.startswith(f"{block}.")]
         for _, several in groupby(mine, lambda layer: layer.name.rpartition(".")[0]):
             fill_layers(list(several), weights, model, cpu)
@@ -59,6 +56,7 @@ def write_quantised(weights: Weights, model: nn.Module, blocks: Sequence[str], f
             raise InputError(f"--scratch {folder.parent}: {getattr(error, 'strerror', None) or error}; name a folder with room") from None
         found |= stored_tensors(path)
         one.to_empty(device=torch.device("meta"))
+        trim_heap()
     return found
 
 
@@ -76,7 +74,7 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
         raise InputError(f"--scratch {parent}: its files are in memory ({kind}), which the budget is to spare; name a folder on a disk")
     if free < size:
         raise InputError(
-            f"--scratch {parent}: {format_bytes(free)} are free, and the quantised layers that are streamed take {format_bytes(size)}; "
+            f"--scratch {parent}: {format_bytes(free)} are free, and the layers that are streamed take {format_bytes(size)}; "
             "name a folder with more room"
         )
     for left in parent.glob(f"{_PREFIX}*"):

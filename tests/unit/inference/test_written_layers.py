@@ -1,0 +1,54 @@
+"""Layers that no file has as they compute are written to new files to be streamed from: the tokens are those of the model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from plait.errors import InputError
+from plait.inference.generate import generate
+from plait.inference.load import load_model
+from plait.inference.source import Source, open_source
+from plait.inference.streamed import Streaming, load_streamed
+from plait.sharded.model import ShardedModel
+from tests.unit.inference.models import saved
+
+PROMPTS = [[5, 8, 2, 61, 7], [70, 7]]
+
+
+def answers(sharded: ShardedModel) -> list[tuple[list[int], list[float]]]:
+    made = [(one.token_ids, one.logprobs) for one in generate(sharded, PROMPTS, max_new_tokens=8, temperature=1.0, seed=2)]
+    sharded.close()
+    return made
+
+
+def streamed(source: Source, scratch: Path, **asked: Any) -> list[tuple[list[int], list[float]]]:
+    total = sum(p.numel() * p.element_size() for p in source.model(asked.get("dtype")).parameters())
+    sharded, planned = load_streamed(source, budget_bytes=total - 1, other_bytes=0, scratch=scratch, **asked)
+    (stream,) = [hook.stream for hook in sharded.hooks.all if isinstance(hook, Streaming)]
+    assert planned.streamed and not list(scratch.iterdir()), "its files have no name any more"
+    found = answers(sharded)
+    assert stream.bytes_read
+    return found
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float64)])
+def test_another_dtype(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    saved(tmp_path / "model", kind, layers=4)
+    source, scratch = open_source(tmp_path / "model"), tmp_path / "scratch"
+    scratch.mkdir()
+    assert streamed(source, scratch, dtype=dtype) == answers(load_model(source, dtype=dtype))
+
+
+def test_files_of_another_model(tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(127, 64)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"model.layers.1.mlp.up_proj.weight is \[127, 64\], and the model's is \[128, 64\]"):
+        load_streamed(open_source(tmp_path / "model"), budget_bytes=1 << 20, other_bytes=0)
