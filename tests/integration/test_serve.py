@@ -231,7 +231,7 @@ def test_a_body_that_does_not_come(server: Running) -> None:
 
 def test_sigterm(folder: Path, tmp_path: Path, server: Running) -> None:
     quantised = ["--quant", "int8", "--scratch", str(tmp_path)]
-    other = started(folder, "--cpu-budget", "300KiB", *quantised, "--max-model-len", "64", "--batch-size", "1")
+    other = started(folder, "--cpu-budget", "270KiB", *quantised, "--max-model-len", "64", "--batch-size", "1")
     assert other.post({"prompt": "def", "max_tokens": 5})[0] == 200
     other.process.send_signal(signal.SIGTERM)
     assert other.process.wait(20) == 0
