@@ -143,7 +143,8 @@ def test_a_wrong_input(arguments: list[str], words: str, folder: Path, capsys: p
         ('{"prompt": "a", "token_ids": [1]}', "needs exactly one"),
         ('{"token_ids": []}', "token_ids must be a list of token ids"),
         ('{"token_ids": [true]}', "must be a list of token ids"),
-        ('{"messages": ["x"]}', "messages must be a list of {role, content}"),
+        ('{"messages": ["x"]}', "messages must be a list of objects with role and content"),
+        ('{"messages": [{"role": "user", "contents": "x"}]}', "messages must be a list of objects with role and content"),
         ('{"prompt": "a\\ud800"}', "line 2: holds '\\ud800', half of a character"),
         ('{"prompt": "a", "name": "\\udfff"}', "line 2: holds '\\udfff', half of a character"),
         ("[" * 100_000, "line 2: is nested too deeply"),
@@ -277,6 +278,40 @@ def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     account = json.loads(capsys.readouterr().out)["bytes"]
     elements = sum(p.numel() for p in open_source(Path(adapter)).model().parameters())
     assert account["weights"] + account["in_files"] == 4 * elements
+
+
+DISK = """
+import os, sys, threading
+from plait.cli.main import main
+from plait.inference import reading
+read, calls, what = os.preadv, [0], sys.argv.pop(1)
+reading.PATIENCE_SECONDS = 2.0
+def preadv(file, views, offset):
+    calls[0] += 1
+    if calls[0] > 300 and what == "hangs":
+        threading.Event().wait()
+    if calls[0] > 300:
+        raise OSError(5, "Input/output error")
+    return read(file, views, offset)
+os.preadv = preadv
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("fails", r"model.safetensors cannot be read at byte [\d,]+: Input/output error"),
+        ("hangs", r"model.safetensors: the weights of model.layers.\d are waited for, and no bytes have come for 2 s from byte [\d,]+ on"),
+    ],
+)
+def test_a_disk_in_the_middle(what: str, words: str, folder: Path) -> None:
+    """The message names the file and the byte, and the process ends, whatever its reads do."""
+    command = ["generate", "--model", str(folder), "--prompt", "a", "--max-new-tokens", "60", "--cpu-budget", "420KiB"]
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", DISK, what, *command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4 and re.search(words, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    assert time.monotonic() - began < 30
 
 
 def test_a_rank_that_is_killed(folder: Path, tmp_path: Path) -> None:

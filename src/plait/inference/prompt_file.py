@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import InputError, half_of_a_character
-from plait.inference.requests import Generation
+from plait.inference.requests import Generation, is_turn
 
 KEYS = ("prompt", "token_ids", "messages")
 """One of them is in every line: a text, a list of token ids, or a conversation."""
@@ -50,10 +50,10 @@ def _line(row: str, where: str) -> Line:
     right = {
         "prompt": isinstance(prompt, str),
         "token_ids": isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt),
-        "messages": isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, dict) and "role" in turn for turn in prompt),
+        "messages": isinstance(prompt, list) and bool(prompt) and all(map(is_turn, prompt)),
     }[key]
     if not right:
-        kind = {"prompt": "a text", "token_ids": "a list of token ids", "messages": "a list of {role, content}"}[key]
+        kind = {"prompt": "a text", "token_ids": "a list of token ids", "messages": "a list of objects with role and content"}[key]
         raise InputError(f"{where}: {key} must be {kind}, not {json.dumps(prompt)[:60]}")
     if (half := half_of_a_character(json.dumps(fields, ensure_ascii=False))) is not None:
         raise InputError(f"{where}: holds {half}, half of a character (a lone surrogate); correct the line")

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from plait.cluster import huge_pages
+from plait.inference.daemon_threads import DaemonThreads
 from plait.inference.stored import Stored, read_into
 
 BLOCK = 4 << 20
@@ -111,9 +112,9 @@ class FileReader:
         for _ in range(buffer_bytes(largest) // BLOCK):
             self._buffers.put(huge_pages.empty((BLOCK,), torch.uint8).numpy())
         self._ended = threading.Event()
-        self._began: dict[int, float] = {}
-        """When the reads that are on their way began, by thread."""
-        self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="plait-reads")
+        self._began: dict[int, tuple[float, Block]] = {}
+        """When the reads that are on their way began, by thread, and what they bring."""
+        self._threads = DaemonThreads(IN_FLIGHT, "plait-reads")
 
     def read(self, parts: Sequence[Part]) -> None:
         """Returns when everything is in its memory, or nothing writes there any more. Raises CheckpointError where it cannot be read."""
@@ -123,16 +124,22 @@ class FileReader:
             read.result()
 
     @property
-    def oldest_seconds(self) -> float:
-        """Since the oldest read that is on its way began; 0 for none."""
-        began = list(self._began.values())
-        return time.monotonic() - min(began) if began else 0.0
+    def oldest(self) -> tuple[float, Block] | None:
+        """Seconds since the oldest read that is on its way began, and what it brings."""
+        began = min(self._began.copy().values(), key=lambda one: one[0], default=None)
+        return (time.monotonic() - began[0], began[1]) if began is not None else None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a read takes longer than it may."""
+        oldest = self.oldest
+        return oldest is not None and oldest[0] > PATIENCE_SECONDS
 
     def read_block(self, block: Block) -> None:
         """In a thread."""
         if self._ended.is_set():
             return
-        self._began[threading.get_ident()] = time.monotonic()
+        self._began[threading.get_ident()] = time.monotonic(), block
         try:
             self._read_block(block)
         finally:
@@ -174,7 +181,7 @@ class FileReader:
     def close(self) -> None:
         """End the threads, and close the files; nobody reads any more. Files that a disk does not answer for stay open."""
         self.end()
-        stuck = self.oldest_seconds > PATIENCE_SECONDS
+        stuck = self.is_stuck
         self._threads.shutdown(wait=not stuck, cancel_futures=True)
         if stuck:
             return

@@ -97,7 +97,7 @@ def _ids(prompt: Any, index: int, tokenizer: Any) -> tuple[int, ...]:
     elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
         found = prompt
     else:
-        raise InputError(f"prompt {index} is a {type(prompt).__name__}, and not a text, a conversation or a list of token ids")
+        raise InputError(f"prompt {index} is a {type(prompt).__name__}, and not a text, a conversation (role and content) or token ids")
     if not found:
         raise InputError(f"prompt {index} has no token; a model needs one to go on from (its beginning-of-text token)")
     return tuple(int(token) for token in found)
@@ -105,4 +105,9 @@ def _ids(prompt: Any, index: int, tokenizer: Any) -> tuple[int, ...]:
 
 def _is_conversation(prompt: Any) -> bool:
     """[{"role": ..., "content": ...}, ...]."""
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, dict) and "role" in turn for turn in prompt)
+    return isinstance(prompt, list) and bool(prompt) and all(map(is_turn, prompt))
+
+
+def is_turn(turn: Any) -> bool:
+    """Whether it is a turn of a conversation: somebody's text, or calls of tools."""
+    return isinstance(turn, dict) and "role" in turn and ("content" in turn or "tool_calls" in turn)

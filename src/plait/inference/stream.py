@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from plait.cluster.host_memory import free_host_bytes
 from plait.errors import CheckpointError
 from plait.inference import reading
 from plait.inference.adapters import is_adapters
+from plait.inference.daemon_threads import DaemonThreads
 from plait.inference.reading import FileReader, Part
 from plait.inference.stored import Stored
 
@@ -121,7 +122,7 @@ class WeightStream:
         reads = len(self._kept) < len(self.blocks)
         self._slots = [self._slot(reads=reads) for _ in range(min(SLOTS, len(self.blocks)))]
         self._free = list(range(len(self._slots)))
-        self._reader = ThreadPoolExecutor(SLOTS, thread_name_prefix="plait-weights")
+        self._reader = DaemonThreads(SLOTS, "plait-weights")
         self._coming: dict[int, tuple[Future[None], int]] = {}
         self.handles = []
         for index, name in enumerate(self.blocks):
@@ -147,7 +148,7 @@ class WeightStream:
     def close(self) -> None:
         """End the threads; the model cannot run afterwards."""
         self._files.end()
-        self._reader.shutdown(wait=self._files.oldest_seconds <= reading.PATIENCE_SECONDS, cancel_futures=True)
+        self._reader.shutdown(wait=not self._files.is_stuck, cancel_futures=True)
         self._files.close()
         if self._copies is not None:
             self._copies.synchronize()  # before the memory that it copies from and to is anybody else's
@@ -200,11 +201,11 @@ class WeightStream:
                 future.result(timeout=reading.PATIENCE_SECONDS / 8)
                 return slot
             except Late:
-                if self._files.oldest_seconds > reading.PATIENCE_SECONDS:
-                    where = next(iter(self._parts[index])).stored.path
+                oldest = self._files.oldest
+                if oldest is not None and oldest[0] > reading.PATIENCE_SECONDS:
                     raise CheckpointError(
-                        f"{where}: the weights of {self.blocks[index]} are read, and no bytes have come for "
-                        f"{reading.PATIENCE_SECONDS:.0f} s; look at the disk"
+                        f"{oldest[1].path}: the weights of {self.blocks[index]} are waited for, and no bytes have come for "
+                        f"{reading.PATIENCE_SECONDS:.0f} s from byte {oldest[1].low:,} on; look at the disk"
                     ) from None
 
     def _ahead(self, first: int) -> None:

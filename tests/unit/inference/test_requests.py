@@ -38,6 +38,7 @@ def test_one_or_several() -> None:
         ("a", "prompt 0 is a text, and generate was given no tokenizer"),
         ([[1], []], "prompt 1 has no token"),
         ([1.5], "prompt 0 is a float"),
+        ([{"role": "user"}], r"prompt 0 is a dict, and not a text, a conversation \(role and content\)"),
         ({"input_ids": [1]}, "takes texts, conversations or token ids, one or a list, not dict"),
         (torch.zeros(1, 1, 1), "not Tensor"),
     ],

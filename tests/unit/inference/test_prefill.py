@@ -1,0 +1,44 @@
+"""Prompts that are read in pieces get the tokens of prompts that are read whole, in memory and streamed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.errors import InputError
+from plait.inference.generate import generate
+from plait.inference.load import load_model
+from plait.inference.source import open_source
+from plait.inference.streamed import load_streamed
+from tests.unit.inference.models import saved
+
+PROMPTS = [[5, 8, 2, 61, 7, 9, 33, 4, 71, 12, 90], [70, 7, 3]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma2"])
+def test_pieces(kind: str, tmp_path: Path) -> None:
+    """Mistral and Gemma 2 with windows that are shorter than the prompt, and than a piece of it."""
+    fields = {"sliding_window": 4} if kind in ("mistral", "gemma2") else {}
+    model = saved(tmp_path / "model", kind, **fields)
+    source = open_source(tmp_path / "model")
+    kept = load_model(source)
+    whole = generate(kept, PROMPTS, max_new_tokens=8, temperature=0)
+    for pieces in (1, 3, 5, 100):
+        found = generate(kept, PROMPTS, max_new_tokens=8, temperature=0, prefill_tokens=pieces)
+        for one, other in zip(found, whole, strict=True):
+            assert one.token_ids == other.token_ids
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
+    kept.close()
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    streamed, _ = load_streamed(source, budget_bytes=total - 1, other_bytes=0)
+    passes: list[int] = []
+    streamed.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    for pieces, expected in ((None, 2), (4, 4)):  # the longest prompt has 11 tokens; and a pass for the second token
+        passes.clear()
+        found = generate(streamed, PROMPTS, max_new_tokens=2, temperature=0, prefill_tokens=pieces)
+        assert [one.token_ids for one in found] == [one.token_ids[:2] for one in whole] and len(passes) == expected
+    with pytest.raises(InputError, match="prefill_tokens = 0 must be at least 1"):
+        generate(streamed, PROMPTS, prefill_tokens=0)
+    streamed.close()
