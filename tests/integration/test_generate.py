@@ -314,14 +314,17 @@ def test_a_disk_in_the_middle(what: str, words: str, folder: Path) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_a_rank_that_is_killed(folder: Path, tmp_path: Path) -> None:
-    """The command ends within ten seconds with an error that names the process; nothing is left."""
+@pytest.mark.parametrize("layout", ["--tp", "--pp"])
+def test_a_rank_that_is_killed(folder: Path, tmp_path: Path, layout: str) -> None:
+    """The command ends within ten seconds with an error that names the process; nothing is left, nor in the folder of temporary files."""
+    (tmp_path / "temporary").mkdir()
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "def read"}) + "\n" for _ in range(4000)), encoding="utf-8")
     files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     temporary = tmp_path / ".out.jsonl.tmp"
-    options = ["--tp", "2", "--max-new-tokens", "200", "--temperature", "0", "--batch-size", "2"]
+    options = [layout, "2", "--max-new-tokens", "200", "--temperature", "0", "--batch-size", "2"]
     command = [sys.executable, "-m", "plait", "generate", "--model", str(folder), *files, *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         ranks = []
         end = time.monotonic() + 60
@@ -336,7 +339,7 @@ def test_a_rank_that_is_killed(folder: Path, tmp_path: Path) -> None:
         assert time.monotonic() - killed < 10 and process.returncode not in (0, None)
         assert re.search(r"rank 1", said) and "SIGKILL" in said
         assert not [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-        assert not (tmp_path / "out.jsonl").exists() and not temporary.exists()
+        assert not (tmp_path / "out.jsonl").exists() and not temporary.exists() and not list((tmp_path / "temporary").iterdir())
     finally:
         process.kill()
         process.wait()

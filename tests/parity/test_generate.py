@@ -13,6 +13,7 @@ import torch
 import plait
 from plait._torch.units import parameter_groups, sharded_modules, unsharded_parameter_bytes
 from plait.errors import InputError
+from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 from tests.parity.layouts import FOUR, TWO
@@ -21,12 +22,16 @@ from tests.pool import Pool
 NEW = 8
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
 IN_FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+SAVED = {"activation_offload": {"device": "disk", "path": tempfile.gettempdir(), "fraction": 1.0}}
 OFFLOADED: dict[str, dict[str, Any]] = {
     "ZeRO 2": {"zero_optimization": {"stage": 2}},
     "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}},
     "files": {"zero_optimization": {"stage": 3, "offload_param": IN_FILES}},
+    "activations in files": {"zero_optimization": {"stage": 3}, "parallel": SAVED},
+    "a pipeline's activations in files": {"parallel": {"pp": 2, **SAVED}},
     "all in files": {"zero_optimization": {"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}},
 }
+TRAINED = ("ZeRO 1", "ZeRO 3", "tp", "pp", "recomputed", "all in files")
 RECOMPUTED = {"ZeRO 3", "sequence parallel", "tp x pp"}
 """Also without a cache, one request at a time."""
 KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": {}, "mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 6}, "qwen3": {}}
@@ -120,6 +125,7 @@ def trained(rank: int, world: int, layouts: list[str]) -> None:
             config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR, **OFFLOADED}[name]}
             count = config.get("gradient_accumulation_steps", 1)
             engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+            assert (engine.hooks.of(OffloadedActivations) is not None) == ("activations" in name)
             losses = []
             freed = [group.post_forward_mesh_info is None for unit in sharded_modules(model) for group in parameter_groups(unit)]
             for _ in range(3):
@@ -177,7 +183,7 @@ def between_micro_batches(rank: int, world: int, stage: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("name", ["ZeRO 1", "ZeRO 3", "tp", "pp", "recomputed", "all in files"])
+@pytest.mark.parametrize("name", [*TRAINED, "activations in files", "a pipeline's activations in files"])
 def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool, name: str) -> None:
     pool.run(2, trained, [name])
 
@@ -221,6 +227,58 @@ def within_a_pipelines_step(rank: int, world: int) -> None:
 
 def test_inside_of_a_pipelines_step(pool: Pool) -> None:
     pool.run(2, within_a_pipelines_step)
+
+
+def interrupted(name: str, *, first: bool, hears: bool) -> tuple[list[float], list[str]]:
+    """Losses of three steps, and what a hook of an attention (the first one's, or the last one's) hears that calls the engine in the
+    forward of the second and in the backward of the third."""
+    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    batch = [{"input_ids": ids, "labels": ids}]
+    model, armed, heard = built("llama"), list[str](), list[str]()
+    attentions = [path for path, _ in model.named_modules() if path.endswith("self_attn")]
+    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **TWO[name]}, loss_fn=plait.causal_lm_loss)
+    made = (
+        partial(engine.generate, PROMPTS, max_new_tokens=2),
+        partial(engine.score, PROMPTS),
+        partial(engine.predict, batch[0]),
+        partial(engine.train_batch, batch),
+    )
+
+    def calls(where: str) -> None:
+        if armed == [where]:
+            armed.clear()
+            for call in made:
+                with pytest.raises(InputError) as found:
+                    call()
+                heard.append(str(found.value))
+
+    def after(_: Any, __: Any, output: Any) -> None:
+        calls("forward")
+        if output[0].requires_grad:
+            output[0].register_hook(lambda _: calls("backward"))
+
+    model.get_submodule(attentions[0 if first else -1]).register_forward_hook(after)
+    losses = [float(engine.train_batch(batch).loss)]
+    for where in ("forward", "backward"):
+        armed[:] = [where] if hears else []
+        losses.append(float(engine.train_batch(batch).loss))
+    engine.close()
+    return losses, heard
+
+
+def caught_in_a_hook(rank: int, world: int, names: list[str], who: int | None) -> None:
+    """By a rank (None: all). Runs in a worker."""
+    for name in names:
+        kept, _ = interrupted(name, first=rank == 0, hears=False)
+        losses, heard = interrupted(name, first=rank == 0, hears=who in (None, rank))
+        assert losses == kept, name
+        said = ["while the pipeline runs"] * 2 if name == "pp" else ["inside of the model's forward", "inside of the model's backward"]
+        assert len(heard) == (8 if who in (None, rank) else 0) and all(said[at // 4] in one for at, one in enumerate(heard)), heard
+
+
+@pytest.mark.parametrize("who", [None, 0, 1])
+def test_a_refusal_that_a_hook_catches(pool: Pool, who: int | None) -> None:
+    pool.run(2, caught_in_a_hook, ["pp", "ZeRO 1", "ZeRO 3", "tp"], who, timeout=60)
 
 
 def ends_apart(rank: int, world: int, name: str) -> list[tuple[list[int], str]]:

@@ -102,6 +102,7 @@ class Engine(EngineFacts):
         finite and `faults.non_finite` does not skip such steps.
         """
         loss_fn = self._loss()
+        self.sharded.refuse_within("train_batch")
         self._recover()
         self._writer.raise_failed()
         with self._guard.running("step"):

@@ -71,8 +71,7 @@ def generate(
     happened. Collective over all ranks. Raises InputError, on all of them, for what one of them cannot do.
     """
     model, mesh = sharded.model, sharded.mesh
-    if sharded.pipeline is not None:
-        sharded.pipeline.runtime.refuse_within("generate")
+    sharded.refuse_within("generate")
 
     def prepared() -> tuple[list[Request], Settings, bytes]:
         check_model(sharded)

@@ -40,8 +40,7 @@ def score(
     follow from the sequence and the weights alone, whatever the layout and the batch, and are those of `generate(..., canonical=True)`.
     Collective over all ranks. Raises InputError, on all of them, for what one of them cannot do.
     """
-    if sharded.pipeline is not None:
-        sharded.pipeline.runtime.refuse_within("score")
+    sharded.refuse_within("score")
 
     def prepared() -> tuple[list[Request], bytes]:
         check_model(sharded)

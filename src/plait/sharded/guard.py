@@ -40,6 +40,7 @@ class Guard(StepHook):
         self._in_buckets = parts.hooks.of(Reducer) is not None
         self.backwards = 0
         """Of the step so far."""
+        self.in_backward = False
         self.reduced = False
         """Whether the gradients of the step so far are sums over all ranks already."""
 
@@ -65,7 +66,11 @@ class Guard(StepHook):
         self.reduced = False
         WATCH.phase(BACKWARD)
         with self.running("step"), self._parts.hooks.backward():
-            yield
+            self.in_backward = True
+            try:
+                yield
+            finally:
+                self.in_backward = False
 
     def recover(self) -> bool:
         """Before the handle is used: clear what a failure left. Returns whether the gradients of a step were lost. Collective after a

@@ -42,6 +42,7 @@ from plait.sharded.finite import not_finite
 from plait.sharded.guard import Guard
 from plait.sharded.misuse import refuse_cache
 from plait.sharded.step import Outcome, Stepper
+from plait.sharded.within import Forwards
 
 _ATTRIBUTE = "_plait"
 
@@ -64,6 +65,7 @@ class ShardedModel:
         self._evaluates_in: int | None = None
         """The thread."""
         self._turn = threading.Lock()
+        self._forwards = Forwards(parts.model) if self.is_cut or mesh.layout.dp < mesh.layout.world_size else None
         self._compared = ExitStack()
         if config.faults.check_collectives and mesh.layout.world_size > 1:
             self._compared.enter_context(ComparedCollectives())
@@ -214,6 +216,18 @@ class ShardedModel:
 
     # ---- without gradients ----------------------------------------------------------------------------------------------------------
 
+    def refuse_within(self, call: str) -> None:
+        """Raise InputError for a call from inside of a pipeline's step, or of a forward or backward that computes with parts of the model
+        on this rank: the call would take from under it what it gathered, and the others are at other places."""
+        if self.pipeline is not None:
+            self.pipeline.runtime.refuse_within(call)
+        if self._forwards is not None and (self._forwards.running or self.guard.in_backward):
+            raise InputError(
+                f"{call} was called inside of the model's {'forward' if self._forwards.running else 'backward'} (by a hook, or by one of "
+                "its modules), which computes with parts of the model on each rank, and the call would change what it has gathered; call "
+                "it before or after"
+            )
+
     def predict(self, batch: Any, *, cache: Any = None) -> Any:
         """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
         Of full sequences, also where a technique cuts them. Collective. Several in a row are faster inside `evaluating`.
@@ -221,6 +235,7 @@ class ShardedModel:
         `cache`, from `new_cache`, is what the model keeps of the tokens before those of `batch`, a mapping; the model adds to it. Raises
         InputError where the layout has no place for one.
         """
+        self.refuse_within("predict")
         if cache is not None:
             refuse_cache(self.parts, self.mesh, cache)
             batch = with_cache(batch, cache)
@@ -247,6 +262,7 @@ class ShardedModel:
         if self._evaluates_in == threading.get_ident():
             yield
             return
+        self.refuse_within("an evaluation")
         if not self._turn.acquire(blocking=False):
             raise InputError("another thread evaluates this model or generates with it; make such calls one after the other")
         training, self.is_evaluating, self._evaluates_in = self.model.training, True, threading.get_ident()
@@ -296,6 +312,8 @@ class ShardedModel:
         if owner_of(self.model) is not self:
             return
         self._compared.close()
+        if self._forwards is not None:
+            self._forwards.close()
         for end in self.hooks.release:
             end()
         if not self.is_cut:

@@ -118,6 +118,7 @@ class ParallelModel(ShardedModel):
         """Forward and backward of a step's micro-batches (`batch`: see `parallel.micro_batches.micro_batches`), also through a pipeline.
         Returns the mean of their losses, on every rank of the pipeline; 0-dimensional, float64. After an exception that all ranks had,
         the step begins anew. Collective."""
+        self.refuse_within("forward_backward")
         self.guard.recover()
         if self.why_called is not None and self.guard.backwards:
             raise InputError("sharded.forward_backward is a step's only call; call sharded.step(optimizer) before the next")
