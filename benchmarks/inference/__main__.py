@@ -3,7 +3,8 @@
     python -m benchmarks.inference            some minutes on a quiet machine
 
 - in memory: Plait beside Transformers;
-- from disk, a fifth of the weights' size as budget, files out of the kernel's cache: Plait beside accelerate;
+- from disk, a fifth of the weights' size as budget, files out of the kernel's cache: Plait beside accelerate, and the share of the rate at
+  which the disk gives the same file to as many reads at a time and no computation;
 - from host memory: Plait with the same budget and files in the kernel's cache, beside accelerate's `cpu_offload`, and DeepSpeed's
   ZeRO-Inference with parameters in host memory where DeepSpeed is installed;
 - overlap, of 64 prompts: reads slowed down to a third of the computation's time, to its time, and to three times it; the time beside the
@@ -15,9 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.machine import facts
+from benchmarks.inference.engines import dropped
+from plait.cluster import huge_pages
+from plait.inference.reading import BLOCK, IN_FLIGHT
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/inference.json"
 REQUESTS, TOKENS = 4, 8
@@ -55,6 +63,27 @@ def run(folder: Path, engine: str, **asked: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def disk_rate(path: Path) -> float:
+    """Bytes/s of reading a file past the kernel's cache in the blocks of Plait's reader, as many at a time, and nothing else."""
+    file, blocks = os.open(path, os.O_RDONLY | os.O_DIRECT), range(0, path.stat().st_size // BLOCK * BLOCK, BLOCK)
+    places = threading.local()
+
+    def read(at: int) -> None:
+        if not hasattr(places, "memory"):
+            places.memory = huge_pages.empty((BLOCK,), torch.uint8).numpy()
+        os.preadv(file, [places.memory], at)
+
+    seconds = []
+    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        for _ in range(5):
+            dropped(path.parent)
+            began = time.perf_counter()
+            list(threads.map(read, blocks))
+            seconds.append(time.perf_counter() - began)
+    os.close(file)
+    return len(blocks) * BLOCK / min(seconds)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
@@ -73,6 +102,7 @@ def main() -> None:
         if find_spec("deepspeed") is not None:
             rows["DeepSpeed ZeRO-Inference, host memory"] = run(folder, "deepspeed")
         compute = rows["Plait, in memory"]["seconds"]
+        cold, disk_bytes = rows["Plait, from disk"], disk_rate(folder / "model.safetensors")
         whole = run(folder, "plait", requests=OVERLAPPED)
         first, later = whole["first_seconds"], (whole["seconds"] - whole["first_seconds"]) / (TOKENS - 1)
         overlaps = {}
@@ -92,6 +122,7 @@ def main() -> None:
         "from disk, accelerate's time over Plait's": rows["accelerate, from disk"]["seconds"] / rows["Plait, from disk"]["seconds"],
         "host memory, accelerate's time over Plait's from the cache": rows["accelerate, cpu_offload"]["seconds"]
         / rows["Plait, files in the cache"]["seconds"],
+        "from disk, share of the disk's rate": cold["read_bytes"] / cold["seconds"] / disk_bytes,
         "highest peak over its budget": max(row["peak_bytes"] / budget for budget, row in budgets.items()),
     }
     for name, row in rows.items():
@@ -104,6 +135,7 @@ def main() -> None:
     print(f"tokens are the same everywhere: {len(tokens) == 1}")
     content = {
         "weights_bytes": size,
+        "disk_bytes_per_second": disk_bytes,
         "requests": REQUESTS,
         "tokens": TOKENS,
         "engines": rows,

@@ -179,6 +179,8 @@ class WeightStream:
 
     def _after(self, index: int) -> None:
         self._unbind(index)
+        if index not in self._coming:  # it could not be brought
+            return
         if self._copies is not None:
             self._slots[self._coming[index][1]].used = accelerator.current_stream(self._device).record_event()
         if self._release(index):
