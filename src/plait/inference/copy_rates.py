@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from plait.cluster import accelerator
+from plait.cluster import accelerator, huge_pages
 from plait.errors import InputError
 from plait.inference.reading import FileReader, Part
 from plait.inference.stored import Stored, read_into, stored_tensors
@@ -24,25 +24,22 @@ SAMPLE = 256 << 20
 """Bytes that are read or copied."""
 
 
-def measure_files(tensors: Sequence[Stored], *, total: int) -> tuple[float, str]:
-    """(bytes/s, how it was measured) of reading some of `tensors`, of which every token reads `total` bytes: from the disk where the
-    kernel cannot keep so many in its cache, else as they are found now."""
+def measure_files(tensors: Sequence[Stored], *, total: int, places: int) -> tuple[float, str]:
+    """(bytes/s, how it was measured) of reading some of `tensors`, of which every token reads `total` bytes into `places` bytes of memory:
+    from the disk where the kernel cannot keep so many in its cache, else as they are found now."""
     chosen = _sample(tensors, SAMPLE)
     size = sum(one.size for one in chosen)
     if not size:
         raise InputError("no weights are read from files, so their rate cannot be measured")
     cold = comes_from_disk(total)
-    place = torch.empty(max(one.size for one in chosen), dtype=torch.uint8)
-    parts = [Part(one, 0, place[: one.size]) for one in chosen]
+    parts = _into(chosen, places)
     reader = FileReader({one.path for one in chosen}, largest=size, keeps=not cold)
     try:
         if cold:
             _drop(chosen)
         else:
-            reader.read(parts[:1])  # the place's own pages are new
-        began = time.perf_counter()
-        reader.read(parts)
-        seconds = time.perf_counter() - began
+            reader.read(parts)  # the memory's own pages are new
+        seconds = min(_seconds(partial(reader.read, parts)) for _ in range(1 if cold else 3))
     finally:
         reader.close()
     how = "from the disk" if cold else "as the kernel has the files in its cache now"
@@ -57,19 +54,20 @@ def _drop(tensors: Sequence[Stored]) -> None:
         os.close(file)
 
 
-def measure_overlap(tensors: Sequence[Stored], *, rows: int, dtype: torch.dtype) -> float:
-    """What is saved of the shorter time when a thread reads weights from the kernel's cache while layers compute `rows` tokens on the CPU:
-    1 where neither takes time from the other, 0 where they might as well come one after the other. Both need a core and the memory."""
+def measure_overlap(tensors: Sequence[Stored], *, places: int, rows: int, dtype: torch.dtype) -> float:
+    """What is saved of the shorter time when a thread reads weights from the kernel's cache into `places` bytes while layers compute `rows`
+    tokens on the CPU: 1 where neither takes time from the other, 0 where they might as well come one after the other. Both need a core and
+    the memory."""
     chosen = _sample(tensors, SAMPLE // 4)
     layers = torch.ones((8, 4096, 1024), dtype=dtype)  # more than processors keep in their caches
     x = torch.ones((rows, 1024), dtype=dtype)
     files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in chosen}}
-    view = memoryview(bytearray(max(one.size for one in chosen)))
+    parts = _into(chosen, places)
     ended = threading.Event()
 
     def read() -> None:
-        for one in chosen:
-            read_into(files[one.path], view[: one.size], one, ended)
+        for part in parts:
+            read_into(files[part.stored.path], memoryview(part.memory.numpy().data), part.stored, ended)
 
     def compute(passes: int) -> None:
         for _ in range(passes):
@@ -130,6 +128,18 @@ class _Few(nn.Module):
         for scale in self.scales:
             x = x * scale
         return x
+
+
+def _into(tensors: Sequence[Stored], places: int) -> list[Part]:
+    """Reads of tensors, one after another into `places` bytes, from the beginning again when these are full: what a processor's cache holds
+    is written to faster than what streamed layers take."""
+    memory = huge_pages.empty((max(places, max(one.size for one in tensors)),), torch.uint8)
+    parts, at = [], 0
+    for one in tensors:
+        at = 0 if at + one.size > memory.numel() else at
+        parts.append(Part(one, 0, memory[at : at + one.size]))
+        at += one.size
+    return parts
 
 
 def _sample(tensors: Sequence[Stored], most: int) -> list[Stored]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from plait.inference.copy_rates import measure_files, measure_handover, measure_overlap
+from plait.inference.copy_rates import _into, measure_files, measure_handover, measure_overlap
 from plait.inference.deployment import Account, Deployment
 from plait.inference.pass_times import PassTimes, _at, _lengths, _Times, measure_passes
 from plait.inference.prediction import CopyRates, predict
 from plait.inference.quantised import quantised_copy
 from plait.inference.source import open_source
+from plait.inference.stored import Stored
 from plait.inference.streamed import tensors_of
 from tests.unit.inference.models import built, saved
 
@@ -54,8 +56,6 @@ def test_lengths_that_are_measured_and_what_follows_from_them() -> None:
 
 
 def test_a_layer_is_the_difference_of_two_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     with torch.device("meta"):
         model = built(layers=8)
     each = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
@@ -66,8 +66,6 @@ def test_a_layer_is_the_difference_of_two_measurements(monkeypatch: pytest.Monke
 
 
 def test_a_few_layers_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     with torch.device("meta"):
         model = built(layers=8)
     each = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
@@ -84,9 +82,18 @@ def test_the_rate_of_files(tmp_path: Path) -> None:
     saved(tmp_path / "model", layers=1)
     source = open_source(tmp_path / "model")
     tensors = list(tensors_of(source, source.model()).values())
-    rate, how = measure_files(tensors, total=1)
+    rate, how = measure_files(tensors, total=1, places=1)
     assert rate > 0 and how == "0 MiB read here, as the kernel has the files in its cache now"
-    assert measure_files(tensors, total=1 << 60)[1].endswith("from the disk")
+    assert measure_files(tensors, total=1 << 60, places=1 << 20)[1].endswith("from the disk")
+
+
+def test_reads_go_to_as_much_memory_as_streamed_layers_have() -> None:
+    """Each to memory of its own, as long as there is some."""
+    tensors = [Stored(Path("weights"), 100 * number, 100, torch.uint8, (100,)) for number in range(5)]
+    for places, starts in ((1, [0] * 5), (250, [0, 100, 0, 100, 0]), (500, [0, 100, 200, 300, 400])):
+        parts = _into(tensors, places)
+        assert [part.memory.data_ptr() - parts[0].memory.data_ptr() for part in parts] == starts
+        assert all(part.memory.numel() == 100 and part.stored is one for part, one in zip(parts, tensors, strict=True))
 
 
 def test_what_a_streamed_layer_costs_besides() -> None:
@@ -95,12 +102,10 @@ def test_what_a_streamed_layer_costs_besides() -> None:
 
 
 def test_what_reading_and_computing_take_from_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     saved(tmp_path / "model", layers=1)
     source = open_source(tmp_path / "model")
     tensors = list(tensors_of(source, source.model()).values())
-    assert 0 <= measure_overlap(tensors, rows=2, dtype=torch.float32) <= 1
+    assert 0 <= measure_overlap(tensors, places=1 << 20, rows=2, dtype=torch.float32) <= 1
     turn = iter([1.0, 1.0, *[4.0] * 3, *[5.0] * 3, *[7.0] * 3])
     monkeypatch.setattr("plait.inference.copy_rates._seconds", lambda work: next(turn))
-    assert measure_overlap(tensors, rows=2, dtype=torch.float32) == 0.5
+    assert measure_overlap(tensors, places=1 << 20, rows=2, dtype=torch.float32) == 0.5

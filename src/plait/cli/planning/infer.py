@@ -198,11 +198,11 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
         if target is not None or work.source is None:
             raise InputError("--disk: weights are read from files in this plan, and there are none to measure; say how many GB/s")
         tensors = list(tensors_in_files(work.source, work.model).values())
-        files, how = measure_files(tensors, total=account.in_files)
+        files, how = measure_files(tensors, total=account.in_files, places=account.slots)
         if not on.on_gpu and not comes_from_disk(account.in_files):
             dtype, requests = compute_dtype(work.model), lengths["requests"]
             rows = (min(requests * lengths["prompt"], MOST_ROWS), requests)
-            first, token = (measure_overlap(tensors, rows=one, dtype=dtype) for one in rows)
+            first, token = (measure_overlap(tensors, places=account.slots, rows=one, dtype=dtype) for one in rows)
             overlap = first, token
             how += f"; {token:.0%} of the shorter of reading and computing a token goes on beside the other"
     if target is not None:
