@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import plait
 from plait._torch.dtensor import local_tensor
@@ -167,6 +169,55 @@ def test_a_receiver_that_ends_or_stops_is_named(how: int) -> None:
     finally:
         process.kill()
         process.join()
+
+
+def one_of_two(rank: int, address: str, others: str, heard: Any) -> None:
+    """Of a generator of two, whose rank 1 is killed when its third piece comes; what rank 0 hears, and after how long."""
+    dist.init_process_group("gloo", init_method=f"tcp://{others}", rank=rank, world_size=2)
+    took, taken = meeting.Meeting.receive, []
+
+    def take(self: Any, tensor: torch.Tensor, source: int) -> Any:
+        wait = took(self, tensor, source)
+
+        def end() -> None:
+            taken.append(source)
+            if rank and len(taken) == 3:
+                heard.put(time.monotonic())
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait()
+
+        return end
+
+    meeting.Meeting.receive = take  # type: ignore[method-assign]
+    target = large(0.0)
+    with link.WeightReceiver(target, address) as receiver:
+        try:
+            heard.put(f"version {receiver.receive().version}")
+        except CommunicationError as error:
+            with pytest.raises(InputError, match="mixes two versions"):
+                status.refuse_incomplete(target)
+            heard.put(str(error))
+
+
+def test_one_receiver_of_two_that_ends() -> None:
+    """The trainer names it, and the other one either has everything or knows that it has not."""
+    address, others, start = free_address(), free_address(), quick_starts()
+    heard = [start.SimpleQueue(), start.SimpleQueue()]
+    processes = [start.Process(target=one_of_two, args=(rank, address, others, heard[rank]), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        with link.WeightSender(large(1.0), address, receivers=2) as sender:
+            with pytest.raises(CommunicationError, match=rf"generator rank 1 \(.*, process {processes[1].pid}, which has ended\)"):
+                sender.send()
+            assert time.monotonic() - heard[1].get() < 5
+        processes[0].join(10)
+        assert processes[0].exitcode == 0
+        assert re.match(r"version 0$|trainer rank 0 ", heard[0].get())
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def ends_while_sending(address: str) -> None:
