@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from plait.inference.deployment import Work, deploy_streamed
 from plait.inference.generate import generate
 from plait.inference.load import load_model
 from plait.inference.reading import Block, FileReader
@@ -27,8 +28,6 @@ from plait.inference.source import open_source
 from plait.inference.stream import WeightStream
 from plait.inference.streamed import load_streamed
 
-OTHER_BYTES = 8 << 20
-"""Of a budget, for keys, values and activations of these short requests."""
 PROMPT = [11, 42, 7, 300, 5, 66, 128, 9]
 
 
@@ -84,7 +83,9 @@ def plait(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], lis
     if asked.get("budget"):
         if asked.get("rate"):
             throttled(asked["rate"])
-        sharded, _ = load_streamed(source, budget_bytes=asked["budget"], other_bytes=OTHER_BYTES)
+        work = Work(source, source.model(None), tokens=len(PROMPT) + asked["tokens"], requests=asked["requests"])
+        where = deploy_streamed(work, cpu_budget=asked["budget"])
+        sharded, _ = load_streamed(source, budget_bytes=asked["budget"], other_bytes=where.other_bytes)
     else:
         sharded = load_model(source)
     found = [hook.stream for hook in sharded.hooks.all if hasattr(hook, "stream")]

@@ -20,8 +20,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what nobody writes to takes no memory
-    memory.madvise(mmap.MADV_HUGEPAGE)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
+    end = start + size // PAGE * PAGE
+    memory.madvise(mmap.MADV_HUGEPAGE, start, end - start)
+    memory.madvise(mmap.MADV_NOHUGEPAGE, end)  # the rest, which would take a page of its own
     return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).view(shape)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
 from plait.cluster import huge_pages
+from plait.cluster.host_memory import process_bytes
 from plait.cluster.huge_pages import PAGE
 
 
@@ -16,6 +19,13 @@ def test_memory_begins_with_a_huge_page_and_can_be_written_to_its_end() -> None:
         assert found.untyped_storage().nbytes() == found.nbytes
         assert torch.equal(found.fill_(3), torch.full(shape, 3, dtype=dtype))
     assert huge_pages.empty((0, 5), torch.float32).shape == (0, 5)
+
+
+def test_what_is_beyond_the_last_huge_page_takes_no_more_than_its_bytes() -> None:
+    before = process_bytes(os.getpid())
+    kept = [huge_pages.empty((PAGE + 4096,), torch.uint8).fill_(1) for _ in range(16)]
+    taken = process_bytes(os.getpid()) - before
+    assert taken < sum(one.nbytes for one in kept) + PAGE // 2
 
 
 def test_parameters_keep_their_identity() -> None:
