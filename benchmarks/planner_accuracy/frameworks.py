@@ -21,6 +21,8 @@ DATA = Path(__file__).parent / "data"
 STACKS = DATA / "stacks.json"
 UNKNOWN = ("other", "other-modern")
 """Entries for frameworks of which nothing is known but what a row says of their kernels."""
+_PURE_STEP = 14
+"""Bytes a parameter of an optimizer step with all in 16 bits: gradients are read, weights and two states read and written."""
 _UNKNOWN_WIDTH = 0.2
 """Of the speed of kernels of which not even the framework is known."""
 
@@ -75,7 +77,8 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
         late_gradients=entry.get("late_gradients", 0),
         norms=entry["norms"],
         slack=entry["slack"],
-        step_bytes=entry["optimizer"],
+        step_bytes=_PURE_STEP if states == "pure-16bit" else entry["optimizer"],
+        tp_launches=entry.get("tp_launches", 0.15),
     )
 
 

@@ -95,7 +95,7 @@ def learn(rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge |
             # Half of what separated machines before stays: new machines are not those of the fit. What was not measured stays as wide.
             width = float(np.hypot(0.5 * constant.width, np.sqrt(found.covariance[index, index])))
         constants[name] = replace(constant, median=float(found.rates[name]), width=min(width, constant.width))
-    return Knowledge(constants, 0.058, 0.14)
+    return Knowledge(constants, 0.052, 0.14)
 
 
 def _measured(rows: Sequence[Row], base: Knowledge) -> tuple[_Measured, _Measured]:

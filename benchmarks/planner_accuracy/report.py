@@ -136,8 +136,8 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
         "Rows of more sources were collected without a look at predictions, selected by what a source states and by nothing else",
         "(`SOURCES.md`), and each set was predicted once (`python -m benchmarks.planner_accuracy.unseen`). These are those scores, without",
         "a second try. The first set is now among those that constants are learned from, and in all other tables of this page, each source",
-        "predicted without itself and its relatives. From the others no constant is learned, but the second's errors count in the widths,",
-        "and facts of frameworks that they showed to be wrong were mended after their scores: rows marked today are by what is known now.",
+        "predicted without itself and its relatives. From the others no constant is learned, but errors of the second and the third count",
+        "in the widths, and what they showed to be wrong was mended after their scores: rows marked today are by what is known now.",
         "",
         "| set, commit | rows of | rows | median | mean | P90 | bias | in the 90 % interval |",
         "|---|---|---|---|---|---|---|---|",
@@ -158,13 +158,14 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
             e = again[str(number)][key]["all"]["all"]
             cells = " | ".join(f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage"))
             lines.append(f"| {number}, today | {_PARTS[key]}, tier A | {e['rows']} | {cells} |")
-    last = scores[-1]
-    lines += ["", *_table({"source": last["tier A"]["time"]["source"]}, "step time by source, tier A of the last set")]
-    fit = last["tier A"]["fit"]
+    last = {name: entry for found in scores[-2:] for name, entry in found["tier A"]["time"]["source"].items()}
+    lines += ["", *_table({"source": last}, "step time by source, tier A of the last two sets")]
+    fits = [found["tier A"]["fit"] for found in scores[-2:]]
+    out, called, ran, alarms = (sum(fit[key] for fit in fits) for key in ("out_of_memory", "called_fits", "ran", "called_out_of_memory"))
     return [
         *lines,
-        f"Of {fit['out_of_memory']} rows of tier A of the last set that ran out of memory {fit['called_fits']} were called fitting, and of",
-        f"{fit['ran']} that ran {fit['called_out_of_memory']} were called out of memory.",
+        f"Of {out} rows of tier A of these sets that ran out of memory {called} were called fitting, and of {ran} that ran {alarms} were",
+        "called out of memory.",
         "",
     ]
 

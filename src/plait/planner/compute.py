@@ -69,7 +69,7 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
         [attention, forward, operators, at.kept_operators * operators + (1 - at.kept_operators) * forward],
         0.0,
     )
-    launches = 1 + 0.15 * (np.asarray(tp) > 1)  # the collectives of tensor parallelism are launched too
+    launches = 1 + job.framework.tp_launches * (np.asarray(tp) > 1)  # the collectives of tensor parallelism are launched too
     hooks = job.framework.hook_seconds * (np.asarray(at.stage) == 3)
     host = (job.framework.host_seconds * launches + hooks) * rates["host"]
     return LayerCost(
@@ -100,6 +100,12 @@ def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
     # On the host: 30 bytes a parameter over its memory, of which devices of a node have their share; gradients down, weights up.
     host = parameters * (30 / 20e9 + 6 / job.device.host_bandwidth)
     return rates["optimizer"] * ((1 - job.layouts.offload) * device + job.layouts.offload * host)
+
+
+def kernel_seconds(job: Job, rates: Rates) -> Numbers:
+    """What a kernel of a GPU takes beyond its work, to start, to end, and until the next one; what a core takes to begin is in the host's
+    time."""
+    return np.where(job.device.on_cpu, 0.0, rates["ramp"])
 
 
 def memory_rate(job: Job, rates: Rates) -> Numbers:
@@ -137,9 +143,7 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     # Libraries choose other tiles and split the inner dimension where a wave is poorly filled: half of the loss remains.
     filled = np.sqrt(waves / np.ceil(waves))
     flops = 2 * rows * inner * columns
-    # Of devices that are fast enough to have one; what a core takes to begin is in the host's time.
-    ramp = np.where(job.device.on_cpu, 0.0, rates["ramp"] * np.minimum(peak / 100e12, 1))
-    seconds = (flops / filled + ramp) / (peak * _gemm_share(job, rates))
+    seconds = flops / filled / (peak * _gemm_share(job, rates)) + kernel_seconds(job, rates)
     moved = job.element_bytes * (rows * inner + inner * columns + rows * columns) / (memory_rate(job, rates))
     # To cast inputs (2 read, 1 written); with dynamic scaling to find the largest (2 read), and both for the weights.
     dynamic = job.framework.dynamic_scaling
@@ -189,6 +193,10 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     # Times cosine (2, 2), half negated (1, 1), halves joined (2, 2), times sine (2, 2), the sum (4, 2).
     rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * wide * (model.heads + model.kv_heads) * model.head_dim
     share = model.expert_layers / model.layers
+    # Queries and keys are normalised by head, each as a norm of the hidden states is.
+    rotary = rotary + norm * model.qk_norm * (model.heads + model.kv_heads) * model.head_dim
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
     activation = (4 + 2 * model.gated + np.where(gated, 4 * framework.activation_apart, 0)) * wide * ffn
-    return job.tokens * (whole + (rotary + activation) / at.tp) / memory_rate(job, rates)
+    kernels = 6 + np.where(gated, 10 * framework.norms_apart + 8 * framework.rotary_apart + framework.activation_apart, 0)
+    seconds = job.tokens * (whole + (rotary + activation) / at.tp) / memory_rate(job, rates)
+    return seconds + kernels * kernel_seconds(job, rates)

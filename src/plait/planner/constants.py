@@ -45,7 +45,7 @@ CONSTANTS: dict[str, Constant] = {
     "gemm.cpu": Constant(0.60, 0.5, "share of the peak that large matrix products reach"),
     "gemm.fp8": Constant(0.80, 0.15, "the same in float8, of the share in 16 bits"),
     "gemm.fp4": Constant(0.60, 0.2, "the same in float4"),
-    "ramp": Constant(4e9, 0.8, "FLOPs that a product loses to start and end", 1e9, 2e10),
+    "ramp": Constant(1e-5, 0.8, "seconds that a kernel takes beyond its work, to start and to end", 2e-6, 2e-5),
     "attention.volta": Constant(0.40, 0.3, "share of the peak that attention reaches, causal FLOPs"),
     "attention.ampere": Constant(0.50, 0.2, "share of the peak that attention reaches, causal FLOPs"),
     "attention.hopper": Constant(0.42, 0.25, "share of the peak that attention reaches, causal FLOPs"),

@@ -62,6 +62,8 @@ class Framework:
     """1: tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0
     """Share of the products' inputs that sequence parallelism keeps gathered, not as shards."""
+    tp_launches: Numbers = 0.15
+    """What the host launches more with tensor parallelism, of a layer's launches without."""
     hook_seconds: Numbers = 0
     """Time of the host to gather and free one layer's weights in a forward of stage 3, where every module does so for itself."""
     late_gradients: Numbers = 0

@@ -160,12 +160,14 @@ def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
     def held(width: Numbers, sharded: Numbers) -> Numbers:
         return width * (dense / np.where(sharded, shard, 1) + experts / np.where(sharded, expert_shard, 1))
 
-    weights = held(framework.weights, stage >= 3)
+    # torch's FSDP shards weights at stage 2 too (SHARD_GRAD_OP), and keeps the gathered ones from the forward to the backward.
+    kept_gathered = (stage == 2) & (np.asarray(framework.late_gradients) > 0) & ~job.is_plait
+    weights = held(framework.weights, (stage >= 3) | kept_gathered)
     gradients = held(framework.gradients, stage >= 2)
     optimizer = held(framework.optimizer, stage >= 1) * (1 - at.offload)
     # Weights in another dtype are kept as a copy while they are used: all of them, or with stage 3 the ends (gathered from the forward to
     # the end of the backward) and two blocks, with the gradient of one and its reduction.
-    width = np.where(stage >= 3, 2, framework.gathered)
+    width = np.where((stage >= 3) | kept_gathered, 2, framework.gathered)
     unit = (block - routed + routed / at.ep) / at.tp
     whole = width * (dense + experts)
     reducing = (2 + framework.wire_reduce) * unit
@@ -207,6 +209,7 @@ def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     attention_tp = 1 if job.whole_attention else at.tp
     split = inner / at.tp + (4 * width + 4 * kv + 4 * model.heads) / attention_tp
     split = split + share * 4 * model.active * hidden / at.tp
+    split = split + (2 + 6 * framework.norms_apart) * model.qk_norm * (width + kv) / attention_tp
     scores = np.choose(np.asarray(framework.attention), [0.0, 4 + 1 * old, 8 + 1 * old]) * model.heads * job.sequence / attention_tp
     # Products in 8 and 4 bits keep their inputs so.
     low = np.where(np.asarray(job.precision) >= PRECISIONS.index("fp8"), 0.7, 1.0)

@@ -95,7 +95,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
     nodes = np.maximum(at.world / job.device.devices_per_node, 1)
     terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
-    terms["fixed"] = rates["fixed"] + np.zeros_like(np.asarray(slowest, dtype=float))
+    terms["fixed"] = rates["fixed"] * np.minimum(1 + np.log2(at.world), 4) / 4 + np.zeros_like(np.asarray(slowest, dtype=float))
     return Step(terms)
 
 

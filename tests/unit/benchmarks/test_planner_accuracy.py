@@ -11,7 +11,7 @@ import pytest
 from benchmarks.planner_accuracy import learn
 from benchmarks.planner_accuracy.evaluate import main
 from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
-from benchmarks.planner_accuracy.predict import evaluate
+from benchmarks.planner_accuracy.predict import Prediction, evaluate
 from benchmarks.planner_accuracy.sweep import paragraph, slow_runs
 from plait.planner import constants
 from plait.planner.job import SCHEDULES
@@ -64,6 +64,35 @@ def test_old_names_mean_what_they_meant_then() -> None:
 
     assert stack(gpu="A100-80GB", year="2021") == "megatron" == stack(gpu="A100-80GB", gated_mlp="n", n_kv_heads="")
     assert stack(gpu="A100-80GB", year="2024") == stack(gpu="H100") == stack(gpu="MI300X") == "megatron-modern"
+
+
+def one(**changes: str) -> Prediction:
+    return evaluate([{**ROW, **changes}]).predictions[0]
+
+
+def test_norms_of_queries_and_keys_are_work_and_memory() -> None:
+    without, with_norms = (one(model_name=name, framework="torchtitan eager", recompute="none") for name in ("a Llama", "Qwen3-like"))
+    assert with_norms.terms["elementwise"] > 1.05 * without.terms["elementwise"]
+    assert with_norms.memory_terms["activations"] > without.memory_terms["activations"]
+
+
+def test_torchs_fsdp_shards_weights_at_stage_2_too_and_deepspeed_does_not() -> None:
+    layout = {"tp": "1", "pp": "1", "gpus_total": "16", "dp": "16", "global_batch": "16", "micro_batch": "1", "precision": "bf16 (amp)"}
+    for framework, shards in (("torchtitan eager", 16), ("PyTorch FSDP", 16), ("DeepSpeed", 1)):
+        two, three = (one(framework=framework, zero_or_fsdp=name, **layout) for name in ("FSDP2 SHARD_GRAD_OP", "FSDP FULL_SHARD"))
+        assert two.memory_terms["weights"] == pytest.approx(three.memory_terms["weights"] * (1 if shards > 1 else 16), rel=0.01)
+        assert two.memory_terms["gathered"] > three.memory_terms["gathered"] or shards == 1
+
+
+def test_operations_that_python_dispatches_wait_for_their_host() -> None:
+    layout = {"tp": "2", "pp": "1", "gpus_total": "16", "dp": "8", "global_batch": "8", "micro_batch": "1", "seq_len": "2048"}
+    assert one(framework="torchtitan eager", **layout).terms["host"] > 5 * one(framework="torchtitan eager", **layout | {"tp": "1", "dp": "16",
+        "global_batch": "16"}).terms["host"]  # fmt: skip
+
+
+def test_an_optimizer_in_16_bits_moves_half_of_the_bytes() -> None:
+    mixed, pure = (one(framework="torchtitan", precision=name).terms["optimizer"] for name in ("bf16 (amp)", "bf16 (pure)"))
+    assert pure == pytest.approx(mixed * 14 / 28, rel=0.01)
 
 
 def test_rows_of_no_framework_and_of_plait_are_priced_too() -> None:
