@@ -83,7 +83,7 @@ def plait(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], lis
     if asked.get("budget"):
         if asked.get("rate"):
             throttled(asked["rate"])
-        work = Work(source, source.model(None), tokens=len(PROMPT) + asked["tokens"], requests=asked["requests"])
+        work = Work(source, source.model(), tokens=len(PROMPT) + asked["tokens"], requests=asked["requests"])
         where = deploy_streamed(work, cpu_budget=asked["budget"])
         sharded, _ = load_streamed(source, budget_bytes=asked["budget"], other_bytes=where.other_bytes)
     else:

@@ -161,13 +161,13 @@ def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
         return width * (dense / np.where(sharded, shard, 1) + experts / np.where(sharded, expert_shard, 1))
 
     # torch's FSDP shards weights at stage 2 too (SHARD_GRAD_OP), and keeps the gathered ones from the forward to the backward.
-    kept_gathered = (stage == 2) & (np.asarray(framework.late_gradients) > 0) & ~job.is_plait
-    weights = held(framework.weights, (stage >= 3) | kept_gathered)
+    sharded = (stage >= 3) | ((stage == 2) & (np.asarray(framework.late_gradients) > 0) & ~job.is_plait)
+    weights = held(framework.weights, sharded)
     gradients = held(framework.gradients, stage >= 2)
     optimizer = held(framework.optimizer, stage >= 1) * (1 - at.offload)
     # Weights in another dtype are kept as a copy while they are used: all of them, or with stage 3 the ends (gathered from the forward to
     # the end of the backward) and two blocks, with the gradient of one and its reduction.
-    width = np.where((stage >= 3) | kept_gathered, 2, framework.gathered)
+    width = np.where(sharded, 2, framework.gathered)
     unit = (block - routed + routed / at.ep) / at.tp
     whole = width * (dense + experts)
     reducing = (2 + framework.wire_reduce) * unit

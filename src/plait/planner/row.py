@@ -187,7 +187,7 @@ def _model(row: Row) -> Architecture:
         gated=gated_value,
         tied=int(bool(tied)),
         bias=1 - gated_value,
-        qk_norm=int("qwen3" in text.replace("-", "").replace(" ", "")),
+        qk_norm=int("qwen3" in re.sub(r"[- ]", "", (row.get("model_name") or "").lower())),
         name=row.get("model_name"),
     )
     if tied is None and billions is not None:

@@ -95,6 +95,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
     nodes = np.maximum(at.world / job.device.devices_per_node, 1)
     terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
+    # Less of it on few devices, which have less to agree on; that a quarter is left on one, and all of it from eight on, is a guess.
     terms["fixed"] = rates["fixed"] * np.minimum(1 + np.log2(at.world), 4) / 4 + np.zeros_like(np.asarray(slowest, dtype=float))
     return Step(terms)
 
