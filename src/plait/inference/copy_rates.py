@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from torch import nn
 from plait.cluster import accelerator, huge_pages
 from plait.errors import InputError
 from plait.inference.reading import FileReader, Part
-from plait.inference.stored import Stored, read_into, stored_tensors
+from plait.inference.stored import Stored, stored_tensors
 from plait.inference.stream import WeightStream, comes_from_disk
 
 SAMPLE = 256 << 20
@@ -27,12 +26,12 @@ SAMPLE = 256 << 20
 def measure_files(tensors: Sequence[Stored], *, total: int, places: int) -> tuple[float, str]:
     """(bytes/s, how it was measured) of reading some of `tensors`, of which every token reads `total` bytes into `places` bytes of memory:
     from the disk where the kernel cannot keep so many in its cache, else as they are found now."""
-    chosen = _sample(tensors, SAMPLE)
+    chosen = sample(tensors, SAMPLE)
     size = sum(one.size for one in chosen)
     if not size:
         raise InputError("no weights are read from files, so their rate cannot be measured")
     cold = comes_from_disk(total)
-    parts = _into(chosen, places)
+    parts = into(chosen, places)
     reader = FileReader({one.path for one in chosen}, largest=size, keeps=not cold)
     try:
         if cold:
@@ -52,44 +51,6 @@ def _drop(tensors: Sequence[Stored]) -> None:
         file = os.open(one.path, os.O_RDONLY)
         os.posix_fadvise(file, one.offset, one.size, os.POSIX_FADV_DONTNEED)
         os.close(file)
-
-
-def measure_overlap(tensors: Sequence[Stored], *, places: int, rows: int, dtype: torch.dtype) -> float:
-    """What is saved of the shorter time when a thread reads weights from the kernel's cache into `places` bytes while layers compute `rows`
-    tokens on the CPU: 1 where neither takes time from the other, 0 where they might as well come one after the other. Both need a core and
-    the memory."""
-    chosen = _sample(tensors, SAMPLE // 4)
-    layers = torch.ones((8, 4096, 1024), dtype=dtype)  # more than processors keep in their caches
-    x = torch.ones((rows, 1024), dtype=dtype)
-    files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in chosen}}
-    parts = _into(chosen, places)
-    ended = threading.Event()
-
-    def read() -> None:
-        for part in parts:
-            read_into(files[part.stored.path], memoryview(part.memory.numpy().data), part.stored, ended)
-
-    def compute(passes: int) -> None:
-        for _ in range(passes):
-            for weight in layers:
-                torch.nn.functional.linear(x, weight)
-
-    def together(passes: int) -> None:
-        reader = threading.Thread(target=read)
-        reader.start()
-        compute(passes)
-        reader.join()
-
-    try:
-        read()
-        compute(1)
-        passes = max(1, round(_seconds(read) / _seconds(partial(compute, 1))))
-        works = (read, partial(compute, passes), partial(together, passes))
-        reading, computing, both = (min(_seconds(work) for _ in range(3)) for work in works)
-    finally:
-        for file in files.values():
-            os.close(file)
-    return max(0.0, min(1.0, (reading + computing - both) / min(reading, computing)))
 
 
 def measure_handover(parameters: int) -> float:
@@ -130,7 +91,7 @@ class _Few(nn.Module):
         return x
 
 
-def _into(tensors: Sequence[Stored], places: int) -> list[Part]:
+def into(tensors: Sequence[Stored], places: int) -> list[Part]:
     """Reads of tensors, one after another into `places` bytes, from the beginning again when these are full: what a processor's cache holds
     is written to faster than what streamed layers take."""
     memory = huge_pages.empty((max(places, max(one.size for one in tensors)),), torch.uint8)
@@ -142,7 +103,7 @@ def _into(tensors: Sequence[Stored], places: int) -> list[Part]:
     return parts
 
 
-def _sample(tensors: Sequence[Stored], most: int) -> list[Stored]:
+def sample(tensors: Sequence[Stored], most: int) -> list[Stored]:
     """The largest, until they have so many bytes."""
     chosen: list[Stored] = []
     size = 0

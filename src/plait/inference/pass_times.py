@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from plait.sharded.check import checked_model
 from plait.sharded.model import ShardedModel
 from plait.units import format_bytes
 
+T = TypeVar("T")
 SAMPLE_BYTES = 256 << 20
 """Of the layers that are measured, where the model has more: several times what processors keep in their caches."""
 SAMPLE_FLOPS = 1.5e11
@@ -83,19 +85,8 @@ class _Random:
 def measure_passes(model: nn.Module, *, prompt: int, new: int, requests: int, quant: str | None, memory_bytes: int) -> PassTimes:
     """Of `model`, unquantised and on meta, on this process's device: `requests` prompts of `prompt` tokens that get `new` tokens each.
     `memory_bytes` may be used. Raises InputError where not even one layer fits."""
-    blocks = find_blocks(model)
-    if not blocks:
-        raise InputError(f"{type(model).__name__} has no repeated layers to measure")
-    each = max(sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in blocks)
-    outside = sum(p.numel() * p.element_size() for p in model.parameters()) - each * len(blocks)
-    room = int(0.5 * memory_bytes) - max(outside, 0)  # random weights, and those of a layer that is being quantised
-    if each > room:
-        raise InputError(
-            f"a layer of {format_bytes(each)} cannot be measured in {format_bytes(memory_bytes)} beside {format_bytes(max(outside, 0))} "
-            "outside of the layers; name a device of the catalogue with --gpu, to compute with its datasheet"
-        )
-    count = min(len(blocks), max(2, SAMPLE_BYTES // each), max(1, room // each))
-    lengths = _lengths(model, count, len(blocks), prompt=prompt, new=new, requests=requests)
+    blocks, count = sampled(model, memory_bytes)
+    lengths = lengths_of(model, count, len(blocks), prompt=prompt, new=new, requests=requests)
     several = _measured(model, blocks, count, lengths, requests=requests, new=new, quant=quant)
     found, layers = several, 1.0
     if count < len(blocks):
@@ -110,7 +101,23 @@ def measure_passes(model: nn.Module, *, prompt: int, new: int, requests: int, qu
     return PassTimes(first, token, max(0.0, min(1.0, layers)) * token, source)
 
 
-def _lengths(model: nn.Module, count: int, blocks: int, *, prompt: int, new: int, requests: int) -> list[int]:
+def sampled(model: nn.Module, memory_bytes: int) -> tuple[Sequence[str], int]:
+    """(the repeated layers, how many of them are measured) of a model on meta. Raises InputError where not even one fits."""
+    blocks = find_blocks(model)
+    if not blocks:
+        raise InputError(f"{type(model).__name__} has no repeated layers to measure")
+    each = max(sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in blocks)
+    outside = sum(p.numel() * p.element_size() for p in model.parameters()) - each * len(blocks)
+    room = int(0.5 * memory_bytes) - max(outside, 0)  # random weights, and those of a layer that is being quantised
+    if each > room:
+        raise InputError(
+            f"a layer of {format_bytes(each)} cannot be measured in {format_bytes(memory_bytes)} beside {format_bytes(max(outside, 0))} "
+            "outside of the layers; name a device of the catalogue with --gpu, to compute with its datasheet"
+        )
+    return blocks, min(len(blocks), max(2, SAMPLE_BYTES // each), max(1, room // each))
+
+
+def lengths_of(model: nn.Module, count: int, blocks: int, *, prompt: int, new: int, requests: int) -> list[int]:
     """Of the prompts that are measured: those of the beginning and of the end of the generation, or two shorter ones."""
     parameters = sum(p.numel() for p in model.parameters()) * count / blocks
     most = max(16, int(SAMPLE_FLOPS / (2 * parameters * requests)))
@@ -136,7 +143,7 @@ def _measured(
     model: nn.Module, blocks: Sequence[str], count: int, lengths: Sequence[int], *, requests: int, new: int, quant: str | None
 ) -> list[_Times]:
     """Of the first `count` layers, for every length."""
-    sharded = _built(model, blocks, count, quant)
+    sharded = sample_model(model, blocks, count, quant)
     try:
         _generated(sharded, 4, requests, 2)
         return [_best(sharded, length, requests, min(NEW, new)) for length in lengths]
@@ -144,7 +151,8 @@ def _measured(
         sharded.close()
 
 
-def _built(model: nn.Module, blocks: Sequence[str], count: int, quant: str | None) -> ShardedModel:
+def sample_model(model: nn.Module, blocks: Sequence[str], count: int, quant: str | None) -> ShardedModel:
+    """`model`, which is on meta, with the first `count` of its layers and random weights."""
     small = copy.deepcopy(model)
     for name in reversed(blocks[count:]):
         parent, _, child = name.rpartition(".")
@@ -171,15 +179,21 @@ def _best(sharded: ShardedModel, length: int, requests: int, new: int) -> _Times
 
 
 def _generated(sharded: ShardedModel, length: int, requests: int, new: int) -> _Times:
-    times: list[float] = []
+    began, first, *more = timeline(sharded, length, requests, new, time.perf_counter)
+    after = [later - earlier for earlier, later in pairwise([first, *more])]
+    return _Times(first - began, median(after) if after else 0.0)
+
+
+def timeline(sharded: ShardedModel, length: int, requests: int, new: int, clock: Callable[[], T]) -> list[T]:
+    """What `clock` shows when a generation begins, and at each of its `new` tokens."""
+    shown = []
 
     def note(request: int, _: int) -> None:
         if not request:
-            times.append(time.perf_counter())
+            shown.append(clock())
 
     vocabulary = sharded.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     prompt = [index % min(vocabulary, 97) for index in range(length)]
-    began = time.perf_counter()
+    shown.append(clock())
     generate(sharded, [prompt] * requests, max_new_tokens=new, temperature=0, eos_token_id=[vocabulary + 1], pad_token_id=0, on_token=note)
-    after = [later - earlier for earlier, later in pairwise(times)]
-    return _Times(times[0] - began, median(after) if after else 0.0)
+    return shown

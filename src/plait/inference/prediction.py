@@ -11,6 +11,21 @@ from plait.units import format_bytes
 
 
 @dataclass(frozen=True)
+class Beside:
+    """How many times as long each takes while the other goes on."""
+
+    computing: float = 1.0
+    reading: float = 1.0
+
+    def seconds(self, computing: float, reading: float) -> float:
+        """Of both together, of which each takes so many seconds alone: when one has ended, the other goes on as if alone."""
+        slow, other = self.computing * computing, self.reading * reading
+        if not slow or not other:
+            return computing + reading
+        return slow + reading * (1 - slow / other) if slow < other else other + computing * (1 - other / slow)
+
+
+@dataclass(frozen=True)
 class CopyRates:
     """Bytes/s of what brings weights that do not stay."""
 
@@ -18,9 +33,8 @@ class CopyRates:
     """None where nothing is read."""
     host: float | None = None
     """From pinned host memory to the GPU."""
-    overlap: tuple[float, float] = (1.0, 1.0)
-    """What is saved of the shorter of computing and bringing while both go on, over the prompts and for a token: 1 is all of it. On the CPU
-    they share cores and memory."""
+    beside: tuple[Beside, Beside] = (Beside(), Beside())
+    """Of computing and bringing, over the prompts and for a token: on the CPU they share cores and memory."""
     handover: float = 0.0
     """Seconds that a streamed layer costs besides."""
     source: str = ""
@@ -46,8 +60,8 @@ class Prediction:
 
 
 def predict(deployment: Deployment, passes: PassTimes, copies: CopyRates, *, requests: int, new: int) -> Prediction:
-    """Weights are brought while others compute, so a pass takes the longest of computing, reading and copying, and what the shorter ones
-    take from it (`CopyRates.overlap`). Streamed layers compute with the places of the stream, and those that stay between them give it more
+    """Weights are brought while others compute, so a pass takes the longest of computing, reading and copying, and what they take from each
+    other (`CopyRates.beside`). Streamed layers compute with the places of the stream, and those that stay between them give it more
     time."""
     account = deployment.account
     bringing = {}
@@ -67,13 +81,13 @@ def predict(deployment: Deployment, passes: PassTimes, copies: CopyRates, *, req
         bringing[f"copying {format_bytes(copied)} of {what} to the GPU at {copies.host / 1e9:.1f} GB/s"] = copied / copies.host
         back = account.cache_copied / copies.host  # what a token has added to goes back before the computation goes on
 
-    def longest(computing: float, overlap: float) -> tuple[float, str]:
+    def longest(computing: float, beside: Beside) -> tuple[float, str]:
         times = {"computation, and keys and values back to the host" if back else "computation": computing, **bringing}
         name = max(times, key=lambda key: times[key])
-        shared = (1 - overlap) * min(computing, max(bringing.values(), default=0.0))
-        also = " (reading takes cores and memory from computing)" if shared > 0.1 * times[name] else ""
-        return times[name] + shared + account.streamed_layers * copies.handover, name + also
+        together = beside.seconds(computing, max(bringing.values(), default=0.0))
+        also = " (reading takes cores and memory from computing)" if together > 1.1 * times[name] else ""
+        return together + account.streamed_layers * copies.handover, name + also
 
-    first, first_limit = longest(passes.first + back, copies.overlap[0])
-    token, limit = longest(passes.token + back, copies.overlap[1])
+    first, first_limit = longest(passes.first + back, copies.beside[0])
+    token, limit = longest(passes.token + back, copies.beside[1])
     return Prediction(first, token, requests / token, requests * new / (first + (new - 1) * token), limit, first_limit)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.inference.copy_rates import _into, measure_files, measure_handover, measure_overlap
+from plait.inference.beside import measure_beside
+from plait.inference.copy_rates import into, measure_files, measure_handover
 from plait.inference.deployment import Account, Deployment
-from plait.inference.pass_times import PassTimes, _at, _lengths, _Times, measure_passes
-from plait.inference.prediction import CopyRates, predict
+from plait.inference.pass_times import PassTimes, _at, _Times, lengths_of, measure_passes
+from plait.inference.prediction import Beside, CopyRates, predict
 from plait.inference.quantised import quantised_copy
 from plait.inference.source import open_source
 from plait.inference.stored import Stored
@@ -31,9 +32,12 @@ def test_what_takes_longest_is_the_limit() -> None:
     found = predict(of(in_files=10**9), PASSES, CopyRates(files=2e9), requests=4, new=11)
     assert found.token_seconds == 0.5 and found.first_limit == "computation"
     assert found.limit == "reading 953.7 MiB of weights from files at 2.00 GB/s"
-    found = predict(of(in_files=10**8), PASSES, CopyRates(files=2e9, overlap=(1.0, 0.5)), requests=1, new=1)
+    found = predict(of(in_files=10**8), PASSES, CopyRates(files=2e9, beside=(Beside(), Beside(1.5, 1.5))), requests=1, new=1)
     assert (found.first_seconds, found.first_limit) == (2.0, "computation")
-    assert found.token_seconds == pytest.approx(0.125) and found.limit == "computation (reading takes cores and memory from computing)"
+    assert (
+        found.token_seconds == pytest.approx(0.075 + 0.1 * (1 - 0.075 / 0.15))
+        and found.limit == "computation (reading takes cores and memory from computing)"
+    )
     found = predict(of(in_files=10**8, streamed_layers=20), PASSES, CopyRates(files=2e9, handover=0.001), requests=1, new=1)
     assert (found.first_seconds, found.token_seconds) == (2.02, pytest.approx(0.12))
     found = predict(of(cache_copied=10**8), PASSES, CopyRates(host=2e9), requests=1, new=1)
@@ -44,10 +48,10 @@ def test_what_takes_longest_is_the_limit() -> None:
 
 def test_lengths_that_are_measured_and_what_follows_from_them() -> None:
     model = built(layers=2)
-    assert _lengths(model, 2, 2, prompt=30, new=8, requests=1) == [30]
-    assert _lengths(model, 2, 2, prompt=30, new=70, requests=1) == [30, 90]
+    assert lengths_of(model, 2, 2, prompt=30, new=8, requests=1) == [30]
+    assert lengths_of(model, 2, 2, prompt=30, new=70, requests=1) == [30, 90]
     most = int(1.5e11 / 2 / sum(p.numel() for p in model.parameters()))
-    assert _lengths(model, 2, 2, prompt=most + 1, new=70, requests=1) == [most // 2, most]
+    assert lengths_of(model, 2, 2, prompt=most + 1, new=70, requests=1) == [most // 2, most]
     times = [_Times(2 * 10 + 3 * 100, 5 + 10), _Times(2 * 20 + 3 * 400, 5 + 20)]
     first, token = _at([10, 20], times, prompt=40, new=8)
     assert first == pytest.approx(2 * 40 + 3 * 1600) and token == pytest.approx(5 + 44)
@@ -91,7 +95,7 @@ def test_reads_go_to_as_much_memory_as_streamed_layers_have() -> None:
     """Each to memory of its own, as long as there is some."""
     tensors = [Stored(Path("weights"), 100 * number, 100, torch.uint8, (100,)) for number in range(5)]
     for places, starts in ((1, [0] * 5), (250, [0, 100, 0, 100, 0]), (500, [0, 100, 200, 300, 400])):
-        parts = _into(tensors, places)
+        parts = into(tensors, places)
         assert [part.memory.data_ptr() - parts[0].memory.data_ptr() for part in parts] == starts
         assert all(part.memory.numel() == 100 and part.stored is one for part, one in zip(parts, tensors, strict=True))
 
@@ -101,11 +105,18 @@ def test_what_a_streamed_layer_costs_besides() -> None:
     assert 0 < few < many < 0.05
 
 
-def test_what_reading_and_computing_take_from_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path / "model", layers=1)
+def test_of_two_that_slow_each_other_down_the_longer_goes_on_alone() -> None:
+    assert Beside().seconds(3, 2) == 3 and Beside().seconds(2, 3) == 3 and Beside(2, 2).seconds(0, 3) == 3
+    assert Beside(2, 1).seconds(3, 2) == pytest.approx(2 + 3 * (1 - 2 / 6))  # reading ends after 2, when a third is computed
+    assert Beside(2, 2).seconds(1, 1) == 2  # as one after the other
+    assert Beside(1, 4).seconds(1, 1) == pytest.approx(1 + 3 / 4)
+
+
+def test_what_reading_and_computing_take_from_each_other(tmp_path: Path) -> None:
+    saved(tmp_path / "model", layers=2)
     source = open_source(tmp_path / "model")
     tensors = list(tensors_of(source, source.model()).values())
-    assert 0 <= measure_overlap(tensors, places=1 << 20, rows=2, dtype=torch.float32) <= 1
-    turn = iter([1.0, 1.0, *[4.0] * 3, *[5.0] * 3, *[7.0] * 3])
-    monkeypatch.setattr("plait.inference.copy_rates._seconds", lambda work: next(turn))
-    assert measure_overlap(tensors, places=1 << 20, rows=2, dtype=torch.float32) == 0.5
+    found = measure_beside(source.model(), tensors, places=1 << 20, prompt=9, new=4, requests=2, quant=None, memory_bytes=1 << 30)
+    for one in found:
+        assert one.computing >= 1 and one.reading >= 1
+        assert one.seconds(1, 1) > 1  # they need the same cores

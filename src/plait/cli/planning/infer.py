@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 MOST_TOKENS = 1 << 24
-MOST_ROWS = 256
-"""Of a prompt, when it is measured what reading takes from computing."""
 
 _EPILOG = """Examples:
 
@@ -122,7 +120,7 @@ def infer(
         found = deploy(work, tp=tp, pp=pp, devices=nproc_per_node if target is None else None, on=on)
     lengths = {"prompt": prompt_tokens, "new": new_tokens, "requests": requests}
     passes = _passes(work, unloaded, form, target, found, on, lengths)
-    copies = _copies(work, target, found, on, disk, lengths)
+    copies = _copies(work, unloaded, form, target, found, on, disk, lengths)
     predicted = predict(found, passes, copies, requests=requests, new=new_tokens)
     if as_json:
         print(json.dumps(_as_json(found, passes, copies, predicted), indent=1))
@@ -177,14 +175,23 @@ def _passes(
     return measure_passes(unloaded, **lengths, quant=form, memory_bytes=on.memory_bytes)
 
 
-def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float | None, lengths: dict[str, int]) -> CopyRates:
+def _copies(
+    work: Work,
+    unloaded: nn.Module,
+    form: str | None,
+    target: Any,
+    found: Deployment,
+    on: Devices,
+    disk: float | None,
+    lengths: dict[str, int],
+) -> CopyRates:
     import torch
 
     from plait.cluster import accelerator
-    from plait.inference.capacity import compute_dtype
-    from plait.inference.copy_rates import measure_files, measure_handover, measure_host_copies, measure_overlap
+    from plait.inference.beside import measure_beside
+    from plait.inference.copy_rates import measure_files, measure_handover, measure_host_copies
     from plait.inference.datasheet import copy_rates
-    from plait.inference.prediction import CopyRates
+    from plait.inference.prediction import Beside, CopyRates
     from plait.inference.stream import brought, comes_from_disk
     from plait.inference.streamed import tensors_in_files
     from plait.model.blocks import find_blocks
@@ -192,7 +199,7 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
     account = found.account
     if disk is not None and not account.in_files:
         raise InputError("--disk: no weights are read from files in this plan; leave it out")
-    overlap = 1.0, 1.0
+    beside = Beside(), Beside()
     files, how = None if disk is None else disk * 1e9, "as --disk says"
     if account.in_files and files is None:
         if target is not None or work.source is None:
@@ -200,18 +207,15 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
         tensors = list(tensors_in_files(work.source, work.model).values())
         files, how = measure_files(tensors, total=account.in_files, places=account.slots)
         if not on.on_gpu and not comes_from_disk(account.in_files):
-            dtype, requests = compute_dtype(work.model), lengths["requests"]
-            rows = (min(requests * lengths["prompt"], MOST_ROWS), requests)
-            first, token = (measure_overlap(tensors, places=account.slots, rows=one, dtype=dtype) for one in rows)
-            overlap = first, token
-            how += f"; {token:.0%} of the shorter of reading and computing a token goes on beside the other"
+            beside = measure_beside(unloaded, tensors, places=account.slots, **lengths, quant=form, memory_bytes=on.memory_bytes)
+            how += f"; while both go on, computing a token takes {beside[1].computing:.1f} x as long, reading {beside[1].reading:.1f} x"
     if target is not None:
         return copy_rates(target, files)
     handover = 0.0
     if account.streamed_layers and not on.on_gpu:
         handover = measure_handover(max(len(brought(work.model, block)) for block in find_blocks(work.model)))
     host = measure_host_copies(torch.device(accelerator.NAME)) if (account.streamed or account.cache_copied) and on.on_gpu else None
-    return CopyRates(files, host, overlap, handover, how if files is not None else "")
+    return CopyRates(files, host, beside, handover, how if files is not None else "")
 
 
 def _as_json(found: Deployment, passes: PassTimes, copies: CopyRates, predicted: Prediction) -> dict[str, Any]:
