@@ -23,8 +23,8 @@ UNKNOWN = ("other", "other-modern")
 """Entries for frameworks of which nothing is known but what a row says of their kernels."""
 _PURE_STEP = 14
 """Bytes a parameter of an optimizer step with all in 16 bits: gradients are read, weights and two states read and written."""
-_UNKNOWN_WIDTH = 0.2
-"""Of the speed of kernels of which not even the framework is known."""
+_OPEN_WIDTH = 0.2
+"""Of the speed of kernels that a framework's name does not tell."""
 
 
 @cache
@@ -74,6 +74,7 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
         dynamic_scaling=entry.get("dynamic_scaling", 0),
         whole_logits=entry.get("whole_logits", 0),
         whole_inputs=entry.get("whole_inputs", 0),
+        stops_early=entry.get("stops_early", 0),
         late_gradients=entry.get("late_gradients", 0),
         norms=entry["norms"],
         slack=entry["slack"],
@@ -89,6 +90,14 @@ def unknown(framework: str) -> bool:
 
 def _entry_of(lower: str) -> str:
     return next(key for key, entry in _table()["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
+
+
+@cache
+def open_kernels() -> frozenset[str]:
+    """Constants of the kernels of frameworks that say little of them: those that are not known, and those around a model and kernels of the
+    user's own. What one source measured says little of the next, so they are fitted beside the others and not learned."""
+    entries = _table()["frameworks"].items()
+    return frozenset(f"stack.{name}" for name, entry in entries if name in UNKNOWN or entry.get("own_models"))
 
 
 def without_name(framework: str) -> str:
@@ -108,8 +117,8 @@ def read_runs(rows: Sequence[Row]) -> runs.Runs:
 
 def _with_stacks(base: Knowledge, names: Iterable[str]) -> dict[str, constants.Constant]:
     found = {f"stack.{name}": constants.of_kernels(name) for name in names}
-    for name in UNKNOWN:
-        found[f"stack.{name}"] = replace(found[f"stack.{name}"], width=_UNKNOWN_WIDTH)
+    for name in open_kernels():
+        found[name] = replace(found[name], width=_OPEN_WIDTH)
     return {**base.constants, **found}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from benchmarks.planner_accuracy.frameworks import knowledge, unlearned
+from benchmarks.planner_accuracy.frameworks import knowledge, open_kernels, unlearned
 from benchmarks.planner_accuracy.predict import LIKELY
 from benchmarks.planner_accuracy.sweep import paragraph
 
@@ -137,8 +137,8 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
         "(`SOURCES.md`), and each set was predicted once (`python -m benchmarks.planner_accuracy.unseen`). These are those scores, without",
         "a second try. The first set is now among those that constants are learned from, and in all other tables of this page, each source",
         "predicted without itself and its relatives. From the others no constant is learned, but errors of the second count in the widths,",
-        "and what the second and third showed to be wrong was mended after their scores. How much frameworks differ beside sources was",
-        "changed after the scores of the fourth and fifth had been seen. Rows marked today are by what is known now, and no test of it.",
+        "and what the second to fifth showed to be wrong was mended after their scores. Rows marked today are by what is known now, and no",
+        "test of it.",
         "",
         "| set, commit | rows of | rows | median | mean | P90 | bias | in the 90 % interval |",
         "|---|---|---|---|---|---|---|---|",
@@ -180,9 +180,11 @@ def _constants() -> list[str]:
         "## Fitted constants",
         "",
         f"{len(shipped)} constants ship, and {stacks} speeds of other frameworks' kernels are kept with these tables: {len(found)}, and",
-        f"{stacks} entries of frameworks besides Plait's own. When the work on held-out sources began they were 61, and 22 entries. A fit",
-        "does not leave the range; a width is a standard deviation of the logarithm, between machines that were never measured. A constant",
-        "whose width stays as it was has no evidence in these runs and keeps its prior.",
+        f"{stacks} entries of frameworks besides Plait's own. When the work on held-out sources began they were 61, and 22 entries. Of the",
+        f"speeds of kernels {len(open_kernels())} are not learned: of frameworks that are not known, and of those around a model",
+        "and kernels of the user's own (`own_models`), of which what one source measured says little of the next. A fit does not leave",
+        "the range; a width is a standard deviation of the logarithm, between machines that were never measured. A constant whose",
+        "width stays as it was has no evidence in these runs and keeps its prior.",
         "",
         "| constant | meaning | range | prior | width | learned | width |",
         "|---|---|---|---|---|---|---|",

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.planner_accuracy.frameworks import UNKNOWN, unlearned
+from benchmarks.planner_accuracy.frameworks import open_kernels, unlearned
 from benchmarks.planner_accuracy.predict import evaluate, interval_of_time
 from plait.planner.choice import NINETY
 from plait.planner.constants import Knowledge
@@ -88,7 +88,7 @@ def scaled(known: Knowledge, scales: Scales) -> Knowledge:
     """`known` with the widths of its constants of time times `scales`. A constant of which nothing was measured stays as wide as it was
     believed to be, but for the kernels of a framework whose other facts are in the table."""
     believed = unlearned().constants
-    kept = {"stack.plait", *(f"stack.{name}" for name in UNKNOWN)}
+    kept = {"stack.plait", *open_kernels()}
     constants = {}
     for name, constant in known.constants.items():
         if name.startswith("memory:"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.planner.constants import Rates
+from plait.planner.frameworks import ATTENTION
 from plait.planner.hardware import PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, recompute_share
 
@@ -56,17 +57,17 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     products = _product(job, rates, tokens, model.hidden, query / tp)
     products = products + _product(job, rates, tokens, np.where(compressed, width * 2 / 3, width) / tp, model.hidden)
     share = model.expert_layers / model.layers
-    dense = _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp) + _product(
-        job, rates, tokens, model.ffn / tp, model.hidden
-    )
-    products = products + (1 - share) * dense + _experts(job, rates, share)
+    last = (1 - share) * _product(job, rates, tokens, model.ffn / tp, model.hidden)
+    dense = (1 - share) * _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp) + last
+    products = products + dense + _experts(job, rates, share)
     attention, attention_backward = _attention(job, rates)
     elementwise = _elementwise(job, rates)
-    forward = products + attention + elementwise
-    kind, operators = np.asarray(at.recompute), 0.5 * products + elementwise
+    full = products + attention + elementwise - job.framework.stops_early * last
+    operators = _second_products(job) * products + elementwise
+    kind = np.asarray(at.recompute)
     again = np.select(
         [kind == RECOMPUTE.index(name) for name in RECOMPUTE[1:]],
-        [attention, forward, operators, at.kept_operators * operators + (1 - at.kept_operators) * forward],
+        [attention, full, operators, at.kept_operators * operators + (1 - at.kept_operators) * full],
         0.0,
     )
     launches = 1 + job.framework.tp_launches * (np.asarray(tp) > 1)  # the collectives of tensor parallelism are launched too
@@ -82,6 +83,18 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
         elementwise_backward=2 * elementwise,
         again=again * recompute_share(job),
     )
+
+
+def _second_products(job: Job) -> Numbers:
+    """Share of a layer's products that is computed again where every second one is kept: of queries, keys, values, attention's output,
+    gate, up and down the 2nd, 4th and 6th, and half of those of experts."""
+    model = job.model
+    width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    inner = np.where(np.asarray(model.gated) > 0, 1, 0) * model.ffn
+    repeated = kv_width + width + inner
+    all_products = 2 * width + 2 * kv_width + (2 + model.gated) * model.ffn
+    share = model.expert_layers / model.layers
+    return (1 - share) * repeated / all_products + share * 0.5
 
 
 def head_cost(job: Job, rates: Rates) -> Numbers:
@@ -196,7 +209,9 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     # Queries and keys are normalised by head, each as a norm of the hidden states is.
     rotary = rotary + norm * model.qk_norm * (model.heads + model.kv_heads) * model.head_dim
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
-    activation = (4 + 2 * model.gated + np.where(gated, 4 * framework.activation_apart, 0)) * wide * ffn
-    kernels = 6 + np.where(gated, 10 * framework.norms_apart + 8 * framework.rotary_apart + framework.activation_apart, 0)
+    # GPT-2's GELU is eight operations on what is 4 bytes an element of two kernels: where attention is written out, so is it.
+    written_out = framework.activation_apart * (np.asarray(framework.attention) == ATTENTION.index("plain"))
+    activation = (4 + 2 * model.gated + np.where(gated, 4 * framework.activation_apart, 28 * written_out)) * wide * ffn
+    kernels = 6 + np.where(gated, 10 * framework.norms_apart + 8 * framework.rotary_apart + framework.activation_apart, 7 * written_out)
     seconds = job.tokens * (whole + (rotary + activation) / at.tp) / memory_rate(job, rates)
     return seconds + kernels * kernel_seconds(job, rates)

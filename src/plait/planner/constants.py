@@ -37,7 +37,7 @@ def of_kernels(name: str) -> Constant:
 
 
 CONSTANTS: dict[str, Constant] = {
-    "gemm.volta": Constant(0.60, 0.2, "share of the peak that large matrix products reach", 0, 0.9),
+    "gemm.volta": Constant(0.60, 0.2, "share of the peak that large matrix products reach", 0, 0.8),
     "gemm.ampere": Constant(0.78, 0.1, "share of the peak that large matrix products reach", 0, 0.9),
     "gemm.hopper": Constant(0.70, 0.1, "share of the peak that large matrix products reach", 0, 0.85),
     "gemm.blackwell": Constant(0.70, 0.12, "share of the peak that large matrix products reach", 0, 0.9),
@@ -71,7 +71,7 @@ CONSTANTS: dict[str, Constant] = {
     "packing.cpu": Constant(3.0, 0.6, "times that sharded gradients pass through memory, on their way to their collective and back"),
     "crowding.cpu": Constant(0.10, 0.8, "computing slows with the processes of a machine to this power: they share its memory"),
     "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
-    "stack.plait": replace(of_kernels("plait"), width=0.15),  # of which no run on a GPU is known
+    "stack.plait": replace(of_kernels("plait"), width=0.2),  # no run on a GPU is known, and the model is the user's
 }
 """Name to prior, the values that come from datasheets and the literature; fitted medians replace them where there are some."""
 

@@ -66,6 +66,9 @@ class Framework:
     """What the host launches more with tensor parallelism, of a layer's launches without."""
     hook_seconds: Numbers = 0
     """Time of the host to gather and free one layer's weights in a forward of stage 3, where every module does so for itself."""
+    stops_early: Numbers = 0
+    """1: recomputation ends at the input of a block's last product, which is the last thing that the backward needs (torch's checkpoint
+    where it is not reentrant, from 2.1 on, and compiled blocks)."""
     late_gradients: Numbers = 0
     """1: a step's first backward allocates the gradients, so that none exist before it (torch's FSDP)."""
 
@@ -96,6 +99,7 @@ def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
         step_bytes=36,
         accumulate_bytes=12 if wide else 10,
         whole_inputs=1,
+        stops_early=1,
         late_gradients=1,
     )
 

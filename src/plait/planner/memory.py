@@ -211,8 +211,9 @@ def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     split = split + share * 4 * model.active * hidden / at.tp
     split = split + (2 + 6 * framework.norms_apart) * model.qk_norm * (width + kv) / attention_tp
     scores = np.choose(np.asarray(framework.attention), [0.0, 4 + 1 * old, 8 + 1 * old]) * model.heads * job.sequence / attention_tp
-    # Products in 8 and 4 bits keep their inputs so.
-    low = np.where(np.asarray(job.precision) >= PRECISIONS.index("fp8"), 0.7, 1.0)
+    # Products in 8 and 4 bits keep their inputs so, but for torchao's, which convert them again in the backward.
+    narrow = (np.asarray(job.precision) >= PRECISIONS.index("fp8")) & (np.asarray(framework.dynamic_scaling) == 0)
+    low = np.where(narrow, 0.7, 1.0)
     whole, split = whole * low, split * low
     every = job.tokens * (whole + split + scores)
     checkpoint = job.tokens * 2 * hidden / sequence

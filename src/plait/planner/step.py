@@ -152,7 +152,8 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
     sequence = np.asarray(at.sp) > 0
     shown = 1 - job.framework.hidden_tp
     # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the backward, half of it under products.
-    tensor = (4 + 2 * again) * np.where(sequence, 2 * one_way, reduce) + np.where(sequence, one_way, 0)
+    repeated = 2 - job.framework.stops_early * (1 - model.expert_layers / model.layers)  # of a block's last product nothing is repeated
+    tensor = (4 + repeated * again) * np.where(sequence, 2 * one_way, reduce) + np.where(sequence, one_way, 0)
     if job.whole_attention:  # queries, keys and values gathered in the forward, the output's gradient in the backward
         tensor = tensor + 4 * one_way
     kv_bytes = 2 * job.element_bytes * job.tokens * at.cp * model.kv_heads * model.head_dim / at.tp

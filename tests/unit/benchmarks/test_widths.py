@@ -50,9 +50,9 @@ def test_residuals_part_an_interval_into_constants_kernels_and_noise():
 
 def test_what_is_believed_of_plait_and_of_frameworks_without_a_name_stays_as_wide():
     narrowed = scaled(unlearned(), Scales(kernels=0.5)).constants
-    for name in ("stack.plait", "stack.other", "stack.other-modern"):
+    for name in ("stack.plait", "stack.other", "stack.other-modern", "stack.torch-fsdp", "stack.deepspeed"):
         assert narrowed[name].width == unlearned().constants[name].width
-    assert narrowed["stack.deepspeed"].width == unlearned().constants["stack.deepspeed"].width / 2
+    assert narrowed["stack.nanotron"].width == unlearned().constants["stack.nanotron"].width / 2
 
 
 def test_a_framework_without_its_name_keeps_its_kernels():

@@ -4,11 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.planner_accuracy.frameworks import framework
 from benchmarks.planner_accuracy.frameworks import unlearned as unlearned_of_all
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import Mesh
+from plait.parallel.activations.recompute import Recompute
+from plait.parallel.technique import Parts
 from plait.planner.compute import layer_cost
 from plait.planner.constants import Rates, knowledge, unlearned
 from plait.planner.estimate import estimate
@@ -21,6 +28,8 @@ from plait.planner.request import Request, job_of
 from plait.planner.step import TERMS
 from plait.planner.traffic import collective_seconds, expert_seconds, group, send_seconds
 from plait.units import GIB
+
+ONE_PROCESS = Mesh(Layout(), torch.device("cpu"), 0, None, None)
 
 
 def one(value):
@@ -84,6 +93,34 @@ def test_recomputing_costs_time_and_saves_memory():
     kept = [one(found[kind].memory.terms["activations"]) for kind in ("none", "operators", "full")]
     assert seconds == sorted(seconds) and seconds[0] < seconds[2] < 1.4 * seconds[0]
     assert kept == sorted(kept, reverse=True) and kept[2] < 0.1 * kept[0]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_products_that_are_recomputed_are_those_that_plait_recomputes(mode):
+    """FLOPs of `aten.mm` that a step of a block adds by recomputation, beside the planner's share of a block's products."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=448, num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=1, vocab_size=64
+    )
+
+    def flops(recompute):
+        model = LlamaForCausalLM(config)
+        Recompute(mode=recompute).apply(Parts(model, ("model.layers.0",)), ONE_PROCESS)
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
+        return counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+
+    block = 2 * 8 * (2 * 128 * 128 + 2 * 128 * 32 + 3 * 128 * 448)
+    repeated = (flops(mode) - flops("none")) / block
+    kind = {"full": "full", "selective": "operators"}[mode]
+    cost = layer_cost(job(recompute=RECOMPUTE.index(kind), micro_batch=8), no_starts())
+    again = cost.again - cost.elementwise - (cost.attention if mode == "full" else 0)
+    assert 0.2 < repeated < 0.8
+    assert one(again / cost.products) == pytest.approx(repeated, rel=0.03)
+
+
+def no_starts():
+    """Rates of a device whose kernels take no time to start, so that products take what their FLOPs say."""
+    return Rates({**knowledge().rates.values, "ramp": 1e-12})
 
 
 def test_one_rank_sends_nothing():
