@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 CONSTANTS = ROOT / "src/plait/planner/data/constants.json"
 HELD = ROOT / "src/plait/planner/data/unseen.json"
 RESULT = ROOT / "benchmarks/results/planner_accuracy.json"
-UNSEEN = [ROOT / f"benchmarks/results/planner_unseen_{number}.json" for number in range(1, 6)]
+UNSEEN = [ROOT / f"benchmarks/results/planner_unseen_{number}.json" for number in range(1, 8)]
 """Written once each, by `unseen.py`."""
 PAGE = ROOT / "docs/planner_accuracy.md"
 

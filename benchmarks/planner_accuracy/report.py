@@ -159,9 +159,9 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
             e = again[str(number)][key]["all"]["all"]
             cells = " | ".join(f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage"))
             lines.append(f"| {number}, today | {_PARTS[key]}, tier A | {e['rows']} | {cells} |")
-    last = {name: entry for found in scores[-2:] for name, entry in found["tier A"]["time"]["source"].items()}
-    lines += ["", *_table({"source": last}, "step time by source, tier A of the last two sets")]
-    fits = [found["tier A"]["fit"] for found in scores[-2:]]
+    last = {name: entry for found in scores[-4:] for name, entry in found["tier A"]["time"]["source"].items()}
+    lines += ["", *_table({"source": last}, "step time by source, tier A of the last four sets")]
+    fits = [found["tier A"]["fit"] for found in scores[-4:]]
     out, called, ran, alarms = (sum(fit[key] for fit in fits) for key in ("out_of_memory", "called_fits", "ran", "called_out_of_memory"))
     return [
         *lines,

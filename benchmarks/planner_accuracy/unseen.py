@@ -35,7 +35,7 @@ def held(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Rows of tier A of all sets, and the share of them in their intervals, as `plait.planner.constants.unseen` reads it."""
     found: dict[str, tuple[int, float]] = {}
     for key in KEYS[:3]:
-        entries = [score["tier A"][key]["all"]["all"] for score in scores]
+        entries = [entry for score in scores if (entry := score["tier A"][key]["all"].get("all"))]
         rows = sum(entry["rows"] for entry in entries)
         found[key] = rows, round(sum(entry["rows"] * entry["coverage"] for entry in entries) / rows, 4)
     return {"source": "benchmarks/results/planner_unseen_*.json: [rows, share in the 90 % interval]", "held": found}
