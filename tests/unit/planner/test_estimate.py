@@ -25,7 +25,7 @@ from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, stage_layers
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.models import Model, named
 from plait.planner.request import Request, job_of
-from plait.planner.step import TERMS
+from plait.planner.step import TERMS, layer_traffic
 from plait.planner.traffic import collective_seconds, expert_seconds, group, send_seconds
 from plait.units import GIB
 
@@ -116,6 +116,18 @@ def test_products_that_are_recomputed_are_those_that_plait_recomputes(mode):
     again = cost.again - cost.elementwise - (cost.attention if mode == "full" else 0)
     assert 0.2 < repeated < 0.8
     assert one(again / cost.products) == pytest.approx(repeated, rel=0.03)
+
+
+def test_collectives_that_are_recomputed_are_those_that_plait_repeats():
+    """Of a forward's two all-reduces, or two gathers and two reduce-scatters, the last comes after all that the backward needs."""
+
+    def tensor(**fields):
+        found = job(tp=8, **fields)
+        return one(layer_traffic(found, knowledge().rates, layer_cost(found, knowledge().rates))["tp"])
+
+    full = RECOMPUTE.index("full")
+    assert tensor(recompute=full) / tensor() == pytest.approx((4 + 1) / 4)
+    assert tensor(recompute=full, sp=1) / tensor(sp=1) == pytest.approx((9 + 3) / 9)
 
 
 def no_starts():
