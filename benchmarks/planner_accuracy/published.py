@@ -28,7 +28,7 @@ from plait.planner.step import TERMS
 from plait.units import GIB
 
 _MEGATRON = {"gated_mlp": "n", "n_kv_heads": "", "vocab": "51200", "moe": "", "tied_emb": "y", "gpu": "A100-80GB-SXM", "gpus_per_node": "8"}
-_LLAMA3 = {
+_LLAMA3_405B = {
     "n_layers": "126",
     "hidden": "16384",
     "n_heads": "128",
@@ -50,11 +50,29 @@ _LLAMA3 = {
     "recompute": "none",
     "framework": "Llama 3's own",
 }
+_NVIDIA = {
+    "n_heads": "64",
+    "n_kv_heads": "8",
+    "n_layers": "80",
+    "hidden": "8192",
+    "gated_mlp": "y",
+    "tied_emb": "n",
+    "moe": "",
+    "gpu": "H100-80GB-SXM",
+    "gpus_total": "512",
+    "gpus_per_node": "8",
+    "precision": "bf16",
+    "micro_batch": "1",
+    "zero_or_fsdp": "ZeRO-1",
+    "recompute": "none",
+    "framework": "NeMo 24.09 (Megatron-Core)",
+}
 
 
 @dataclass(frozen=True)
 class Published:
-    """A run that a source prints: a row of `data/runs.csv`, or its columns."""
+    """A run that a source prints: a row of `data/runs.csv` or of a set, or its columns. Without a time where a source prints a layout,
+    but no run of it."""
 
     model: str
     gpu: str
@@ -66,26 +84,67 @@ class Published:
 
 PUBLISHED = (
     Published("llama-3-8b", "h100-hbm2e", "TITANLOG-0002", "torchtitan's log in torchao's tutorial, H100 of 500 W"),
+    Published(
+        "llama-3-8b",
+        "h100",
+        {
+            **_NVIDIA,
+            "n_layers": "32",
+            "hidden": "4096",
+            "n_heads": "32",
+            "ffn_hidden": "14336",
+            "vocab": "128256",
+            "seq_len": "8192",
+            "global_batch": "8192",
+            "tp": "1",
+            "sp": "n",
+            "pp": "1",
+            "vpp": "1",
+            "cp": "2",
+            "dp": "256",
+        },
+        "NVIDIA's recipe for 8 to 128 GPUs (DGX Cloud benchmarks), continued to 512",
+    ),
     Published("llama-3-70b", "h100", "NEMO2407-0012", "NeMo 24.07 performance summary, float8"),
+    Published("llama-3-70b", "h100", "DGXC-0006", "NVIDIA's DGX Cloud benchmarks, NeMo 24.09"),
+    Published("llama-2-70b", "a100", "XTUNER-0012", "XTuner's benchmark of long sequences"),
+    Published(
+        "qwen2.5-72b",
+        "h100",
+        {
+            **_NVIDIA,
+            "ffn_hidden": "29568",
+            "vocab": "152064",
+            "seq_len": "131072",
+            "global_batch": "256",
+            "tp": "8",
+            "sp": "y",
+            "pp": "4",
+            "vpp": "5",
+            "cp": "16",
+            "dp": "1",
+        },
+        "NeMo's recipe llama3_70b_64k, twice as long over twice as many GPUs",
+    ),
     Published("llama-3-405b", "h100", "MBRIDGE-0064", "Megatron-Bridge 26.04 recipes, float8"),
     Published(
         "llama-3-405b",
         "h100",
-        {**_LLAMA3, "gpus_total": "8192", "seq_len": "8192", "global_batch": "2048", "cp": "1", "dp": "64"},
+        {**_LLAMA3_405B, "gpus_total": "8192", "seq_len": "8192", "global_batch": "2048", "cp": "1", "dp": "64"},
         "arXiv 2407.21783 table 4",
         430.0,
     ),
     Published(
         "llama-3-405b",
         "h100",
-        {**_LLAMA3, "gpus_total": "16384", "seq_len": "8192", "global_batch": "2048", "cp": "1", "dp": "128"},
+        {**_LLAMA3_405B, "gpus_total": "16384", "seq_len": "8192", "global_batch": "2048", "cp": "1", "dp": "128"},
         "arXiv 2407.21783 table 4",
         400.0,
     ),
     Published(
         "llama-3-405b",
         "h100",
-        {**_LLAMA3, "gpus_total": "16384", "seq_len": "131072", "global_batch": "128", "cp": "16", "dp": "8"},
+        {**_LLAMA3_405B, "gpus_total": "16384", "seq_len": "131072", "global_batch": "128", "cp": "16", "dp": "8"},
         "arXiv 2407.21783 table 4",
         380.0,
     ),
@@ -115,6 +174,33 @@ PUBLISHED = (
             "step_time_s": "32.0",
         },
         "NVIDIA/Megatron-LM README: about 32 s",
+    ),
+    Published(
+        "gpt3-13b",
+        "v100-32gb",
+        {
+            **_MEGATRON,
+            "gpu": "V100-32GB-SXM2",
+            "n_layers": "40",
+            "hidden": "5120",
+            "n_heads": "40",
+            "ffn_hidden": "20480",
+            "gpus_total": "8",
+            "precision": "fp16",
+            "seq_len": "2048",
+            "global_batch": "512",
+            "micro_batch": "4",
+            "tp": "1",
+            "sp": "n",
+            "pp": "1",
+            "vpp": "1",
+            "cp": "1",
+            "dp": "8",
+            "zero_or_fsdp": "ZeRO-3 + CPU offload of the optimizer",
+            "recompute": "full",
+            "framework": "DeepSpeed",
+        },
+        "DeepSpeed's ZeRO-3 Offload, which trained 13B and more on V100",
     ),
     Published(
         "turing-nlg-530b",
@@ -148,7 +234,7 @@ PUBLISHED = (
 
 def rows() -> list[dict[str, Any]]:
     """Every published layout beside the plan."""
-    table = {row["id"]: row for row in rows_of("runs")}
+    table = {row["id"]: row for row in rows_of("runs", "unseen_2")}
     return [_beside(one, table[one.row] if isinstance(one.row, str) else dict(one.row)) for one in PUBLISHED]
 
 
@@ -166,12 +252,15 @@ def _beside(one: Published, row: Row) -> dict[str, Any]:
     request = Request(model, cluster(one.gpu, gpus), batch, sequence, precision)
     (theirs,) = price(request, [layout])
     ours = plan(request, best=1).best[0]
-    saved = {name: theirs.terms[name] - ours.terms[name] for name in TERMS}
-    term = max(saved, key=lambda name: saved[name] * np.sign(theirs.seconds - ours.seconds))
+    faster = float(np.sign(theirs.seconds - ours.seconds))
+    saved = {name: (theirs.terms[name] - ours.terms[name]) * faster for name in TERMS}
+    reasons = sorted((name for name in TERMS if saved[name] > 0), key=lambda name: -saved[name])
+    reasons = [name for name in reasons if saved[name] >= saved[reasons[0]] / 4][:3]
     measured = predicted.measured_seconds
     return {
         "model": one.model,
         "gpus": gpus,
+        "gpu": one.gpu,
         "sequence": sequence,
         "source": one.source,
         "published": describe(layout),
@@ -179,12 +268,11 @@ def _beside(one: Published, row: Row) -> dict[str, Any]:
         "predicted_seconds": predicted.seconds,
         "low_90": predicted.seconds_low,
         "high_90": predicted.seconds_high,
-        "inside": measured is not None and predicted.seconds_low <= measured <= predicted.seconds_high,
+        "inside": None if measured is None else predicted.seconds_low <= measured <= predicted.seconds_high,
         "plan": describe(ours.layout),
         "plan_seconds": ours.seconds,
         "theirs_seconds": theirs.seconds,
         "theirs_gib": theirs.needed / GIB,
         "theirs_fits": theirs.fit_probability,
-        "decides": TERMS[term],
-        "decides_seconds": saved[term],
+        "reasons": {TERMS[name]: saved[name] * faster for name in reasons},
     }

@@ -101,29 +101,33 @@ def _fit(fit: dict[str, Any]) -> list[str]:
     ]
 
 
+_INSIDE = {True: "yes", False: "**no**", None: ""}
+
+
 def _published(rows: list[dict[str, Any]]) -> list[str]:
     """Layouts that experts trained with, beside the plan."""
-    inside = sum(r["inside"] for r in rows)
+    timed = [r for r in rows if r["inside"] is not None]
     lines = [
         "## Layouts that experts trained with",
         "",
-        f"{inside} of {len(rows)} published times lie in the 90 % interval of the prediction for that layout and that framework, by",
-        "constants learned without the source. The plan is for Plait's own kernels, which are eager and keep more of every block, in",
-        "bf16 or fp16; the published layout is priced by the same kernels beside it, and the term of the step that differs most in",
-        "favour of the faster one is what decides. No published time was found for 8B on 512 H100, 70B on 2,048, 13B on 8 V100, and",
-        "72B at 128k tokens.",
+        f"{sum(r['inside'] for r in timed)} of {len(timed)} published times lie in the 90 % interval of the prediction for that",
+        f"layout and that framework, by constants learned without the source; of the other {len(rows) - len(timed)} layouts no time was",
+        "found. The plan is for Plait's own kernels, which are eager and keep more of every block, in bf16 or fp16; the published layout",
+        "is priced by the same kernels beside it. The reasons are up to three terms of the step that differ most in favour of the faster",
+        "of the two, as theirs less the plan's.",
         "",
-        "| model | GPUs | tokens | published layout | measured | predicted (90 %) | inside | plan | plan's | theirs in Plait | decides "
+        "| model | GPUs | tokens | published layout | measured | predicted (90 %) | inside | plan | plan's | theirs in Plait | reasons "
         "| source |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         fits = "" if r["theirs_fits"] >= 0.5 else f", needs {r['theirs_gib']:.0f} GiB"
+        measured = "" if r["measured_seconds"] is None else f"{r['measured_seconds']:.3g} s"
+        reasons = ", ".join(f"{name} ({seconds:+.3g} s)" for name, seconds in r["reasons"].items())
         lines.append(
-            f"| {r['model']} | {r['gpus']:,} | {r['sequence']:,} | {r['published']} | {r['measured_seconds']:.3g} s "
-            f"| {r['predicted_seconds']:.3g} s ({r['low_90']:.3g} to {r['high_90']:.3g}) | {'yes' if r['inside'] else '**no**'} "
-            f"| {r['plan']} | {r['plan_seconds']:.3g} s | {r['theirs_seconds']:.3g} s{fits} "
-            f"| {r['decides']} ({r['decides_seconds']:+.3g} s) | {r['source']} |"
+            f"| {r['model']} | {r['gpus']:,} x {r['gpu']} | {r['sequence']:,} | {r['published']} | {measured} "
+            f"| {r['predicted_seconds']:.3g} s ({r['low_90']:.3g} to {r['high_90']:.3g}) | {_INSIDE[r['inside']]} "
+            f"| {r['plan']} | {r['plan_seconds']:.3g} s | {r['theirs_seconds']:.3g} s{fits} | {reasons} | {r['source']} |"
         )
     return [*lines, ""]
 
