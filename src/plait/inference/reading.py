@@ -1,8 +1,10 @@
 """Reads of weights from files: several at a time, from the kernel's cache where it has them, and past it where it does not keep them.
 
 What is read through the kernel's cache takes its pages and a copy, also when they are dropped before they are read again, as those of a
-model that is larger than memory are. So what is not in the cache when it is read again is read directly (O_DIRECT) into a small buffer and
-copied from there. What the kernel does keep is read from its cache.
+model that is larger than memory are. So what is not in the cache when it is read again is read directly (O_DIRECT): straight to where it
+computes, where it may lie there as it does in the file (`Image`), else into a small buffer and copied from there. Disks read whole sectors
+to addresses that are multiples of one, and copies take a third of the rate of a disk of 3 GB/s where two cores do everything. What the
+kernel does keep is read from its cache.
 
 Weights are copied from the cache, and not computed with in a mapping of the file. That saved a third of the processor time (1.5 to 1.0 s of
 the benchmark's), but between nothing and a third of the time that passed, by the size of the pages that the cache happened to have. And a
@@ -39,7 +41,7 @@ PATIENCE_SECONDS = 8.0
 """A read of a block that takes longer is an error."""
 _GAP = 64 << 10
 """Bytes between two tensors that are read with them."""
-_PAGE = mmap.PAGESIZE
+PAGE = mmap.PAGESIZE
 _LIBC = ctypes.CDLL(None)
 
 
@@ -64,11 +66,23 @@ class Part:
         return self.offset + self.memory.numel()
 
 
+@dataclass(frozen=True)
+class Image:
+    """Memory in which a stretch of a file lies as it does in the file, so that tensors are views of it."""
+
+    low: int
+    """Byte of the file where it begins: a multiple of a page, as its address is."""
+    memory: torch.Tensor
+    """uint8, on the CPU; whole pages. What lies between tensors is overwritten."""
+
+
 @dataclass
 class Block:
     """What one read brings; at most BLOCK bytes of one file from `low` on, a multiple of a page."""
 
     low: int
+    image: Image | None = None
+    """That all its parts are views of."""
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -87,8 +101,8 @@ def buffer_bytes(largest: int) -> int:
     return IN_FLIGHT * BLOCK if largest >= LEAST else 0
 
 
-def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
-    """The reads of all parts, in the files' order."""
+def blocks_of(parts: Sequence[Part], image: Image | None = None) -> Iterator[Block]:
+    """The reads of all parts, in the files' order; of one file where they are views of an `image`."""
     block: Block | None = None
     for part in sorted(parts, key=lambda part: (str(part.stored.path), part.offset)):
         at = part.offset
@@ -96,7 +110,7 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
             if block is None or block.path != part.stored.path or at >= block.low + BLOCK or at - block.low - block.size > _GAP:
                 if block is not None:
                     yield block
-                block = Block(at // _PAGE * _PAGE)
+                block = Block(at // PAGE * PAGE, image)
             end = min(part.end, block.low + BLOCK)
             block.parts.append(Part(part.stored, at - part.stored.offset, part.memory[at - part.offset : end - part.offset]))
             at = end
@@ -120,9 +134,9 @@ class FileReader:
         """When the reads that are on their way began, by thread, and what they bring."""
         self._threads = DaemonThreads(IN_FLIGHT, "plait-reads")
 
-    def read(self, parts: Sequence[Part]) -> None:
+    def read(self, parts: Sequence[Part], image: Image | None = None) -> None:
         """Returns when everything is in its memory, or nothing writes there any more. Raises CheckpointError where it cannot be read."""
-        reads = [self._threads.submit(self.read_block, block) for block in blocks_of(parts)]
+        reads = [self._threads.submit(self.read_block, block) for block in blocks_of(parts, image)]
         wait(reads)
         for read in reads:
             read.result()
@@ -160,17 +174,14 @@ class FileReader:
     def _read_directly(self, file: _File, block: Block) -> bool:
         """False where the system does not."""
         assert file.direct is not None
+        size = -(-block.size // PAGE) * PAGE
+        if block.image is not None:
+            start = block.low - block.image.low
+            return _filled(file.direct, block, memoryview(block.image.memory.numpy().data)[start : start + size])
         buffer = self._buffers.get()
         try:
-            view, done = memoryview(buffer.data)[: -(-block.size // _PAGE) * _PAGE], 0
-            while done < block.size:
-                try:
-                    count = os.preadv(file.direct, [view[done:]], block.low + done)
-                except OSError:
-                    return False  # read through the cache, it says what is wrong
-                done += count
-                if done < block.size and (not count or done % _PAGE):
-                    return False  # the file ends here
+            if not _filled(file.direct, block, memoryview(buffer.data)[:size]):
+                return False
             for part in block.parts:
                 start = part.offset - block.low
                 np.copyto(part.memory.numpy(), buffer[start : start + part.memory.numel()])
@@ -194,6 +205,20 @@ class FileReader:
         self._files.clear()
 
 
+def _filled(file: int, block: Block, view: memoryview) -> bool:
+    """Read a block from its first byte on into whole pages. False where the system does not, or the file ends before."""
+    done = 0
+    while done < block.size:
+        try:
+            count = os.preadv(file, [view[done:]], block.low + done)
+        except OSError:
+            return False  # read through the cache, it says what is wrong
+        done += count
+        if done < block.size and (not count or done % PAGE):
+            return False  # the file ends here
+    return True
+
+
 class _File:
     """Open in two ways, and mapped to see which of its pages the kernel has; nothing is read through the mapping."""
 
@@ -213,7 +238,7 @@ class _File:
     def has_in_cache(self, block: Block) -> bool:
         """Whether all of a block is in the kernel's cache. It says so of every page of a file that this user may not write to."""
         size = min(block.size, len(self._pages) - block.low)
-        found = np.empty(-(-size // _PAGE), dtype=np.uint8)
+        found = np.empty(-(-size // PAGE), dtype=np.uint8)
         start, into = ctypes.c_void_p(self._pages.ctypes.data + block.low), ctypes.c_void_p(found.ctypes.data)
         return bool(_LIBC.mincore(start, ctypes.c_size_t(size), into) == 0 and (found & 1).all())
 

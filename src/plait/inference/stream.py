@@ -16,7 +16,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -28,12 +28,16 @@ from plait.errors import CheckpointError
 from plait.inference import reading
 from plait.inference.adapters import is_adapters
 from plait.inference.daemon_threads import DaemonThreads
-from plait.inference.reading import FileReader, Part
+from plait.inference.reading import LEAST, PAGE, FileReader, Image, Part
 from plait.inference.stored import Stored
 
 SLOTS = 2
 """The weights that a block computes with, and those that are brought meanwhile."""
 _ALIGNED = 64
+_SAME_BITS = 16
+"""Bytes: a product of one row has the bits that it has in memory where its weight begins at a multiple of these."""
+_BETWEEN = 1 << 20
+"""Bytes of a place at most that lie between tensors and hold none."""
 _UNIT = 1 << 20
 """Bytes of the smallest stretch of pinned memory."""
 
@@ -108,8 +112,8 @@ class WeightStream:
         self.blocks = tuple(blocks)
         self._device = device or torch.device("cpu")
         self._copies = accelerator.new_stream(self._device) if accelerator.is_one(self._device) else None
-        self._parts = [_parts(model, block, stored) for block in self.blocks]
-        self._sizes = [max((one.start + one.stored.size for one in parts), default=0) for parts in self._parts]
+        self._parts = [_parts(model, block, stored, on_cpu=self._copies is None) for block in self.blocks]
+        self._sizes = [_place_bytes(parts) for parts in self._parts]
         self.slot_bytes = max(self._sizes)
         paths = {one.stored.path for parts in self._parts for one in parts}
         size = sum(size for name, size in zip(self.blocks, self._sizes, strict=True) if name not in on_host)
@@ -254,9 +258,12 @@ class WeightStream:
         slot.copied = self._copies.record_event()
 
     def _read(self, index: int, memory: HostMemory) -> None:
-        parts = self._parts[index]
+        parts, image = self._parts[index], None
+        if self._copies is None and (low := _low(parts)) is not None and not memory.chunks[0].data_ptr() % PAGE:
+            image = Image(low, *memory.chunks)
         self._files.read(
-            [Part(one.stored, start - one.start, piece) for one in parts for start, piece in memory.pieces(one.start, one.stored.size)]
+            [Part(one.stored, start - one.start, piece) for one in parts for start, piece in memory.pieces(one.start, one.stored.size)],
+            image,
         )
         with self._counting:
             self.bytes_read += sum(one.stored.size for one in parts)
@@ -278,16 +285,39 @@ def pinned_bytes(size: int) -> int:
     return -(-size // _UNIT) * _UNIT
 
 
-def block_bytes(model: nn.Module, block: str, stored: Mapping[str, Stored]) -> int:
-    """What the place of a block takes."""
-    return max((one.start + one.stored.size for one in _parts(model, block, stored)), default=0)
+def block_bytes(model: nn.Module, block: str, stored: Mapping[str, Stored], *, on_cpu: bool) -> int:
+    """What the place of a block takes where it computes."""
+    return _place_bytes(_parts(model, block, stored, on_cpu=on_cpu))
 
 
-def _parts(model: nn.Module, block: str, stored: Mapping[str, Stored]) -> list[_Streamed]:
+def _place_bytes(parts: Sequence[_Streamed]) -> int:
+    """Whole pages where files are read so."""
+    size = max((one.start + one.stored.size for one in parts), default=0)
+    return size if size < LEAST else -(-size // PAGE) * PAGE
+
+
+def _parts(model: nn.Module, block: str, stored: Mapping[str, Stored], *, on_cpu: bool) -> list[_Streamed]:
+    """The parameters of a block and where they lie in its place: on the CPU as in the file, where that gives the same numbers, else close
+    together."""
     found, start = [], 0
     for name in brought(model, block):
         owner, _, leaf = f"{block}.{name}".rpartition(".")
         one = stored[f"{block}.{name}"]
         found.append(_Streamed(model.get_submodule(owner), leaf, one, start))
         start += -(-one.size // _ALIGNED) * _ALIGNED
-    return found
+    if not on_cpu or start < LEAST:
+        return found
+    if len({one.stored.path for one in found}) > 1 or any(one.stored.offset % _SAME_BITS for one in found):
+        return found
+    low = min(one.stored.offset for one in found) // PAGE * PAGE
+    ends = max(one.stored.offset + one.stored.size for one in found) - low
+    if not sum(one.stored.size for one in found) <= ends <= start + _BETWEEN:  # they overlap, as where there is no file yet, or lie apart
+        return found
+    return [replace(one, start=one.stored.offset - low) for one in found]
+
+
+def _low(parts: Sequence[_Streamed]) -> int | None:
+    """The byte of the file that their place begins with; None where they lie otherwise than in the file."""
+    lows = {(one.stored.path, one.stored.offset - one.start) for one in parts}
+    low = next(iter(lows), (None, 1))[1]
+    return low if len(lows) == 1 and low % PAGE == 0 else None

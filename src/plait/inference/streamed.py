@@ -156,7 +156,7 @@ def _movable(model: nn.Module) -> dict[str, int]:
 
 def _slot_bytes(model: nn.Module, stored: dict[str, Stored], blocks: Sequence[str], *, on_cpu: bool) -> int:
     """Of the places for weights, and on the CPU of what files are read into before."""
-    largest = max((block_bytes(model, name, stored) for name in blocks), default=0)
+    largest = max((block_bytes(model, name, stored, on_cpu=on_cpu) for name in blocks), default=0)
     return min(SLOTS, len(blocks)) * largest + (buffer_bytes(largest) if on_cpu else 0)
 
 
@@ -165,7 +165,7 @@ def _kept_on_host(model: nn.Module, stored: dict[str, Stored], streamed: tuple[s
     where not even those fit."""
     if not host_bytes:
         return ()
-    each = [pinned_bytes(block_bytes(model, name, stored)) for name in streamed]
+    each = [pinned_bytes(block_bytes(model, name, stored, on_cpu=False)) for name in streamed]
     if sum(each) <= host_bytes:
         return streamed
     staging = min(SLOTS, len(each)) * max(each)

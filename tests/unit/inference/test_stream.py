@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Iterator
@@ -62,6 +63,38 @@ def test_the_same_bits_pass_after_pass(saved: tuple[Chain, Path], streamed: tupl
         assert torch.equal(model(x), saved[0](x))
         assert all(p.numel() == 0 for index in (0, 2, 4) for p in model.layers[index].parameters())
     assert one <= made.slot_bytes <= one + 3 * 64 and made.memory_bytes == 2 * made.slot_bytes
+
+
+@pytest.mark.parametrize("shift", [0, 8])
+@torch.no_grad()
+def test_large_layers_past_the_cache(tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie as in the file where that keeps the bits of a product of one row, and are copied where it does not."""
+    torch.manual_seed(0)
+    whole = nn.ModuleList(nn.Sequential(nn.Linear(1030, 3100), nn.Linear(3100, 1030, bias=False)) for _ in range(3)).requires_grad_(False)
+    path = tmp_path / "model.safetensors"
+    for more in range(0, 64, 8):  # the header is filled up to a multiple of 8 bytes
+        save_file(whole.state_dict(), path, metadata={"": "x" * more})
+        stored = stored_tensors(path)
+        if all(one.offset % 16 == shift for one in stored.values()):
+            break
+    else:
+        pytest.fail("no header of this length")
+    model = copy.deepcopy(whole)
+    made = WeightStream(model, ["0", "1", "2"], stored)
+    reads: list[bool] = []
+    filled = reading._filled
+    monkeypatch.setattr(reading, "_filled", lambda file, block, view: (reads.append(block.image is not None), filled(file, block, view))[1])
+    monkeypatch.setattr(made._files, "_keeps", False)
+    monkeypatch.setattr(reading._File, "has_in_cache", lambda *_: False)
+    for step in range(3):
+        x = torch.randn(1, 1030, generator=torch.Generator().manual_seed(step))
+        one, other = x, x
+        for layer, streamed in zip(whole, model, strict=True):
+            one, other = layer(one), streamed(other)
+        assert torch.equal(one, other)
+    if made._files._files[path].direct is not None:  # a folder in memory has no disk to read from
+        assert set(reads) == {shift == 0}
+    made.close()
 
 
 @torch.no_grad()
@@ -154,7 +187,7 @@ def test_a_disk_that_is_slow_and_answers(
         time.sleep(0.15)
         quick(self, block)
 
-    for name, value in {"PATIENCE_SECONDS": 0.5, "_PAGE": 64, "BLOCK": 128}.items():
+    for name, value in {"PATIENCE_SECONDS": 0.5, "PAGE": 64, "BLOCK": 128}.items():
         monkeypatch.setattr(reading, name, value)
     monkeypatch.setattr(FileReader, "_read_block", slow)
     model(torch.zeros(1, 8))
