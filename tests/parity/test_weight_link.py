@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ import plait
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.windows import inside, window_of
 from plait.errors import CommunicationError, InputError
-from plait.inference.weight_sync import link, meeting, status
+from plait.inference.weight_sync import direct, link, meeting, status
 from plait.inference.weight_sync.holdings import tensors_of
 from tests.parity.two_models import LAYOUTS, built
 from tests.pool import Pool, quick_starts
@@ -137,9 +138,11 @@ def large(value: float) -> torch.nn.Module:
     return model
 
 
-def ends_in_the_middle(address: str, how: int) -> None:
+def ends_in_the_middle(address: str, how: int, directly: bool) -> None:
     """A receiver that a signal meets after its first piece."""
-    took = meeting.Meeting.receive
+    if not directly:
+        direct.can_read = lambda other: False
+    took = direct.Direct.receive
     taken = []
 
     def take(self: Any, tensor: torch.Tensor, source: int) -> Any:
@@ -148,14 +151,14 @@ def ends_in_the_middle(address: str, how: int) -> None:
             os.kill(os.getpid(), how)
         return took(self, tensor, source)
 
-    meeting.Meeting.receive = take  # type: ignore[method-assign]
+    direct.Direct.receive = take  # type: ignore[method-assign]
     link.WeightReceiver(large(0.0), address).receive()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_receiver_that_ends_or_stops_is_named(how: int) -> None:
+@pytest.mark.parametrize(("how", "directly"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGKILL, False)])
+def test_a_receiver_that_ends_or_stops_is_named(how: int, directly: bool) -> None:
     address = free_address()
-    process = quick_starts().Process(target=ends_in_the_middle, args=(address, how), daemon=True)
+    process = quick_starts().Process(target=ends_in_the_middle, args=(address, how, directly), daemon=True)
     process.start()
     try:
         with link.WeightSender(large(1.0), address, receivers=1) as sender:
@@ -174,7 +177,7 @@ def test_a_receiver_that_ends_or_stops_is_named(how: int) -> None:
 def one_of_two(rank: int, address: str, others: str, heard: Any) -> None:
     """Of a generator of two, whose rank 1 is killed when its third piece comes; what rank 0 hears, and after how long."""
     dist.init_process_group("gloo", init_method=f"tcp://{others}", rank=rank, world_size=2)
-    took, taken = meeting.Meeting.receive, []
+    took, taken = direct.Direct.receive, []
 
     def take(self: Any, tensor: torch.Tensor, source: int) -> Any:
         wait = took(self, tensor, source)
@@ -188,7 +191,7 @@ def one_of_two(rank: int, address: str, others: str, heard: Any) -> None:
 
         return end
 
-    meeting.Meeting.receive = take  # type: ignore[method-assign]
+    direct.Direct.receive = take  # type: ignore[method-assign]
     target = large(0.0)
     with link.WeightReceiver(target, address) as receiver:
         try:
@@ -222,7 +225,7 @@ def test_one_receiver_of_two_that_ends() -> None:
 
 def ends_while_sending(address: str) -> None:
     """A trainer that is killed once 12 of 16 pieces have arrived."""
-    gave, ended = meeting.Meeting.send, []
+    gave, ended = direct.Direct.send, []
 
     def give(self: Any, tensor: torch.Tensor, target: int) -> Any:
         wait = gave(self, tensor, target)
@@ -235,7 +238,7 @@ def ends_while_sending(address: str) -> None:
 
         return end
 
-    meeting.Meeting.send = give  # type: ignore[method-assign]
+    direct.Direct.send = give  # type: ignore[method-assign]
     link.WeightSender(large(1.0), address, receivers=1).send()
 
 
@@ -265,8 +268,11 @@ class Several(torch.nn.Module):
         self.register_buffer("count", torch.tensor(int(value)))
 
 
-def test_tensors_of_any_form_arrive() -> None:
+@pytest.mark.parametrize("directly", [True, False])
+def test_tensors_of_any_form_arrive(monkeypatch: pytest.MonkeyPatch, directly: bool) -> None:
     address, target = free_address(), Several(0.0, torch.bfloat16)
+    if not directly:
+        monkeypatch.setattr(direct, "can_read", lambda _: False)
 
     def send() -> str:
         with link.WeightSender(Several(3.0, torch.float64), address, receivers=1, timeout=60) as sender:
@@ -283,30 +289,23 @@ def test_tensors_of_any_form_arrive() -> None:
 
 @pytest.mark.parametrize("which", [1, 2, 3])
 @pytest.mark.parametrize("where", ["network", "source"])
-def test_a_value_that_changes_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch, where: str, which: int) -> None:
+@pytest.mark.parametrize("directly", [True, False])
+def test_a_value_that_changes_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch, directly: bool, where: str, which: int) -> None:
     """As of a network that spoils them, or of an optimizer that steps while weights are sent: in one message of the three kinds."""
-    address, target, gave, sizes = free_address(), Several(0.0, torch.float32), meeting.Meeting.send, list[int]()
+    address, target, gave, sizes = free_address(), Several(0.0, torch.float32), direct.Direct.send, list[int]()
 
     def give(self: Any, tensor: torch.Tensor, to: int) -> Any:
+        assert bool(self.ranks) is directly
         sizes.append(tensor.numel())
         if len(sizes) != which:
             return gave(self, tensor, to)
-        other = tensor.clone()
+        other = tensor if where == "source" else tensor.clone()
         other[-1] ^= 1
         return gave(self, other, to)
 
-    def change(self: Any, tensor: torch.Tensor, to: int) -> Any:
-        sizes.append(tensor.numel())
-        wait, this = gave(self, tensor, to), len(sizes)
-
-        def end() -> None:
-            wait()
-            if this == which:
-                tensor[-1] ^= 1
-
-        return end
-
-    monkeypatch.setattr(meeting.Meeting, "send", {"network": give, "source": change}[where])
+    monkeypatch.setattr(direct.Direct, "send", give)
+    if not directly:
+        monkeypatch.setattr(direct, "can_read", lambda _: False)
 
     def send() -> None:
         with link.WeightSender(Several(3.0, torch.float32), address, receivers=1, timeout=60) as sender:
@@ -321,6 +320,34 @@ def test_a_value_that_changes_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPa
             receiver.receive(wait=60)
         sent()
     assert len(sizes) == 5, "two of the large tensor, one of the turned one, the small ones together, and the hash"
+    with pytest.raises(InputError, match="mixes two versions"):
+        status.refuse_incomplete(target)
+
+
+def test_memory_that_can_no_longer_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver's kernel refuses; the sender need not wait for its time."""
+    address, target, reads = free_address(), Several(0.0, torch.float32), direct.read
+
+    def refuse(process: int, start: int, into: torch.Tensor) -> None:
+        if into.nbytes > 1000:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        reads(process, start, into)
+
+    monkeypatch.setattr(direct, "read", refuse)
+
+    def send() -> None:
+        sender = link.WeightSender(Several(3.0, torch.float32), address, receivers=1, timeout=60)
+        began = time.monotonic()
+        with pytest.raises(CommunicationError, match=r"generator rank 0 \(.*\) takes no weights: it failed"):
+            sender.send()
+        assert time.monotonic() - began < 30
+        sender.close()
+
+    sent = beside(send)
+    said = rf"trainer rank 0 \(.*, process {os.getpid()}\) sends no weights: Operation not permitted"
+    with link.WeightReceiver(target, address, timeout=60) as receiver, pytest.raises(CommunicationError, match=said):
+        receiver.receive(wait=60)
+    sent()
     with pytest.raises(InputError, match="mixes two versions"):
         status.refuse_incomplete(target)
 

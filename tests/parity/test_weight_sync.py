@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ import plait
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.windows import inside, window_of
 from plait.errors import CommunicationError, InputError, PlaitError
-from plait.inference.weight_sync import copies, same_ranks, transfer
+from plait.inference.weight_sync import copies, direct, same_ranks, transfer
 from plait.inference.weight_sync.holdings import tensors_of
 from plait.inference.weight_sync.status import ReceivedWeights, note
 from tests.parity import cases, experts
@@ -31,8 +32,18 @@ def on(layout: dict[str, Any] | None, rank: int, seed: int, **model: Any) -> Any
     return plait.parallelize(built(seed, **model), {"train_micro_batch_size_per_gpu": 2, **layout})
 
 
-def received(rank: int, world: int, pairs: list[tuple[str, str]], tied: bool, dtype: torch.dtype) -> set[str]:
-    """All values are where they belong; returns the hashes. Runs in a worker."""
+def received(
+    rank: int, world: int, pairs: list[tuple[str, str]], tied: bool, dtype: torch.dtype, readers: Collection[int] | None = None
+) -> set[str]:
+    """All values are where they belong; returns the hashes. `readers`: ranks that may read the others' memory. Runs in a worker."""
+    if readers is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(direct, "can_read", lambda _: rank in readers)
+            same_ranks._KNOWN.clear()
+            found = received(rank, world, pairs, tied, dtype)
+        assert same_ranks._KNOWN.channel is not None and not same_ranks._KNOWN.channel.ranks
+        same_ranks._KNOWN.clear()
+        return found
     wanted = {name: tensor.to(dtype) for name, tensor in built(7, tied=tied).state_dict().items()}
     layouts, hashes = {**LAYOUTS, **FOUR}, set()
     for one, other in pairs:
@@ -67,6 +78,12 @@ def check(pool: Pool, world: int, pairs: list[tuple[str, str]], *, tied: bool = 
 
 def test_between_layouts(pool: Pool) -> None:
     check(pool, 2, SAMPLE)
+
+
+@pytest.mark.parametrize("readers", [(), (1,)])
+def test_where_memory_cannot_be_read(pool: Pool, readers: tuple[int, ...]) -> None:
+    found = pool.run(2, received, [("ZeRO 3", "tp")], False, torch.float32, readers)
+    assert found == pool.run(2, received, [("ZeRO 3", "tp")], False, torch.float32)
 
 
 @pytest.mark.proof
@@ -156,10 +173,10 @@ def spoils(rank: int) -> Any:
     """As if a byte had changed in the memory of rank 1 when a message was received there."""
     hashed = transfer._Transfer._hash
 
-    def spoiled(self: Any, pair: tuple[int, int], flat: torch.Tensor) -> None:
-        if pair[0] != self._source:
+    def spoiled(self: Any, message: Any, flat: torch.Tensor) -> None:
+        if message.source != self._source:
             flat[-1] ^= 1
-        hashed(self, pair, flat)
+        hashed(self, message, flat)
 
     return spoiled if rank == 1 else hashed
 

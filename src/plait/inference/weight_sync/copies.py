@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import torch
 
 from plait.inference.weight_sync.buffers import Buffers
 
-BLOCK = 256 << 10
+BLOCK = 512 << 10
 """Bytes that are copied before they are compared: of these and their copy a core's cache has room for both."""
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcmp, _memmove = ctypes.CDLL(None).memcmp, ctypes.CDLL(None).memmove
+_memcmp.argtypes = _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = ctypes.c_void_p
 
 
-def copy(given: torch.Tensor, place: torch.Tensor, buffers: Buffers, *, compares: bool) -> bool:
+def copy(given: torch.Tensor, place: torch.Tensor, buffers: Buffers, *, compares: bool, is_own: bool) -> bool:
     """Copy the values of `given` into `place`, of its shape, in its dtype; at most PIECE bytes there. False if other bits than those of
-    `given`, converted, lie in `place` in the end, which nobody looks at without `compares`."""
+    `given`, converted, lie in `place` in the end, which nobody looks at without `compares`. `is_own`: nobody else writes to `given`."""
     if not given.is_cpu or not place.is_cpu:
         place.copy_(given)
         return not compares or torch.equal(_bytes(given.to(place)), _bytes(place))
@@ -30,8 +30,9 @@ def copy(given: torch.Tensor, place: torch.Tensor, buffers: Buffers, *, compares
     packed, back = buffers.take(place.device), buffers.take(place.device)
     step = max(1, BLOCK // max(1, place[:1].nbytes))
     same = True
-    for block in zip(given.split(step), place.split(step), strict=True):
-        same &= _converted(*block, packed, back)
+    is_ready = is_own and given.dtype == place.dtype and given.is_contiguous()
+    for values, there in zip(given.split(step), place.split(step), strict=True):
+        same &= _compared(values if is_ready else _packed(values, there, packed), there, back)
     buffers.put_back(packed)
     buffers.put_back(back)
     return same
@@ -39,20 +40,23 @@ def copy(given: torch.Tensor, place: torch.Tensor, buffers: Buffers, *, compares
 
 def _copied(given: torch.Tensor, place: torch.Tensor, compares: bool) -> bool:
     """Of memory that lies in one stretch on both sides."""
-    left, right = _bytes(given).numpy(), _bytes(place).numpy()
-    one, other, same = given.data_ptr(), place.data_ptr(), True
-    for start in range(0, len(left), BLOCK):
-        block = left[start : start + BLOCK]
-        np.copyto(right[start : start + BLOCK], block)
-        if compares and _memcmp(one + start, other + start, len(block)):
+    one, other, size, same = given.data_ptr(), place.data_ptr(), given.nbytes, True
+    for start in range(0, size, BLOCK):
+        count = min(BLOCK, size - start)
+        _memmove(other + start, one + start, count)
+        if compares and _memcmp(one + start, other + start, count):
             same = False
     return same
 
 
-def _converted(given: torch.Tensor, place: torch.Tensor, packed: torch.Tensor, back: torch.Tensor) -> bool:
-    """By way of `packed`: what is compared with `place` was read from `given` once, as others may write there."""
+def _packed(given: torch.Tensor, place: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """As `place` will have them, read from `given` once, as others may write there."""
+    return packed[: place.nbytes].view(place.dtype).view(place.shape).copy_(given)
+
+
+def _compared(values: torch.Tensor, place: torch.Tensor, back: torch.Tensor) -> bool:
+    """Copy `values`, which lie in one stretch."""
     size = place.nbytes
-    values = packed[:size].view(place.dtype).view(place.shape).copy_(given)
     place.copy_(values)
     found = place if place.is_contiguous() else back[:size].view(place.dtype).view(place.shape).copy_(place)
     return not _memcmp(values.data_ptr(), found.data_ptr(), size)

@@ -1,7 +1,8 @@
 """`WeightSender` and `WeightReceiver`: from a trainer's ranks to those of a generator, which were launched apart.
 
 Every version has a number, that both sides count. Every receiver says that it is ready; rank 0 of the trainer then lets all begin, or none;
-pieces go over gloo; receivers compare hashes and say what they have; the sender returns when all of them have everything.
+pieces go over gloo, or straight from memory to memory of one machine; receivers compare hashes and say what they have; the sender returns
+when all of them have everything.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from plait.comm.peer_memory import Proof, proof, readable
 from plait.errors import CommunicationError, InputError, PlaitError
 from plait.inference.weight_sync.buffers import Buffers
+from plait.inference.weight_sync.direct import Direct, tables_for
 from plait.inference.weight_sync.holdings import NOTHING, Held, Side, holding_of, model_of, tensors_of
 from plait.inference.weight_sync.meeting import GENERATOR, TRAINER, Meeting
 from plait.inference.weight_sync.messages import messages_of
@@ -54,10 +57,23 @@ class _End:
         self._counts = trainers, generators
         mine = ("source" if self._role == TRAINER else "target", self._rank)
         self._messages, self._buffers = messages_of(pieces_of(*ends, same_ranks=False, mine=[mine])), Buffers()
-        self._meeting.connect(trainers, generators)
+        with readable():
+            self._meeting.connect(trainers, generators)
+            self._channel = self._direct(connect_timeout)
+
+    def _direct(self, connect_timeout: float) -> Direct:
+        """Every rank looks whose memory it can read of those that it has messages with, and says so."""
+        other = GENERATOR if self._role == TRAINER else TRAINER
+        peers = sorted({message.target if self._role == TRAINER else message.source for message in self._messages})
+        tables = tables_for({peer: Proof(**self._meeting.registered(other, peer, connect_timeout)["proof"]) for peer in peers})
+        self._meeting.tell(f"tables/{self._role}/{self._rank}", {peer: table.told() for peer, table in tables.items()})
+        keys = {f"tables/{other}/{peer}": f"{other} {peer}" for peer in peers}
+        told = zip(peers, self._meeting.ask(keys, connect_timeout, "has not connected"), strict=True)
+        return Direct(self._meeting, tables, {peer: found[str(self._rank)] for peer, found in told if str(self._rank) in found})
 
     def _register(self, **more: Any) -> None:
-        self._meeting.register({"world": self._world, "holds": {name: held.to_json() for name, held in self._holding.items()}, **more})
+        holds = {name: held.to_json() for name, held in self._holding.items()}
+        self._meeting.register({"world": self._world, "holds": holds, "proof": proof().to_json(), **more})
 
     def _tensors(self) -> Side:
         if self._broken:
@@ -69,16 +85,17 @@ class _End:
 
     def _move(self, side: Side, verify: Verification) -> Moved:
         sends = self._role == TRAINER
-        return move(
-            self._messages,
-            side if sends else NOTHING,
-            NOTHING if sends else side,
-            self._meeting,
-            source=self._rank if sends else None,
-            target=None if sends else self._rank,
-            verify=verify,
-            buffers=self._buffers,
-        )
+        with readable(), self._channel:
+            return move(
+                self._messages,
+                side if sends else NOTHING,
+                NOTHING if sends else side,
+                self._channel,
+                source=self._rank if sends else None,
+                target=None if sends else self._rank,
+                verify=verify,
+                buffers=self._buffers,
+            )
 
     def _key(self, what: str) -> str:
         return f"{self._number}/{what}"

@@ -110,6 +110,14 @@ class Meeting:
         """From the trainer's rank."""
         return self._started(self._group.recv, tensor, source, f"{TRAINER} {source}", "sends no weights")
 
+    def is_here(self, tensor: torch.Tensor, source: int) -> bool:
+        """Nobody can tell."""
+        return True
+
+    def named(self, rank: int, *, sends: bool) -> str:
+        """The other end's rank, with its process."""
+        return self._described(f"{TRAINER if sends else GENERATOR} {rank}")
+
     def _started(self, start: Any, tensor: torch.Tensor, peer: int, who: str, what: str) -> Callable[[], None]:
         def failed(error: RuntimeError) -> CommunicationError:
             said = str(error).splitlines()[0].partition(" This is typically")[0]

@@ -14,15 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait._torch.groups import timeout_of
 from plait.checkpoint.agreement import together
 from plait.cluster import accelerator
+from plait.comm.peer_memory import proof, readable
 from plait.errors import CommunicationError, InputError
 from plait.inference.weight_sync.buffers import Buffers
+from plait.inference.weight_sync.direct import Direct, tables_for
 from plait.inference.weight_sync.holdings import Holding, Side, holding_of, model_of, tensors_of
 from plait.inference.weight_sync.messages import Message, messages_of
 from plait.inference.weight_sync.route import pieces_of
 from plait.inference.weight_sync.status import ReceivedWeights, check_newer, note, received_weights
-from plait.inference.weight_sync.transfer import DIGEST, VERIFICATIONS, Verification, check_verification, content_of, move
+from plait.inference.weight_sync.transfer import DIGEST, VERIFICATIONS, Moved, Verification, check_verification, content_of, move
 
 
 @dataclass
@@ -30,6 +33,8 @@ class _Known:
     """Routes of layouts that were met before. They follow from what the ranks hold, so a hash of that finds them."""
 
     routes: dict[bytes, list[Message]] = field(default_factory=dict)
+    channel: Direct | None = None
+    """Between the ranks."""
     group: weakref.ref[Any] | None = None
     """In which they were met: ranks of another may be others."""
     buffers: Buffers = field(default_factory=Buffers)
@@ -37,14 +42,19 @@ class _Known:
     @property
     def state(self) -> bytes:
         """Equal on ranks that know the same."""
-        return hashlib.blake2b(b"".join(self.routes), digest_size=DIGEST).digest()
+        return hashlib.blake2b(b"".join(self.routes) + bytes([self.channel is None]), digest_size=DIGEST).digest()
 
     def begin(self) -> None:
         """Before a call."""
         group = dist.group.WORLD if dist.is_initialized() else None
         if group is not (None if self.group is None else self.group()):
-            self.routes.clear()
+            self.clear()
             self.group = None if group is None else weakref.ref(group)
+
+    def clear(self) -> None:
+        """Forget what was met."""
+        self.routes.clear()
+        self.channel = None
 
     def add(self, key: bytes, messages: list[Message]) -> list[Message]:
         """In place of the oldest one, where there are several already."""
@@ -89,16 +99,21 @@ def sync_weights(source: Any, target: Any, *, version: int | None = None, verify
 
     mine, brought = agree(prepared, lambda found: found.said(verify), raising=InputError)
     number = _agreed(brought)
-    messages = _route(mine, [row[9:] for row in brought], rank, world, agree)
+    messages = _route(mine, [row[9:] for row in brought], rank, world, device, agree)
     if want is not None:
         note(want, ReceivedWeights(number, "", 0, 0.0, is_complete=False))
-    moved, counted = agree(
-        lambda: move(
-            messages, mine.sources, mine.targets, _Default(device), source=rank, target=rank, verify=verify, buffers=_KNOWN.buffers
-        ),
-        lambda found: bytes(found.counted),
-        raising=CommunicationError,
-    )
+    channel = _KNOWN.channel
+    assert channel is not None
+
+    def moves() -> Moved:
+        with readable(), channel:
+            return move(messages, mine.sources, mine.targets, channel, source=rank, target=rank, verify=verify, buffers=_KNOWN.buffers)
+
+    try:
+        moved, counted = agree(moves, lambda found: bytes(found.counted), raising=CommunicationError)
+    except CommunicationError:
+        _KNOWN.clear()  # the ranks have taken different numbers of messages
+        raise
     if want is None:
         return None
     content = content_of(row[:DIGEST] for row in counted) if verify == "content" else ""
@@ -144,11 +159,13 @@ def _agreed(brought: Sequence[bytes]) -> int:
     return versions.pop()
 
 
-def _route(mine: _Prepared, rows: Sequence[bytes], rank: int, world: int, agree: Any) -> list[Message]:
+def _route(mine: _Prepared, rows: Sequence[bytes], rank: int, world: int, device: torch.device, agree: Any) -> list[Message]:
     """What this rank sends and gets. `rows`: of every rank, a hash of what it holds, and of the routes that it knows. Collective."""
     key = hashlib.blake2b(b"".join(row[:DIGEST] for row in rows), digest_size=DIGEST).digest()
     if len({row[DIGEST : 2 * DIGEST] for row in rows}) > 1:
-        _KNOWN.routes.clear()
+        _KNOWN.clear()
+    if _KNOWN.channel is None:
+        _KNOWN.channel = _channel(rank, world, device)
     if (known := _KNOWN.routes.get(key)) is not None:
         return known
     holdings = _of_all(mine.holdings, world)
@@ -156,6 +173,17 @@ def _route(mine: _Prepared, rows: Sequence[bytes], rank: int, world: int, agree:
     ends = (("source", rank), ("target", rank))
     route, _ = agree(lambda: pieces_of(have, want, same_ranks=True, mine=ends), raising=InputError)
     return _KNOWN.add(key, messages_of(route))
+
+
+def _channel(rank: int, world: int, device: torch.device) -> Direct:
+    """Collective: all let the others read their memory until all have tried."""
+    if world == 1 or device.type != "cpu":
+        return Direct(_Default(device), {}, {})
+    with readable():
+        proofs = _of_all(proof(), world)
+        tables = tables_for({other: one for other, one in enumerate(proofs) if other != rank})
+        told = _of_all({other: table.told() for other, table in tables.items()}, world)
+    return Direct(_Default(device), tables, {other: found[rank] for other, found in enumerate(told) if rank in found})
 
 
 def _device(world: int) -> torch.device:
@@ -178,12 +206,19 @@ class _Default:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.in_order = device, device.type != "cpu"
+        self.timeout = timeout_of(dist.group.WORLD) if dist.group.WORLD is not None else 0.0
 
     def send(self, tensor: torch.Tensor, target: int) -> Callable[[], None]:
         return _waiting(dist.isend(tensor, target), tensor)
 
     def receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]:
         return _waiting(dist.irecv(tensor, source), tensor)
+
+    def is_here(self, tensor: torch.Tensor, source: int) -> bool:
+        return True
+
+    def named(self, rank: int, *, sends: bool) -> str:
+        return f"rank {rank}"
 
 
 def _waiting(work: dist.Work | None, tensor: torch.Tensor) -> Callable[[], None]:

@@ -41,6 +41,9 @@ class Channel(Protocol):
 
     def receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]: ...
 
+    def is_here(self, tensor: torch.Tensor, source: int) -> bool:
+        """Whether the next message, for `tensor`, can be had without waiting; True where nobody can tell."""
+
 
 @dataclass
 class Moved:
@@ -135,8 +138,9 @@ class _Transfer:
         self.moved = Moved()
 
     def run(self, messages: Sequence[Message]) -> None:
-        """Start messages as early as there is memory for them, and end them in the order that all ranks share: so the first one that has
-        not ended anywhere has started at both of its ends. Copies inside of the rank are made between, while others are on their way."""
+        """Start messages as early as there is memory for them, and take what arrives in the order that all ranks share; what leaves is
+        waited for where its memory is needed. So the first message that has not arrived anywhere has started at both of its ends: those
+        before it have arrived, and hold no memory that a rank could not have back. Copies inside of the rank are made between."""
         inside = deque(message for message in messages if message.source == self._source and message.target == self._target)
         between = [message for message in messages if message.source != self._source or message.target != self._target]
         if self._channel.in_order:
@@ -144,14 +148,25 @@ class _Transfer:
         else:
             lanes = [_Lane(deque(m for m in between if (m.source == self._source) == sends)) for sends in (False, True)]
         started: dict[int, _Started] = {}
+        leaves: deque[_Started] = deque()
         for left, message in zip(range(len(between), 0, -1), between, strict=True):
-            for lane in lanes:
-                self._start(lane, started)
+            self._start(lanes, started)
+            while id(message) not in started:
+                self._leave(leaves.popleft())
+                self._start(lanes, started)
             for _ in range(-(-len(inside) // left)):
                 self._copy(inside.popleft())
-            self._end(message, started.pop(id(message)))
+            one = started.pop(id(message))
+            if message.source == self._source:
+                leaves.append(one)
+                continue
+            while inside and not self._channel.is_here(one.flat, message.source):
+                self._copy(inside.popleft())
+            self._take(message, one)
         for message in inside:
             self._copy(message)
+        for one in leaves:
+            self._leave(one)
 
     def compare(self) -> None:
         """Hashes with the other ranks."""
@@ -178,8 +193,12 @@ class _Transfer:
                 "change meanwhile; the weights are not used"
             )
 
-    def _start(self, lane: _Lane, started: dict[int, _Started]) -> None:
+    def _start(self, lanes: Sequence[_Lane], started: dict[int, _Started]) -> None:
         """Those that there is memory for."""
+        for lane in lanes:
+            self._start_in(lane, started)
+
+    def _start_in(self, lane: _Lane, started: dict[int, _Started]) -> None:
         while lane.ahead:
             message = lane.ahead[0]
             sends = message.source == self._source
@@ -200,20 +219,28 @@ class _Transfer:
                     self._count(piece, values)
                 for values, place in zip(parts, _places_in(flat, message), strict=True) if buffer is not None else ():
                     place.copy_(values)
+                self._hash(message, flat)
                 wait = self._channel.send(flat, message.target)
             else:
                 wait = self._channel.receive(flat, message.source)
             started[id(message)] = _Started(lane, held, flat, buffer, wait)
 
-    def _end(self, message: Message, one: _Started) -> None:
-        """Wait, and hash while a core still has it in its cache."""
+    def _take(self, message: Message, one: _Started) -> None:
+        """Wait for what arrives, hash it while a core still has it in its cache, and put it where it belongs."""
         one.wait()
-        if self._hashes:
-            self._hash((message.source, message.target), one.flat)
-        if message.source != self._source:
-            self.moved.bytes += sum(piece.size for piece in message.pieces)
-            for piece, values in zip(message.pieces, _places_in(one.flat, message), strict=True) if one.buffer is not None else ():
-                self._put(piece, values)
+        self._hash(message, one.flat)
+        self.moved.bytes += sum(piece.size for piece in message.pieces)
+        for piece, values in zip(message.pieces, _places_in(one.flat, message), strict=True) if one.buffer is not None else ():
+            self._put(piece, values, is_own=True)
+        self._free(one)
+
+    def _leave(self, one: _Started) -> None:
+        """Wait for what leaves."""
+        one.wait()
+        self._free(one)
+
+    def _free(self, one: _Started) -> None:
+        """Another message may have its memory."""
         if one.buffer is not None:
             self._buffers.put_back(one.buffer)
         one.lane.held -= one.held
@@ -222,12 +249,12 @@ class _Transfer:
         """From this rank's source to its target."""
         for piece in message.pieces:
             given = self._sources.of(piece)
-            self._put(piece, given)
+            self._put(piece, given, is_own=False)
             self._count(piece, given)
             self.moved.bytes += piece.size
 
-    def _put(self, piece: Piece, values: torch.Tensor) -> None:
-        if not copy(values, self._targets.of(piece), self._buffers, compares=self._hashes):
+    def _put(self, piece: Piece, values: torch.Tensor, *, is_own: bool) -> None:
+        if not copy(values, self._targets.of(piece), self._buffers, compares=self._hashes, is_own=is_own):
             self._wrong.append(piece.name)
 
     def _direct(self, message: Message, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -237,7 +264,10 @@ class _Transfer:
             return None
         return part.reshape(-1).view(torch.uint8)
 
-    def _hash(self, pair: tuple[int, int], flat: torch.Tensor) -> None:
+    def _hash(self, message: Message, flat: torch.Tensor) -> None:
+        if not self._hashes:
+            return
+        pair = message.source, message.target
         state = self._states.get(pair)
         if state is None:
             state = self._states[pair] = xxhash.xxh3_128()
