@@ -6,6 +6,7 @@ tokens follow from its seed and its logits alone, whatever is in the batch besid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from plait.errors import InputError
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
+from plait.inference.text_stream import text_of
 
 ENDS = ("", "length", "stop")
 """Why a request has ended, by the number that ranks send each other; "" for one that goes on."""
@@ -29,17 +31,33 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def of_tokens(logits: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-    """Without the last of `logits` [..., vocabulary] where they are no tokens: the rows that pad an embedding."""
-    return logits if tokenizer is None else logits[..., : len(tokenizer)]
+def count_of_tokens(tokenizer: Any) -> int | None:
+    """One more than the highest token that a tokenizer has: some have fewer tokens than that. None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    vocabulary: Any = getattr(tokenizer, "get_vocab", None)
+    found = vocabulary() if callable(vocabulary) else {}
+    return max(len(tokenizer), *(token + 1 for token in found.values())) if found else len(tokenizer)
+
+
+_NOT_FINITE = "request {row} has no token left to choose, or its logits are not finite (NaN weights?)"
 
 
 class Chooser:
     """Of the requests of one batch. Only the rank that chooses has one."""
 
-    def __init__(self, requests: Sequence[Request], settings: Settings, tokenizer: Any, log_softmax: LogSoftmax = log_softmax) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        settings: Settings,
+        tokenizer: Any,
+        log_softmax: LogSoftmax = log_softmax,
+        *,
+        tokens: int | None = None,
+    ) -> None:
+        """`tokens`: `count_of_tokens` of the tokenizer, where it is known."""
         self._log_softmax = log_softmax
-        self._settings, self._tokenizer = settings, tokenizer
+        self._settings, self._tokenizer, self._tokens = settings, tokenizer, tokens or count_of_tokens(tokenizer)
         self._known = [list(request.token_ids) for request in requests]
         """Of every request: the prompt and the tokens since."""
         self._prompts = [len(request.token_ids) for request in requests]
@@ -51,7 +69,7 @@ class Chooser:
     def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """`logits` [rows, vocabulary] of these requests. Returns float64 [3, rows] on the CPU: token, its log probability, and which of
         `ENDS` holds after it. Requests that have ended get padding."""
-        logits = of_tokens(logits, self._tokenizer)
+        logits = logits[..., : self._tokens]  # others pad an embedding
         logprobs = self._log_softmax(logits)
         if not any(self._processors) and not self._settings.do_sample:
             tokens = logits.argmax(dim=-1).tolist()
@@ -64,6 +82,8 @@ class Chooser:
                 tokens[at], chosen[at] = self._settings.pad_token_id, 0.0
                 continue
             token = tokens[at]
+            if not math.isfinite(chosen[at]):
+                raise InputError(_NOT_FINITE.format(row=row))
             self._known[row].append(token)
             self.ends[row] = STOP if self._stops(row) else LENGTH if self._at_limit(row) else GOES_ON
         return torch.tensor([tokens, chosen, [self.ends[row] for row in rows]], dtype=torch.float64)
@@ -78,7 +98,7 @@ class Chooser:
             return True
         if not self._settings.stop_strings:
             return False
-        text = self._tokenizer.decode(new)
+        text = text_of(self._tokenizer, new)
         return any(stop in text for stop in self._settings.stop_strings)
 
     def _choose(self, row: int, scores: torch.Tensor) -> int:
@@ -87,7 +107,7 @@ class Chooser:
         for process in self._processors[row]:
             scores = process(known, scores)
         if not bool(torch.isfinite(scores.max())):
-            raise InputError(f"request {row} has no token left to choose, or its logits are not finite (NaN weights?)")
+            raise InputError(_NOT_FINITE.format(row=row))
         generator = self._generators[row]
         if not self._settings.do_sample or generator is None:
             return int(scores.argmax())

@@ -33,6 +33,7 @@ from plait.inference.peft_models import refuse_other_adapters
 from plait.inference.predictor import Predictor
 from plait.inference.requests import Answer, Generation, Request, checked_ids, token_ids
 from plait.inference.settings import Settings, settings_of
+from plait.inference.text_stream import text_of
 from plait.inference.untouched import untouched
 from plait.inference.weight_sync.status import refuse_incomplete
 from plait.sharded.cache import arguments_of, takes_cache
@@ -87,10 +88,10 @@ def generate(
         longest = max((len(request.token_ids) + request.new_tokens for request in requests), default=0)
         hashed = check(sharded, longest=longest) if canonical else b""
         holds = _fits(sharded, requests, batch_size, use_cache=found.use_cache, offload_cache=offload_cache)
-        return requests, found, bytes([holds]) + hashed
+        return requests, found, bytes([holds, on_token is not None]) + hashed
 
     (requests, found, _), brought = together(prepared, lambda result: result[2], device=mesh.device, doing="generate", raising=InputError)
-    compare([row[1:] for row in brought])
+    compare([row[2:] for row in brought])
     gathers = is_sharded(model)
     holds = gathers and all(row[0] for row in brought)
     arithmetic = Arithmetic(model, sharded.region, keeps=holds or not gathers) if canonical else None
@@ -106,6 +107,7 @@ def generate(
         offload_cache=offload_cache,
         prefill_tokens=prefill_tokens,
         on_token=on_token,
+        tells=any(row[1] for row in brought),
         log_softmax=canonical_log_softmax if canonical else log_softmax,
     )
     answers = [Answer() for _ in requests]
@@ -115,12 +117,10 @@ def generate(
         for first in range(0, len(requests), size):
             yield from decoder.forwards(requests[first : first + size], first, answers[first : first + size])
 
-    before = sharded.waits.take()
-    with sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
+    with sharded.waits.not_counted(), sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
         if holds:
             stack.enter_context(kept_gathered(model))
         run(predictor, work(), apart=not gathers, arithmetic=arithmetic)
-    sharded.waits.put_back(before)
     return [_generation(request, answer, tokenizer) for request, answer in zip(requests, answers, strict=True)]
 
 
@@ -211,5 +211,5 @@ def of_first_rank(sharded: ShardedModel, requests: list[Request]) -> list[Reques
 
 
 def _generation(request: Request, answer: Answer, tokenizer: Any) -> Generation:
-    text = tokenizer.decode(answer.token_ids, skip_special_tokens=True) if tokenizer is not None else None
+    text = text_of(tokenizer, answer.token_ids, skip_special_tokens=True) if tokenizer is not None else None
     return Generation(list(request.token_ids), answer.token_ids, answer.logprobs, answer.finish_reason, text)

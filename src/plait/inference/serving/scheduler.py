@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from plait.errors import InputError
+from plait.inference.choose import count_of_tokens
 from plait.inference.predictor import Predictor
 from plait.inference.serving.job import Job, Told
 from plait.inference.serving.rows import Rows, started
@@ -33,6 +34,7 @@ class Scheduler:
         if not takes_cache(sharded.model):
             raise InputError(f"{type(sharded.model).__name__} keeps no keys and values (past_key_values), which serving needs")
         self._sharded, self._tokenizer, self._offload_cache = sharded, tokenizer, offload_cache
+        self._tokens = count_of_tokens(tokenizer)
         self._at_once, self._most_waiting = at_once, waiting
         self._predict = partial(_predicted, Predictor(sharded))
         self._waiting: deque[Job] = deque()
@@ -91,7 +93,7 @@ class Scheduler:
         while self.running < self._at_once and (job := self._next()) is not None:
             try:
                 cache = self._sharded.new_cache(on_host=self._offload_cache)
-                new = started(job, self._predict, cache, self._tokenizer, prefill=PREFILL)
+                new = started(job, self._predict, cache, self._tokenizer, tokens=self._tokens, prefill=PREFILL)
             except Exception as error:
                 job.tell(Told(error=str(error)))
                 if not isinstance(error, InputError):  # logits that are not finite are of this request alone
@@ -129,6 +131,4 @@ class Scheduler:
 
 
 def _predicted(predictor: Predictor, inputs: dict[str, torch.Tensor], cache: Any) -> torch.Tensor:
-    logits = predictor.last(inputs, cache)
-    assert logits is not None  # one process has the output
-    return logits
+    return predictor.last(inputs, cache)()
