@@ -16,6 +16,7 @@ from plait.errors import InputError
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
 from plait.inference.text_stream import text_of
+from plait.inference.vocabulary import tokens_of_tokenizer
 
 ENDS = ("", "length", "stop")
 """Why a request has ended, by the number that ranks send each other; "" for one that goes on."""
@@ -29,15 +30,6 @@ LogSoftmax = Callable[[torch.Tensor], torch.Tensor]
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """In float32."""
     return torch.log_softmax(logits.float(), dim=-1)
-
-
-def count_of_tokens(tokenizer: Any) -> int | None:
-    """One more than the highest token that a tokenizer has: some have fewer tokens than that. None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    vocabulary: Any = getattr(tokenizer, "get_vocab", None)
-    found = vocabulary() if callable(vocabulary) else {}
-    return max(len(tokenizer), *(token + 1 for token in found.values())) if found else len(tokenizer)
 
 
 _NOT_FINITE = "request {row} has no token left to choose, or its logits are not finite (NaN weights?)"
@@ -55,15 +47,15 @@ class Chooser:
         *,
         tokens: int | None = None,
     ) -> None:
-        """`tokens`: `count_of_tokens` of the tokenizer, where it is known."""
+        """`tokens`: those of the tokenizer, where they are counted already."""
         self._log_softmax = log_softmax
-        self._settings, self._tokenizer, self._tokens = settings, tokenizer, tokens or count_of_tokens(tokenizer)
+        self._settings, self._tokenizer, self._tokens = settings, tokenizer, tokens or tokens_of_tokenizer(tokenizer)
         self._known = [list(request.token_ids) for request in requests]
         """Of every request: the prompt and the tokens since."""
         self._prompts = [len(request.token_ids) for request in requests]
         self._limits = [request.new_tokens for request in requests]
         self._generators = [None if request.seed is None else torch.Generator().manual_seed(request.seed) for request in requests]
-        self._processors = [_processors(settings, prompt) for prompt in self._prompts]
+        self._processors = [_processors(settings, request.token_ids, self._tokens) for request in requests]
         self.ends = [GOES_ON] * len(requests)
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -116,21 +108,28 @@ class Chooser:
         return min(int(torch.searchsorted(passed, number, right=True)), len(passed) - 1)
 
 
-def _processors(s: Settings, prompt: int) -> list[Any]:
-    """Transformers' own, in its order: penalties and bans, then, for a draw, temperature and limits. Empty where nothing is asked for."""
+def _processors(s: Settings, token_ids: tuple[int, ...], tokens: int | None) -> list[Any]:
+    """Transformers' own, in its order: penalties and bans, then, for a draw, temperature and limits. Empty where nothing is asked for.
+    `token_ids`: the prompt. `tokens`: how many can be chosen, where that is fewer than the model has."""
+    prompt, eos = len(token_ids), list(s.eos_token_id)
+    asked = torch.tensor([token_ids])
+    bad_words = [list(word) for word in s.bad_words_ids if tokens is None or max(word) < tokens]
     wanted: list[tuple[str, bool, Any]] = [
-        ("RepetitionPenaltyLogitsProcessor", s.repetition_penalty != 1, lambda make: make(penalty=s.repetition_penalty)),
+        (
+            "EncoderRepetitionPenaltyLogitsProcessor",
+            s.encoder_repetition_penalty != 1,
+            lambda make: make(penalty=float(s.encoder_repetition_penalty), encoder_input_ids=asked),
+        ),
+        ("RepetitionPenaltyLogitsProcessor", s.repetition_penalty != 1, lambda make: make(penalty=float(s.repetition_penalty))),
         ("NoRepeatNGramLogitsProcessor", s.no_repeat_ngram_size > 0, lambda make: make(s.no_repeat_ngram_size)),
         (
-            "NoBadWordsLogitsProcessor",
-            bool(s.bad_words_ids),
-            lambda make: make([list(word) for word in s.bad_words_ids], list(s.eos_token_id) or None),
+            "EncoderNoRepeatNGramLogitsProcessor",
+            s.encoder_no_repeat_ngram_size > 0,
+            lambda make: make(s.encoder_no_repeat_ngram_size, asked),
         ),
-        (
-            "MinNewTokensLengthLogitsProcessor",
-            s.min_new_tokens > 0 and bool(s.eos_token_id),
-            lambda make: make(prompt, s.min_new_tokens, list(s.eos_token_id)),
-        ),
+        ("NoBadWordsLogitsProcessor", bool(bad_words), lambda make: make(bad_words, eos or None)),
+        ("MinLengthLogitsProcessor", s.min_length > 0 and bool(eos), lambda make: make(s.min_length, eos)),
+        ("MinNewTokensLengthLogitsProcessor", s.min_new_tokens > 0 and bool(eos), lambda make: make(prompt, s.min_new_tokens, eos)),
         ("SuppressTokensLogitsProcessor", bool(s.suppress_tokens), lambda make: make(list(s.suppress_tokens))),
         ("SuppressTokensAtBeginLogitsProcessor", bool(s.begin_suppress_tokens), lambda make: make(list(s.begin_suppress_tokens), prompt)),
     ]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from plait.errors import InputError
-from plait.inference.choose import ENDS, GOES_ON, Chooser, LogSoftmax, count_of_tokens, log_softmax
+from plait.inference.choose import ENDS, GOES_ON, Chooser, LogSoftmax, log_softmax
 from plait.inference.predictor import Predictor, Read
 from plait.inference.requests import Answer, Request
 from plait.inference.settings import Settings
+from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.cache import keep_rows
 from plait.sharded.model import ShardedModel
 
@@ -39,7 +40,7 @@ class Decoder:
     ) -> None:
         """`tells`: whether any rank has an `on_token`."""
         self._sharded, self._settings, self._tokenizer = sharded, settings, tokenizer
-        self._tokens = count_of_tokens(tokenizer)
+        self._tokens = tokens_of_tokenizer(tokenizer)
         self._on_token, self._tells = on_token, tells
         self._use_cache, self._prefill = use_cache, prefill_tokens
         self._offload_cache = offload_cache
@@ -58,7 +59,8 @@ class Decoder:
             for run in state.next_forwards():
                 yield
                 read = run()
-            chosen = self._chosen(chooser, read, rows)
+            nothing = torch.empty(3, len(rows), dtype=torch.float64)
+            chosen = self.predictor.of_first(partial(_choose, chooser, read, rows), nothing)
             ids, probabilities, ends = chosen[0].long().tolist(), chosen[1].tolist(), chosen[2].long().tolist()
             going = [at for at, row in enumerate(rows) if not answers[row].finish_reason]
             for at in going:
@@ -71,15 +73,6 @@ class Decoder:
                 return
             rows = [rows[at] for at in state.add(ids, [at for at, end in enumerate(ends) if end == GOES_ON])]
 
-    def _chosen(self, chooser: Chooser | None, read: Read | None, rows: list[int]) -> torch.Tensor:
-        """What the chooser of the rank that has one says."""
-
-        def choose() -> torch.Tensor:
-            assert chooser is not None and read is not None
-            return chooser(read(), rows)
-
-        return self.predictor.of_first(choose, torch.empty(3, len(rows), dtype=torch.float64))
-
     def _tell(self, tokens: list[tuple[int, int]]) -> None:
         """Call `on_token` where this rank has one. Where it fails, all ranks of the model's parts raise."""
         failed: Exception | None = None
@@ -89,6 +82,12 @@ class Decoder:
         except Exception as error:  # whatever it is, the others wait for this rank
             failed = error
         self.predictor.raise_together(failed)
+
+
+def _choose(chooser: Chooser | None, read: Read | None, rows: list[int]) -> torch.Tensor:
+    """On the rank that has a chooser."""
+    assert chooser is not None and read is not None
+    return chooser(read(), rows)
 
 
 class _Cached:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from plait.errors import InputError, half_of_a_character
+from plait.inference.vocabulary import tokens_of_model
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,7 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
 def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The same, for a model that has all of these tokens. Raises InputError: ranks that split the vocabulary would take a token that none
     of them has for zeros."""
-    find: Any = getattr(model, "get_input_embeddings", None)
-    embedding = find() if callable(find) else None
-    size = getattr(embedding, "num_embeddings", None)
+    size = tokens_of_model(model)
     for index, prompt in enumerate(prompts):
         for token in prompt:
             if token < 0 or (size is not None and token >= size):

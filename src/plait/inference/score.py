@@ -14,11 +14,12 @@ from plait.inference.canonical.arithmetic import Arithmetic
 from plait.inference.canonical.arithmetic import log_softmax as canonical_log_softmax
 from plait.inference.canonical.call import check, compare, run
 from plait.inference.capacity import check_positions, is_sharded
-from plait.inference.choose import LogSoftmax, count_of_tokens, log_softmax
+from plait.inference.choose import LogSoftmax, log_softmax
 from plait.inference.generate import check_model, of_first_rank
 from plait.inference.predictor import Predictor, Read
 from plait.inference.requests import Request, checked_ids, token_ids
 from plait.inference.untouched import untouched
+from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.model import ShardedModel
 
 
@@ -71,7 +72,8 @@ def score(
 
 class _Scorer:
     def __init__(self, predictor: Predictor, tokenizer: Any, log_softmax: LogSoftmax, *, vocabulary: bool) -> None:
-        self.predictor, self._tokens, self._log_softmax, self._vocabulary = predictor, count_of_tokens(tokenizer), log_softmax, vocabulary
+        self.predictor, self._tokens = predictor, tokens_of_tokenizer(tokenizer)
+        self._log_softmax, self._vocabulary = log_softmax, vocabulary
         self.found: list[torch.Tensor] = []
 
     def forwards(self, sequences: list[tuple[int, ...]], batch_size: int | None) -> Iterator[None]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from plait.errors import InputError
-from plait.inference.choose import GOES_ON, LENGTH, STOP, Chooser, count_of_tokens
+from plait.inference.choose import GOES_ON, LENGTH, STOP, Chooser
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
 from plait.inference.text_stream import TextStream, text_of
+from plait.inference.vocabulary import tokens_of_tokenizer
 
 
 def requests(*prompts: tuple[int, ...], new: int = 4, seed: int | None = None) -> list[Request]:
@@ -67,6 +68,9 @@ def test_draws_have_the_distribution() -> None:
         {"suppress_tokens": (4, 5, 6)},
         {"min_new_tokens": 3, "eos_token_id": (2,)},
         {"bad_words_ids": ((9,),)},
+        {"min_length": 6, "eos_token_id": (2, 4)},
+        {"encoder_repetition_penalty": 3.0},
+        {"encoder_no_repeat_ngram_size": 2},
     ],
 )
 def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None:
@@ -138,7 +142,7 @@ def test_a_vocabulary_with_gaps() -> None:
     assert text_of(Sparse(), [0, 3, 9]) == "ac"
     stream = TextStream(Sparse())
     assert [stream.add(token) for token in (5, 3, 0)] == ["b", "", "a"] and stream.rest() == ""
-    assert count_of_tokens(Sparse()) == 10 and count_of_tokens(Words()) == 26 and count_of_tokens(None) is None
+    assert tokens_of_tokenizer(Sparse()) == 10 and tokens_of_tokenizer(Words()) == 26 and tokens_of_tokenizer(None) is None
 
 
 class Words:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from plait.errors import InputError
-from plait.inference.choose import count_of_tokens
 from plait.inference.predictor import Predictor
 from plait.inference.serving.job import Job, Told
 from plait.inference.serving.rows import Rows, started
+from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.cache import takes_cache
 from plait.sharded.model import ShardedModel
 
@@ -34,7 +34,7 @@ class Scheduler:
         if not takes_cache(sharded.model):
             raise InputError(f"{type(sharded.model).__name__} keeps no keys and values (past_key_values), which serving needs")
         self._sharded, self._tokenizer, self._offload_cache = sharded, tokenizer, offload_cache
-        self._tokens = count_of_tokens(tokenizer)
+        self._tokens = tokens_of_tokenizer(tokenizer)
         self._at_once, self._most_waiting = at_once, waiting
         self._predict = partial(_predicted, Predictor(sharded))
         self._waiting: deque[Job] = deque()
