@@ -14,7 +14,7 @@ from plait.inference.predictor import Predictor
 from plait.inference.serving.job import Job, Told
 from plait.inference.serving.rows import Rows, started
 from plait.inference.vocabulary import tokens_of_tokenizer
-from plait.sharded.cache import takes_cache
+from plait.sharded.cache import has_recurrent_state, takes_cache
 from plait.sharded.model import ShardedModel
 
 PREFILL = 512
@@ -34,6 +34,7 @@ class Scheduler:
         if not takes_cache(sharded.model):
             raise InputError(f"{type(sharded.model).__name__} keeps no keys and values (past_key_values), which serving needs")
         self._sharded, self._tokenizer, self._offload_cache = sharded, tokenizer, offload_cache
+        self._prefill = None if has_recurrent_state(sharded.model) else PREFILL
         self._tokens = tokens_of_tokenizer(tokenizer)
         self._at_once, self._most_waiting = at_once, waiting
         self._predict = partial(_predicted, Predictor(sharded))
@@ -93,7 +94,7 @@ class Scheduler:
         while self.running < self._at_once and (job := self._next()) is not None:
             try:
                 cache = self._sharded.new_cache(on_host=self._offload_cache)
-                new = started(job, self._predict, cache, self._tokenizer, tokens=self._tokens, prefill=PREFILL)
+                new = started(job, self._predict, cache, self._tokenizer, tokens=self._tokens, prefill=self._prefill)
             except Exception as error:
                 job.tell(Told(error=str(error)))
                 if not isinstance(error, InputError):  # logits that are not finite are of this request alone
