@@ -18,6 +18,7 @@ from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 from tests.parity.layouts import FOUR, TWO
 from tests.pool import Pool
+from tests.unit.inference import recurrent
 
 NEW = 8
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
@@ -404,3 +405,20 @@ def test_where_the_rank_that_chooses_fails_all_raise(pool: Pool) -> None:
             assert other["text"] == "InputError: the rank that chooses tokens: no text for that"
             assert "logits are not finite" in other["numbers"]
             assert all("on_token failed on another rank" in heard[1][what] for what in ("on_token", "canonical"))
+
+
+def of_recurrent(rank: int, world: int, kinds: list[str]) -> list[list[list[int]]]:
+    """Runs in a worker."""
+    found = []
+    for kind in kinds:
+        engine = plait.initialize(recurrent.built(kind), {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]})
+        found.append([one.token_ids for one in engine.generate(recurrent.PROMPTS, max_new_tokens=recurrent.NEW)])
+        engine.close()
+    return found
+
+
+def test_stages_whose_layers_keep_a_state(pool: Pool) -> None:
+    """Jamba's first stage has no layer that counts tokens; all layers of Falcon-H1 do."""
+    kinds = ["jamba", "falcon_h1"]
+    expected = [recurrent.by_transformers(recurrent.built(kind)) for kind in kinds]
+    assert pool.run(2, of_recurrent, kinds, timeout=60) == [expected, expected]

@@ -77,8 +77,9 @@ class Decoder:
         """Call `on_token` where this rank has one. Where it fails, all ranks of the model's parts raise."""
         failed: Exception | None = None
         try:
-            for request, token in tokens if self._on_token is not None else ():
-                self._on_token(request, token)
+            if self._on_token is not None:
+                for request, token in tokens:
+                    self._on_token(request, token)
         except Exception as error:  # whatever it is, the others wait for this rank
             failed = error
         self.predictor.raise_together(failed)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from plait._torch.units import kept_gathered
@@ -36,7 +35,7 @@ from plait.inference.settings import Settings, settings_of
 from plait.inference.text_stream import text_of
 from plait.inference.untouched import untouched
 from plait.inference.weight_sync.status import refuse_incomplete
-from plait.sharded.cache import arguments_of, has_recurrent_state, takes_cache
+from plait.sharded.cache import arguments_of, counts_tokens, has_recurrent_state, takes_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
 from plait.units import dtype_of
@@ -97,7 +96,7 @@ def generate(
     holds = gathers and all(row[0] for row in brought)
     arithmetic = Arithmetic(model, sharded.region, keeps=holds or not gathers) if canonical else None
     requests = of_first_rank(sharded, requests)
-    use_cache = found.use_cache and _keeps(model, requests)
+    use_cache = found.use_cache and _keeps(sharded, requests)
     predictor = Predictor(sharded, arithmetic or nullcontext)
     decoder = Decoder(
         sharded,
@@ -194,9 +193,10 @@ def _fits(sharded: ShardedModel, requests: Sequence[Request], batch_size: int | 
     return free is None or gathered_bytes(sharded.model, compute) + keys <= ROOM * free
 
 
-def _keeps(model: torch.nn.Module, requests: Sequence[Request]) -> bool:
+def _keeps(sharded: ShardedModel, requests: Sequence[Request]) -> bool:
     """Whether the model takes a cache, and requests of several lengths with one."""
-    if not takes_cache(model):
+    model = sharded.model
+    if not takes_cache(model) or (sharded.pipeline is not None and not counts_tokens(model)):
         return False
     return "attention_mask" in arguments_of(model) or len({len(request.token_ids) for request in requests}) == 1
 

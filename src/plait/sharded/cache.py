@@ -50,12 +50,22 @@ def takes_cache(model: nn.Module) -> bool:
 def has_recurrent_state(model: nn.Module) -> bool:
     """Whether some of its layers keep a state that every token changes, beside keys and values or in place of them. Not all of them go on
     from it by more than one token (Jamba, Zamba), and none drops requests."""
+    return any(map(_has_state, _layers(model)))
+
+
+def counts_tokens(model: nn.Module) -> bool:
+    """Whether every layer of its cache tells how many tokens it has seen. A stage of a pipeline may have none of those that do."""
+    return all(hasattr(layer, "get_seq_length") for layer in _layers(model))
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    """Of an empty cache; none where the model takes none."""
     if not takes_cache(model):
-        return False
+        return []
     from transformers import DynamicCache
 
     config: Any = model.config
-    return any(map(_has_state, DynamicCache(config=config).layers))
+    return list(DynamicCache(config=config).layers)
 
 
 def _has_state(layer: Any) -> bool:
