@@ -30,7 +30,7 @@ from plait.inference.choose import log_softmax
 from plait.inference.decode import Decoder, OnToken
 from plait.inference.peft_models import refuse_other_adapters
 from plait.inference.predictor import Predictor
-from plait.inference.requests import Answer, Generation, Request, checked_ids, token_ids
+from plait.inference.requests import Answer, Generation, Request, check_room, checked_ids, token_ids
 from plait.inference.settings import Settings, settings_of
 from plait.inference.text_stream import text_of
 from plait.inference.untouched import untouched
@@ -150,9 +150,7 @@ def _requests(prompts: list[tuple[int, ...]], settings: Settings, seed: int | Se
         raise InputError(f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
     found = []
     for index, ids in enumerate(prompts):
-        new = settings.new_tokens(len(ids))
-        if new < 1:
-            raise InputError(f"prompt {index} has {len(ids)} tokens, and max_length = {settings.max_length} leaves none to add")
+        new = check_room(len(ids), f"prompt {index}", settings)
         own = None
         if settings.do_sample:
             own = secrets.randbits(62) if seed is None else seed[index] if isinstance(seed, Sequence) else seed + index

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.errors import InputError, half_of_a_character
+from plait.errors import InputError, first_line, half_of_a_character
+from plait.inference.settings import Settings
 from plait.inference.vocabulary import tokens_of_model
 
 
@@ -63,7 +64,7 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
             f"generate takes texts, conversations or token ids, one or a list, not {type(prompts).__name__}; pass a tokenizer's "
             "`input_ids` as lists without padding"
         )
-    return [_ids(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
+    return [ids_of(prompt, f"prompt {index}", tokenizer) for index, prompt in enumerate(prompts)]
 
 
 def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -71,35 +72,56 @@ def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[
     of them has for zeros."""
     size = tokens_of_model(model)
     for index, prompt in enumerate(prompts):
-        for token in prompt:
-            if token < 0 or (size is not None and token >= size):
-                last = "" if size is None else f" to {size - 1}"
-                raise InputError(f"prompt {index} has token {token}, and the model's tokens are 0{last}; is it another model's tokenizer?")
+        check_ids(prompt, f"prompt {index}", size)
     return prompts
 
 
-def _ids(prompt: Any, index: int, tokenizer: Any) -> tuple[int, ...]:
+def check_ids(prompt: tuple[int, ...], name: str, size: int | None) -> None:
+    """Raise InputError for a token that a model of `size` tokens lacks. `name`: of the prompt."""
+    for token in prompt:
+        if token < 0 or (size is not None and token >= size):
+            last = "" if size is None else f" to {size - 1}"
+            raise InputError(f"{name} has token {token}, and the model's tokens are 0{last}; is it another model's tokenizer?")
+
+
+def check_room(tokens: int, name: str, settings: Settings) -> int:
+    """How many tokens may be added to a prompt of so many. Raises InputError for none."""
+    new = settings.new_tokens(tokens)
+    if new < 1:
+        raise InputError(f"{name} has {tokens} tokens, and max_length = {settings.max_length} leaves none to add; raise it, or shorten it")
+    return new
+
+
+def ids_of(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
+    """Of one prompt, of this name in messages."""
     if isinstance(prompt, str) or _is_conversation(prompt):
         if tokenizer is None:
-            raise InputError(f"prompt {index} is a text, and generate was given no tokenizer; pass tokenizer=, or token ids")
+            raise InputError(f"{name} is a text, and generate was given no tokenizer; pass tokenizer=, or token ids")
         written = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
         if (half := half_of_a_character(written)) is not None:
-            raise InputError(f"prompt {index} holds {half}, half of a character (a lone surrogate), which no tokenizer knows; correct it")
+            raise InputError(f"{name} holds {half}, half of a character (a lone surrogate), which no tokenizer knows; correct it")
         if isinstance(prompt, str):
             found = tokenizer(prompt)["input_ids"]
         elif getattr(tokenizer, "chat_template", None) is None:
-            raise InputError(f"prompt {index} is a conversation, and the tokenizer has no chat template; pass a text, or token ids")
+            raise InputError(f"{name} is a conversation, and the tokenizer has no chat template; pass a text, or token ids")
         else:
-            found = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+            found = _of_conversation(prompt, name, tokenizer)
     elif isinstance(prompt, torch.Tensor) and prompt.ndim == 1:
         found = prompt.tolist()
     elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
         found = prompt
     else:
-        raise InputError(f"prompt {index} is a {type(prompt).__name__}, and not a text, a conversation (role and content) or token ids")
+        raise InputError(f"{name} is a {type(prompt).__name__}, and not a text, a conversation (role and content) or token ids")
     if not found:
-        raise InputError(f"prompt {index} has no token; a model needs one to go on from (its beginning-of-text token)")
+        raise InputError(f"{name} has no token; a model needs one to go on from (its beginning-of-text token)")
     return tuple(int(token) for token in found)
+
+
+def _of_conversation(prompt: Any, name: str, tokenizer: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a chat template raises what it likes for turns that it does not take
+        raise InputError(f"{name}: the model's chat template does not take this conversation ({first_line(error)}); correct it") from error
 
 
 def _is_conversation(prompt: Any) -> bool:
