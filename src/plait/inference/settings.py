@@ -19,6 +19,8 @@ NEW_TOKENS = 128
 """Where neither the call nor the model's generation_config says how many."""
 TOP_K = 50
 """Of sampling where nothing says another: Transformers' default."""
+LEAST, MOST = 1e-30, 1e30
+"""Of what logits are divided and multiplied by: they stay numbers of float32."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """What only a draw uses."""
 NEUTRAL: dict[str, Any] = {
@@ -195,18 +197,18 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def _check(s: Settings) -> None:
+    penalties = (("repetition_penalty", s.repetition_penalty), ("encoder_repetition_penalty", s.encoder_repetition_penalty))
     rules = (
         ("max_new_tokens", s.max_new_tokens, s.max_new_tokens is None or s.max_new_tokens >= 1, "at least 1"),
         ("max_length", s.max_length, s.max_length is None or s.max_length >= 1, "at least 1"),
         ("min_length", s.min_length, s.min_length >= 0, "0 or more"),
         ("min_new_tokens", s.min_new_tokens, s.min_new_tokens >= 0, "0 or more"),
-        ("temperature", s.temperature, s.temperature > 0, "0 (greedy) or more"),
+        ("temperature", s.temperature, s.temperature >= LEAST, f"0 (greedy), or at least {LEAST}"),
         ("top_k", s.top_k, s.top_k >= 0, "0 (no limit) or more"),
         ("top_p", s.top_p, 0 < s.top_p <= 1, "above 0, at most 1"),
         ("min_p", s.min_p, s.min_p is None or 0 <= s.min_p <= 1, "between 0 and 1"),
         ("typical_p", s.typical_p, 0 < s.typical_p <= 1, "above 0, at most 1"),
-        ("repetition_penalty", s.repetition_penalty, s.repetition_penalty > 0, "above 0 (1 is none)"),
-        ("encoder_repetition_penalty", s.encoder_repetition_penalty, s.encoder_repetition_penalty > 0, "above 0 (1 is none)"),
+        *((name, value, LEAST <= value <= MOST, f"from {LEAST} to {MOST} (1 is none)") for name, value in penalties),
         ("no_repeat_ngram_size", s.no_repeat_ngram_size, s.no_repeat_ngram_size >= 0, "0 (none) or more"),
         ("encoder_no_repeat_ngram_size", s.encoder_no_repeat_ngram_size, s.encoder_no_repeat_ngram_size >= 0, "0 (none) or more"),
     )
