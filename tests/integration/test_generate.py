@@ -123,6 +123,8 @@ def test_canonical(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"], "--tp = 2: chooses a layout of several devices, and a budget"),
         (["--prompt", "a", "--tp", "3"], "--tp 3: must divide the model's 4 attention heads"),
         (["--prompt", "a", "--tp", "x"], "--tp x: give a number of devices, or auto"),
+        (["--prompt", "a", "--pp", "\u00b2"], "--pp \u00b2: give a number of devices, or auto"),
+        (["--prompt", "a", "--tp", "9" * 5000], "9: give a number of devices, or auto"),
         (["--prompt", "a", "--top-p", "7"], "top_p = 7.0 must be above 0"),
         (["--prompt", "a", "--max-new-tokens", "400"], "the model's positions end at 256"),
         (["--prompt", "a", "--prompts", "b", "--out", "c"], "give one of them"),

@@ -227,7 +227,7 @@ def _longest(prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn
 
 
 def _degree(name: str, value: str) -> int:
-    if not value.isdigit() or not int(value):
+    if not (value.isascii() and value.isdigit() and len(value) < 10 and int(value)):
         raise InputError(f"{name} {value}: give a number of devices, or auto")
     return int(value)
 
