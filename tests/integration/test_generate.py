@@ -129,6 +129,8 @@ def test_canonical(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--prompt", "a", "--max-new-tokens", "400"], "the model's positions end at 256"),
         (["--prompt", "a", "--prompts", "b", "--out", "c"], "give one of them"),
         (["--out", "c"], "belong together"),
+        (["--prompts", __file__, "--out", "x" * 300], "'x{100}': File name too long; give another path"),
+        (["--prompt", "a", "--adapter", "x" * 300], "'x{100}': File name too long; give another path"),
         (["--prompts", __file__, "--out", "no/c"], "--out no/c: no is no folder; make it first"),
     ],
 )

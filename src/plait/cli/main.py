@@ -111,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _leave_stdout(end.__context__)
     except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.EACCES) and error.filename is not None:  # Path.exists raises these
+            print(f"plait: {str(error.filename)[:100]!r}: {error.strerror}; give another path", file=sys.stderr)
+            sys.exit(2)
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
             raise
         _leave_stdout(error)

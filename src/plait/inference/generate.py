@@ -30,7 +30,7 @@ from plait.inference.choose import log_softmax
 from plait.inference.decode import Decoder, OnToken
 from plait.inference.peft_models import refuse_other_adapters
 from plait.inference.predictor import Predictor
-from plait.inference.requests import Answer, Generation, Request, check_room, checked_ids, token_ids
+from plait.inference.requests import Answer, Generation, Request, check_count, check_room, checked_ids, token_ids
 from plait.inference.settings import Settings, settings_of
 from plait.inference.text_stream import text_of
 from plait.inference.untouched import untouched
@@ -79,9 +79,10 @@ def generate(
         found = settings_of(model, settings, generation_config, pad=getattr(tokenizer, "pad_token_id", None))
         if found.stop_strings and tokenizer is None:
             raise InputError("stop_strings needs tokenizer=, to see what tokens say")
-        for name, value in (("batch_size", batch_size), ("prefill_tokens", prefill_tokens)):
-            if value is not None and value < 1:
-                raise InputError(f"{name} = {value} must be at least 1")
+        check_count("batch_size", batch_size)
+        check_count("prefill_tokens", prefill_tokens)
+        if on_token is not None and not callable(on_token):
+            raise InputError(f"on_token = {on_token!r} must be a function of (request, token)")
         if offload_cache:
             _check_offloaded(sharded, use_cache=found.use_cache)
         requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), found, seed)

@@ -57,7 +57,7 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
         prompts = [prompts]
     elif isinstance(prompts, torch.Tensor):
         prompts = prompts.tolist() if prompts.ndim == 2 else [prompts.tolist()] if prompts.ndim == 1 else prompts
-    elif isinstance(prompts, Sequence) and prompts and all(isinstance(token, int) for token in prompts):
+    elif isinstance(prompts, Sequence) and prompts and all(map(_is_id, prompts)):
         prompts = [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, dict | torch.Tensor):
         raise InputError(
@@ -76,12 +76,12 @@ def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[
     return prompts
 
 
-def check_ids(prompt: tuple[int, ...], name: str, size: int | None) -> None:
-    """Raise InputError for a token that a model of `size` tokens lacks. `name`: of the prompt."""
+def check_ids(prompt: tuple[int, ...], name: str, size: int | None, *, of: str = "model") -> None:
+    """Raise InputError for a token that a model, or another one of `size` tokens (`of`), lacks. `name`: of the prompt."""
     for token in prompt:
         if token < 0 or (size is not None and token >= size):
             last = "" if size is None else f" to {size - 1}"
-            raise InputError(f"{name} has token {token}, and the model's tokens are 0{last}; is it another model's tokenizer?")
+            raise InputError(f"{name} has token {token}, and the {of}'s tokens are 0{last}; is it another model's tokenizer?")
 
 
 def check_room(tokens: int, name: str, settings: Settings) -> int:
@@ -106,15 +106,26 @@ def ids_of(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
             raise InputError(f"{name} is a conversation, and the tokenizer has no chat template; pass a text, or token ids")
         else:
             found = _of_conversation(prompt, name, tokenizer)
-    elif isinstance(prompt, torch.Tensor) and prompt.ndim == 1:
+    elif isinstance(prompt, torch.Tensor) and prompt.ndim == 1 and all(map(_is_id, prompt.tolist())):
         found = prompt.tolist()
-    elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+    elif isinstance(prompt, Sequence) and all(map(_is_id, prompt)):
         found = prompt
     else:
         raise InputError(f"{name} is a {type(prompt).__name__}, and not a text, a conversation (role and content) or token ids")
     if not found:
         raise InputError(f"{name} has no token; a model needs one to go on from (its beginning-of-text token)")
     return tuple(int(token) for token in found)
+
+
+def _is_id(token: Any) -> bool:
+    """A mask of True and False is a list of whole numbers for Python."""
+    return isinstance(token, int) and not isinstance(token, bool)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise InputError for an argument that is neither None nor at least 1."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise InputError(f"{name} = {value!r} must be at least 1, a whole number")
 
 
 def _of_conversation(prompt: Any, name: str, tokenizer: Any) -> Any:

@@ -17,7 +17,7 @@ from plait.inference.capacity import check_positions, is_sharded
 from plait.inference.choose import LogSoftmax, log_softmax
 from plait.inference.generate import check_model, of_first_rank
 from plait.inference.predictor import Predictor, Read
-from plait.inference.requests import Request, checked_ids, token_ids
+from plait.inference.requests import Request, check_count, check_ids, checked_ids, token_ids
 from plait.inference.untouched import untouched
 from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.model import ShardedModel
@@ -45,9 +45,11 @@ def score(
 
     def prepared() -> tuple[list[Request], bytes]:
         check_model(sharded)
-        if batch_size is not None and batch_size < 1:
-            raise InputError(f"batch_size = {batch_size} must be at least 1")
+        check_count("batch_size", batch_size)
         found = [Request(ids, 0, None) for ids in checked_ids(sharded.model, token_ids(sequences, tokenizer))]
+        words = tokens_of_tokenizer(tokenizer)
+        for index, request in enumerate(found):
+            check_ids(request.token_ids, f"sequence {index}", words, of="tokenizer")
         longest = max((len(request.token_ids) for request in found), default=0)
         check_positions(getattr(sharded.model, "config", None), longest, of="its length", remedy="shorten it")
         return found, check(sharded, longest=longest) if canonical else b""

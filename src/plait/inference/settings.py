@@ -178,6 +178,8 @@ def _is_token(token: int, tokens: int | None) -> bool:
 def _plain(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise InputError(f"generation_config = {config!r} must be Transformers' GenerationConfig, or a dictionary of its settings")
     values = config if isinstance(config, Mapping) else config.to_dict()
     return {str(name): value for name, value in values.items() if value is not None and not str(name).startswith("_")}
 

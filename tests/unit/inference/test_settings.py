@@ -98,6 +98,11 @@ def test_the_least_length() -> None:
     assert settings_of(Model(min_new_tokens=2), {"min_length": 9}).min_length == 0
 
 
+def test_a_configuration_of_another_kind() -> None:
+    with pytest.raises(InputError, match="generation_config = 'greedy' must be Transformers' GenerationConfig, or a dictionary"):
+        settings_of(Model(), {}, "greedy")
+
+
 def test_what_would_change_tokens_and_is_not_supported() -> None:
     with pytest.raises(InputError, match="the model's generation_config: num_beams = 4 is not supported"):
         settings_of(Model(num_beams=4), {})
