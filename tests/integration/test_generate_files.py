@@ -92,3 +92,7 @@ def test_another_command_writes_the_answers(folder: Path, tmp_path: Path, capsys
     with pytest.raises(InputError, match="exists; give another name"), results_file(out):
         pass
     assert sorted(tmp_path.iterdir()) == [out, prompts]
+    (tmp_path / ".other.tmp").symlink_to(prompts)
+    with pytest.raises(InputError, match="symbolic links; give a file"), results_file(tmp_path / "other"):
+        pass
+    assert prompts.read_text(encoding="utf-8") == GOOD

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def _told_of(path: Path) -> Iterator[None]:
 def _opened(temporary: Path, path: Path) -> TextIO:
     """The file under its first name, empty. What a command that was killed left there is overwritten."""
     try:
-        file = temporary.open("a", encoding="utf-8")
+        file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w", encoding="utf-8")
     except OSError as error:
         raise InputError(f"--out {path}: {error.strerror}; give a file in a folder that can be written to") from None
     if not is_only_writer(file) or not is_at(temporary, file):

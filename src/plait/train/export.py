@@ -114,7 +114,7 @@ def _claimed(temporary: Path, out: Path) -> int:
     """An empty folder, open, which this process alone writes to. What an export that was killed left there is removed. Raises InputError
     where another export is writing it."""
     temporary.mkdir(parents=True, exist_ok=True)
-    held = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    held = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     if not is_only_writer(held) or not is_at(temporary, held) or out.exists():
         os.close(held)
         raise InputError(f"--out {out}: another export writes it now; wait for its end, or give another name")
