@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -12,6 +17,7 @@ import pytest
 
 from plait.cli import generate as command
 from plait.cli.main import main
+from plait.cluster import ending
 from plait.errors import InputError
 from plait.inference.prompt_file import results_file
 from tests.integration.model_folder import model_folder
@@ -96,3 +102,32 @@ def test_another_command_writes_the_answers(folder: Path, tmp_path: Path, capsys
     with pytest.raises(InputError, match="symbolic links; give a file"), results_file(tmp_path / "other"):
         pass
     assert prompts.read_text(encoding="utf-8") == GOOD
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EPIPE, 128 + signal.SIGPIPE), (errno.ENOSPC, 1)])
+def test_standard_output_that_takes_no_more(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several processes ends at once; a single one raises what `main` tells."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(number, "no more")
+
+    monkeypatch.setattr("builtins.print", full)
+    ended: list[int] = []
+    monkeypatch.setattr(command, "close_stdout", lambda error: code if error.errno == number else 0)
+    monkeypatch.setattr(ending, "end_process", ended.append)
+    asked = command.Asked("m", None, "stored", 2, 1, "a", None, None, 1, None)
+    command._write(asked, "text")
+    assert ended == [code]
+    with pytest.raises(OSError, match="no more"):
+        command._write(replace(asked, tp=1), "text")
+
+
+@pytest.mark.proof
+def test_a_reader_that_goes_ends_all_processes(folder: Path) -> None:
+    """Without a traceback."""
+    asked = ["--model", str(folder), "--prompt", "a", "--max-new-tokens", "90", "--tp", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "plait", "generate", *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    assert process.wait(60) == 128 + signal.SIGPIPE and "Traceback" not in said and "on_token" not in said, said

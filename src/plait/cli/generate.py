@@ -25,6 +25,7 @@ from plait.cli import launch
 from plait.cli.launching.settings import Settings
 from plait.cli.options import Adapters, in_panel, one_adapter, refuse_given
 from plait.cli.progress import progress_bar
+from plait.cli.stdout import close_stdout
 from plait.cluster.topology import place
 from plait.errors import InputError
 
@@ -311,12 +312,24 @@ def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *,
 
     def show(_: int, token: int) -> None:
         if first:
-            print(stream.add(token), end="", flush=True)
+            _write(asked, stream.add(token))
 
     (made,) = generate(sharded, [prompt], tokenizer=tokenizer, seed=asked.seed, on_token=show, **_ways(asked))
     if first:
-        print(stream.rest(), flush=True)
+        _write(asked, f"{stream.rest()}\n")
     return made.text or ""
+
+
+def _write(asked: Asked, text: str) -> None:
+    """On standard output. Where it takes no more, one of several processes ends at once, and the others are ended with it."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        if asked.tp * asked.pp == 1:
+            raise
+        from plait.cluster.ending import end_process
+
+        end_process(close_stdout(error))
 
 
 def _chat(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -> None:
