@@ -218,12 +218,14 @@ def _longest(prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn
     for name, prompt in prompts:
         ids = ids_of(prompt, name, tokenizer)
         check_ids(ids, name, size)
-        new = check_room(len(ids), name, found)
+        tokens = len(ids) + check_room(len(ids), name, found)
+        if tokens <= longest:
+            continue
         try:
-            check_positions(getattr(model, "config", None), len(ids) + new)
+            check_positions(getattr(model, "config", None), tokens)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
-        longest = max(longest, len(ids) + new)
+        longest = tokens
     return longest or DEFAULT_TOKENS
 
 

@@ -78,7 +78,7 @@ def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[
 
 def check_ids(prompt: tuple[int, ...], name: str, size: int | None, *, of: str = "model") -> None:
     """Raise InputError for a token that a model, or another one of `size` tokens (`of`), lacks. `name`: of the prompt."""
-    for token in prompt:
+    for token in (min(prompt), max(prompt)):
         if token < 0 or (size is not None and token >= size):
             last = "" if size is None else f" to {size - 1}"
             raise InputError(f"{name} has token {token}, and the {of}'s tokens are 0{last}; is it another model's tokenizer?")
