@@ -54,6 +54,8 @@ class Scheduler:
             if self._stopping:
                 raise InputError("the server is stopping")
             if len(self._waiting) + len(jobs) > self._most_waiting:
+                self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
+            if len(self._waiting) + len(jobs) > self._most_waiting:
                 if len(jobs) > self._most_waiting:
                     raise Full(f"{len(jobs):,} prompts in one request, and {self._most_waiting:,} may wait; send fewer at once")
                 raise Full(f"{len(self._waiting)} requests wait, and {self._most_waiting} may; try again later")
