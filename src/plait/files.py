@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
+from typing import IO
 
 from plait.errors import InputError
+
+
+def is_only_writer(opened: IO[bytes] | IO[str] | int) -> bool:
+    """Whether no other process holds this open file or folder, which is then held until it is closed or the process ends. True on a file
+    system without locks."""
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def is_at(path: Path, opened: IO[bytes] | IO[str] | int) -> bool:
+    """Whether a path names this open file or folder: it may have been renamed or removed since."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(opened if isinstance(opened, int) else opened.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ starts one run of two processes; what needs more of them is for `make proof`."""
 from __future__ import annotations
 
 import email
+import fcntl
 import json
 import os
 import re
@@ -152,6 +153,16 @@ def test_readmes_commands_on_a_run(
     assert len(AutoTokenizer.from_pretrained(tmp_path / "trained")) == 400
     assert _code(["export", "runs/mine", "--to", "hf", "--out", "trained"]) == 2 and "exists; give another name" in capsys.readouterr().err
     assert _code(["export", "runs/mine", "--to", "gguf", "--out", "other"]) == 2 and "'gguf' is not one of 'hf'" in capsys.readouterr().err
+    again = ["export", "runs/mine", "--to", "hf", "--out", "other"]
+    (tmp_path / ".linked.tmp").symlink_to(tmp_path / "trained")
+    assert _code([*again[:-1], "linked"]) == 2 and "--out linked cannot be written: Not a directory" in capsys.readouterr().err
+    (tmp_path / ".other.tmp" / "left").mkdir(parents=True)
+    held = os.open(tmp_path / ".other.tmp", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert _code(again) == 2 and "--out other: another export writes it now; wait for its end" in capsys.readouterr().err
+    assert (tmp_path / ".other.tmp" / "left").is_dir()
+    os.close(held)
+    assert _code(again) == 0 and sorted(os.listdir("other")) == sorted(os.listdir("trained"))
 
 
 def test_damage_is_named(whole: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

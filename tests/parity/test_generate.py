@@ -18,6 +18,7 @@ from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 from tests.parity.layouts import FOUR, TWO
 from tests.pool import Pool
+from tests.unit.inference import recurrent
 
 NEW = 8
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
@@ -346,3 +347,78 @@ def test_an_error_of_one_rank_is_raised_by_all(pool: Pool) -> None:
         assert "rank 1, generate: prompt 0 has no token" in empty
         assert "5,002 tokens" in long and "max_position_embeddings" in long and "rank 1" in long
         assert "stop_strings needs tokenizer=" in text
+
+
+class Failing:
+    """A tokenizer that fails at its second text, on the ranks that ask it."""
+
+    def __len__(self) -> int:
+        return cases.VOCABULARY
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        if len(ids) > 1:
+            raise RuntimeError("no text for that")
+        return ""
+
+
+def failing(rank: int, world: int, layouts: list[str]) -> list[dict[str, str]]:
+    """What every rank hears when one fails at a token: at its text, its number, or in `on_token`. Runs in a worker."""
+    found = []
+    for name in layouts:
+        model = built("llama")
+        engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **TWO[name]})
+        mine, heard = [[1, 2]] if "ZeRO" not in name or rank == 0 else [], {}
+
+        def refused(_: int, token: int) -> None:
+            raise KeyError("mine")
+
+        for what, ways in {
+            "text": {"stop_strings": ["x"], "tokenizer": Failing()},
+            "on_token": {"on_token": refused if rank == 0 else None},
+            "canonical": {"on_token": refused if rank == 0 else None, "canonical": True},
+        }.items():
+            with pytest.raises((InputError, RuntimeError, KeyError)) as error:
+                engine.generate(mine, max_new_tokens=4, **ways)
+            heard[what] = f"{type(error.value).__name__}: {error.value}"
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "head" in name:
+                    parameter.fill_(torch.nan)
+        with pytest.raises(InputError) as error:
+            engine.generate(mine, max_new_tokens=4)
+        heard["numbers"] = str(error.value)
+        found.append(heard)
+        engine.close()
+    return found
+
+
+def test_where_the_rank_that_chooses_fails_all_raise(pool: Pool) -> None:
+    names = ["tp", "pp", "ZeRO 3"]
+    both = pool.run(2, failing, names, timeout=60)
+    for name, *heard in zip(names, *both, strict=True):
+        chooses, other = reversed(heard) if name == "pp" else heard
+        assert chooses["text"] == "RuntimeError: no text for that" and "logits are not finite" in chooses["numbers"]
+        assert heard[0]["on_token"] == heard[0]["canonical"] == "KeyError: 'mine'"
+        if name == "ZeRO 3":
+            assert other["text"] == other["on_token"] == "InputError: another rank failed, which tells its error"
+        else:
+            assert other["text"] == "InputError: the rank that chooses tokens: no text for that"
+            assert "logits are not finite" in other["numbers"]
+            assert all("on_token failed on another rank" in heard[1][what] for what in ("on_token", "canonical"))
+
+
+def of_recurrent(rank: int, world: int, kinds: list[str]) -> list[list[list[int]]]:
+    """Runs in a worker."""
+    found = []
+    for kind in kinds:
+        engine = plait.initialize(recurrent.built(kind), {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]})
+        found.append([one.token_ids for one in engine.generate(recurrent.PROMPTS, max_new_tokens=recurrent.NEW)])
+        engine.close()
+    return found
+
+
+def test_stages_whose_layers_keep_a_state(pool: Pool) -> None:
+    """Jamba's first stage has no layer that counts tokens; all layers of Falcon-H1 do."""
+    kinds = ["jamba", "falcon_h1"]
+    expected = [recurrent.by_transformers(recurrent.built(kind)) for kind in kinds]
+    assert pool.run(2, of_recurrent, kinds, timeout=60) == [expected, expected]

@@ -107,5 +107,8 @@ def test_taking_begins_anew() -> None:
     for _ in range(2):
         with waits.during("a"):
             time.sleep(0.001)
-    assert waits.take()["a"] >= 0.002
+    with pytest.raises(KeyError), waits.not_counted(), waits.during("b"):
+        raise KeyError
+    found = waits.take()
+    assert found["a"] >= 0.002 and set(found) == {"a"}
     assert waits.take() == {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from io import TextIOWrapper
@@ -24,12 +25,14 @@ from plait.cli import launch
 from plait.cli.launching.settings import Settings
 from plait.cli.options import Adapters, in_panel, one_adapter, refuse_given
 from plait.cli.progress import progress_bar
+from plait.cli.stdout import close_stdout
 from plait.cluster.topology import place
 from plait.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from plait.inference.prompt_file import Line, Write
     from plait.inference.source import Source
     from plait.sharded.model import ShardedModel
 
@@ -102,7 +105,7 @@ def generate_command(
     min_p: Annotated[float | None, _tokens(metavar="P", help="Draw among those with P times the best one's probability.")] = None,
     repetition_penalty: Annotated[float | None, _tokens(metavar="X", help="Above 1: tokens that were there are less likely.")] = None,
     stop: Annotated[list[str] | None, _tokens(metavar="TEXT", help="Ends an answer; may be repeated.")] = None,
-    seed: Annotated[int | None, _tokens(metavar="N", help="Of the first prompt; the next has N + 1. (default: new)")] = None,
+    seed: Annotated[int | None, _tokens(min=0, metavar="N", help="Of the first prompt; the next has N + 1. (default: new)")] = None,
     canonical: Annotated[bool, _tokens("--canonical", help="Of logits that are the same on every layout; slower.")] = False,
     tp: Annotated[str, _layout(metavar="N", help="Tensor parallelism; auto: the fewest devices.")] = AUTO,
     pp: Annotated[str, _layout(metavar="N", help="Pipeline stages; or auto.")] = AUTO,
@@ -154,7 +157,7 @@ def generate_command(
     settings = {name: value for name, value in chosen.items() if value is not None}
     asked_for = (("--gpu-budget", gpu_budget), ("--cpu-budget", cpu_budget))
     budgets = [None if value is None else bytes_of(value, name) for name, value in asked_for]
-    known = [prompt] if prompt is not None else [line.prompt for line in lines]
+    known = [("--prompt", prompt)] if prompt is not None else [(line.name, line.prompt) for line in lines]
     unloaded, tokenizer, form = source.model(_torch_dtype(dtype)), source.tokenizer(), None if quant is Quant.none else quant.value
     counted = unloaded if form is None else quantised_copy(unloaded, form)
     work = Work(
@@ -181,7 +184,7 @@ def generate_command(
         found.tp,
         found.pp,
         prompt,
-        None if prompts is None else str(prompts),
+        None if prompts is None else str(prompts.resolve()),
         None if out is None else str(out),
         batch_size,
         seed,
@@ -195,23 +198,39 @@ def generate_command(
         settings,
     )
     if asked.tp * asked.pp == 1:
-        raise typer.Exit(_answers(asked, source, tokenizer))
+        raise typer.Exit(_answers(asked, source, tokenizer, lines))
+    if prompts is not None and not prompts.resolve().is_file():
+        several = f"each of {asked.tp * asked.pp} processes (tp {asked.tp} x pp {asked.pp})"
+        raise InputError(f"--prompts {prompts}: can be read once, and {several} reads it; write it to a file first")
     raise typer.Exit(launch.run(["plait.cli.generate", json.dumps(asdict(asked))], Settings(asked.tp * asked.pp)))
 
 
-def _longest(prompts: list[Any], settings: dict[str, Any], model: nn.Module, tokenizer: Any) -> int:
-    """Tokens of the longest request."""
-    from plait.inference.requests import token_ids
+def _longest(prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn.Module, tokenizer: Any) -> int:
+    """Tokens of the longest request. `prompts` are (name, prompt). Raises InputError, with the name, for one that the model cannot answer:
+    before any of them is."""
+    from plait.inference.capacity import check_positions
+    from plait.inference.requests import check_ids, check_room, ids_of
     from plait.inference.settings import settings_of
+    from plait.inference.vocabulary import tokens_of_model
 
-    if not prompts:
-        return DEFAULT_TOKENS
-    found = settings_of(model, settings)
-    return max(len(ids) + found.new_tokens(len(ids)) for ids in token_ids(prompts, tokenizer))
+    found, size = settings_of(model, settings), tokens_of_model(model)
+    longest = 0
+    for name, prompt in prompts:
+        ids = ids_of(prompt, name, tokenizer)
+        check_ids(ids, name, size)
+        tokens = len(ids) + check_room(len(ids), name, found)
+        if tokens <= longest:
+            continue
+        try:
+            check_positions(getattr(model, "config", None), tokens)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+        longest = tokens
+    return longest or DEFAULT_TOKENS
 
 
 def _degree(name: str, value: str) -> int:
-    if not value.isdigit() or not int(value):
+    if not (value.isascii() and value.isdigit() and len(value) < 10 and int(value)):
         raise InputError(f"{name} {value}: give a number of devices, or auto")
     return int(value)
 
@@ -224,35 +243,44 @@ def _torch_dtype(dtype: Dtype) -> Any:
 
 def _process(asked: Asked) -> int:
     """One of several."""
+    from plait.inference.prompt_file import read_prompts
     from plait.inference.source import open_source
 
     source = open_source(Path(asked.model), None if asked.adapter is None else Path(asked.adapter))
-    return _answers(asked, source, source.tokenizer())
+    lines = [] if asked.prompts is None else read_prompts(Path(asked.prompts))
+    return _answers(asked, source, source.tokenizer(), lines)
 
 
-def _answers(asked: Asked, source: Source, tokenizer: Any) -> int:
+def _answers(asked: Asked, source: Source, tokenizer: Any, lines: list[Line]) -> int:
     """On each process."""
+    from plait.inference.prompt_file import results_file
+
+    first = place().rank == 0
+    if asked.out is None:
+        with closing(_loaded(asked, source)) as sharded:
+            if asked.prompt is not None:
+                _answer(asked, sharded, tokenizer, asked.prompt, first=first)
+            else:
+                _chat(asked, sharded, tokenizer, first=first)
+        return 0
+    to = results_file(Path(asked.out)) if first else nullcontext(lambda lines, made: None)
+    with to as write, closing(_loaded(asked, source)) as sharded:
+        count = _answer_lines(asked, sharded, tokenizer, lines, write)
+    if first:
+        print(f"wrote {asked.out}: {len(lines)} answers, {count:,} tokens", file=sys.stderr)
+    return 0
+
+
+def _loaded(asked: Asked, source: Source) -> ShardedModel:
     from plait.inference.load import load_model
     from plait.inference.streamed import load_streamed
 
     dtype = _torch_dtype(Dtype(asked.dtype))
     if asked.budget_bytes is None:
-        sharded = load_model(source, tp=asked.tp, pp=asked.pp, dtype=dtype, quant=asked.quant)
-    else:
-        of = {name: getattr(asked, name) for name in ("budget_bytes", "other_bytes", "host_bytes")}
-        scratch = None if asked.scratch is None else Path(asked.scratch)
-        sharded, _ = load_streamed(source, **of, dtype=dtype, quant=asked.quant, scratch=scratch)
-    first = place().rank == 0
-    try:
-        if asked.prompts is not None and asked.out is not None:
-            _answer_file(asked, sharded, tokenizer, first=first)
-        elif asked.prompt is not None:
-            _answer(asked, sharded, tokenizer, asked.prompt, first=first)
-        else:
-            _chat(asked, sharded, tokenizer, first=first)
-    finally:
-        sharded.close()
-    return 0
+        return load_model(source, tp=asked.tp, pp=asked.pp, dtype=dtype, quant=asked.quant)
+    of = {name: getattr(asked, name) for name in ("budget_bytes", "other_bytes", "host_bytes")}
+    scratch = None if asked.scratch is None else Path(asked.scratch)
+    return load_streamed(source, **of, dtype=dtype, quant=asked.quant, scratch=scratch)[0]
 
 
 def _ways(asked: Asked) -> dict[str, Any]:
@@ -260,16 +288,12 @@ def _ways(asked: Asked) -> dict[str, Any]:
     return {"canonical": asked.canonical, "offload_cache": asked.offload_cache, **asked.settings}
 
 
-def _answer_file(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -> None:
-    from contextlib import nullcontext
-
+def _answer_lines(asked: Asked, sharded: ShardedModel, tokenizer: Any, lines: list[Line], write: Write) -> int:
+    """Returns the number of new tokens."""
     from plait.inference.generate import generate
-    from plait.inference.prompt_file import read_prompts, results_file
 
-    assert asked.prompts is not None and asked.out is not None
-    lines = read_prompts(Path(asked.prompts))
     count = 0
-    with results_file(Path(asked.out)) if first else nullcontext(lambda lines, made: None) as write, progress_bar("generate") as progress:
+    with progress_bar("generate") as progress:
         for start in range(0, len(lines), asked.batch_size):
             some = lines[start : start + asked.batch_size]
             seed = None if asked.seed is None else asked.seed + start
@@ -278,8 +302,7 @@ def _answer_file(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: 
             write(some, made)
             count += sum(len(one.token_ids) for one in made)
             progress(start + len(some), len(lines))
-    if first:
-        print(f"wrote {asked.out}: {len(lines)} answers, {count:,} tokens", file=sys.stderr)
+    return count
 
 
 def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *, first: bool) -> str:
@@ -291,12 +314,24 @@ def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *,
 
     def show(_: int, token: int) -> None:
         if first:
-            print(stream.add(token), end="", flush=True)
+            _write(asked, stream.add(token))
 
     (made,) = generate(sharded, [prompt], tokenizer=tokenizer, seed=asked.seed, on_token=show, **_ways(asked))
     if first:
-        print(stream.rest(), flush=True)
+        _write(asked, f"{stream.rest()}\n")
     return made.text or ""
+
+
+def _write(asked: Asked, text: str) -> None:
+    """On standard output. Where it takes no more, one of several processes ends at once, and the others are ended with it."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        if asked.tp * asked.pp == 1:
+            raise
+        from plait.cluster.ending import end_process
+
+        end_process(close_stdout(error))
 
 
 def _chat(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -> None:

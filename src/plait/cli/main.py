@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import importlib
 import io
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from plait.cli.stdout import close_stdout
 from plait.errors import PlaitError
 from plait.version import __version__
 
@@ -109,25 +109,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as end:  # rich and typer end so where standard output is closed
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        _leave_stdout(end.__context__)
+        sys.exit(close_stdout(end.__context__))
     except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.EACCES) and error.filename is not None:  # Path.exists raises these
+            print(f"plait: {str(error.filename)[:100]!r}: {error.strerror}; give another path", file=sys.stderr)
+            sys.exit(2)
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
             raise
-        _leave_stdout(error)
+        sys.exit(close_stdout(error))
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         _refuse_command_line(error, given)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _leave_stdout(error: OSError) -> NoReturn:
-    """The reader of standard output is gone, as with `| head -1`, or there is no room for it. Python would tell that again at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if error.errno == errno.EPIPE:
-        sys.exit(128 + signal.SIGPIPE)
-    print(f"plait: standard output cannot be written ({error.strerror})", file=sys.stderr)
-    sys.exit(1)
 
 
 def _refuse_command_line(error: Any, given: Sequence[str]) -> NoReturn:

@@ -33,9 +33,15 @@ class Waits:
         finally:
             self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - began
 
-    def put_back(self, taken: dict[str, float]) -> None:
-        """What was taken, in place of what was counted since."""
-        self._seconds = taken
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Leave out what is counted inside, also where it ends by an error."""
+        before = self._seconds
+        self._seconds = {}
+        try:
+            yield
+        finally:
+            self._seconds = before
 
     def take(self) -> dict[str, float]:
         """What was counted, and begin anew."""

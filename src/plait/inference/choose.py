@@ -6,6 +6,7 @@ tokens follow from its seed and its logits alone, whatever is in the batch besid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from plait.errors import InputError
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
+from plait.inference.text_stream import text_of
+from plait.inference.vocabulary import tokens_of_tokenizer
 
 ENDS = ("", "length", "stop")
 """Why a request has ended, by the number that ranks send each other; "" for one that goes on."""
@@ -29,29 +32,36 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def of_tokens(logits: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-    """Without the last of `logits` [..., vocabulary] where they are no tokens: the rows that pad an embedding."""
-    return logits if tokenizer is None else logits[..., : len(tokenizer)]
+_NOT_FINITE = "request {row} has no token left to choose, or its logits are not finite (NaN weights?)"
 
 
 class Chooser:
     """Of the requests of one batch. Only the rank that chooses has one."""
 
-    def __init__(self, requests: Sequence[Request], settings: Settings, tokenizer: Any, log_softmax: LogSoftmax = log_softmax) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        settings: Settings,
+        tokenizer: Any,
+        log_softmax: LogSoftmax = log_softmax,
+        *,
+        tokens: int | None = None,
+    ) -> None:
+        """`tokens`: those of the tokenizer, where they are counted already."""
         self._log_softmax = log_softmax
-        self._settings, self._tokenizer = settings, tokenizer
+        self._settings, self._tokenizer, self._tokens = settings, tokenizer, tokens or tokens_of_tokenizer(tokenizer)
         self._known = [list(request.token_ids) for request in requests]
         """Of every request: the prompt and the tokens since."""
         self._prompts = [len(request.token_ids) for request in requests]
         self._limits = [request.new_tokens for request in requests]
         self._generators = [None if request.seed is None else torch.Generator().manual_seed(request.seed) for request in requests]
-        self._processors = [_processors(settings, prompt) for prompt in self._prompts]
+        self._processors = [_processors(settings, request.token_ids, self._tokens) for request in requests]
         self.ends = [GOES_ON] * len(requests)
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """`logits` [rows, vocabulary] of these requests. Returns float64 [3, rows] on the CPU: token, its log probability, and which of
         `ENDS` holds after it. Requests that have ended get padding."""
-        logits = of_tokens(logits, self._tokenizer)
+        logits = logits[..., : self._tokens]  # others pad an embedding
         logprobs = self._log_softmax(logits)
         if not any(self._processors) and not self._settings.do_sample:
             tokens = logits.argmax(dim=-1).tolist()
@@ -64,6 +74,8 @@ class Chooser:
                 tokens[at], chosen[at] = self._settings.pad_token_id, 0.0
                 continue
             token = tokens[at]
+            if not math.isfinite(chosen[at]):
+                raise InputError(_NOT_FINITE.format(row=row))
             self._known[row].append(token)
             self.ends[row] = STOP if self._stops(row) else LENGTH if self._at_limit(row) else GOES_ON
         return torch.tensor([tokens, chosen, [self.ends[row] for row in rows]], dtype=torch.float64)
@@ -78,7 +90,7 @@ class Chooser:
             return True
         if not self._settings.stop_strings:
             return False
-        text = self._tokenizer.decode(new)
+        text = text_of(self._tokenizer, new)
         return any(stop in text for stop in self._settings.stop_strings)
 
     def _choose(self, row: int, scores: torch.Tensor) -> int:
@@ -87,7 +99,7 @@ class Chooser:
         for process in self._processors[row]:
             scores = process(known, scores)
         if not bool(torch.isfinite(scores.max())):
-            raise InputError(f"request {row} has no token left to choose, or its logits are not finite (NaN weights?)")
+            raise InputError(_NOT_FINITE.format(row=row))
         generator = self._generators[row]
         if not self._settings.do_sample or generator is None:
             return int(scores.argmax())
@@ -96,21 +108,28 @@ class Chooser:
         return min(int(torch.searchsorted(passed, number, right=True)), len(passed) - 1)
 
 
-def _processors(s: Settings, prompt: int) -> list[Any]:
-    """Transformers' own, in its order: penalties and bans, then, for a draw, temperature and limits. Empty where nothing is asked for."""
+def _processors(s: Settings, token_ids: tuple[int, ...], tokens: int | None) -> list[Any]:
+    """Transformers' own, in its order: penalties and bans, then, for a draw, temperature and limits. Empty where nothing is asked for.
+    `token_ids`: the prompt. `tokens`: how many can be chosen, where that is fewer than the model has."""
+    prompt, eos = len(token_ids), list(s.eos_token_id)
+    asked = torch.tensor([token_ids])
+    bad_words = [list(word) for word in s.bad_words_ids if tokens is None or max(word) < tokens]
     wanted: list[tuple[str, bool, Any]] = [
-        ("RepetitionPenaltyLogitsProcessor", s.repetition_penalty != 1, lambda make: make(penalty=s.repetition_penalty)),
+        (
+            "EncoderRepetitionPenaltyLogitsProcessor",
+            s.encoder_repetition_penalty != 1,
+            lambda make: make(penalty=float(s.encoder_repetition_penalty), encoder_input_ids=asked),
+        ),
+        ("RepetitionPenaltyLogitsProcessor", s.repetition_penalty != 1, lambda make: make(penalty=float(s.repetition_penalty))),
         ("NoRepeatNGramLogitsProcessor", s.no_repeat_ngram_size > 0, lambda make: make(s.no_repeat_ngram_size)),
         (
-            "NoBadWordsLogitsProcessor",
-            bool(s.bad_words_ids),
-            lambda make: make([list(word) for word in s.bad_words_ids], list(s.eos_token_id) or None),
+            "EncoderNoRepeatNGramLogitsProcessor",
+            s.encoder_no_repeat_ngram_size > 0,
+            lambda make: make(s.encoder_no_repeat_ngram_size, asked),
         ),
-        (
-            "MinNewTokensLengthLogitsProcessor",
-            s.min_new_tokens > 0 and bool(s.eos_token_id),
-            lambda make: make(prompt, s.min_new_tokens, list(s.eos_token_id)),
-        ),
+        ("NoBadWordsLogitsProcessor", bool(bad_words), lambda make: make(bad_words, eos or None)),
+        ("MinLengthLogitsProcessor", s.min_length > 0 and bool(eos), lambda make: make(s.min_length, eos)),
+        ("MinNewTokensLengthLogitsProcessor", s.min_new_tokens > 0 and bool(eos), lambda make: make(prompt, s.min_new_tokens, eos)),
         ("SuppressTokensLogitsProcessor", bool(s.suppress_tokens), lambda make: make(list(s.suppress_tokens))),
         ("SuppressTokensAtBeginLogitsProcessor", bool(s.begin_suppress_tokens), lambda make: make(list(s.begin_suppress_tokens), prompt)),
     ]

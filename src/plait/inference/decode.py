@@ -10,9 +10,10 @@ import torch
 
 from plait.errors import InputError
 from plait.inference.choose import ENDS, GOES_ON, Chooser, LogSoftmax, log_softmax
-from plait.inference.predictor import Predictor
+from plait.inference.predictor import Predictor, Read
 from plait.inference.requests import Answer, Request
 from plait.inference.settings import Settings
+from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.cache import keep_rows
 from plait.sharded.model import ShardedModel
 
@@ -34,39 +35,60 @@ class Decoder:
         offload_cache: bool,
         prefill_tokens: int | None,
         on_token: OnToken | None,
+        tells: bool,
         log_softmax: LogSoftmax = log_softmax,
     ) -> None:
+        """`tells`: whether any rank has an `on_token`."""
         self._sharded, self._settings, self._tokenizer = sharded, settings, tokenizer
-        self._on_token = on_token
+        self._tokens = tokens_of_tokenizer(tokenizer)
+        self._on_token, self._tells = on_token, tells
         self._use_cache, self._prefill = use_cache, prefill_tokens
         self._offload_cache = offload_cache
         self.predictor, self._log_softmax = predictor, log_softmax
 
     def forwards(self, requests: Sequence[Request], first: int, answers: Sequence[Answer]) -> Iterator[None]:
         """Decode `requests`, of which the first has the number `first`; yields before every forward. New tokens are added to `answers`."""
-        chooser = Chooser(requests, self._settings, self._tokenizer, self._log_softmax) if self.predictor.is_first else None
+        chooser = (
+            Chooser(requests, self._settings, self._tokenizer, self._log_softmax, tokens=self._tokens) if self.predictor.is_first else None
+        )
         state = _Cached(self, requests) if self._use_cache else _Recomputed(self, requests)
         rows = list(range(len(requests)))
         """Those that are computed; ones that have ended may be among them."""
         while True:
-            logits = None
+            read: Read | None = None
             for run in state.next_forwards():
                 yield
-                logits = run()
+                read = run()
             nothing = torch.empty(3, len(rows), dtype=torch.float64)
-            chosen = self.predictor.shared(nothing if chooser is None or logits is None else chooser(logits, rows))
+            chosen = self.predictor.of_first(partial(_choose, chooser, read, rows), nothing)
             ids, probabilities, ends = chosen[0].long().tolist(), chosen[1].tolist(), chosen[2].long().tolist()
-            for row, token, probability, end in zip(rows, ids, probabilities, ends, strict=True):
-                if answers[row].finish_reason:
-                    continue
-                answers[row].token_ids.append(token)
-                answers[row].logprobs.append(probability)
-                answers[row].finish_reason = ENDS[end]
-                if self._on_token is not None:
-                    self._on_token(first + row, token)
+            going = [at for at, row in enumerate(rows) if not answers[row].finish_reason]
+            for at in going:
+                answers[rows[at]].token_ids.append(ids[at])
+                answers[rows[at]].logprobs.append(probabilities[at])
+                answers[rows[at]].finish_reason = ENDS[ends[at]]
+            if self._tells:
+                self._tell([(first + rows[at], ids[at]) for at in going])
             if all(ends):
                 return
             rows = [rows[at] for at in state.add(ids, [at for at, end in enumerate(ends) if end == GOES_ON])]
+
+    def _tell(self, tokens: list[tuple[int, int]]) -> None:
+        """Call `on_token` where this rank has one. Where it fails, all ranks of the model's parts raise."""
+        failed: Exception | None = None
+        try:
+            if self._on_token is not None:
+                for request, token in tokens:
+                    self._on_token(request, token)
+        except Exception as error:  # whatever it is, the others wait for this rank
+            failed = error
+        self.predictor.raise_together(failed)
+
+
+def _choose(chooser: Chooser | None, read: Read | None, rows: list[int]) -> torch.Tensor:
+    """On the rank that has a chooser."""
+    assert chooser is not None and read is not None
+    return chooser(read(), rows)
 
 
 class _Cached:
@@ -83,7 +105,7 @@ class _Cached:
         """Of the tokens from `_start` on, which were added together."""
         self._start = self._seen = 0
 
-    def next_forwards(self) -> Iterator[Callable[[], torch.Tensor | None]]:
+    def next_forwards(self) -> Iterator[Callable[[], Read]]:
         """Over the tokens that the model has not seen, in pieces of `prefill_tokens`."""
         end = self._ids.shape[1]
         step = self._decoder._prefill or end
@@ -118,7 +140,7 @@ class _Recomputed:
         self._decoder = decoder
         self._rows = [list(request.token_ids) for request in requests]
 
-    def next_forwards(self) -> Iterator[Callable[[], torch.Tensor | None]]:
+    def next_forwards(self) -> Iterator[Callable[[], Read]]:
         """One, over everything."""
         longest, pad = max(map(len, self._rows)), self._decoder._settings.pad_token_id
         ids = torch.tensor([row + [pad] * (longest - len(row)) for row in self._rows])

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from plait._torch.units import kept_gathered
@@ -31,11 +30,12 @@ from plait.inference.choose import log_softmax
 from plait.inference.decode import Decoder, OnToken
 from plait.inference.peft_models import refuse_other_adapters
 from plait.inference.predictor import Predictor
-from plait.inference.requests import Answer, Generation, Request, checked_ids, token_ids
+from plait.inference.requests import Answer, Generation, Request, check_count, check_room, checked_ids, token_ids
 from plait.inference.settings import Settings, settings_of
+from plait.inference.text_stream import text_of
 from plait.inference.untouched import untouched
 from plait.inference.weight_sync.status import refuse_incomplete
-from plait.sharded.cache import arguments_of, takes_cache
+from plait.sharded.cache import arguments_of, counts_tokens, has_recurrent_state, takes_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
 from plait.units import dtype_of
@@ -61,8 +61,9 @@ def generate(
     hold parts of one model (tp, pp), the first one's are taken. `settings` are Transformers' (`max_new_tokens`, `temperature`, `top_k`,
     `eos_token_id`, `stop_strings` ...), see `inference.settings`. A request draws from a generator of its own: the first of seed `seed`,
     the next of `seed + 1`; or `seed` has one for each; None takes new ones. `batch_size` requests are decoded at once (all), and prompts
-    are read in pieces of `prefill_tokens` (whole). `offload_cache` keeps keys and values in pinned host memory; each layer's come to
-    the GPU while the layer before computes. `on_token(request, token)` is called on the ranks that have the request.
+    are read in pieces of `prefill_tokens` (whole, as those of a model with a recurrent state always are). `offload_cache` keeps keys and
+    values in pinned host memory; each layer's come to the GPU while the layer before computes. `on_token(request, token)` is called on the
+    ranks that have the request.
 
     `canonical`: logits and log-probabilities are the same bits as those of `score(..., canonical=True)` on every layout and in every batch,
     and slower; see docs/generation.md.
@@ -78,24 +79,25 @@ def generate(
         found = settings_of(model, settings, generation_config, pad=getattr(tokenizer, "pad_token_id", None))
         if found.stop_strings and tokenizer is None:
             raise InputError("stop_strings needs tokenizer=, to see what tokens say")
-        for name, value in (("batch_size", batch_size), ("prefill_tokens", prefill_tokens)):
-            if value is not None and value < 1:
-                raise InputError(f"{name} = {value} must be at least 1")
+        check_count("batch_size", batch_size)
+        check_count("prefill_tokens", prefill_tokens)
+        if on_token is not None and not callable(on_token):
+            raise InputError(f"on_token = {on_token!r} must be a function of (request, token)")
         if offload_cache:
             _check_offloaded(sharded, use_cache=found.use_cache)
         requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), found, seed)
         longest = max((len(request.token_ids) + request.new_tokens for request in requests), default=0)
         hashed = check(sharded, longest=longest) if canonical else b""
         holds = _fits(sharded, requests, batch_size, use_cache=found.use_cache, offload_cache=offload_cache)
-        return requests, found, bytes([holds]) + hashed
+        return requests, found, bytes([holds, on_token is not None]) + hashed
 
     (requests, found, _), brought = together(prepared, lambda result: result[2], device=mesh.device, doing="generate", raising=InputError)
-    compare([row[1:] for row in brought])
+    compare([row[2:] for row in brought])
     gathers = is_sharded(model)
     holds = gathers and all(row[0] for row in brought)
     arithmetic = Arithmetic(model, sharded.region, keeps=holds or not gathers) if canonical else None
     requests = of_first_rank(sharded, requests)
-    use_cache = found.use_cache and _keeps(model, requests)
+    use_cache = found.use_cache and _keeps(sharded, requests)
     predictor = Predictor(sharded, arithmetic or nullcontext)
     decoder = Decoder(
         sharded,
@@ -104,8 +106,9 @@ def generate(
         tokenizer=tokenizer,
         use_cache=use_cache,
         offload_cache=offload_cache,
-        prefill_tokens=prefill_tokens,
+        prefill_tokens=None if has_recurrent_state(model) else prefill_tokens,
         on_token=on_token,
+        tells=any(row[1] for row in brought),
         log_softmax=canonical_log_softmax if canonical else log_softmax,
     )
     answers = [Answer() for _ in requests]
@@ -115,12 +118,10 @@ def generate(
         for first in range(0, len(requests), size):
             yield from decoder.forwards(requests[first : first + size], first, answers[first : first + size])
 
-    before = sharded.waits.take()
-    with sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
+    with sharded.waits.not_counted(), sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
         if holds:
             stack.enter_context(kept_gathered(model))
         run(predictor, work(), apart=not gathers, arithmetic=arithmetic)
-    sharded.waits.put_back(before)
     return [_generation(request, answer, tokenizer) for request, answer in zip(requests, answers, strict=True)]
 
 
@@ -150,9 +151,7 @@ def _requests(prompts: list[tuple[int, ...]], settings: Settings, seed: int | Se
         raise InputError(f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
     found = []
     for index, ids in enumerate(prompts):
-        new = settings.new_tokens(len(ids))
-        if new < 1:
-            raise InputError(f"prompt {index} has {len(ids)} tokens, and max_length = {settings.max_length} leaves none to add")
+        new = check_room(len(ids), f"prompt {index}", settings)
         own = None
         if settings.do_sample:
             own = secrets.randbits(62) if seed is None else seed[index] if isinstance(seed, Sequence) else seed + index
@@ -193,9 +192,10 @@ def _fits(sharded: ShardedModel, requests: Sequence[Request], batch_size: int | 
     return free is None or gathered_bytes(sharded.model, compute) + keys <= ROOM * free
 
 
-def _keeps(model: torch.nn.Module, requests: Sequence[Request]) -> bool:
+def _keeps(sharded: ShardedModel, requests: Sequence[Request]) -> bool:
     """Whether the model takes a cache, and requests of several lengths with one."""
-    if not takes_cache(model):
+    model = sharded.model
+    if not takes_cache(model) or (sharded.pipeline is not None and not counts_tokens(model)):
         return False
     return "attention_mask" in arguments_of(model) or len({len(request.token_ids) for request in requests}) == 1
 
@@ -211,5 +211,5 @@ def of_first_rank(sharded: ShardedModel, requests: list[Request]) -> list[Reques
 
 
 def _generation(request: Request, answer: Answer, tokenizer: Any) -> Generation:
-    text = tokenizer.decode(answer.token_ids, skip_special_tokens=True) if tokenizer is not None else None
+    text = text_of(tokenizer, answer.token_ids, skip_special_tokens=True) if tokenizer is not None else None
     return Generation(list(request.token_ids), answer.token_ids, answer.logprobs, answer.finish_reason, text)

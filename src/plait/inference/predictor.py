@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,14 @@ import torch.distributed as dist
 from plait.errors import InputError
 from plait.sharded.cache import arguments_of
 from plait.sharded.model import ShardedModel
+
+Read = Callable[[], torch.Tensor]
+"""The logits of a forward that has run. Only the rank that reads them calls it. Raises InputError where there are none."""
+FAILED = -1
+"""What ranks get in place of all numbers of a result where the rank that computes it failed."""
+_MESSAGE = 1000
+"""Bytes of what it says then."""
+_IDLE, _BUSY, _BROKEN = range(3)
 
 
 class Predictor:
@@ -31,19 +40,15 @@ class Predictor:
         self.is_first = at["pp"] == self._stage and at["tp"] == 0
         """Whether this is the rank, of those that hold parts of one model, that reads the logits."""
 
-    def logits(self, inputs: dict[str, Any], cache: Any = None) -> torch.Tensor | None:
-        """Logits [requests, positions, vocabulary]; None on a rank that does not read them."""
-        output = self._predict(inputs, cache)
-        return _logits(output) if self._sharded.holds_output and self.is_first else None
+    def logits(self, inputs: dict[str, Any], cache: Any = None) -> Read:
+        """Run the model. Gives logits [requests, positions, vocabulary]."""
+        return partial(_logits, self._predict(inputs, cache))
 
-    def last(self, inputs: dict[str, Any], cache: Any, rows: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Logits [requests, vocabulary] of one position of every request: `rows`, or the last. None on a rank that does not read them."""
+    def last(self, inputs: dict[str, Any], cache: Any, rows: torch.Tensor | None = None) -> Read:
+        """Run the model. Gives logits [requests, vocabulary] of one position of every request: `rows`, or the last."""
         if rows is None and self._last_only:
             inputs = {**inputs, "logits_to_keep": 1}
-        logits = self.logits(inputs, cache)
-        if logits is None or rows is None:
-            return None if logits is None else logits[:, -1]
-        return logits[torch.arange(len(rows), device=logits.device), rows.to(logits.device)]
+        return partial(_of_position, self.logits(inputs, cache), rows)
 
     def idle(self) -> None:
         """A forward on a single token of no meaning, whose result nobody reads."""
@@ -60,31 +65,75 @@ class Predictor:
             dist.broadcast(box, group=group, group_src=self._stage)
         return box.cpu()
 
+    def of_first(self, work: Callable[[], torch.Tensor], box: torch.Tensor) -> torch.Tensor:
+        """What `work` computes on the rank that reads the logits, numbers of 0 or more in the form of `box`, on the CPU of all ranks of the
+        model's parts. Where it fails, all raise: that rank its own error, the others an InputError of the same words."""
+        failed: Exception | None = None
+        if self.is_first:
+            try:
+                box = work()
+            except Exception as error:  # whatever it is, the others wait for this rank
+                failed, box = error, torch.full_like(box, FAILED)
+        found = self.shared(box)
+        if bool((found == FAILED).all()):
+            self._raise_failed(failed)
+        return found
+
+    def _raise_failed(self, failed: Exception | None) -> NoReturn:
+        said = str(failed) or type(failed).__name__
+        words = self.shared(torch.frombuffer(bytearray(said.encode(errors="replace")[:_MESSAGE].ljust(_MESSAGE, b"\0")), dtype=torch.uint8))
+        if failed is not None:
+            raise failed
+        raise InputError(f"the rank that chooses tokens: {bytes(words.numpy()).rstrip(bytes(1)).decode(errors='replace')}")
+
+    def raise_together(self, failed: Exception | None) -> None:
+        """Raise on all ranks of the model's parts where one has failed."""
+        flag = torch.tensor(int(failed is not None), dtype=torch.int32, device=self._sharded.device)
+        for axis in ("tp", "pp"):
+            if (group := self._sharded.mesh.group(axis)) is not None:
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        if failed is not None:
+            raise failed
+        if flag:
+            raise InputError("on_token failed on another rank, which tells its error; correct the function")
+
     def run(self, work: Iterator[None], *, apart: bool) -> None:
         """All forwards of this rank, and idle ones while others have some. `work` yields before each. `apart`: ranks with other requests
-        do not wait for each other in a forward."""
-        nothing = object()
-        busy = next(work, nothing) is not nothing
-        while self._anybody(busy, apart=apart):
-            if busy:
-                busy = next(work, nothing) is not nothing
-            else:
+        do not wait for each other in a forward. Where `work` fails on one of those that do, all raise."""
+        failed: Exception | None = None
+        while True:
+            try:
+                state = _BUSY if next(work, _IDLE) is None else _IDLE
+            except Exception as error:
+                failed, state = error, _BROKEN
+            while (most := self._most(state, apart=apart)) == _BUSY and state == _IDLE:
                 self.idle()
+            if failed is not None:
+                raise failed
+            if most == _BROKEN:
+                raise InputError("another rank failed, which tells its error")
+            if most == _IDLE:
+                return
 
-    def _anybody(self, busy: bool, *, apart: bool) -> bool:
-        """Whether any of the ranks that gather parameters together has a forward to run."""
+    def _most(self, state: int, *, apart: bool) -> int:
+        """The highest state of the ranks that gather parameters together."""
         group = self._sharded.mesh.group("dp_shard")
         if apart or group is None:
-            return busy
-        flag = torch.tensor(int(busy), dtype=torch.int32, device=self._sharded.device)
+            return state
+        flag = torch.tensor(state, dtype=torch.int32, device=self._sharded.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag)
+        return int(flag)
 
     def _predict(self, inputs: dict[str, Any], cache: Any) -> Any:
         with self._running():
             if not self._by_name:
                 return self._sharded.predict(inputs["input_ids"])
             return self._sharded.predict({name: value for name, value in inputs.items() if name in self.takes}, cache=cache)
+
+
+def _of_position(read: Read, rows: torch.Tensor | None) -> torch.Tensor:
+    logits = read()
+    return logits[:, -1] if rows is None else logits[torch.arange(len(rows), device=logits.device), rows.to(logits.device)]
 
 
 def _logits(output: Any) -> torch.Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from plait.errors import InputError, half_of_a_character
+from plait.files import is_at, is_only_writer
 from plait.inference.requests import Generation, is_turn
 
 KEYS = ("prompt", "token_ids", "messages")
@@ -23,12 +25,14 @@ class Line:
     prompt: Any
     fields: dict[str, Any]
     """All of it; what is not a prompt is passed on."""
+    name: str
+    """For messages: the file and the number of the line."""
 
 
 def read_prompts(path: Path) -> list[Line]:
     """Raises InputError, naming the line, for what is no prompt."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompts {path}: {getattr(error, 'strerror', None) or error}; name a readable JSONL file") from None
     found = [_line(row, f"--prompts {path}, line {number}") for number, row in enumerate(text.split("\n"), 1) if row.strip()]
@@ -57,35 +61,61 @@ def _line(row: str, where: str) -> Line:
         raise InputError(f"{where}: {key} must be {kind}, not {json.dumps(prompt)[:60]}")
     if (half := half_of_a_character(json.dumps(fields, ensure_ascii=False))) is not None:
         raise InputError(f"{where}: holds {half}, half of a character (a lone surrogate); correct the line")
-    return Line(prompt, fields)
+    return Line(prompt, fields, where)
+
+
+Write = Callable[[Sequence[Line], Sequence[Generation]], None]
 
 
 @contextmanager
-def results_file(path: Path) -> Iterator[Callable[[Sequence[Line], Sequence[Generation]], None]]:
-    """A function that adds lines; the file has its name when all are written. Raises InputError where it cannot be."""
-    if path.exists():
-        raise InputError(f"--out {path}: exists; give another name, or remove it first")
+def results_file(path: Path) -> Iterator[Write]:
+    """A function that adds lines; the file has its name when all are written. Raises InputError where it cannot be, and where another
+    command writes it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        file = temporary.open("w", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--out {path}: {error.strerror}; give a file in a folder that can be written to") from None
+    file = _opened(temporary, path)
 
     def add(lines: Sequence[Line], made: Sequence[Generation]) -> None:
-        for line, one in zip(lines, made, strict=True):
-            text = {} if one.text is None else {"text": one.text}
-            row = {key: value for key, value in line.fields.items() if key != "token_ids"}
-            file.write(
-                json.dumps({**row, **text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}, ensure_ascii=False) + "\n"
-            )
-        file.flush()
+        with _told_of(path):
+            for line, one in zip(lines, made, strict=True):
+                text = {} if one.text is None else {"text": one.text}
+                row = {key: value for key, value in line.fields.items() if key != "token_ids"}
+                row |= {**text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
 
     try:
-        with file:
-            yield add
-        temporary.rename(path)
-    except OSError as error:
-        raise InputError(f"--out {path}: {error.strerror}") from None
-    finally:
+        yield add
+        with _told_of(path):
+            temporary.rename(path)
+    except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        with suppress(OSError):  # of what could not be written before
+            file.close()
+
+
+@contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"--out {path}: {error.strerror}") from None
+
+
+def _opened(temporary: Path, path: Path) -> TextIO:
+    """The file under its first name, empty. What a command that was killed left there is overwritten."""
+    try:
+        file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out {path}: {error.strerror}; give a file in a folder that can be written to") from None
+    if not is_only_writer(file) or not is_at(temporary, file):
+        file.close()
+        raise InputError(f"--out {path}: another command writes it now; wait for its end, or give another name")
+    if path.exists():
+        temporary.unlink()
+        file.close()
+        raise InputError(f"--out {path}: exists; give another name, or remove it first")
+    file.truncate(0)
+    return file

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.errors import InputError, half_of_a_character
+from plait.errors import InputError, first_line, half_of_a_character
+from plait.inference.settings import Settings
+from plait.inference.vocabulary import tokens_of_model
 
 
 @dataclass(frozen=True)
@@ -55,52 +57,82 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
         prompts = [prompts]
     elif isinstance(prompts, torch.Tensor):
         prompts = prompts.tolist() if prompts.ndim == 2 else [prompts.tolist()] if prompts.ndim == 1 else prompts
-    elif isinstance(prompts, Sequence) and prompts and all(isinstance(token, int) for token in prompts):
+    elif isinstance(prompts, Sequence) and prompts and all(map(_is_id, prompts)):
         prompts = [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, dict | torch.Tensor):
         raise InputError(
             f"generate takes texts, conversations or token ids, one or a list, not {type(prompts).__name__}; pass a tokenizer's "
             "`input_ids` as lists without padding"
         )
-    return [_ids(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
+    return [ids_of(prompt, f"prompt {index}", tokenizer) for index, prompt in enumerate(prompts)]
 
 
 def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The same, for a model that has all of these tokens. Raises InputError: ranks that split the vocabulary would take a token that none
     of them has for zeros."""
-    find: Any = getattr(model, "get_input_embeddings", None)
-    embedding = find() if callable(find) else None
-    size = getattr(embedding, "num_embeddings", None)
+    size = tokens_of_model(model)
     for index, prompt in enumerate(prompts):
-        for token in prompt:
-            if token < 0 or (size is not None and token >= size):
-                last = "" if size is None else f" to {size - 1}"
-                raise InputError(f"prompt {index} has token {token}, and the model's tokens are 0{last}; is it another model's tokenizer?")
+        check_ids(prompt, f"prompt {index}", size)
     return prompts
 
 
-def _ids(prompt: Any, index: int, tokenizer: Any) -> tuple[int, ...]:
+def check_ids(prompt: tuple[int, ...], name: str, size: int | None, *, of: str = "model") -> None:
+    """Raise InputError for a token that a model, or another one of `size` tokens (`of`), lacks. `name`: of the prompt."""
+    for token in (min(prompt), max(prompt)):
+        if token < 0 or (size is not None and token >= size):
+            last = "" if size is None else f" to {size - 1}"
+            raise InputError(f"{name} has token {token}, and the {of}'s tokens are 0{last}; is it another model's tokenizer?")
+
+
+def check_room(tokens: int, name: str, settings: Settings) -> int:
+    """How many tokens may be added to a prompt of so many. Raises InputError for none."""
+    new = settings.new_tokens(tokens)
+    if new < 1:
+        raise InputError(f"{name} has {tokens} tokens, and max_length = {settings.max_length} leaves none to add; raise it, or shorten it")
+    return new
+
+
+def ids_of(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
+    """Of one prompt, of this name in messages."""
     if isinstance(prompt, str) or _is_conversation(prompt):
         if tokenizer is None:
-            raise InputError(f"prompt {index} is a text, and generate was given no tokenizer; pass tokenizer=, or token ids")
+            raise InputError(f"{name} is a text, and generate was given no tokenizer; pass tokenizer=, or token ids")
         written = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
         if (half := half_of_a_character(written)) is not None:
-            raise InputError(f"prompt {index} holds {half}, half of a character (a lone surrogate), which no tokenizer knows; correct it")
+            raise InputError(f"{name} holds {half}, half of a character (a lone surrogate), which no tokenizer knows; correct it")
         if isinstance(prompt, str):
             found = tokenizer(prompt)["input_ids"]
         elif getattr(tokenizer, "chat_template", None) is None:
-            raise InputError(f"prompt {index} is a conversation, and the tokenizer has no chat template; pass a text, or token ids")
+            raise InputError(f"{name} is a conversation, and the tokenizer has no chat template; pass a text, or token ids")
         else:
-            found = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    elif isinstance(prompt, torch.Tensor) and prompt.ndim == 1:
+            found = _of_conversation(prompt, name, tokenizer)
+    elif isinstance(prompt, torch.Tensor) and prompt.ndim == 1 and all(map(_is_id, prompt.tolist())):
         found = prompt.tolist()
-    elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+    elif isinstance(prompt, Sequence) and all(map(_is_id, prompt)):
         found = prompt
     else:
-        raise InputError(f"prompt {index} is a {type(prompt).__name__}, and not a text, a conversation (role and content) or token ids")
+        raise InputError(f"{name} is a {type(prompt).__name__}, and not a text, a conversation (role and content) or token ids")
     if not found:
-        raise InputError(f"prompt {index} has no token; a model needs one to go on from (its beginning-of-text token)")
+        raise InputError(f"{name} has no token; a model needs one to go on from (its beginning-of-text token)")
     return tuple(int(token) for token in found)
+
+
+def _is_id(token: Any) -> bool:
+    """A mask of True and False is a list of whole numbers for Python."""
+    return isinstance(token, int) and not isinstance(token, bool)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise InputError for an argument that is neither None nor at least 1."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise InputError(f"{name} = {value!r} must be at least 1, a whole number")
+
+
+def _of_conversation(prompt: Any, name: str, tokenizer: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a chat template raises what it likes for turns that it does not take
+        raise InputError(f"{name}: the model's chat template does not take this conversation ({first_line(error)}); correct it") from error
 
 
 def _is_conversation(prompt: Any) -> bool:

@@ -14,11 +14,12 @@ from plait.inference.canonical.arithmetic import Arithmetic
 from plait.inference.canonical.arithmetic import log_softmax as canonical_log_softmax
 from plait.inference.canonical.call import check, compare, run
 from plait.inference.capacity import check_positions, is_sharded
-from plait.inference.choose import LogSoftmax, log_softmax, of_tokens
+from plait.inference.choose import LogSoftmax, log_softmax
 from plait.inference.generate import check_model, of_first_rank
-from plait.inference.predictor import Predictor
-from plait.inference.requests import Request, checked_ids, token_ids
+from plait.inference.predictor import Predictor, Read
+from plait.inference.requests import Request, check_count, check_ids, checked_ids, token_ids
 from plait.inference.untouched import untouched
+from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.model import ShardedModel
 
 
@@ -44,9 +45,11 @@ def score(
 
     def prepared() -> tuple[list[Request], bytes]:
         check_model(sharded)
-        if batch_size is not None and batch_size < 1:
-            raise InputError(f"batch_size = {batch_size} must be at least 1")
+        check_count("batch_size", batch_size)
         found = [Request(ids, 0, None) for ids in checked_ids(sharded.model, token_ids(sequences, tokenizer))]
+        words = tokens_of_tokenizer(tokenizer)
+        for index, request in enumerate(found):
+            check_ids(request.token_ids, f"sequence {index}", words, of="tokenizer")
         longest = max((len(request.token_ids) for request in found), default=0)
         check_positions(getattr(sharded.model, "config", None), longest, of="its length", remedy="shorten it")
         return found, check(sharded, longest=longest) if canonical else b""
@@ -59,21 +62,20 @@ def score(
     scorer = _Scorer(
         Predictor(sharded, arithmetic or nullcontext), tokenizer, canonical_log_softmax if canonical else log_softmax, vocabulary=vocabulary
     )
-    before = sharded.waits.take()
-    with sharded.evaluating(), untouched(sharded.model, mesh.device):
+    with sharded.waits.not_counted(), sharded.evaluating(), untouched(sharded.model, mesh.device):
         run(
             scorer.predictor,
             scorer.forwards([request.token_ids for request in requests], batch_size),
             apart=not gathers,
             arithmetic=arithmetic,
         )
-    sharded.waits.put_back(before)
     return scorer.found
 
 
 class _Scorer:
     def __init__(self, predictor: Predictor, tokenizer: Any, log_softmax: LogSoftmax, *, vocabulary: bool) -> None:
-        self.predictor, self._tokenizer, self._log_softmax, self._vocabulary = predictor, tokenizer, log_softmax, vocabulary
+        self.predictor, self._tokens = predictor, tokens_of_tokenizer(tokenizer)
+        self._log_softmax, self._vocabulary = log_softmax, vocabulary
         self.found: list[torch.Tensor] = []
 
     def forwards(self, sequences: list[tuple[int, ...]], batch_size: int | None) -> Iterator[None]:
@@ -88,20 +90,22 @@ class _Scorer:
             inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(longest).expand_as(ids)}
             if "use_cache" in self.predictor.takes:
                 inputs["use_cache"] = False
-            logits = self.predictor.logits(inputs)
+            read = self.predictor.logits(inputs)
             for row, one in enumerate(batch):
-                self.found.append(self._of_sequence(None if logits is None else logits[row, : len(one) - 1], one))
+                self.found.append(self._of_sequence(read, row, one))
 
-    def _of_sequence(self, logits: torch.Tensor | None, sequence: tuple[int, ...]) -> torch.Tensor:
-        """From logits [tokens - 1, vocabulary], which one rank has."""
-        form = torch.zeros(2, dtype=torch.int64)
-        found = torch.empty(0)
-        if logits is not None:
-            found = self._log_softmax(of_tokens(logits, self._tokenizer))
+    def _of_sequence(self, read: Read, row: int, sequence: tuple[int, ...]) -> torch.Tensor:
+        """From the logits [requests, positions, vocabulary] that one rank reads."""
+        found: torch.Tensor | None = None
+
+        def form() -> torch.Tensor:
+            nonlocal found
+            found = self._log_softmax(read()[row, : len(sequence) - 1, : self._tokens])
             if not self._vocabulary:
                 found = found.gather(1, torch.tensor(sequence[1:], device=found.device).unsqueeze(1))[:, 0]
-            form = torch.tensor([found.shape[-1], int(found.dtype == torch.float64)])
-        width, is_double = self.predictor.shared(form).tolist()
+            return torch.tensor([found.shape[-1], int(found.dtype == torch.float64)])
+
+        width, is_double = self.predictor.of_first(form, torch.zeros(2, dtype=torch.int64)).tolist()
         shape = (len(sequence) - 1, width) if self._vocabulary else (len(sequence) - 1,)
-        box = found if logits is not None else torch.empty(shape, dtype=torch.float64 if is_double else torch.float32)
+        box = found if found is not None else torch.empty(shape, dtype=torch.float64 if is_double else torch.float32)
         return self.predictor.shared(box.contiguous())

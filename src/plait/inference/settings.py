@@ -5,6 +5,7 @@ Arguments of the call come before `generation_config=`, that before the model's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 from torch import nn
 
 from plait.errors import InputError
+from plait.inference.vocabulary import tokens_of_model
 
 NEW_TOKENS = 128
 """Where neither the call nor the model's generation_config says how many."""
 TOP_K = 50
 """Of sampling where nothing says another: Transformers' default."""
+LEAST, MOST = 1e-30, 1e30
+"""Of what logits are divided and multiplied by: they stay numbers of float32."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """What only a draw uses."""
 NEUTRAL: dict[str, Any] = {
@@ -30,14 +34,16 @@ NEUTRAL: dict[str, Any] = {
 UNRELATED = frozenset(
     {
         *("bos_token_id", "decoder_start_token_id", "transformers_version", "cache_implementation", "cache_config", "return_legacy_cache"),
-        *("early_stopping", "length_penalty", "diversity_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
+        *("early_stopping", "length_penalty", "diversity_penalty"),
         *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind"),
         *("target_lookbehind", "assistant_early_exit", "max_matching_ngram_size", "prompt_lookup_num_tokens", "is_assistant"),
-        *("compile_config", "disable_compile", "prefill_chunk_size", "remove_invalid_values", "min_length"),
+        *("compile_config", "disable_compile", "prefill_chunk_size", "remove_invalid_values"),
         *("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
     }
 )
 """Settings in files of models that change no token here: of beams, encoders, other caches and drafts, and of what Transformers returns."""
+AT_ZERO = frozenset({"forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "max_time"})
+"""Settings that are not supported, and change tokens at 0 as well."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Settings:
     max_new_tokens: int | None = None
     max_length: int | None = None
     """Prompt and new tokens together; used where `max_new_tokens` is None."""
+    min_length: int = 0
+    """The same of the least; used where `min_new_tokens` is not given."""
     min_new_tokens: int = 0
     do_sample: bool = False
     temperature: float = 1.0
@@ -58,6 +66,10 @@ class Settings:
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
     repetition_penalty: float = 1.0
+    encoder_repetition_penalty: float = 1.0
+    """Above 1: tokens of the prompt are likelier."""
+    encoder_no_repeat_ngram_size: int = 0
+    """Sequences of the prompt of that length are not repeated."""
     no_repeat_ngram_size: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     suppress_tokens: tuple[int, ...] = ()
@@ -104,47 +116,78 @@ def settings_of(model: nn.Module, arguments: Mapping[str, Any], generation_confi
         found |= {"do_sample": False, "temperature": 1.0}
     elif "do_sample" not in given and any(name in given for name in SAMPLING):
         found["do_sample"] = True
-    found["eos_token_id"] = _several(found.get("eos_token_id"))
-    found["stop_strings"] = _several(found.get("stop_strings"))
-    for name in ("suppress_tokens", "begin_suppress_tokens"):
-        found[name] = tuple(found.get(name) or ())
-    found["bad_words_ids"] = tuple(tuple(word) for word in found.get("bad_words_ids") or ())
+    for name in ("stop_strings", *_TOKENS):
+        found[name] = _several(found.get(name))
+    found["bad_words_ids"] = tuple(map(_several, _several(found.get("bad_words_ids"))))
     _check_types(found)
-    if found.get("pad_token_id") is None:
-        found["pad_token_id"] = pad if pad is not None else next(iter(found["eos_token_id"]), 0)
+    if "min_new_tokens" in found:
+        found.pop("min_length", None)
+    tokens = tokens_of_model(model)
+    _check_tokens(found, given, tokens)
+    padding = (found.get("pad_token_id"), pad, *found["eos_token_id"])
+    found["pad_token_id"] = next((token for token in padding if token is not None and _is_token(token, tokens)), 0)
     settings = Settings(**found)
     _check(settings)
     return settings
 
 
-_WHOLE = ("max_new_tokens", "max_length", "min_new_tokens", "top_k", "no_repeat_ngram_size", "pad_token_id")
+_WHOLE = (
+    *("max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "pad_token_id"),
+)
+_TOKENS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 
 
 def _check_types(found: Mapping[str, Any]) -> None:
     for name, value in found.items():
         if name in _WHOLE and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise InputError(f"{name} = {value!r} must be a whole number")
-        numeric = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        if name in (*SAMPLING, "repetition_penalty") and not numeric:
+        numeric = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
+        if name in (*SAMPLING, "repetition_penalty", "encoder_repetition_penalty") and not numeric:
             raise InputError(f"{name} = {value!r} must be a number")
         if name in ("do_sample", "use_cache") and not isinstance(value, bool):
             raise InputError(f"{name} = {value!r} must be True or False")
-    for name, kind in (("eos_token_id", int), ("stop_strings", str)):
-        for value in found[name]:
-            if not isinstance(value, kind) or value == "":
-                raise InputError(f"{name}: {value!r} is no {'token id' if kind is int else 'text'}")
+    for value in found["stop_strings"]:
+        if not isinstance(value, str) or not value:
+            raise InputError(f"stop_strings: {value!r} is no text")
+    for name, tokens in ((name, found[name]) for name in _TOKENS):
+        for token in tokens:
+            if type(token) is not int:
+                raise InputError(f"{name}: {token!r} is no token id")
+    for word in found["bad_words_ids"]:
+        if not word or not all(type(token) is int for token in word):
+            raise InputError(f"bad_words_ids: {list(word)!r} is no word; give a list of token ids for each, such as [[5, 7], [9]]")
+
+
+def _check_tokens(found: Mapping[str, Any], given: Mapping[str, Any], tokens: int | None) -> None:
+    """Raise InputError for one that a model of so many tokens lacks. Of `eos_token_id` it is one that never comes, and padding of a model's
+    files is left to others."""
+    named = [(name, token) for name in ("suppress_tokens", "begin_suppress_tokens") for token in found[name]]
+    named += [("bad_words_ids", token) for word in found["bad_words_ids"] for token in word]
+    named += [("pad_token_id", token) for name, token in given.items() if name == "pad_token_id"]
+    for name, token in named:
+        if not _is_token(token, tokens):
+            last = "" if tokens is None else f" to {tokens - 1}"
+            raise InputError(f"{name} has token {token}, and the model's tokens are 0{last}; leave it out, or give one of these")
+
+
+def _is_token(token: int, tokens: int | None) -> bool:
+    return token >= 0 and (tokens is None or token < tokens)
 
 
 def _plain(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise InputError(f"generation_config = {config!r} must be Transformers' GenerationConfig, or a dictionary of its settings")
     values = config if isinstance(config, Mapping) else config.to_dict()
     return {str(name): value for name, value in values.items() if value is not None and not str(name).startswith("_")}
 
 
 def _refuse_unsupported(values: Mapping[str, Any], whose: str) -> None:
     for name, value in values.items():
-        if name in NAMES or name in UNRELATED or not value or value == NEUTRAL.get(name):
+        changes = bool(value) or (name in AT_ZERO and value is not False and value == 0)
+        if name in NAMES or name in UNRELATED or not changes or value == NEUTRAL.get(name):
             continue
         raise InputError(f"{whose}: {name} = {value!r} is not supported by generate and would change tokens; leave it out")
 
@@ -156,17 +199,20 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def _check(s: Settings) -> None:
+    penalties = (("repetition_penalty", s.repetition_penalty), ("encoder_repetition_penalty", s.encoder_repetition_penalty))
     rules = (
         ("max_new_tokens", s.max_new_tokens, s.max_new_tokens is None or s.max_new_tokens >= 1, "at least 1"),
         ("max_length", s.max_length, s.max_length is None or s.max_length >= 1, "at least 1"),
+        ("min_length", s.min_length, s.min_length >= 0, "0 or more"),
         ("min_new_tokens", s.min_new_tokens, s.min_new_tokens >= 0, "0 or more"),
-        ("temperature", s.temperature, s.temperature > 0, "0 (greedy) or more"),
+        ("temperature", s.temperature, s.temperature >= LEAST, f"0 (greedy), or at least {LEAST}"),
         ("top_k", s.top_k, s.top_k >= 0, "0 (no limit) or more"),
         ("top_p", s.top_p, 0 < s.top_p <= 1, "above 0, at most 1"),
         ("min_p", s.min_p, s.min_p is None or 0 <= s.min_p <= 1, "between 0 and 1"),
         ("typical_p", s.typical_p, 0 < s.typical_p <= 1, "above 0, at most 1"),
-        ("repetition_penalty", s.repetition_penalty, s.repetition_penalty > 0, "above 0 (1 is none)"),
+        *((name, value, LEAST <= value <= MOST, f"from {LEAST} to {MOST} (1 is none)") for name, value in penalties),
         ("no_repeat_ngram_size", s.no_repeat_ngram_size, s.no_repeat_ngram_size >= 0, "0 (none) or more"),
+        ("encoder_no_repeat_ngram_size", s.encoder_no_repeat_ngram_size, s.encoder_no_repeat_ngram_size >= 0, "0 (none) or more"),
     )
     for name, value, right, rule in rules:
         if not right:

@@ -1,11 +1,24 @@
-"""Tokens of one request as text, as they come."""
+"""Tokens of one request as text, at once and as they come."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _UNKNOWN = "\ufffd"
 """What a tokenizer makes of bytes that are no whole character yet."""
+
+
+def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
+    """What `tokenizer.decode` makes of tokens. Numbers that the vocabulary leaves out have no text: fast tokenizers pass over them, others
+    fail at them."""
+    try:
+        return str(tokenizer.decode(token_ids, **options))
+    except (KeyError, IndexError, TypeError):
+        known = set(tokenizer.get_vocab().values())
+        if known.issuperset(token_ids):
+            raise
+        return str(tokenizer.decode([token for token in token_ids if token in known], **options))
 
 
 class TextStream:
@@ -27,7 +40,7 @@ class TextStream:
         return self._new(self._text())
 
     def _text(self) -> str:
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        return text_of(self._tokenizer, self._tokens, skip_special_tokens=True)
 
     def _new(self, text: str) -> str:
         found, self._told = text[self._told :], len(text)

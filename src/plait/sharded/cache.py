@@ -24,7 +24,7 @@ def arguments_of(model: nn.Module) -> frozenset[str]:
 def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
     """Drop what a cache keeps of other requests than `rows` (int64); False, and nothing done, where one of its layers cannot."""
     layers = cache.own_layers() if isinstance(cache, StageCaches) else list(cache.layers)
-    if not all(callable(getattr(layer, "batch_select_indices", None)) for layer in layers):
+    if not all(callable(getattr(layer, "batch_select_indices", None)) and not _has_state(layer) for layer in layers):
         return False
     wait_for_layers(cache)
     for layer in layers:
@@ -40,8 +40,36 @@ def wait_for_layers(cache: Any) -> None:
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Whether a model can be given what it keeps of earlier tokens."""
-    return CACHE in arguments_of(model) and getattr(model, "config", None) is not None
+    """Whether a model can be given what it keeps of earlier tokens. Some have a cache of their own kind, or keep a state in themselves."""
+    if CACHE not in arguments_of(model) or getattr(model, "config", None) is None:
+        return False
+    usual: Any = getattr(model, "_supports_default_dynamic_cache", lambda: True)
+    return usual() and not any(hasattr(module, "_setup_cache") for module in model.modules())
+
+
+def has_recurrent_state(model: nn.Module) -> bool:
+    """Whether some of its layers keep a state that every token changes, beside keys and values or in place of them. Not all of them go on
+    from it by more than one token (Jamba, Zamba), and none drops requests."""
+    return any(map(_has_state, _layers(model)))
+
+
+def counts_tokens(model: nn.Module) -> bool:
+    """Whether every layer of its cache tells how many tokens it has seen. A stage of a pipeline may have none of those that do."""
+    return all(hasattr(layer, "get_seq_length") for layer in _layers(model))
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    """Of an empty cache; none where the model takes none."""
+    if not takes_cache(model):
+        return []
+    from transformers import DynamicCache
+
+    config: Any = model.config
+    return list(DynamicCache(config=config).layers)
+
+
+def _has_state(layer: Any) -> bool:
+    return hasattr(layer, "recurrent_states")
 
 
 def new_cache(model: nn.Module, staged: StagedModel | None, *, on_host: bool = False) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from plait.checkpoint.load import Reader
 from plait.checkpoint.model_content import START
 from plait.checkpoint.windows import dtype_of
 from plait.errors import CheckpointError, InputError
+from plait.files import is_at, is_only_writer
 from plait.inference.generate import generate
 from plait.inference.load import load_model
 from plait.inference.source import Source
@@ -75,9 +77,9 @@ def export(
     sizes = {name: _bytes(stored[name].shape, dtype or dtype_of(stored[name])) for name in names}
     total, done = sum(sizes.values()), 0
     temporary = out.with_name(f".{out.name}.tmp")
+    held: int | None = None
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        held = _claimed(temporary, out)
         files = _files(sizes, file_bytes)
         index: dict[str, str] = {}
         for number, members in enumerate(files, 1):
@@ -99,9 +101,26 @@ def export(
             shutil.copy2(path, temporary / path.name)
         temporary.rename(out)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if held is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise InputError(f"--out {out} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        if held is not None:
+            os.close(held)
     return Exported(out, int(found.manifest.metadata["global_steps"]), len(names), total)
+
+
+def _claimed(temporary: Path, out: Path) -> int:
+    """An empty folder, open, which this process alone writes to. What an export that was killed left there is removed. Raises InputError
+    where another export is writing it."""
+    temporary.mkdir(parents=True, exist_ok=True)
+    held = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if not is_only_writer(held) or not is_at(temporary, held) or out.exists():
+        os.close(held)
+        raise InputError(f"--out {out}: another export writes it now; wait for its end, or give another name")
+    for left in temporary.iterdir():
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    return held
 
 
 def compare_reloaded(found: Found, out: Path) -> int:

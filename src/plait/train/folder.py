@@ -9,7 +9,6 @@ A folder goes on only with the model, the text and the seed it was begun with.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from plait import exact
 from plait.checkpoint.folder import complete, find
 from plait.checkpoint.places import Place
 from plait.errors import CheckpointError, InputError, Problem, refuse
-from plait.files import write_whole
+from plait.files import is_only_writer, write_whole
 from plait.train.loop import Position
 
 if TYPE_CHECKING:
@@ -85,15 +84,11 @@ class RunFolder:
         each other's checkpoints and metrics."""
         self.path.mkdir(parents=True, exist_ok=True)
         stream = open(self.path / ".lock", "ab")  # noqa: SIM115
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not is_only_writer(stream):
             stream.close()
             raise InputError(
                 f"run.folder = {str(self.path)!r}: another plait train is running in it; wait for its end, or name another folder"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+            )
         return stream
 
     def set_aside(self) -> Path | None:

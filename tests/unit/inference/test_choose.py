@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ from plait.errors import InputError
 from plait.inference.choose import GOES_ON, LENGTH, STOP, Chooser
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
+from plait.inference.text_stream import TextStream, text_of
+from plait.inference.vocabulary import tokens_of_tokenizer
 
 
 def requests(*prompts: tuple[int, ...], new: int = 4, seed: int | None = None) -> list[Request]:
@@ -66,6 +68,9 @@ def test_draws_have_the_distribution() -> None:
         {"suppress_tokens": (4, 5, 6)},
         {"min_new_tokens": 3, "eos_token_id": (2,)},
         {"bad_words_ids": ((9,),)},
+        {"min_length": 6, "eos_token_id": (2, 4)},
+        {"encoder_repetition_penalty": 3.0},
+        {"encoder_no_repeat_ngram_size": 2},
     ],
 )
 def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None:
@@ -95,6 +100,49 @@ def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None
 def test_not_a_number() -> None:
     with pytest.raises(InputError, match="request 0 has no token left to choose, or its logits are not finite"):
         Chooser(requests((1,), seed=1), Settings(do_sample=True), None)(torch.full((1, 60), torch.nan), [0])
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+def test_no_number_is_the_likeliest(value: float) -> None:
+    """In greedy decoding, too: token 0 would be a choice of nobody."""
+    scores = logits(2)
+    scores[1] = value
+    with pytest.raises(InputError, match="request 1 has no token left to choose, or its logits are not finite"):
+        Chooser(requests((1,), (2,)), Settings(), None)(scores, [0, 1])
+    ended = Chooser(requests((1,), (2,)), Settings(eos_token_id=(3,)), None)
+    first = logits(2)
+    first[1, 3] = 100
+    ended(first, [0, 1])
+    assert ended(scores, [0, 1])[2].tolist() == [GOES_ON, STOP]
+
+
+class Sparse:
+    """A tokenizer of three tokens, of which one is number 9. It has no text for others, as slow ones of Transformers."""
+
+    letters: ClassVar = {0: "a", 5: "b", 9: "c"}
+
+    def __len__(self) -> int:
+        return 3
+
+    def get_vocab(self) -> dict[str, int]:
+        return {letter: token for token, letter in self.letters.items()}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(self.letters[token] for token in ids)
+
+
+def test_a_vocabulary_with_gaps() -> None:
+    """All of its tokens may be chosen, and numbers between them have no text."""
+    chooser = Chooser(requests((1,), new=9), Settings(stop_strings=("bc",)), Sparse())
+    scores = torch.zeros(1, 12)
+    scores[0, 11] = 99  # pads the embedding
+    for step, (token, ends) in enumerate(((5, GOES_ON), (7, GOES_ON), (9, STOP)), 1):
+        scores[0, token] = step
+        assert chooser(scores, [0])[:, 0].tolist()[::2] == [token, ends]
+    assert text_of(Sparse(), [0, 3, 9]) == "ac"
+    stream = TextStream(Sparse())
+    assert [stream.add(token) for token in (5, 3, 0)] == ["b", "", "a"] and stream.rest() == ""
+    assert tokens_of_tokenizer(Sparse()) == 10 and tokens_of_tokenizer(Words()) == 26 and tokens_of_tokenizer(None) is None
 
 
 class Words:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch
 from plait.errors import InputError
 from plait.inference.generate import generate
 from plait.inference.load import load_model
+from plait.inference.score import score
 from plait.inference.source import open_source
 from plait.inference.streamed import load_streamed
 from tests.unit.inference.models import saved
+from tests.unit.inference.words import Words
 
 PROMPTS = [[5, 8, 2, 61, 7, 9, 33, 4, 71, 12, 90], [70, 7, 3]]
 
@@ -39,6 +42,36 @@ def test_pieces(kind: str, tmp_path: Path) -> None:
         passes.clear()
         found = generate(streamed, PROMPTS, max_new_tokens=2, temperature=0, prefill_tokens=pieces)
         assert [one.token_ids for one in found] == [one.token_ids[:2] for one in whole] and len(passes) == expected
-    with pytest.raises(InputError, match="prefill_tokens = 0 must be at least 1"):
-        generate(streamed, PROMPTS, prefill_tokens=0)
     streamed.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prefill_tokens": 0}, "prefill_tokens = 0 must be at least 1"),
+        ({"batch_size": 1.5}, "batch_size = 1.5 must be at least 1, a whole number"),
+        ({"batch_size": "2"}, "batch_size = '2' must be"),
+        ({"on_token": 5}, "on_token = 5 must be a function"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    saved(tmp_path / "model", layers=1)
+    kept = load_model(open_source(tmp_path / "model"))
+    with pytest.raises(InputError, match=words):
+        generate(kept, PROMPTS, **arguments)
+    kept.close()
+
+
+class Short(Words):
+    def __len__(self) -> int:
+        return 50
+
+
+def test_a_sequence_that_the_tokenizer_lacks(tmp_path: Path) -> None:
+    saved(tmp_path / "model", layers=1)
+    kept = load_model(open_source(tmp_path / "model"))
+    with pytest.raises(InputError, match="sequence 1 has token 80, and the tokenizer's tokens are 0 to 49"):
+        score(kept, [[5], [5, 80]], tokenizer=Short())
+    with pytest.raises(InputError, match="batch_size = 1.5 must be"):
+        score(kept, [[5, 6]], batch_size=1.5)  # type: ignore[arg-type]
+    kept.close()

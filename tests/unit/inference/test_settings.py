@@ -16,6 +16,9 @@ class Model(nn.Module):
         super().__init__()
         self.generation_config = generation_config
 
+    def get_input_embeddings(self) -> nn.Module:
+        return nn.Embedding(50, 2)
+
 
 def test_the_call_comes_first_then_the_argument_then_the_model() -> None:
     model = Model(temperature=0.7, top_k=9, do_sample=True, max_new_tokens=5, eos_token_id=[1, 2])
@@ -54,7 +57,21 @@ def test_when_tokens_are_drawn() -> None:
         ({"do_sample": 1}, "do_sample = 1 must be True or False"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id: '</s>' is no token id"),
         ({"stop_strings": ""}, "stop_strings: '' is no text"),
-        ({"repetition_penalty": 0}, "repetition_penalty = 0 must be above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty = 0 must be from 1e-30 to 1e[+]30"),
+        ({"temperature": 1e-300}, "temperature = 1e-300 must be 0 .greedy., or at least 1e-30"),
+        ({"temperature": float("inf")}, "temperature = inf must be a number"),
+        ({"encoder_repetition_penalty": -1}, "encoder_repetition_penalty = -1 must be from 1e-30"),
+        ({"min_length": -1}, "min_length = -1 must be 0 or more"),
+        ({"eos_token_id": True}, "eos_token_id: True is no token id"),
+        ({"suppress_tokens": ["a"]}, "suppress_tokens: 'a' is no token id"),
+        ({"suppress_tokens": [3, 50]}, "suppress_tokens has token 50, and the model's tokens are 0 to 49"),
+        ({"suppress_tokens": -1}, "suppress_tokens has token -1"),
+        ({"begin_suppress_tokens": [-1]}, "begin_suppress_tokens has token -1"),
+        ({"bad_words_ids": [[3], [50]]}, "bad_words_ids has token 50"),
+        ({"bad_words_ids": [[3], []]}, r"bad_words_ids: \[\] is no word; give a list of token ids"),
+        ({"bad_words_ids": [["a"]]}, r"bad_words_ids: \['a'\] is no word"),
+        ({"pad_token_id": -1}, "pad_token_id has token -1, and the model's tokens are 0 to 49"),
+        ({"pad_token_id": 50}, "pad_token_id has token 50"),
     ],
 )
 def test_values_out_of_range(arguments: dict[str, Any], words: str) -> None:
@@ -62,11 +79,38 @@ def test_values_out_of_range(arguments: dict[str, Any], words: str) -> None:
         settings_of(Model(), arguments)
 
 
+def test_padding_is_a_token_of_the_model() -> None:
+    """What a model's files and a tokenizer say of it need not be: the mask leaves it out. 0 is one."""
+    assert settings_of(Model(pad_token_id=-1, eos_token_id=[-1, 7]), {}, pad=50).pad_token_id == 7
+    assert settings_of(Model(pad_token_id=-1), {}, pad=0).pad_token_id == settings_of(Model(), {}).pad_token_id == 0
+    assert settings_of(Model(pad_token_id=0, eos_token_id=0), {}, pad=8).pad_token_id == 0
+    assert settings_of(Model(eos_token_id=0), {}).eos_token_id == (0,)
+
+
+def test_tokens_one_or_several() -> None:
+    found = settings_of(Model(suppress_tokens=0), {"begin_suppress_tokens": 0, "bad_words_ids": [[0], [1, 2]]})
+    assert (found.suppress_tokens, found.begin_suppress_tokens, found.bad_words_ids) == ((0,), (0,), ((0,), (1, 2)))
+
+
+def test_the_least_length() -> None:
+    """As in Transformers, `min_new_tokens` takes the place of `min_length`, whoever gives it."""
+    assert settings_of(Model(min_length=9), {}).min_length == 9
+    assert settings_of(Model(min_new_tokens=2), {"min_length": 9}).min_length == 0
+
+
+def test_a_configuration_of_another_kind() -> None:
+    with pytest.raises(InputError, match="generation_config = 'greedy' must be Transformers' GenerationConfig, or a dictionary"):
+        settings_of(Model(), {}, "greedy")
+
+
 def test_what_would_change_tokens_and_is_not_supported() -> None:
     with pytest.raises(InputError, match="the model's generation_config: num_beams = 4 is not supported"):
         settings_of(Model(num_beams=4), {})
     with pytest.raises(InputError, match="generation_config: guidance_scale = 2.0"):
         settings_of(Model(), {}, {"guidance_scale": 2.0})
+    for name in ("forced_eos_token_id", "forced_bos_token_id", "max_time"):
+        with pytest.raises(InputError, match=f"{name} = 0 is not supported"):
+            settings_of(Model(**{name: 0}), {})
     settings_of(Model(num_beams=1, early_stopping=True, forced_eos_token_id=None, use_mtp=False), {})
 
 

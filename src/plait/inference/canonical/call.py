@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -61,14 +62,22 @@ def run(predictor: Predictor, work: Iterator[None], *, apart: bool, arithmetic: 
         return
     predictor.idle()
     _refuse_unknown(arithmetic, predictor.device)
-    predictor.run(work, apart=apart)
+    try:
+        predictor.run(work, apart=apart)
+    except Exception as error:  # whatever it is, the others wait for this rank
+        with suppress(InputError):
+            _refuse_unknown(arithmetic, predictor.device, error)
+        raise
     _refuse_unknown(arithmetic, predictor.device)
 
 
-def _refuse_unknown(arithmetic: Arithmetic, device: torch.device) -> None:
-    """Raise InputError on all ranks where the model of one has used an operator that may give other bits elsewhere. Collective."""
+def _refuse_unknown(arithmetic: Arithmetic, device: torch.device, failed: Exception | None = None) -> None:
+    """Raise InputError on all ranks where one has failed, or its model has used an operator that may give other bits elsewhere.
+    Collective."""
 
     def known() -> None:
+        if failed is not None:
+            raise failed
         if arithmetic.unknown:
             raise InputError(
                 f"canonical=True does not know whether these give an element the same bits in every batch and layout: "

@@ -15,7 +15,7 @@ from torch import nn
 
 from plait.errors import InputError
 from plait.inference.capacity import check_positions
-from plait.inference.requests import Request, checked_ids, token_ids
+from plait.inference.requests import Request, checked_ids, ids_of, token_ids
 from plait.inference.settings import Settings, settings_of
 
 COMPLETION_TOKENS = 16
@@ -210,13 +210,10 @@ def asked_of(body: CompletionBody | ChatBody, served: Served) -> list[Asked]:
 
 
 def _of_conversation(body: ChatBody, served: Served) -> list[tuple[int, ...]]:
-    conversation = body.conversation
     try:
-        return token_ids(conversation, served.tokenizer)
-    except InputError:
-        raise
-    except Exception as error:  # a chat template raises what it likes for turns that it does not take
-        raise Refused(f"the model's chat template does not take these messages: {error}", field="messages") from None
+        return [ids_of(body.conversation, "messages", served.tokenizer)]
+    except InputError as error:
+        raise Refused(str(error), field="messages") from None
 
 
 def _asked(ids: tuple[int, ...], index: int, body: Body, limit: int | None, given: dict[str, Any], served: Served) -> Asked:

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from plait.errors import InputError
@@ -93,6 +93,10 @@ def app_of(served: Served, scheduler: Scheduler) -> FastAPI:
         message = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
         told = Refused(message.get(error.status_code, str(error.detail)), status=error.status_code)
         return JSONResponse(told.body, status_code=error.status_code)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:  # in the middle of its body; nobody reads this
+        return Response(status_code=400)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:

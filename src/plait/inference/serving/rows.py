@@ -103,18 +103,20 @@ class Rows:
                     layer.keys, layer.values = layer.keys[:, :, padded:].contiguous(), layer.values[:, :, padded:].contiguous()
 
 
-def started(job: Job, predict: Predict, cache: Any, tokenizer: Any, *, prefill: int) -> Rows | None:
-    """Read the prompt of a job, `prefill` tokens at a time, and choose its first token; None where it has ended or was cancelled."""
+def started(job: Job, predict: Predict, cache: Any, tokenizer: Any, *, tokens: int | None = None, prefill: int | None) -> Rows | None:
+    """Read the prompt of a job, `prefill` tokens at a time (None: whole), and choose its first token; None where it has ended or was
+    cancelled. `tokens`: see `Chooser`."""
     ids = torch.tensor([job.request.token_ids])
     logits = torch.empty(0)
-    for low in range(0, ids.shape[1], prefill):
+    step = prefill or ids.shape[1]
+    for low in range(0, ids.shape[1], step):
         if job.is_cancelled:
             return None
-        high = min(low + prefill, ids.shape[1])
+        high = min(low + step, ids.shape[1])
         mask = torch.ones((1, high), dtype=torch.long)
         inputs = {"input_ids": ids[:, low:high], "attention_mask": mask, "position_ids": torch.arange(low, high).unsqueeze(0)}
         logits = predict(inputs, cache)
-    chooser = Chooser([job.request], job.settings, tokenizer)
+    chooser = Chooser([job.request], job.settings, tokenizer, tokens=tokens)
     token, ended = chosen(job, chooser, logits)
     return None if ended else Rows(job, chooser, cache, token)
 

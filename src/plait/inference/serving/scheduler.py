@@ -13,7 +13,8 @@ from plait.errors import InputError
 from plait.inference.predictor import Predictor
 from plait.inference.serving.job import Job, Told
 from plait.inference.serving.rows import Rows, started
-from plait.sharded.cache import takes_cache
+from plait.inference.vocabulary import tokens_of_tokenizer
+from plait.sharded.cache import has_recurrent_state, takes_cache
 from plait.sharded.model import ShardedModel
 
 PREFILL = 512
@@ -33,6 +34,8 @@ class Scheduler:
         if not takes_cache(sharded.model):
             raise InputError(f"{type(sharded.model).__name__} keeps no keys and values (past_key_values), which serving needs")
         self._sharded, self._tokenizer, self._offload_cache = sharded, tokenizer, offload_cache
+        self._prefill = None if has_recurrent_state(sharded.model) else PREFILL
+        self._tokens = tokens_of_tokenizer(tokenizer)
         self._at_once, self._most_waiting = at_once, waiting
         self._predict = partial(_predicted, Predictor(sharded))
         self._waiting: deque[Job] = deque()
@@ -50,6 +53,8 @@ class Scheduler:
         with self._changed:
             if self._stopping:
                 raise InputError("the server is stopping")
+            if len(self._waiting) + len(jobs) > self._most_waiting:
+                self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
             if len(self._waiting) + len(jobs) > self._most_waiting:
                 if len(jobs) > self._most_waiting:
                     raise Full(f"{len(jobs):,} prompts in one request, and {self._most_waiting:,} may wait; send fewer at once")
@@ -91,7 +96,7 @@ class Scheduler:
         while self.running < self._at_once and (job := self._next()) is not None:
             try:
                 cache = self._sharded.new_cache(on_host=self._offload_cache)
-                new = started(job, self._predict, cache, self._tokenizer, prefill=PREFILL)
+                new = started(job, self._predict, cache, self._tokenizer, tokens=self._tokens, prefill=self._prefill)
             except Exception as error:
                 job.tell(Told(error=str(error)))
                 if not isinstance(error, InputError):  # logits that are not finite are of this request alone
@@ -129,6 +134,4 @@ class Scheduler:
 
 
 def _predicted(predictor: Predictor, inputs: dict[str, torch.Tensor], cache: Any) -> torch.Tensor:
-    logits = predictor.last(inputs, cache)
-    assert logits is not None  # one process has the output
-    return logits
+    return predictor.last(inputs, cache)()

@@ -107,6 +107,11 @@ def test_failures_reach_those_that_wait(tmp_path: Path, monkeypatch: pytest.Monk
     full.submit(first.job, second.job)
     with pytest.raises(Full, match="2 requests wait, and 3 may; try again later"):
         full.submit(*(Client(0).job for _ in range(2)))
+    first.job.cancel()  # one whose client is gone waits for nothing
+    full.submit(*(Client(0).job for _ in range(2)))
+    with pytest.raises(Full, match="3 requests wait"):
+        full.submit(Client(0).job)
+    first = Client(0, new=50)
     predict, calls = scheduler._predict, []
 
     def failing(*args: Any) -> torch.Tensor:

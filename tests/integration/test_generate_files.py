@@ -1,0 +1,133 @@
+"""`plait generate` with a file of prompts that is wrong, comes from a pipe, or has answers that another command writes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from plait.cli import generate as command
+from plait.cli.main import main
+from plait.cluster import ending
+from plait.errors import InputError
+from plait.inference.prompt_file import results_file
+from tests.integration.model_folder import model_folder
+
+GOOD = '{"prompt": "def read"}\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("llama"))
+
+
+def run(folder: Path, *arguments: str, code: int = 0) -> None:
+    try:
+        main(["generate", "--model", str(folder), *arguments])
+    except SystemExit as end:
+        assert (end.code or 0) == code
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "words"),
+    [
+        ({"token_ids": [5, 300]}, [], "line 3 has token 300, and the model's tokens are 0 to 299"),
+        ({"prompt": "a " * 300}, [], "line 3: the longest request may have"),
+        ({"prompt": ""}, [], "line 3 has no token"),
+        ({"messages": [{"role": "user", "content": "a"}]}, [], "line 3 is a conversation, and the tokenizer has no chat template"),
+        ({"prompt": "a"}, ["--top-p", "3"], "top_p = 3.0 must be"),
+        ({"prompt": "a"}, ["--seed", "-1"], "--seed = '-1'"),
+    ],
+)
+def test_all_is_checked_before_the_first_answer(
+    line: dict[str, Any], options: list[str], words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def loaded(*_: Any) -> None:
+        raise AssertionError("the model is loaded for nothing")
+
+    monkeypatch.setattr(command, "_loaded", loaded)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(GOOD + "\n" + json.dumps(line) + "\n", encoding="utf-8")
+    run(folder, "--prompts", str(prompts), "--out", str(out), "--batch-size", "1", "--max-new-tokens", "2", *options, code=2)
+    assert words in capsys.readouterr().err and list(tmp_path.iterdir()) == [prompts]
+
+
+def test_a_template_that_takes_no_such_conversation(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from shutil import copytree
+
+    other, prompts = copytree(folder, tmp_path / "model"), tmp_path / "prompts.jsonl"
+    (other / "chat_template.jinja").write_text("{{ raise_exception('turns must alternate') }}")
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n", encoding="utf-8")
+    run(other, "--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl"), code=2)
+    assert "line 1: the model's chat template does not take this conversation (turns must alternate)" in capsys.readouterr().err
+
+
+def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are read once, and may begin with a byte order mark; several processes would each read them."""
+    pipe, out = tmp_path / "pipe", tmp_path / "out.jsonl"
+    os.mkfifo(pipe)
+    for options, code in ((["--tp", "2"], 2), ([], 0)):
+        writer = Thread(target=pipe.write_text, args=(GOOD * 2,), kwargs={"encoding": "utf-8-sig"}, daemon=True)
+        writer.start()
+        run(folder, "--prompts", str(pipe), "--out", str(out), "--max-new-tokens", "2", *options, code=code)
+        writer.join(timeout=60)
+        said = capsys.readouterr().err
+        assert ("can be read once, and each of 2 processes (tp 2 x pp 1) reads it; write it to a file" in said) == bool(code), said
+    assert len(out.read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_another_command_writes_the_answers(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(GOOD, encoding="utf-8")
+    (tmp_path / ".out.jsonl.tmp").write_text("of a command that was killed", encoding="utf-8")
+    with results_file(out):
+        run(folder, "--prompts", str(prompts), "--out", str(out), code=2)
+        assert f"--out {out}: another command writes it now; wait for its end" in capsys.readouterr().err
+        assert (tmp_path / ".out.jsonl.tmp").exists()
+    assert out.read_text(encoding="utf-8") == ""
+    with pytest.raises(InputError, match="exists; give another name"), results_file(out):
+        pass
+    assert sorted(tmp_path.iterdir()) == [out, prompts]
+    (tmp_path / ".other.tmp").symlink_to(prompts)
+    with pytest.raises(InputError, match="symbolic links; give a file"), results_file(tmp_path / "other"):
+        pass
+    assert prompts.read_text(encoding="utf-8") == GOOD
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EPIPE, 128 + signal.SIGPIPE), (errno.ENOSPC, 1)])
+def test_standard_output_that_takes_no_more(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several processes ends at once; a single one raises what `main` tells."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(number, "no more")
+
+    monkeypatch.setattr("builtins.print", full)
+    ended: list[int] = []
+    monkeypatch.setattr(command, "close_stdout", lambda error: code if error.errno == number else 0)
+    monkeypatch.setattr(ending, "end_process", ended.append)
+    asked = command.Asked("m", None, "stored", 2, 1, "a", None, None, 1, None)
+    command._write(asked, "text")
+    assert ended == [code]
+    with pytest.raises(OSError, match="no more"):
+        command._write(replace(asked, tp=1), "text")
+
+
+@pytest.mark.proof
+def test_a_reader_that_goes_ends_all_processes(folder: Path) -> None:
+    """Without a traceback."""
+    asked = ["--model", str(folder), "--prompt", "a", "--max-new-tokens", "90", "--tp", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "plait", "generate", *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    assert process.wait(60) == 128 + signal.SIGPIPE and "Traceback" not in said and "on_token" not in said, said

@@ -1,0 +1,56 @@
+"""Models whose layers keep a state that every token changes, or a cache of their own, get the tokens of Transformers."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+
+import plait
+from plait.inference.requests import Request
+from plait.inference.serving import scheduler as scheduler_module
+from plait.inference.serving.job import Job, Told
+from plait.inference.serving.scheduler import Scheduler
+from plait.inference.settings import Settings
+from plait.sharded.cache import has_recurrent_state, takes_cache
+from tests.unit.inference.recurrent import FIELDS, NEW, PROMPTS, built, by_transformers
+from tests.unit.inference.words import Words
+
+
+@pytest.mark.parametrize("kind", list(FIELDS))
+def test_tokens(kind: str) -> None:
+    """Of prompts of several lengths together, in pieces and without a cache, also twice and after one of them has ended."""
+    model = built(kind)
+    expected = by_transformers(model)
+    assert takes_cache(model) == has_recurrent_state(model) == (kind in ("jamba", "falcon_h1"))
+    sharded = plait.parallelize(model, {"train_micro_batch_size_per_gpu": 1})
+    for ways in ({}, {"prefill_tokens": 3}, {"use_cache": False}, {"batch_size": 2}):
+        made = plait.generate(sharded, PROMPTS, max_new_tokens=NEW, temperature=0, **ways)
+        assert [one.token_ids for one in made] == expected, ways
+    end = next(token for token in expected[1][:3] if all(token not in expected[at][:4] for at in (0, 2)))
+    made = plait.generate(sharded, PROMPTS, max_new_tokens=NEW, temperature=0, eos_token_id=end)
+    for one, row in zip(made, expected, strict=True):
+        assert one.token_ids == (row[: row.index(end) + 1] if end in row else row)
+    sharded.close()
+
+
+def test_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is longer than what a forward reads of one."""
+    monkeypatch.setattr(scheduler_module, "PREFILL", 2)
+    model = built("jamba")
+    sharded = plait.parallelize(model, {"train_micro_batch_size_per_gpu": 1})
+    scheduler, told = Scheduler(sharded, Words(), at_once=3, waiting=3), queue.SimpleQueue[tuple[int, Told]]()
+    scheduler.start()
+    jobs = [
+        Job(Request(tuple(prompt), NEW, None), Settings(), lambda one, at=at: told.put((at, one)))  # type: ignore[misc]
+        for at, prompt in enumerate(PROMPTS)
+    ]
+    scheduler.submit(*jobs)
+    found: list[list[int | None]] = [[] for _ in PROMPTS]
+    while not all(len(tokens) == NEW for tokens in found):
+        at, one = told.get(timeout=60)
+        assert not one.error
+        found[at].append(one.token)
+    scheduler.stop()
+    assert found == by_transformers(model)
+    sharded.close()
