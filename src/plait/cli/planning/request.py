@@ -18,7 +18,7 @@ from plait.planner import calibration_file, hardware
 from plait.planner.auto import PATHS, File, asks, fixed_by, model_of, precision_of, read_file, with_settings_of
 from plait.planner.calibrate import Calibration, calibrate
 from plait.planner.fixed import parse_fixed, written
-from plait.planner.models import find_model
+from plait.planner.models import find_model, unknown_layers
 from plait.planner.request import Request
 from plait.planner.unpriced import unpriced
 from plait.units import GIB
@@ -107,6 +107,9 @@ def read_request(
         notes.append(f"batch {batch}: about 4 Mi tokens a step; set it with --batch")
     if machines.device.name == "cpu" and gpu is None:
         notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --world-size")
+    note = unknown_layers(planned.architecture)
+    if note:
+        notes.append(note)
     request = Request(planned, machines, batch, sequence, precision, compiled, everything)
     if found is None:
         return Asked(request, {}, {}, fixed, notes)
