@@ -212,3 +212,14 @@ def test_machines_and_their_gpus_stand_for_the_world_size(capsys: pytest.Capture
     several = json.loads(capsys.readouterr().out)
     assert run(*ASKED, "--json") == 0
     assert json.loads(capsys.readouterr().out)["best"] == several["best"]
+
+
+@pytest.mark.parametrize(("config", "note"), [({}, "trains with dropout"), ({"resid_pdrop": 0.0, "attn_pdrop": 0.0}, None)])
+def test_dropout_that_no_plan_counts_is_told(
+    config: dict[str, float], note: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+    file.write_text(json.dumps({"model_type": "gpt2", **sizes, **config}))
+    assert run("--model", file, "--gpu", "h100", "--world-size", 1, "--batch", 1, "--seq", 64, "--json") == 0
+    assert any(note in told for told in json.loads(capsys.readouterr().out)["notes"]) if note else "dropout" not in capsys.readouterr().out
