@@ -121,6 +121,8 @@ def plan(
         if report is not None:
             write_text("--report", report, plan_page(Story(found, notes, fixed=fixed, calibration=calibration)))
         raise typer.Exit(1)
+    if asked.base and not everything:
+        output.check_runs(request, output.config_of(request, found.best[0], asked.base))
     around = [(text, parse_fixed([text])) for text in explain.neighbours(found)] if "neighbours" in why else []
     told = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in queries]
     beside = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in around]

@@ -223,3 +223,14 @@ def test_dropout_that_no_plan_counts_is_told(
     file.write_text(json.dumps({"model_type": "gpt2", **sizes, **config}))
     assert run("--model", file, "--gpu", "h100", "--world-size", 1, "--batch", 1, "--seq", 64, "--json") == 0
     assert any(note in told for told in json.loads(capsys.readouterr().out)["notes"]) if note else "dropout" not in capsys.readouterr().out
+
+
+def test_a_file_that_training_refuses_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "file.json", tmp_path / "out.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    tree = {"train_batch_size": 8, "model": {"config": {"model_type": "llama", **sizes}}, "data": {"sequence_length": 64}}
+    file.write_text(json.dumps(tree | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}))
+    assert run(file, "--gpu", "h100", "--world-size", 8, "--out", out) == 2
+    assert "fp16.enabled and bf16.enabled: are both true" in capsys.readouterr().err and not out.exists()
+    file.write_text(json.dumps(tree | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))  # Transformers' --learning_rate
+    assert run(file, "--gpu", "h100", "--world-size", 8, "--out", out) == 0 and out.exists()
