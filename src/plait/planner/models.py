@@ -151,6 +151,7 @@ _LAYER_NORM = _TWO_MATRICES - {"falcon", "nemotron", "arcee", "apertus", "nanoch
 _STRUCTURE = {"mamba", "mamba2", "rwkv", "t5", "bart", "bert", "roberta", "vit", "whisper", "clip"}
 
 
+_MOST_PARAMETERS = 10**15
 _LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _OTHERS = ("kv_lora_rank", "q_lora_rank", "shared_expert_intermediate_size", *_LATENT, *_LEARNED_POSITIONS.values())
 
@@ -164,7 +165,22 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
         for name in dict.fromkeys(names)
         if (config.get(name) is not None or name in needed) and (type(config.get(name)) is not int or config[name] < 0)
     ]
+    tied = config.get("tie_word_embeddings")
+    if tied is not None and not isinstance(tied, bool):
+        problems.append(Problem(f"{source}: tie_word_embeddings", tied, "not true or false", "write one, or leave it out"))
     refuse(problems)
+
+
+def _check_counts(model: Architecture, source: str) -> None:
+    """Raise ConfigError for a token that goes to more experts than there are, and for a model that is too large to count."""
+    if model.active > model.experts:
+        rule = f"a token goes to {model.active} experts, and a layer has {model.experts}"
+        raise ConfigError(Problem(f"{source}: num_experts_per_tok", model.active, rule, "give at most that many"))
+    widths = 4 * model.heads * model.head_dim + 3 * (model.ffn + model.experts * model.expert_ffn) + model.shared_ffn
+    count = model.hidden * (model.layers * widths + 2 * model.vocab)
+    if count > _MOST_PARAMETERS:
+        rule = f"these sizes are {count:.1e} parameters, and no plan counts more than {_MOST_PARAMETERS:.0e}"
+        raise ConfigError(Problem(source, None, rule, "correct them"))
 
 
 def unknown_layers(model: Architecture) -> str | None:
@@ -198,7 +214,9 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
     """The shape that a Hugging Face configuration describes; `vocab` is taken where it has none. Raises ConfigError for what is missing
     or does not fit, InputError for an architecture that is no decoder-only language model."""
-    kind = str(config.get("model_type", ""))
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ConfigError(Problem(f"{source}: model_type", kind, "names no architecture", "set it, for example to llama"))
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and "num_hidden_layers" not in config:
         return from_config({"model_type": kind, **inner}, source=source, vocab=vocab)
@@ -242,7 +260,7 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
         kv_heads = config.get("num_kv_heads", 1) if config.get("new_decoder_architecture") or not config.get("multi_query", True) else 1
     experts = optional["experts"] or 0
     ffn = optional["ffn"] or 4 * hidden
-    return Architecture(
+    model = Architecture(
         **found,
         kv_heads=kv_heads,
         head_dim=(mla["nope"] + mla["rope"]) if mla else optional["head_dim"] or hidden // heads,
@@ -258,11 +276,13 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
         expert_ffn=(optional["expert_ffn"] or ffn) if experts else 0,
         shared_ffn=int(config.get("shared_expert_intermediate_size") or 0)
         or (optional["shared"] or 0) * (optional["expert_ffn"] or ffn) * bool(experts),
-        dense_layers=(optional["dense_layers"] or 0) if experts else 0,
+        dense_layers=min(optional["dense_layers"] or 0, found["layers"]) if experts else 0,
         compressed=_compressed(hidden, heads, mla),
-        name=str(config.get("_name_or_path") or kind or source),
-        model_type=kind or "llama",
+        name=str(config.get("_name_or_path") or kind),
+        model_type=kind,
     )
+    _check_counts(model, source)
+    return model
 
 
 @dataclass(frozen=True)

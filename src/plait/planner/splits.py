@@ -85,4 +85,5 @@ def split_of(model: Architecture, config: Mapping[str, Any]) -> Split:
 def drops(kind: str, config: Mapping[str, Any]) -> bool:
     """Whether a model of the family `kind` trains with dropout."""
     default = kind in _DROPS_UNLESS_TOLD and any(config.get(name) is None for name in ("attn_pdrop", "resid_pdrop"))
-    return default or any(float(config.get(name) or 0) > 0 for name in _DROPOUTS)
+    shares = [config.get(name) for name in _DROPOUTS]
+    return default or any(isinstance(share, int | float) and share > 0 for share in shares)

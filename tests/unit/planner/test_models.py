@@ -136,11 +136,25 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
     with pytest.raises(InputError, match="no decoder-only transformer"):
         from_config({"model_type": "t5", "hidden_size": 64})
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    for more, words in (
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': not true or false"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8}, "a token goes to 8 experts, and a layer has 4"),
+        ({"hidden_size": 2**31 - 1, "num_attention_heads": 1, "num_hidden_layers": 2**31 - 1}, "no plan counts more"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            from_config({"model_type": "llama", **sizes, **more})
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match="no JSON"):
         find_model(str(tmp_path / "config.json"))
     with pytest.raises(InputError, match="No such file"):
         find_model(str(tmp_path / "other.json"))
+
+
+def test_more_leading_layers_without_experts_than_layers_are_all_of_them():
+    found = from_config({"model_type": "deepseek_v3", **SIZES, "first_k_dense_replace": 5})
+    assert found.dense_layers == SIZES["num_hidden_layers"] and found.expert_layers == 0
 
 
 def test_stacked_architectures_count_each_their_own():
