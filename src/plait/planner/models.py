@@ -204,7 +204,8 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if kind not in CONFIG_MAPPING:
         return written
     try:
-        whole = CONFIG_MAPPING[kind].from_dict(written).to_dict()
+        # Without the vocabulary, which decides none of them and which it compares with its own special tokens, aloud.
+        whole = CONFIG_MAPPING[kind].from_dict({name: value for name, value in written.items() if name != "vocab_size"}).to_dict()
     except Exception:  # what Transformers refuses it tells where the model is built
         return written
     read = {*(name for keys in _OPTIONAL.values() for name in keys), *_OTHERS, "tie_word_embeddings", "multi_query"}

@@ -225,6 +225,15 @@ def test_dropout_that_no_plan_counts_is_told(
     assert any(note in told for told in json.loads(capsys.readouterr().out)["notes"]) if note else "dropout" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("seq", "told"), [(64, False), (128, True)])
+def test_samples_that_are_too_long_for_the_model_are_told(seq: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64}
+    file.write_text(json.dumps({"model_type": "llama", **sizes}))
+    assert run("--model", file, "--gpu", "h100", "--world-size", 1, "--batch", 1, "--seq", seq, "--json") == 0
+    assert any("max_position_embeddings is 64" in note for note in json.loads(capsys.readouterr().out)["notes"]) is told
+
+
 def test_a_file_that_training_refuses_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "file.json", tmp_path / "out.json"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}

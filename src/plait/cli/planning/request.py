@@ -107,9 +107,7 @@ def read_request(
         notes.append(f"batch {batch}: about 4 Mi tokens a step; set it with --batch")
     if machines.device.name == "cpu" and gpu is None:
         notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --world-size")
-    note = unknown_layers(planned.architecture)
-    if note:
-        notes.append(note)
+    notes += [note for note in (unknown_layers(planned.architecture), _too_long(planned.section, sequence)) if note]
     request = Request(planned, machines, batch, sequence, precision, compiled, everything)
     if found is None:
         return Asked(request, {}, {}, fixed, notes)
@@ -121,6 +119,16 @@ def read_request(
     if left_out:
         notes.append(f"no plan prices {', '.join(left_out)}: what they change is not in the times and bytes")
     return Asked(request, dict(found.raw), dict(found.tree), layout | fixed, notes)
+
+
+def _too_long(section: Mapping[str, Any], sequence: int) -> str | None:
+    """What to tell of samples that are longer than the model's configuration allows."""
+    config = section.get("config") or {}
+    names = (name for name in ("max_position_embeddings", "n_positions") if isinstance(config.get(name), int))
+    name = next(names, None)
+    if name is None or sequence <= config[name]:
+        return None
+    return f"{name} is {config[name]}, and `plait train` refuses samples of {sequence} tokens; raise it in the model's configuration, or lower --seq"
 
 
 def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
