@@ -128,7 +128,8 @@ def _too_long(section: Mapping[str, Any], sequence: int) -> str | None:
     name = next(names, None)
     if name is None or sequence <= config[name]:
         return None
-    return f"{name} is {config[name]}, and `plait train` refuses samples of {sequence} tokens; raise it in the model's configuration, or lower --seq"
+    rule = f"{name} is {config[name]}, and `plait train` refuses samples of {sequence} tokens"
+    return f"{rule}; raise it in the model's configuration, or lower --seq"
 
 
 def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
