@@ -214,6 +214,18 @@ def test_machines_and_their_gpus_stand_for_the_world_size(capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["best"] == several["best"]
 
 
+def test_rows_of_a_table_that_do_not_count_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = runs_file(tmp_path)
+    header, first, *others = file.read_text().splitlines()
+    milliseconds = [row.rpartition(",")[0] + ",2000" for row in others[:-1]]
+    file.write_text("\n".join([header, first.rpartition(",")[0] + ",-2", *milliseconds]) + "\n")
+    assert run(*ASKED, "--calibrate", file, "--json") == 0
+    count, left, far = json.loads(capsys.readouterr().out)["notes"]
+    assert count == f"5 rows of {file} move the constants"
+    assert "1 rows" in left and "row 1 of its device: no time of a step above 0" in left
+    assert "off what the constants fitted to them say; step_time_s is seconds of one step" in far
+
+
 @pytest.mark.parametrize(("config", "note"), [({}, "trains with dropout"), ({"resid_pdrop": 0.0, "attn_pdrop": 0.0}, None)])
 def test_dropout_that_no_plan_counts_is_told(
     config: dict[str, float], note: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

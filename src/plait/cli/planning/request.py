@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.cli.planning.calibrations import from_history, live_devices, runs_of_table
+from plait.cli.planning.calibrations import from_history, live_devices, notes_on, runs_of_table
 from plait.cluster import accelerator
 from plait.cluster.machines import load
 from plait.cluster.topology import machine_name
@@ -248,4 +248,6 @@ def read_calibration(path: Path | None, request: Request) -> tuple[Calibration |
             where = f"{gpu} ({machine})" if machine else gpu
             raise InputError(f"{path}: no run in it was measured on {where}; leave --calibrate out, or give a file that has some")
         return found, notes
-    return calibrate(runs_of_table(path, gpu)[0]), []
+    runs = runs_of_table(path, gpu)[0]
+    calibration = calibrate(runs)
+    return calibration, notes_on(path, runs, calibration)
