@@ -99,7 +99,8 @@ def notes_on(table: Path, runs: Runs, found: Calibration) -> list[str]:
         notes.append(f"{len(runs.rows) - len(used)} rows of {table} are left out; row {first + 1} of its device: {why}")
     middle = errors_with(runs, found)[1]
     if middle > _FAR_OFF:
-        notes.append(f"times of {table} are {100 * middle:.3g} % off what the constants fitted to them say; step_time_s is seconds of one step")
+        size = f"{100 * middle:.3g} %"
+        notes.append(f"times of {table} are {size} off what the constants fitted to them say; step_time_s is seconds of one step")
     return notes
 
 
