@@ -80,7 +80,7 @@ def _print_json(out: Path, *, wanted: bool) -> None:
 
 
 def _from_table(table: Path, out: Path, gpu: str | None, *, said: bool) -> None:
-    from plait.cli.planning.calibrations import print_calibration, runs_of_table
+    from plait.cli.planning.calibrations import notes_on, print_calibration, runs_of_table
     from plait.planner.calibrate import calibrate
     from plait.planner.calibration_file import save
 
@@ -90,7 +90,8 @@ def _from_table(table: Path, out: Path, gpu: str | None, *, said: bool) -> None:
     if not said:
         return
     print_calibration(found, runs)
-    print(f"\n{out} holds the constants: plait plan ... --calibrate {out}")
+    print("\n" + "\n".join(f"note: {note}" for note in notes_on(table, runs, found)))
+    print(f"{out} holds the constants: plait plan ... --calibrate {out}")
 
 
 def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:

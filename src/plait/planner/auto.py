@@ -161,9 +161,9 @@ def fixed_by(file: File) -> dict[str, int]:
                 continue
             value = RECOMPUTE_INDEX[value]
         fixed[name] = int(value)
-    if config.parallel.recompute.budget_gib is not None and config.parallel.recompute.mode is None:
-        remedy = f'leave it out, or set parallel.recompute.mode to "auto" or {RECOMPUTE_NAMES["full"]}'
-        problems.append(Problem("parallel.recompute.budget_gib", config.parallel.recompute.budget_gib, "a plan prices no budget", remedy))
+    if config.parallel.recompute.budget_gib is not None and config.parallel.recompute.mode != "budget":
+        rule = "a plan prices no budget, and a mode that is fixed has none"
+        problems.append(Problem("parallel.recompute.budget_gib", config.parallel.recompute.budget_gib, rule, "leave it out"))
     problems += _fix_details(config, fixed)
     refuse(problems)
     return fixed

@@ -103,4 +103,7 @@ def _fit(content: Mapping[str, Any]) -> Fit:
     values = {**known.rates.values, **{name: float(entry["value"]) for name, entry in content["constants"].items()}}
     if not all(np.isfinite(value) and value > 0 for value in values.values()):
         raise ValueError("a constant is not a positive number")
-    return Fit(names, Rates(values), covariance, float(content["spread"]), int(content["rows"]))
+    spread = float(content["spread"])
+    if not (np.isfinite(covariance).all() and (np.diag(covariance) >= 0).all() and 0 <= spread < np.inf):
+        raise ValueError("a covariance or a spread is not a finite number, or below 0")
+    return Fit(names, Rates(values), covariance, spread, int(content["rows"]))

@@ -62,7 +62,7 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     products = products + dense + _experts(job, rates, share)
     attention, attention_backward = _attention(job, rates)
     elementwise = _elementwise(job, rates)
-    full = products + attention + elementwise - job.framework.stops_early * last
+    full = products + attention + elementwise - job.stops_early * last
     operators = _second_products(job) * products + elementwise
     kind = np.asarray(at.recompute)
     again = np.select(

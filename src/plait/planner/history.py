@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +91,33 @@ def read(path: Path) -> tuple[list[Measured], list[str]]:
             continue
         try:
             measured = Measured(**json.loads(line))
+            _check(measured)
             _variant(0, measured)
-            if not measured.seconds > 0:
-                raise ValueError(f"seconds = {measured.seconds}")
         except (ValueError, TypeError, KeyError, AttributeError, InputError) as error:
             warnings.append(f"{path}, line {number}: skipped, it holds no measured run ({error})")
         else:
             found.append(measured)
     return found, warnings
+
+
+_NAMES = ("name", "model_type", "schedule", "recompute")
+"""Facts that are no numbers."""
+_AT_LEAST_ONE = (
+    *("devices", "devices_per_node", "sequence", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"),
+    *("pp", "vpp", "tp", "cp", "ep", "dp_replicate", "dp_shard", "every", "micro_batch", "accumulation"),
+)
+
+
+def _check(measured: Measured) -> None:
+    """Raise ValueError for a number that no run has: from one such row the fit would make constants that are none."""
+    counts = {name: getattr(measured, name) for name in ("devices", "devices_per_node", "sequence")}
+    for name, value in {**measured.architecture, **measured.layout, **counts}.items():
+        least = 1 if name in _AT_LEAST_ONE else 0
+        if name not in _NAMES and not (isinstance(value, int | float) and least <= value < inf):
+            raise ValueError(f"{name} = {value!r}, not a number of at least {least}")
+    for name, value in (("seconds", measured.seconds), ("bytes", measured.bytes)):
+        if not (name == "bytes" and value is None) and not (isinstance(value, int | float) and 0 < value < inf):
+            raise ValueError(f"{name} = {value!r}, not a number above 0")
 
 
 def same_machine(measured: Measured, *, gpu: str, machine: str) -> bool:

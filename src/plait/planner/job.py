@@ -25,6 +25,9 @@ RECOMPUTE = ("none", "selective", "full", "operators", "budget")
 """`selective` computes the attention's core again, `full` the full block, `operators` all but attention and every second product, and with
 `budget` some blocks do the one and others the other."""
 
+NORM_LAST = ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", "exaone4")
+"""Families whose blocks normalise what their MLP returns."""
+
 
 @dataclass(frozen=True)
 class Layouts:
@@ -108,6 +111,11 @@ class Job:
     def is_plait(self) -> NDArray[np.bool_]:
         """Whether Plait runs it, by its own rules of groups and messages; with compiled blocks and with experts too."""
         return np.asarray(self.framework.name) == "plait"
+
+    @property
+    def stops_early(self) -> Numbers:
+        """1 where recomputation ends at a block's last product; not where a norm comes after it, whose backward needs its result."""
+        return self.framework.stops_early * ~np.isin(np.asarray(self.model.model_type), NORM_LAST)
 
     @property
     def tokens(self) -> Numbers:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +99,18 @@ def _compressed(hidden: int, heads: int, mla: Mapping[str, int] | None) -> int:
 _NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocab": ("vocab_size",),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
     "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "active": ("num_experts_per_tok",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "active": ("num_experts_per_tok", "moe_k"),
     "expert_ffn": ("moe_intermediate_size",),
-    "dense_layers": ("first_k_dense_replace",),
+    "dense_layers": ("first_k_dense_replace", "moe_layer_start_index"),
+    "shared": ("n_shared_experts", "moe_num_shared_experts"),
 }
 _TWO_MATRICES = {
     "gpt2",
@@ -124,15 +126,34 @@ _TWO_MATRICES = {
     "starcoder2",
     "codegen",
     "biogpt",
+    "persimmon",
+    "nemotron",
+    "arcee",
+    "apertus",
+    "jais2",
+    "nanochat",
+}
+_GATED = {
+    *("llama", "mistral", "ministral3", "phi3", "internlm3", "seed_oss", "smollm3", "stablelm", "granite", "helium", "ernie4_5", "bitnet"),
+    *("qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "olmo", "olmo2", "olmo3", "cohere", "cohere2", "exaone4", "cwm"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe", "dots1", "minimax_m2"),
+    *("deepseek_v2", "deepseek_v3"),
 }
 _TIED = {"gpt2", "gpt_neo", "opt", "bloom", "falcon", "gpt_bigcode", "mpt", "gemma", "gemma2", "gemma3_text"}
-_LEARNED_POSITIONS = {"gpt2": "n_positions", "gpt_neo": "max_position_embeddings", "opt": "max_position_embeddings"}
-_LAYER_NORM = _TWO_MATRICES - {"falcon"}
+_LEARNED_POSITIONS = {
+    "gpt2": "n_positions",
+    "gpt_bigcode": "n_positions",
+    "gpt_neo": "max_position_embeddings",
+    "opt": "max_position_embeddings",
+    "biogpt": "max_position_embeddings",
+}
+_LAYER_NORM = _TWO_MATRICES - {"falcon", "nemotron", "arcee", "apertus", "nanochat"}
 _STRUCTURE = {"mamba", "mamba2", "rwkv", "t5", "bart", "bert", "roberta", "vit", "whisper", "clip"}
 
 
+_MOST_PARAMETERS = 10**15
 _LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-_OTHERS = ("kv_lora_rank", "q_lora_rank", "shared_expert_intermediate_size", "n_shared_experts", *_LATENT, *_LEARNED_POSITIONS.values())
+_OTHERS = ("kv_lora_rank", "q_lora_rank", "shared_expert_intermediate_size", *_LATENT, *_LEARNED_POSITIONS.values())
 
 
 def _check_optional(config: Mapping[str, Any], source: str) -> None:
@@ -144,13 +165,59 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
         for name in dict.fromkeys(names)
         if (config.get(name) is not None or name in needed) and (type(config.get(name)) is not int or config[name] < 0)
     ]
+    tied = config.get("tie_word_embeddings")
+    if tied is not None and not isinstance(tied, bool):
+        problems.append(Problem(f"{source}: tie_word_embeddings", tied, "not true or false", "write one, or leave it out"))
     refuse(problems)
+
+
+def _check_counts(model: Architecture, source: str) -> None:
+    """Raise ConfigError for a token that goes to more experts than there are, and for a model that is too large to count."""
+    if model.active > model.experts:
+        rule = f"a token goes to {model.active} experts, and a layer has {model.experts}"
+        raise ConfigError(Problem(f"{source}: num_experts_per_tok", model.active, rule, "give at most that many"))
+    widths = 4 * model.heads * model.head_dim + 3 * (model.ffn + model.experts * model.expert_ffn) + model.shared_ffn
+    count = model.hidden * (model.layers * widths + 2 * model.vocab)
+    if count > _MOST_PARAMETERS:
+        rule = f"these sizes are {count:.1e} parameters, and no plan counts more than {_MOST_PARAMETERS:.0e}"
+        raise ConfigError(Problem(source, None, rule, "correct them"))
+
+
+def unknown_layers(model: Architecture) -> str | None:
+    """What to tell of a model of whose layers the planner does not know that they are what it counts; None for the others."""
+    kind = str(model.model_type)
+    if kind in _GATED | _TWO_MATRICES:
+        return None
+    return (
+        f"{kind}: what its layers are is not known to the planner, which counts Llama's from its sizes; "
+        "compare the parameters with the model's before you trust times and bytes"
+    )
+
+
+def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """`config` with the sizes that it leaves to Transformers, as training builds them: a `qwen3` without head_dim has heads of 128."""
+    written = {name: value for name, value in config.items() if value is not None}
+    if find_spec("transformers") is None:
+        return written
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        return written
+    try:
+        # Without the vocabulary, which decides none of them and which it compares with its own special tokens, aloud.
+        whole = CONFIG_MAPPING[kind].from_dict({name: value for name, value in written.items() if name != "vocab_size"}).to_dict()
+    except Exception:  # what Transformers refuses it tells where the model is built
+        return written
+    read = {*(name for keys in _OPTIONAL.values() for name in keys), *_OTHERS, "tie_word_embeddings", "multi_query"}
+    return {name: whole[name] for name in read if isinstance(whole.get(name), int)} | written
 
 
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
     """The shape that a Hugging Face configuration describes; `vocab` is taken where it has none. Raises ConfigError for what is missing
     or does not fit, InputError for an architecture that is no decoder-only language model."""
-    kind = str(config.get("model_type", ""))
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ConfigError(Problem(f"{source}: model_type", kind, "names no architecture", "set it, for example to llama"))
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and "num_hidden_layers" not in config:
         return from_config({"model_type": kind, **inner}, source=source, vocab=vocab)
@@ -170,6 +237,7 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
     refuse(problems)
     check_sizes(config, f"{source}: ")
     _check_optional(config, source)
+    config = _with_defaults(config, kind)
     optional = {field: next((config[key] for key in keys if config.get(key) is not None), None) for field, keys in _OPTIONAL.items()}
     hidden, heads = found["hidden"], found["heads"]
     if optional["head_dim"] is None and hidden % heads:
@@ -187,11 +255,13 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
             "q_rank": config.get("q_lora_rank"),
         }
     kv_heads = optional["kv_heads"] or heads
+    if kind == "gpt_bigcode" and config.get("multi_query", True):
+        kv_heads = 1
     if kind == "falcon":
         kv_heads = config.get("num_kv_heads", 1) if config.get("new_decoder_architecture") or not config.get("multi_query", True) else 1
     experts = optional["experts"] or 0
     ffn = optional["ffn"] or 4 * hidden
-    return Architecture(
+    model = Architecture(
         **found,
         kv_heads=kv_heads,
         head_dim=(mla["nope"] + mla["rope"]) if mla else optional["head_dim"] or hidden // heads,
@@ -206,12 +276,14 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
         active=(optional["active"] or 2) if experts else 0,
         expert_ffn=(optional["expert_ffn"] or ffn) if experts else 0,
         shared_ffn=int(config.get("shared_expert_intermediate_size") or 0)
-        or (config.get("n_shared_experts") or 0) * (optional["expert_ffn"] or ffn) * bool(experts),
-        dense_layers=(optional["dense_layers"] or 0) if experts else 0,
+        or (optional["shared"] or 0) * (optional["expert_ffn"] or ffn) * bool(experts),
+        dense_layers=min(optional["dense_layers"] or 0, found["layers"]) if experts else 0,
         compressed=_compressed(hidden, heads, mla),
-        name=str(config.get("_name_or_path") or kind or source),
-        model_type=kind or "llama",
+        name=str(config.get("_name_or_path") or kind),
+        model_type=kind,
     )
+    _check_counts(model, source)
+    return model
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import Any
 from plait.config.dialects.examine import at_path, examine
 from plait.config.dialects.overrides import apply_override
 from plait.config.reading.source import Document
-from plait.errors import InputError
+from plait.config.resolving.resolve import load, outline
+from plait.errors import InputError, refuse
 from plait.files import write_result
 from plait.planner.choice import Choice
 from plait.planner.estimate import lower_end
@@ -40,6 +41,13 @@ def config_of(request: Request, choice: Choice, base: Mapping[str, Any] | None =
         problem = apply_override(tree, tuple(path.split(".")), value)
         assert problem is None, problem
     return tree
+
+
+def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError with what keeps a planned configuration from being run, whatever was planned: its settings contradict each other.
+    What says "auto" for a caller (Transformers' lr) is no problem."""
+    draft = outline(load(tree), world_size=request.cluster.devices)
+    refuse([problem for problem in draft.problems if problem.value != "auto"])
 
 
 def chosen(request: Request, choice: Choice, base: Mapping[str, Any] | None = None) -> dict[str, Any]:

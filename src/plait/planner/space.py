@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
+from plait.planner.fixed import written
 from plait.planner.hardware import Cluster
 from plait.planner.job import CONTEXT, SCHEDULES, Layouts
 from plait.planner.offers import Offers
@@ -25,6 +26,7 @@ from plait.planner.splits import Split
 _MOST_MICRO_BATCH = 64
 _MOST_CHUNKS = 8
 _MOST_TP = _MOST_CP = 64
+_RUN_TOGETHER = ("schedule", "vpp", "accumulation", "stage", "ep", "recompute", "offload")
 LONG_SEQUENCE = 16_384
 """Tokens from which on sequences are cut over cp. Shorter ones train with data parallelism, which sends less."""
 
@@ -117,7 +119,7 @@ def build_space(
                 continue
             for cp in _context_degrees(asked, tp, world // (tp * pp)):
                 _add(asked, tp, pp, cp)
-    if not columns["tp"]:
+    if not any(len(part) for part in columns["tp"]):
         problems = [Problem(e.region, None, e.rule, "change it, or let the search choose") for e in excluded.values()]
         raise ConfigError(*(problems or [Problem("layout", None, "no candidate is left", "fix fewer values")]))
     layouts = Layouts(**{name: np.concatenate(parts) for name, parts in columns.items()})
@@ -147,6 +149,13 @@ class _Asked:
 
 def _note(excluded: dict[str, Excluded], region: str, rule: str) -> None:
     excluded.setdefault(region, Excluded(region, rule))
+
+
+def _note_fixed(asked: _Asked, names: Iterable[str], rule: str) -> None:
+    """That nothing is left by what is fixed of some fields."""
+    fixed = {name: asked.fixed[name] for name in names if name in asked.fixed}
+    if fixed:
+        _note(asked.excluded, written(fixed), rule)
 
 
 def _tensor_degrees(asked: _Asked) -> list[int]:
@@ -305,6 +314,8 @@ def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
         ("micro_batch",): [(size,) for size in enough],
         tuple(f.name for f in fields(Relief)): [tuple(vars(relief).values()) for relief in ends],
     }
+    for names in (names for names, entries in lists.items() if not entries):
+        _note_fixed(asked, names, "not every tp, pp and cp has these values")
     if not all(lists.values()):
         return
     grid = np.meshgrid(*(np.arange(len(entries)) for entries in lists.values()), indexing="ij")
@@ -315,6 +326,8 @@ def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
             values[name] = np.array(column)[index.ravel()]
     values |= {"offload_activations": np.zeros(count), "accumulation": per_rank // values["micro_batch"]}
     keep = _runnable(asked, values, pp)
+    if not keep.any():
+        _note_fixed(asked, _RUN_TOGETHER, "not every tp, pp and cp has a schedule that runs with these values")
     for name, value in values.items():
         asked.columns[name].append(value[keep])
     before = max((int(part[-1]) + 1 for part in asked.numbers if len(part)), default=0)

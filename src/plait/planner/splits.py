@@ -45,7 +45,7 @@ SPLIT = (
 """Families whose layers are known to split."""
 _NO_SEQUENCE = {"opt": "OPT's blocks flatten batch and sequence into one dimension before the MLP"}
 _DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "hidden_dropout", "residual_dropout", "dropout")
-_DROPS_UNLESS_TOLD = {"gpt2": 0.1, "gpt_bigcode": 0.1}
+_DROPS_UNLESS_TOLD = ("gpt2", "gpt_bigcode")
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,17 @@ def split_of(model: Architecture, config: Mapping[str, Any]) -> Split:
     if kind not in SPLIT:
         rule = f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
         return Split(tensor=rule, sequence="no tensor parallelism", context=context)
-    default = _DROPS_UNLESS_TOLD.get(kind, 0.0)
-    drops = any(float(config.get(name) or 0) > 0 for name in _DROPOUTS)
-    drops = drops or (default > 0 and any(config.get(name) is None for name in ("attn_pdrop", "resid_pdrop")))
+    dropout = drops(kind, config)
     sequence = _NO_SEQUENCE.get(kind)
-    if sequence is None and drops and kind in WHOLE_ATTENTION:
+    if sequence is None and dropout and kind in WHOLE_ATTENTION:
         sequence = "dropout is on, and every rank computes all of attention, of which each would drop other places"
-    if context is None and drops:
+    if context is None and dropout:
         context = "dropout is on, which parts of a sequence do not draw as one process does"
     return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION, context=context)
+
+
+def drops(kind: str, config: Mapping[str, Any]) -> bool:
+    """Whether a model of the family `kind` trains with dropout."""
+    default = kind in _DROPS_UNLESS_TOLD and any(config.get(name) is None for name in ("attn_pdrop", "resid_pdrop"))
+    shares = [config.get(name) for name in _DROPOUTS]
+    return default or any(isinstance(share, int | float) and share > 0 for share in shares)

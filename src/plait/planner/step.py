@@ -153,7 +153,7 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
     shown = 1 - job.framework.hidden_tp
     # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the backward, half of it under products.
     # What follows a block's last product is not repeated where recomputation ends before it.
-    left_out = job.framework.stops_early * (1 - model.expert_layers / model.layers)
+    left_out = job.stops_early * (1 - model.expert_layers / model.layers)
     tensor = np.where(sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce)
     if job.whole_attention:  # queries, keys and values gathered in the forward, the output's gradient in the backward
         tensor = tensor + 4 * one_way

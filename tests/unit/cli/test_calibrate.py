@@ -82,7 +82,7 @@ def test_bad_tables_are_refused_with_the_reason(tmp_path: Path, capsys: pytest.C
     assert run("calibrate", mixed, "--gpu", "a100", "--out", tmp_path / "out.json") == 0
     write(mixed, *[{**good, "framework": name} for name in ("plait", "plait", "plait", "Megatron-LM")])
     assert run("calibrate", mixed, "--out", tmp_path / "out.json") == 0
-    assert "1 rows are left out; the first: framework Megatron-LM is not Plait" in capsys.readouterr().out
+    assert "are left out; row 4 of its device: framework Megatron-LM is not Plait" in capsys.readouterr().out
 
 
 def test_a_history_of_runs_moves_the_plans_that_ask_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,3 +212,46 @@ def test_machines_and_their_gpus_stand_for_the_world_size(capsys: pytest.Capture
     several = json.loads(capsys.readouterr().out)
     assert run(*ASKED, "--json") == 0
     assert json.loads(capsys.readouterr().out)["best"] == several["best"]
+
+
+def test_rows_of_a_table_that_do_not_count_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = runs_file(tmp_path)
+    header, first, *others = file.read_text().splitlines()
+    milliseconds = [row.rpartition(",")[0] + ",2000" for row in others[:-1]]
+    file.write_text("\n".join([header, first.rpartition(",")[0] + ",-2", *milliseconds]) + "\n")
+    assert run(*ASKED, "--calibrate", file, "--json") == 0
+    count, left, far = json.loads(capsys.readouterr().out)["notes"]
+    assert count == f"5 rows of {file} move the constants"
+    assert "1 rows" in left and "row 1 of its device: no time of a step above 0" in left
+    assert "off what the constants fitted to them say; step_time_s is seconds of one step" in far
+
+
+@pytest.mark.parametrize(("config", "note"), [({}, "trains with dropout"), ({"resid_pdrop": 0.0, "attn_pdrop": 0.0}, None)])
+def test_dropout_that_no_plan_counts_is_told(
+    config: dict[str, float], note: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+    file.write_text(json.dumps({"model_type": "gpt2", **sizes, **config}))
+    assert run("--model", file, "--gpu", "h100", "--world-size", 1, "--batch", 1, "--seq", 64, "--json") == 0
+    assert any(note in told for told in json.loads(capsys.readouterr().out)["notes"]) if note else "dropout" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("seq", "told"), [(64, False), (128, True)])
+def test_samples_that_are_too_long_for_the_model_are_told(seq: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64}
+    file.write_text(json.dumps({"model_type": "llama", **sizes}))
+    assert run("--model", file, "--gpu", "h100", "--world-size", 1, "--batch", 1, "--seq", seq, "--json") == 0
+    assert any("max_position_embeddings is 64" in note for note in json.loads(capsys.readouterr().out)["notes"]) is told
+
+
+def test_a_file_that_training_refuses_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "file.json", tmp_path / "out.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    tree = {"train_batch_size": 8, "model": {"config": {"model_type": "llama", **sizes}}, "data": {"sequence_length": 64}}
+    file.write_text(json.dumps(tree | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}))
+    assert run(file, "--gpu", "h100", "--world-size", 8, "--out", out) == 2
+    assert "fp16.enabled and bf16.enabled: are both true" in capsys.readouterr().err and not out.exists()
+    file.write_text(json.dumps(tree | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))  # Transformers' --learning_rate
+    assert run(file, "--gpu", "h100", "--world-size", 8, "--out", out) == 0 and out.exists()

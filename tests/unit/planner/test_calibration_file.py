@@ -49,6 +49,7 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path: Path) -> None:
         ({"format": "other"}, "holds no"),
         ({"time": {}}, "KeyError"),
         ({"time": content["time"] | {"covariance": [[1.0]]}}, "covariance"),
+        ({"time": content["time"] | {"spread": float("nan")}}, "a covariance or a spread is not a finite number"),
         ({"time": content["time"] | {"constants": {"warp": {"value": 1}}}}, "no such constant: warp"),
     ):
         file.write_text(json.dumps(content | change))

@@ -52,6 +52,26 @@ def test_damaged_lines_are_skipped_and_told(tmp_path: Path) -> None:
         read(tmp_path / "none.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        *(("", "seconds", value) for value in (float("inf"), float("nan"), "1")),
+        *(("", "bytes", value) for value in (float("nan"), 0, "x")),
+        *(("", name, 0) for name in ("sequence", "devices", "devices_per_node")),
+        *(("architecture", name, value) for name, value in (("layers", 0), ("hidden", -5), ("ffn", "x"))),
+        *(("layout", name, value) for name, value in (("tp", 0), ("micro_batch", float("nan")), ("accumulation", -2))),
+    ],
+)
+def test_numbers_that_no_run_has_are_skipped_and_told(section: str, name: str, value: object, tmp_path: Path) -> None:
+    file = tmp_path / "history.jsonl"
+    append(file, measured())
+    line = json.loads(file.read_text())
+    (line[section] if section else line)[name] = value
+    file.write_text(json.dumps(line) + "\n")
+    found, (warning,) = read(file)
+    assert not found and f"{name} = {value!r}, not a number" in warning
+
+
 def test_runs_that_were_slower_make_plans_slower_and_surer() -> None:
     found = calibrate(runs_of([measured(factor=1.3, index=index) for index in range(5)]))
     request = Request(find_model("llama-3-8b"), cluster("h100", 16), 64, 2048)

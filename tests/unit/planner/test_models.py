@@ -63,6 +63,34 @@ def test_counts_are_those_of_transformers(kind):
     assert sum(p.numel() for p in model.parameters()) == replace(found, positions=positions).parameters
 
 
+SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 1000}
+"""All that is written; the rest is Transformers' own for the family."""
+OTHER_SIZES = {
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "nemotron": {"num_key_value_heads": 2},
+    "glm4_moe": {"head_dim": 32},
+    "helium": {"head_dim": 32},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(models._GATED | models._TWO_MATRICES))
+def test_sizes_that_are_left_out_are_those_that_training_takes(kind):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = {"model_type": kind, **SIZES, "pad_token_id": 0, **OTHER_SIZES.get(kind, {})}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    found = from_config(config)
+    assert float(found.parameters) == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.01)
+    assert models.unknown_layers(found) is None
+
+
+def test_a_family_whose_layers_are_not_known_is_told():
+    found = from_config({"model_type": "recurrent_gemma", **SIZES})
+    assert "recurrent_gemma: what its layers are is not known" in models.unknown_layers(found)
+
+
 @pytest.mark.parametrize("name", models.names())
 def test_a_table_entry_and_its_configuration_are_the_same_model(name):
     found = named(name)
@@ -108,11 +136,25 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
     with pytest.raises(InputError, match="no decoder-only transformer"):
         from_config({"model_type": "t5", "hidden_size": 64})
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    for more, words in (
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': not true or false"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8}, "a token goes to 8 experts, and a layer has 4"),
+        ({"hidden_size": 2**31 - 1, "num_attention_heads": 1, "num_hidden_layers": 2**31 - 1}, "no plan counts more"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            from_config({"model_type": "llama", **sizes, **more})
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match="no JSON"):
         find_model(str(tmp_path / "config.json"))
     with pytest.raises(InputError, match="No such file"):
         find_model(str(tmp_path / "other.json"))
+
+
+def test_more_leading_layers_without_experts_than_layers_are_all_of_them():
+    found = from_config({"model_type": "deepseek_v3", **SIZES, "first_k_dense_replace": 5})
+    assert found.dense_layers == SIZES["num_hidden_layers"] and found.expert_layers == 0
 
 
 def test_stacked_architectures_count_each_their_own():

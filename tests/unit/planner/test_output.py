@@ -183,6 +183,7 @@ def test_what_a_plan_cannot_keep_is_refused() -> None:
         ({"parallel": {"pp": "auto", "pipeline": {"blocks_per_stage": [4, 4]}}}, "it fixes the stages, which parallel.pp leaves open"),
         ({"parallel": {"pp": "auto", "pipeline": {"schedule": "looped-bfs"}}}, "not a schedule that a plan prices"),
         ({"parallel": {"tp": "auto", "recompute": {"budget_gib": 4}}}, "a plan prices no budget"),
+        ({"parallel": {"tp": "auto", "recompute": {"mode": "full", "budget_gib": 4}}}, "a mode that is fixed has none; leave it out"),
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto': is a command line's choice"),
     ):
         with pytest.raises(ConfigError) as error:

@@ -221,6 +221,19 @@ def test_fixed_values_are_kept():
         parse_fixed(["tp=many"])
 
 
+@pytest.mark.parametrize(
+    ("fixed", "told"),
+    [
+        (["stage=3", "schedule=zbv", "pp=2"], "schedule=zbv, stage=3: not every tp, pp and cp has a schedule that runs with these values"),
+        (["stage=0", "dp_shard=4"], "stage=0, dp_shard=4: not every tp, pp and cp has these values"),
+    ],
+)
+def test_fixed_values_that_leave_nothing_are_named(fixed, told):
+    with pytest.raises(ConfigError) as error:
+        plan(request(), fixed=parse_fixed(fixed))
+    assert told in str(error.value)
+
+
 def test_why_names_the_deciding_term():
     asked = request()
     found = plan(asked)

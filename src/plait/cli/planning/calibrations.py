@@ -84,6 +84,26 @@ def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin]:
     return runs, Origin(wanted, machine, {"from": table.name, "rows": len(usable)})
 
 
+_FAR_OFF = 0.5
+"""A median error of a fit from which on a table's times are hardly seconds of one step."""
+
+
+def notes_on(table: Path, runs: Runs, found: Calibration) -> list[str]:
+    """What to tell of a table that a calibration was fitted to: how many rows count, why others do not, times that fit none."""
+    timed = {index for index, row in enumerate(runs.rows) if measured_seconds(row) is not None}
+    used = timed - runs.reasons.keys()
+    notes = [f"{len(used)} rows of {table} move the constants"]
+    if len(used) < len(runs.rows):
+        first = next(index for index in range(len(runs.rows)) if index not in used)
+        why = runs.reasons.get(first, "no time of a step above 0, and no tokens/s that gives one")
+        notes.append(f"{len(runs.rows) - len(used)} rows of {table} are left out; row {first + 1} of its device: {why}")
+    middle = errors_with(runs, found)[1]
+    if middle > _FAR_OFF:
+        size = f"{100 * middle:.3g} %"
+        notes.append(f"times of {table} are {size} off what the constants fitted to them say; step_time_s is seconds of one step")
+    return notes
+
+
 def _wanted(table: Path, names: list[str], gpu: str | None) -> str:
     if not names:
         raise InputError(f"{table}: no row names a device of the catalogue; `plait plan models` prints their names")
@@ -173,8 +193,6 @@ def print_calibration(found: Calibration, runs: Runs, *, known: Knowledge | None
     print_table(Console(soft_wrap=True, highlight=False), ["constant", "shipped", "rates measured", "fitted", "meaning"], rows)
     if kept:
         print(f"{kept} constants that these runs do not determine stay as shipped\n")
-    if runs.reasons:
-        print(f"{len(runs.reasons)} rows are left out; the first: {next(iter(runs.reasons.values()))}\n")
     lines = [("before", errors_with(runs, uncalibrated())), ("after", errors_with(runs, found)), ("left out", errors_left_out(runs, known))]
     words = {"before": "by the constants that ship", "after": "of the rows fitted", "left out": "each row by a fit to all others"}
     for name, (count, middle, largest) in lines:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.cli.planning.calibrations import from_history, live_devices, runs_of_table
+from plait.cli.planning.calibrations import from_history, live_devices, notes_on, runs_of_table
 from plait.cluster import accelerator
 from plait.cluster.machines import load
 from plait.cluster.topology import machine_name
@@ -18,7 +18,7 @@ from plait.planner import calibration_file, hardware
 from plait.planner.auto import PATHS, File, asks, fixed_by, model_of, precision_of, read_file, with_settings_of
 from plait.planner.calibrate import Calibration, calibrate
 from plait.planner.fixed import parse_fixed, written
-from plait.planner.models import find_model
+from plait.planner.models import find_model, unknown_layers
 from plait.planner.request import Request
 from plait.planner.unpriced import unpriced
 from plait.units import GIB
@@ -107,6 +107,7 @@ def read_request(
         notes.append(f"batch {batch}: about 4 Mi tokens a step; set it with --batch")
     if machines.device.name == "cpu" and gpu is None:
         notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --world-size")
+    notes += [note for note in (unknown_layers(planned.architecture), _too_long(planned.section, sequence)) if note]
     request = Request(planned, machines, batch, sequence, precision, compiled, everything)
     if found is None:
         return Asked(request, {}, {}, fixed, notes)
@@ -118,6 +119,17 @@ def read_request(
     if left_out:
         notes.append(f"no plan prices {', '.join(left_out)}: what they change is not in the times and bytes")
     return Asked(request, dict(found.raw), dict(found.tree), layout | fixed, notes)
+
+
+def _too_long(section: Mapping[str, Any], sequence: int) -> str | None:
+    """What to tell of samples that are longer than the model's configuration allows."""
+    config = section.get("config") or {}
+    names = (name for name in ("max_position_embeddings", "n_positions") if isinstance(config.get(name), int))
+    name = next(names, None)
+    if name is None or sequence <= config[name]:
+        return None
+    rule = f"{name} is {config[name]}, and `plait train` refuses samples of {sequence} tokens"
+    return f"{rule}; raise it in the model's configuration, or lower --seq"
 
 
 def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
@@ -236,4 +248,6 @@ def read_calibration(path: Path | None, request: Request) -> tuple[Calibration |
             where = f"{gpu} ({machine})" if machine else gpu
             raise InputError(f"{path}: no run in it was measured on {where}; leave --calibrate out, or give a file that has some")
         return found, notes
-    return calibrate(runs_of_table(path, gpu)[0]), []
+    runs = runs_of_table(path, gpu)[0]
+    calibration = calibrate(runs)
+    return calibration, notes_on(path, runs, calibration)
