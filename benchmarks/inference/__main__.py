@@ -104,10 +104,9 @@ def main() -> None:
             turns.append((cold, both, disk_rate(folder / "model.safetensors")))
         best = min(turns, key=lambda turn: turn[0]["seconds"])
         rows["Plait, from disk"], rows["Plait, in memory, beside reads of as many bytes"], _ = best
-        shares = {
-            "from disk, share of the disk's rate": [cold["read_bytes"] / cold["seconds"] / rate for cold, _, rate in turns],
-            "from disk, share of the disk's rate overlapped with computation": [both["seconds"] / cold["seconds"] for cold, both, _ in turns],
-        }
+        alone = [cold["read_bytes"] / cold["seconds"] / rate for cold, _, rate in turns]
+        overlapped = [both["seconds"] / cold["seconds"] for cold, both, _ in turns]
+        shares = {"from disk, share of the disk's rate": alone, "from disk, share of its rate overlapped with computation": overlapped}
         whole = run(folder, "plait", requests=OVERLAPPED)
         first, later = whole["first_seconds"], (whole["seconds"] - whole["first_seconds"]) / (TOKENS - 1)
         wide = 2 * budget  # keys, values and activations of so many requests are part of it

@@ -15,9 +15,9 @@ _memcmp.argtypes = _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes
 _memmove.restype = ctypes.c_void_p
 
 
-def copy(given: torch.Tensor, place: torch.Tensor, buffers: Buffers, *, compares: bool, is_own: bool) -> bool:
+def copy(given: torch.Tensor, place: torch.Tensor, buffers: Buffers, *, compares: bool) -> bool:
     """Copy the values of `given` into `place`, of its shape, in its dtype; at most PIECE bytes there. False if other bits than those of
-    `given`, converted, lie in `place` in the end, which nobody looks at without `compares`. `is_own`: nobody else writes to `given`."""
+    `given`, converted, lie in `place` in the end, which nobody looks at without `compares`."""
     if not given.is_cpu or not place.is_cpu:
         place.copy_(given)
         return not compares or torch.equal(_bytes(given.to(place)), _bytes(place))
@@ -28,11 +28,11 @@ def copy(given: torch.Tensor, place: torch.Tensor, buffers: Buffers, *, compares
         return True
     given, place = torch.atleast_1d(given), torch.atleast_1d(place)
     packed, back = buffers.take(place.device), buffers.take(place.device)
+    is_packed = given.dtype == place.dtype and given.is_contiguous()
     step = max(1, BLOCK // max(1, place[:1].nbytes))
     same = True
-    is_ready = is_own and given.dtype == place.dtype and given.is_contiguous()
     for values, there in zip(given.split(step), place.split(step), strict=True):
-        same &= _compared(values if is_ready else _packed(values, there, packed), there, back)
+        same &= _compared(values if is_packed else _like(there, packed).copy_(values), there, back)
     buffers.put_back(packed)
     buffers.put_back(back)
     return same
@@ -49,17 +49,16 @@ def _copied(given: torch.Tensor, place: torch.Tensor, compares: bool) -> bool:
     return same
 
 
-def _packed(given: torch.Tensor, place: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """As `place` will have them, read from `given` once, as others may write there."""
-    return packed[: place.nbytes].view(place.dtype).view(place.shape).copy_(given)
-
-
 def _compared(values: torch.Tensor, place: torch.Tensor, back: torch.Tensor) -> bool:
-    """Copy `values`, which lie in one stretch."""
-    size = place.nbytes
+    """Copy `values`, which lie in one stretch and have the dtype of `place`."""
     place.copy_(values)
-    found = place if place.is_contiguous() else back[:size].view(place.dtype).view(place.shape).copy_(place)
-    return not _memcmp(values.data_ptr(), found.data_ptr(), size)
+    found = place if place.is_contiguous() else _like(place, back).copy_(place)
+    return not _memcmp(values.data_ptr(), found.data_ptr(), values.nbytes)
+
+
+def _like(place: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """The beginning of a buffer, in the dtype and shape of `place`."""
+    return buffer[: place.nbytes].view(place.dtype).view(place.shape)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

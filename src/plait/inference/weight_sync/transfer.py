@@ -231,7 +231,7 @@ class _Transfer:
         self._hash(message, one.flat)
         self.moved.bytes += sum(piece.size for piece in message.pieces)
         for piece, values in zip(message.pieces, _places_in(one.flat, message), strict=True) if one.buffer is not None else ():
-            self._put(piece, values, is_own=True)
+            self._put(piece, values)
         self._free(one)
 
     def _leave(self, one: _Started) -> None:
@@ -249,12 +249,12 @@ class _Transfer:
         """From this rank's source to its target."""
         for piece in message.pieces:
             given = self._sources.of(piece)
-            self._put(piece, given, is_own=False)
+            self._put(piece, given)
             self._count(piece, given)
             self.moved.bytes += piece.size
 
-    def _put(self, piece: Piece, values: torch.Tensor, *, is_own: bool) -> None:
-        if not copy(values, self._targets.of(piece), self._buffers, compares=self._hashes, is_own=is_own):
+    def _put(self, piece: Piece, values: torch.Tensor) -> None:
+        if not copy(values, self._targets.of(piece), self._buffers, compares=self._hashes):
             self._wrong.append(piece.name)
 
     def _direct(self, message: Message, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
