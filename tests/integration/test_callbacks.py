@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.tiny import llama
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,8 @@ class Heard:
 """
 
 
-def test_a_run_is_heard_ended_and_gone_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.proof)])
+def test_a_run_is_heard_and_ended(tmp_path: Path, goes_on: bool) -> None:
     (block,) = [
         text for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if "def stop_early" in text
     ]
@@ -48,6 +51,8 @@ def test_a_run_is_heard_ended_and_gone_on_with(tmp_path: Path) -> None:
     assert "ended by a callback" in told and "go on with" in told
     heard = [(tmp_path / f"heard-{rank}").read_text().splitlines() for rank in (0, 1)]
     assert heard[0] == heard[1] == ["RunStarted ", *(f"StepDone {step}" for step in range(1, 5)), "CheckpointSaved 4", "RunEnded 4"]
+    if not goes_on:
+        return
     told = train("--set", "run.callbacks=[]", "--set", "run.steps=6")
     assert "finished" in told
     steps = [

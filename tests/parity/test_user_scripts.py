@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity.user_scripts import ALL, DEEPSPEED_PYTHON, Script, on_peer, on_plait
 
-QUICK = frozenset({"fsdp2_gpt", "accelerate_tokens"})
+QUICK = frozenset({"fsdp2_gpt"})
 """Run in every `make test`."""
 
 
