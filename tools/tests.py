@@ -1,4 +1,4 @@
-"""The tests in two pytest processes side by side: those between ranks, and the rest.
+"""The tests in two pytest processes side by side, of about the same length.
 
     python tools/tests.py                    all
     python tools/tests.py -k topology        those of both that pytest's options choose
@@ -17,8 +17,8 @@ from threading import Thread
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
-PARTS = {"alone": ("tests/unit", "tests/fake", "tests/architecture", "tests/integration"), "together": ("tests/parity",)}
-"""Of about the same length; integration tests wait for processes of their own."""
+PARTS = {"alone": ("tests/unit", "tests/fake", "tests/integration"), "together": ("tests/parity", "tests/architecture")}
+"""Tests between ranks, with those of the source; and the rest."""
 SEPARATE = ("tests/simulated_device",)
 """Run by `make simulated`, which `.ci/run` runs too: they need a compiler, and both cores for themselves."""
 NOTHING_CHOSEN = 5
