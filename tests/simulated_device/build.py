@@ -116,7 +116,7 @@ def _build(compiler: str, folder: Path) -> None:
         ]
         for unit in compiled:
             unit.result()
-    found = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
+    found = [f"-L{torch}/lib"]  # no path of this torch is kept: another clone's is loaded before (python/library.py)
     core, group = folder / "simulated_device.so", folder / "simulated_nccl.so"
     objects = [folder / f"{unit}.o" for unit in CORE]
     _run(compiler, "-shared", "-o", core, "-Wl,-soname,simulated_device.so", *objects, *found, "-ltorch_cpu", "-lc10", "-ltorch")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pickle
 import sys
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.pool import Pool, WorkerFailed
 from tests.simulated_device.observed import observed
 
 
-def serve(address: str) -> None:
+def serve(connection: Connection) -> None:
     """Until the other side closes."""
-    connection = Client(address)
     pool, size = Pool(), 0
     while True:
         try:
@@ -35,4 +34,4 @@ def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(Connection(int(sys.argv[1])))

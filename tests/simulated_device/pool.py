@@ -8,7 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.pool import WorkerFailed
@@ -71,11 +72,17 @@ class SimulatedPool:
         if self._connection is None:
             self._start()
         assert self._connection is not None
-        self._connection.send_bytes(pickle.dumps((world_size, function, args, PLANTED, SECONDS)))
-        if not self._connection.poll(SECONDS + SLACK):
+        try:
+            self._connection.send_bytes(pickle.dumps((world_size, function, args, PLANTED, SECONDS)))
+            if not self._connection.poll(SECONDS + SLACK):
+                raise WorkerFailed(f"no answer within {SECONDS + SLACK} s")
+            answered, found = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):  # it says why in its own output
             self.close()
-            raise WorkerFailed(f"no answer within {SECONDS + SLACK} s")
-        answered, found = pickle.loads(self._connection.recv_bytes())
+            raise WorkerFailed("the process that starts the workers has ended") from None
+        except WorkerFailed:
+            self.close()
+            raise
         if not answered:
             raise WorkerFailed(found)
         reached = frozenset().union(*(seen.reached for seen in found))
@@ -83,10 +90,11 @@ class SimulatedPool:
         return found
 
     def _start(self) -> None:
-        with Listener() as listener:
-            command = [sys.executable, "-m", "tests.simulated_device.host", str(listener.address)]
-            self._process = subprocess.Popen(command, env={**environment(devices=DEVICES), **self._variables}, cwd=ROOT)
-            self._connection = listener.accept()
+        self._connection, theirs = Pipe()
+        command, variables = [sys.executable, "-m", "tests.simulated_device.host"], {**environment(devices=DEVICES), **self._variables}
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen([*command, str(number)], env=variables, cwd=ROOT, pass_fds=[number])
 
     def close(self) -> None:
         """End all processes."""

@@ -287,3 +287,8 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     failed = subprocess.run(command, env=environment, cwd=build.ROOT, capture_output=True, text=True, check=False)
     assert failed.returncode and "CannotBuild" in failed.stderr
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["lock"]
+
+
+def test_a_pool_that_cannot_start_says_so(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="has ended"):
+        SimulatedPool(SIMULATED_DEVICE=str(tmp_path)).run(1, int)

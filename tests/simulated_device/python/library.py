@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 _loaded: Any = None
@@ -13,6 +15,7 @@ def load() -> Any:
     """The library of the folder in SIMULATED_DEVICE."""
     global _loaded
     if _loaded is None:
+        _load_torchs()
         _loaded = ctypes.CDLL(os.path.join(os.environ["SIMULATED_DEVICE"], "simulated_device.so"), mode=ctypes.RTLD_GLOBAL)
         index, whole = ctypes.c_int, ctypes.c_int64
         for name, result, arguments in (
@@ -28,3 +31,11 @@ def load() -> Any:
             function = getattr(_loaded, f"simulated_{name}")
             function.restype, function.argtypes = result, arguments
     return _loaded
+
+
+def _load_torchs() -> None:
+    """Those of the torch that is about to be imported: the library takes what is loaded, whichever clone it was built in."""
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    for name in ("libtorch_global_deps.so", "libtorch_cpu.so", "libtorch.so"):
+        ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=ctypes.RTLD_GLOBAL)
