@@ -4,8 +4,8 @@
 
 - in memory: Plait beside Transformers;
 - from disk, a fifth of the weights' size as budget, files out of the kernel's cache: Plait beside accelerate; the share of the rate at
-  which the disk gives the same file to as many reads at a time and no computation; and the share of the rate at which it does so while
-  Plait generates the same tokens from memory, for reads that nobody looks at, which no engine on this machine exceeds;
+  which the disk gives the same file to as many reads at a time, into as much memory, and no computation; and the share of the rate at which
+  it does so while Plait generates the same tokens from memory, for reads that nobody looks at;
 - from host memory: Plait with the same budget and files in the kernel's cache, beside accelerate's `cpu_offload`, and DeepSpeed's
   ZeRO-Inference with parameters in host memory where DeepSpeed is installed;
 - overlap, of 64 prompts: reads slowed down to a third of the computation's time, to its time, and to three times it; the time beside the
@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from benchmarks.common.machine import facts
-from benchmarks.inference.engines import dropped, reading
-from plait.inference.reading import BLOCK
+from benchmarks.inference.engines import PLACES, dropped, reading
+from plait.inference.reading import STRETCH
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/inference.json"
 REQUESTS, TOKENS = 4, 8
@@ -39,6 +39,8 @@ OVERLAPPED = 64
 """Requests whose tokens take so long that memory can be copied in a third of it."""
 TURNS = 5
 """Of the measurements from disk."""
+SMALL = 8 << 20, 4 << 20
+"""Bytes of memory that stay in the processor's cache, and of a read."""
 LAYERS, DEEP = 16, 48
 """Of the model of the times, and of that of the budgets."""
 BUDGETS = (0.07, 0.075, 0.08, 0.09, 0.1, 0.12, 0.14, 0.16, 0.18, 0.2)
@@ -68,16 +70,16 @@ def run(folder: Path, engine: str, **asked: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def disk_rate(path: Path) -> float:
-    """Bytes/s of reading a file past the kernel's cache, and nothing else."""
+def disk_rate(path: Path, memory: int = PLACES, step: int = STRETCH) -> float:
+    """Bytes/s of reading a file past the kernel's cache into so many bytes of memory, and nothing else."""
     size, seconds = path.stat().st_size, []
     for _ in range(3):
         dropped(path.parent)
         began = time.perf_counter()
-        with reading(path, size):
+        with reading(path, size, memory, step):
             pass
         seconds.append(time.perf_counter() - began)
-    return size // BLOCK * BLOCK / min(seconds)
+    return size // step * step / min(seconds)
 
 
 def main() -> None:
@@ -103,11 +105,11 @@ def main() -> None:
         for _ in range(TURNS):  # a disk that others use has another rate at another time
             cold = run(folder, "plait", budget=budget, drop=True, rounds=2)
             both = run(folder, "plait", reads=cold["read_bytes"], drop=True, rounds=2)
-            turns.append((cold, both, disk_rate(folder / "model.safetensors")))
+            turns.append((cold, both, *(disk_rate(folder / "model.safetensors", *how) for how in ((), SMALL))))
         best = min(turns, key=lambda turn: turn[0]["seconds"])
-        rows["Plait, from disk"], rows["Plait, in memory, beside reads of as many bytes"], _ = best
-        alone = [cold["read_bytes"] / cold["seconds"] / rate for cold, _, rate in turns]
-        overlapped = [both["seconds"] / cold["seconds"] for cold, both, _ in turns]
+        rows["Plait, from disk"], rows["Plait, in memory, beside reads of as many bytes"], *_ = best
+        alone = [cold["read_bytes"] / cold["seconds"] / rate for cold, _, rate, _ in turns]
+        overlapped = [both["seconds"] / cold["seconds"] for cold, both, *_ in turns]
         shares = {"from disk, share of the disk's rate": alone, "from disk, share of its rate overlapped with computation": overlapped}
         whole = run(folder, "plait", requests=OVERLAPPED)
         first, later = whole["first_seconds"], (whole["seconds"] - whole["first_seconds"]) / (TOKENS - 1)
@@ -144,7 +146,8 @@ def main() -> None:
     print(f"tokens are the same everywhere: {same}")
     content = {
         "weights_bytes": size,
-        "disk_bytes_per_second": [rate for *_, rate in turns],
+        "disk_bytes_per_second": [rate for *_, rate, _ in turns],
+        "disk_bytes_per_second_into_the_processors_cache": [rate for *_, rate in turns],
         "shares": shares,
         "requests": REQUESTS,
         "tokens": TOKENS,

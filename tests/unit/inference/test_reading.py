@@ -12,7 +12,7 @@ import torch
 
 from plait.errors import CheckpointError
 from plait.inference import reading
-from plait.inference.reading import BLOCK, LEAST, FileReader, Part, blocks_of
+from plait.inference.reading import BLOCK, LEAST, PAGE, STRETCH, FileReader, Image, Part, blocks_of
 from plait.inference.stored import Stored
 
 SIZES = (4097, 3 * BLOCK + 11, 0, 1, 4096, BLOCK, 200_000)
@@ -80,6 +80,19 @@ def test_reads_are_blocks_of_one_file() -> None:
         ("a", 0, BLOCK), ("a", BLOCK, 9000), ("a", 30 << 20, 8), ("b", 4096, 914),
     ]  # fmt: skip
     assert [[one.memory.numel() for one in block.parts] for block in found] == [[16, BLOCK - 9000], [9000], [8], [10]]
+
+
+def test_reads_into_an_image_are_large_and_even() -> None:
+    size = 2 * STRETCH + 5 * PAGE
+    memory = torch.empty(size, dtype=torch.uint8)
+    parts = [
+        Part(Stored(Path("a"), PAGE + at, count, torch.uint8, (count,)), 0, memory[at : at + count])
+        for at, count in ((16, size - 16), (0, 16))
+    ]
+    found = list(blocks_of(parts, Image(PAGE, memory)))
+    assert len(found) == 3 and sum(block.size for block in found) == size and found[0].low == PAGE
+    assert all(block.low % PAGE == 0 and block.size <= STRETCH for block in found)
+    assert max(block.size for block in found) - min(block.size for block in found) <= 3 * PAGE
 
 
 def test_a_file_that_ends_early_and_a_disk_that_fails(make: Callable[[bool], Made], monkeypatch: pytest.MonkeyPatch) -> None:
