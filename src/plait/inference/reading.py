@@ -245,8 +245,11 @@ class _File:
     def has_in_cache(self, block: Block) -> bool:
         """Whether all of a block is in the kernel's cache. It says so of every page of a file that this user may not write to."""
         size = min(block.size, len(self._pages) - block.low)
+        return self._has(block.low, min(size, PAGE)) and self._has(block.low, size)  # one page tells mostly, and costs nothing
+
+    def _has(self, low: int, size: int) -> bool:
         found = np.empty(-(-size // PAGE), dtype=np.uint8)
-        start, into = ctypes.c_void_p(self._pages.ctypes.data + block.low), ctypes.c_void_p(found.ctypes.data)
+        start, into = ctypes.c_void_p(self._pages.ctypes.data + low), ctypes.c_void_p(found.ctypes.data)
         return bool(_LIBC.mincore(start, ctypes.c_size_t(size), into) == 0 and (found & 1).all())
 
     def close(self) -> None:
