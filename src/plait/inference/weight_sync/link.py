@@ -130,9 +130,10 @@ class WeightSender(_End):
     def send(self, *, version: int | None = None, verify: Verification = "hashes") -> ReceivedWeights:
         """Send the weights as `version`, which has to grow (by default the last one + 1, from 0). Collective over the trainer.
 
-        Raises CommunicationError, on every rank, that names a receiver which does not ask for weights within `timeout` seconds (it still
-        generates, or is gone): nothing has changed, and `send` may be called again. Where a receiver ends or stops in the middle, or did
-        not get what was sent, the connection has ended. Raises InputError for a stale version, or ranks with different ones.
+        `verify` is that of `sync_weights`. Raises CommunicationError, on every rank, that names a receiver which does not ask for weights
+        within `timeout` seconds (it still generates, or is gone): nothing has changed, and `send` may be called again. Where a receiver
+        ends or stops in the middle, or did not get what was sent, the connection has ended. Raises InputError for a stale version, or ranks
+        with different ones.
         """
         began = time.perf_counter()
         check_verification(verify)

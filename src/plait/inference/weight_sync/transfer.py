@@ -14,7 +14,7 @@ from plait._torch.dtensor import local_tensor
 from plait.checkpoint.content import ContentHash, pieces
 from plait.errors import CommunicationError, InputError
 from plait.inference.weight_sync.buffers import Buffers
-from plait.inference.weight_sync.copies import copy
+from plait.inference.weight_sync.copies import SOME, copy
 from plait.inference.weight_sync.holdings import Side
 from plait.inference.weight_sync.messages import Message
 from plait.inference.weight_sync.route import PIECE, Piece
@@ -131,6 +131,7 @@ class _Transfer:
         self._sources, self._targets = _Parts(sources), _Parts(targets)
         self._channel, self._source, self._target, self._buffers = channel, source, target, buffers
         self._hashes, self._counts = verify != "off", verify == "content"
+        self._one_in = {"off": 0, "hashes": SOME, "content": 1}[verify]
         self._states: dict[tuple[int, int], Any] = {}
         """Hashes of all that goes from a source to a target, of this rank with others."""
         self._wrong: list[str] = []
@@ -254,7 +255,7 @@ class _Transfer:
             self.moved.bytes += piece.size
 
     def _put(self, piece: Piece, values: torch.Tensor) -> None:
-        if not copy(values, self._targets.of(piece), self._buffers, compares=self._hashes):
+        if not copy(values, self._targets.of(piece), self._buffers, one_in=self._one_in):
             self._wrong.append(piece.name)
 
     def _direct(self, message: Message, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
