@@ -18,6 +18,7 @@ from plait.errors import InputError
 from plait.inference.capacity import ROOM, activation_bytes, cache_bytes, compute_dtype, free_bytes, offloaded_cache
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
+from plait.inference.quantised import product_bytes
 from plait.inference.source import Source
 from plait.inference.streamed import plan, tensors_to_stream
 from plait.units import format_bytes
@@ -136,6 +137,7 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     config = getattr(work.model, "config", None)
     cache = cache_bytes(config, Layout(), tokens=tokens, itemsize=itemsize)
     activations = activation_bytes(config, tokens=tokens, requests=work.requests, itemsize=itemsize)
+    activations += 0 if on.on_gpu else product_bytes(work.model, itemsize)
     host = 0
     if on.on_gpu:
         host = cpu_budget if cpu_budget is not None else on.host_bytes

@@ -22,6 +22,7 @@ from plait.inference.quantised import (
     dequantise,
     layers_to_quantise,
     product,
+    product_bytes,
     quantise,
     quantised_copy,
     sizes_of,
@@ -86,6 +87,18 @@ def test_products_are_those_of_the_dense_weight(form: str, dtype: torch.dtype, m
             torch.testing.assert_close(
                 found.double(), expected, **({"rtol": 0.02, "atol": 0.15} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4})
             )
+
+
+@pytest.mark.parametrize("form", [INT8, INT4])
+def test_memory_of_a_product(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense weight of the largest layer, or what all threads make of it at once, and a quarter for unpacked codes."""
+    with torch.device("meta"):
+        model = nn.ModuleList([nn.Linear(64, 96), nn.Linear(128, 32)])
+    convert(model, ["0", "1"], form)
+    assert product_bytes(model, 4) == 96 * 64 * 4 * 5 // 4
+    monkeypatch.setattr("plait.inference.quantised.PART", 1024)
+    assert product_bytes(model, 4) == 1024 * min(torch.get_num_threads(), 8) * 5 // 4
+    assert product_bytes(nn.Linear(4, 4), 4) == 0
 
 
 def dense_twin(model: nn.Module, form: str) -> nn.Module:
