@@ -129,6 +129,16 @@ def reading(path: Path, count: int, memory: int = PLACES, size: int = STRETCH) -
     os.close(file)
 
 
+def reads(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], list[list[int]]], None]:
+    """Nothing but `reading`."""
+
+    def run(requests: int, tokens: int) -> list[list[int]]:
+        with reading(folder / "model.safetensors", asked["reads"] if tokens > 1 else 0, *asked.get("into", ())):
+            return []
+
+    return run, None
+
+
 def transformers(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], list[list[int]]], None]:
     """In memory, with accelerate's `cpu_offload`, or with its offload of all layers to disk."""
     if asked.get("disk"):
@@ -178,7 +188,12 @@ def deepspeed(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int],
     return run, None
 
 
-ENGINES: dict[str, Callable[[Path, dict[str, Any]], Any]] = {"plait": plait, "transformers": transformers, "deepspeed": deepspeed}
+ENGINES: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
+    "plait": plait,
+    "transformers": transformers,
+    "deepspeed": deepspeed,
+    "reads": reads,
+}
 
 
 def main() -> None:
