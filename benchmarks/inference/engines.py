@@ -34,7 +34,7 @@ from plait.inference.streamed import load_streamed
 
 PLACES = 96 << 20
 """Bytes of memory for reads that nobody looks at: as many as Plait's places for two layers. What is read into so few that they stay in the
-processor's cache comes a tenth faster, and cannot be computed with there."""
+processor's cache may come faster, and no engine computes there."""
 PROMPT = [11, 42, 7, 300, 5, 66, 128, 9]
 
 
@@ -202,13 +202,14 @@ def main() -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8))
     base = memory_bytes()
     peak = [base]
-    dropping = partial(every, 0.05, lambda: [dropped(Path(place)) for place in (folder, asked.get("disk")) if place])
+    places = [Path(place) for place in (folder, asked.get("disk")) if place]
+    dropping = partial(every, 0.05, lambda: [dropped(place) for place in places]) if asked.get("drop") else nullcontext
     with every(0.02, lambda: peak.__setitem__(0, max(peak[0], memory_bytes()))):
         run, streaming = ENGINES[engine](folder, asked)
-        with dropping() if asked.get("drop") else nullcontext():
+        with dropping():
             run(asked["requests"], 1)
             tokens, seconds, first, read = run(asked["requests"], asked["tokens"]), [], [], 0
-    with dropping() if asked.get("drop") else nullcontext():  # looking at memory takes time, too
+    with dropping():  # looking at memory takes time, too
         for _ in range(asked.get("rounds", 3)):
             began = time.perf_counter()
             run(asked["requests"], 1)

@@ -75,14 +75,12 @@ class SimulatedPool:
         try:
             self._connection.send_bytes(pickle.dumps((world_size, function, args, PLANTED, SECONDS)))
             if not self._connection.poll(SECONDS + SLACK):
+                self.close()
                 raise WorkerFailed(f"no answer within {SECONDS + SLACK} s")
             answered, found = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError):  # it says why in its own output
             self.close()
             raise WorkerFailed("the process that starts the workers has ended") from None
-        except WorkerFailed:
-            self.close()
-            raise
         if not answered:
             raise WorkerFailed(found)
         reached = frozenset().union(*(seen.reached for seen in found))

@@ -42,7 +42,7 @@ GROUP = 32
 PART, MOST_PARTS = 2 << 20, 8
 """Bytes, for each thread up to so many, of the dense part of a weight that is made and multiplied with at once on a CPU: it stays in the
 processor's cache, so that memory sees the codes alone. Smaller ones are not worth that threads wait for each other: of a token of 100 M
-parameters in int8 two threads take 16 ms, and 50 to 130 with 512 KiB in all (one thread: 20, and 30)."""
+parameters in int8 two threads take 16 ms, and 50 with 512 KiB in all (one thread: 20, and 30)."""
 
 Group = dist.ProcessGroup | None
 

@@ -34,7 +34,7 @@ def load() -> Any:
 
 
 def _load_torchs() -> None:
-    """Those of the torch that is about to be imported: the library takes what is loaded, whichever clone it was built in."""
+    """Load the libraries of the torch that is imported here: the one built takes these, whichever clone it was built in."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
     for name in ("libtorch_global_deps.so", "libtorch_cpu.so", "libtorch.so"):

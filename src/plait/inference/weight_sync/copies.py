@@ -10,13 +10,11 @@ from plait.inference.weight_sync.buffers import Buffers
 
 BLOCK = 512 << 10
 """Bytes that are copied before they are compared: of these and their copy a core's cache has room for both."""
+SOME = 8
+"""One block of so many is compared where not all are: it finds what goes wrong everywhere, for a thirtieth of the copy's time."""
 _memcmp, _memmove = ctypes.CDLL(None).memcmp, ctypes.CDLL(None).memmove
 _memcmp.argtypes = _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = ctypes.c_void_p
-
-
-SOME = 8
-"""One block of so many is compared where not all are: it finds what goes wrong everywhere, for a thirtieth of the copy's time."""
 
 
 def copy(given: torch.Tensor, place: torch.Tensor, buffers: Buffers, *, one_in: int) -> bool:

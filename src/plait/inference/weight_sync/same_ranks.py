@@ -75,8 +75,8 @@ def sync_weights(source: Any, target: Any, *, version: int | None = None, verify
     buffers are copied, in the target's dtypes, a few MiB at a time: 64 MiB at most beside the two models. `version` grows with every call
     (by default by 1 from 0); a stale one is refused. With `verify="hashes"` two ranks compare hashes of what left one and arrived at the
     other, and each rank an eighth of what it copied, bit by bit; "content" compares all that is copied, and gives a hash that is equal on
-    every layout; "off" compares nothing.
-    Returns what the target has now (`version`, `content`, `bytes`, `seconds`); None on a rank without one.
+    every layout; "off" compares nothing. Returns what the target has now (`version`, `content`, `bytes`, `seconds`); None on a rank without
+    one.
 
     Collective over all ranks. Raises InputError on all of them where the models differ or the version is stale, and CommunicationError
     where something else arrived than was sent; the target is then refused by `generate` until a later call succeeds.
