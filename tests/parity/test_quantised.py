@@ -11,7 +11,7 @@ import torch
 from plait.errors import InputError
 from plait.inference.generate import generate
 from plait.inference.load import load_model
-from plait.inference.quantised import INT4, INT8, dequantise, quantise
+from plait.inference.quantised_format import INT4, INT8, dequantise, quantise
 from plait.inference.source import open_source
 from tests.pool import Pool
 from tests.unit.inference.models import saved

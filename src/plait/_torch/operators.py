@@ -19,6 +19,10 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without rounding it to theirs.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+int8_product = torch._weight_int8pack_mm
+"""(x [rows, in], codes [out, in] int8, scales [out]) to [rows, out], on a CPU; x and scales of 16 bits, x contiguous."""
+INT8_PRODUCT_INPUTS = 64
+"""It reads inputs in steps that divide this, and beyond the end where there are others: wrong numbers, or a crash."""
 without_dispatch_modes = torch._C._DisableTorchDispatch
 """A context in which operators on plain tensors are not seen by dispatch modes."""
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack

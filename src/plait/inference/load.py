@@ -50,7 +50,7 @@ def needs_of(model: nn.Module, *, tokens: int) -> Needs:
 
 @leaving_no_group()
 def load_model(source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None, quant: str | None = None) -> ShardedModel:
-    """The model on tp x pp processes, each with its own slices of the weights; for `generate`. `quant`: see `inference.quantised`.
+    """The model on tp x pp processes, each with its own slices of the weights; for `generate`. `quant`: see `inference.quantised_format`.
     Collective."""
     model = source.model(dtype)
     here = place()

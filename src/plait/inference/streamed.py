@@ -199,8 +199,8 @@ def load_streamed(
     scratch: Path | None = None,
 ) -> tuple[ShardedModel, Plan]:
     """The model in one process, on its device, within the budget (see `plan`). Streamed layers that are quantised (`quant`, see
-    `inference.quantised`), or that no files have as they compute (see `tensors_to_stream`), are written to files without a name in the
-    folder `scratch` (the system's for temporary files) first. Raises InputError where it cannot be."""
+    `inference.quantised_format`), or that no files have as they compute (see `tensors_to_stream`), are written to files without a name in
+    the folder `scratch` (the system's for temporary files) first. Raises InputError where it cannot be."""
     model = source.model(dtype)
     counted = model if quant is None else quantised_copy(model, quant)
     stored, written = tensors_to_stream(source, counted, quantised=quant is not None)

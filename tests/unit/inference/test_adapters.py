@@ -14,7 +14,8 @@ import torch
 import plait
 from plait.errors import CheckpointError, InputError
 from plait.inference.load import load_model
-from plait.inference.quantised import dequantise, layers_to_quantise, quantise
+from plait.inference.quantised import layers_to_quantise
+from plait.inference.quantised_format import dequantise, quantise
 from plait.inference.source import Source, open_source
 from plait.inference.streamed import load_streamed
 from plait.sharded.model import ShardedModel

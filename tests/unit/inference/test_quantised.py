@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,9 @@ from plait.inference import layer_files
 from plait.inference.generate import generate
 from plait.inference.layer_files import scratch_folder
 from plait.inference.load import load_model
-from plait.inference.quantised import (
-    GROUP,
-    INT4,
-    INT8,
-    convert,
-    dequantise,
-    layers_to_quantise,
-    product,
-    product_bytes,
-    quantise,
-    quantised_copy,
-    sizes_of,
-)
+from plait.inference.quantised import convert, layers_to_quantise, product_bytes, quantised_copy, sizes_of
+from plait.inference.quantised_format import GROUP, INT4, INT8, dequantise, quantise
+from plait.inference.quantised_products import FEW_ROWS, product
 from plait.inference.source import open_source
 from plait.inference.streamed import Streaming, load_streamed
 from tests.unit.inference.models import built, saved
@@ -75,7 +66,7 @@ def test_bytes_of_a_large_layer(form: str) -> None:
 @pytest.mark.parametrize("form", [INT8, INT4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_the_dense_weight(form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.inference.quantised.PART", 64 * 4 * 7)  # several parts
+    monkeypatch.setattr("plait.inference.quantised_products.PART", 64 * 4 * 7)  # several parts
     codes, scales = quantise(weight(40, 64), form)
     dense, bias = dequantise(codes, scales, torch.float64), weight(40, seed=2).to(dtype)
     for shape in ((1, 64), (2, 3, 64), (16, 64), (40, 64), (1, 1, 64), (0, 64)):
@@ -90,13 +81,37 @@ def test_products_are_those_of_the_dense_weight(form: str, dtype: torch.dtype, m
 
 
 @pytest.mark.parametrize("form", [INT8, INT4])
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("inputs", [96, 192])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_codes_may_leave_the_range_of_float16(form: str, rows: int, inputs: int, dtype: torch.dtype) -> None:
+    """As the outliers of some models' activations make them: the sums that scales belong to are a thousand times the result."""
+    codes, scales = quantise(weight(40, inputs).abs() * 0.02, form)
+    x = (weight(inputs, rows, seed=1).abs() * 100).to(dtype).t()  # not contiguous
+    expected = x.double() @ dequantise(codes, scales, torch.float64).t()
+    if form == INT8:
+        assert (x.double() @ codes.double().t()).max() > torch.finfo(torch.float16).max
+    torch.testing.assert_close(product(x, codes, scales, None).double(), expected, rtol=0.02, atol=0.0)
+
+
+def test_threads_have_memory_of_their_own_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.inference.quantised_products.PART", 64 * 4 * 7)
+    layers = [quantise(weight(256, 64, seed=seed), form) for seed, form in enumerate([INT8, INT4] * 2)]
+    x = weight(3, 64)
+    alone = [product(x, *layer, None) for layer in layers]
+    with ThreadPoolExecutor(len(layers)) as pool:
+        for _ in range(20):
+            assert all(map(torch.equal, alone, pool.map(lambda layer: product(x, *layer, None), layers)))
+
+
+@pytest.mark.parametrize("form", [INT8, INT4])
 def test_memory_of_a_product(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dense weight of the largest layer, or what all threads make of it at once, and a quarter for unpacked codes."""
     with torch.device("meta"):
         model = nn.ModuleList([nn.Linear(64, 96), nn.Linear(128, 32)])
     convert(model, ["0", "1"], form)
     assert product_bytes(model, 4) == 96 * 64 * 4 * 5 // 4
-    monkeypatch.setattr("plait.inference.quantised.PART", 1024)
+    monkeypatch.setattr("plait.inference.quantised_products.PART", 1024)
     assert product_bytes(model, 4) == 1024 * min(torch.get_num_threads(), 8) * 5 // 4
     assert product_bytes(nn.Linear(4, 4), 4) == 0
 
