@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,34 +15,66 @@ from torch import nn
 
 from plait.cluster import accelerator, huge_pages
 from plait.errors import InputError
-from plait.inference.reading import FileReader, Part
+from plait.inference.reading import PAGE, FileReader, Image, Part
 from plait.inference.stored import Stored, stored_tensors
-from plait.inference.stream import WeightStream, comes_from_disk
+from plait.inference.stream import SLOTS, WeightStream, comes_from_disk
 
 SAMPLE = 256 << 20
 """Bytes that are read or copied."""
 
 
-def measure_files(tensors: Sequence[Stored], *, total: int, places: int) -> tuple[float, str]:
+def measure_files(tensors: Sequence[Stored], *, total: int, places: int, straight: bool) -> tuple[float, str]:
     """(bytes/s, how it was measured) of reading some of `tensors`, of which every token reads `total` bytes into `places` bytes of memory:
-    from the disk where the kernel cannot keep so many in its cache, else as they are found now."""
-    chosen = sample(tensors, SAMPLE)
-    size = sum(one.size for one in chosen)
+    from the disk where the kernel cannot keep so many in its cache, else as they are found now. `straight`: to where they compute, where
+    they lie in their file as streamed layers have to (see `reading`)."""
+    cold = comes_from_disk(total)
+    reads = as_streamed(tensors, places // SLOTS, straight=straight) if cold else [(into(sample(tensors, SAMPLE), places), None)]
+    size = sum(part.memory.numel() for parts, _ in reads for part in parts)
     if not size:
         raise InputError("no weights are read from files, so their rate cannot be measured")
-    cold = comes_from_disk(total)
-    parts = into(chosen, places)
-    reader = FileReader({one.path for one in chosen}, largest=size, keeps=not cold)
+    reader = FileReader({part.stored.path for parts, _ in reads for part in parts}, largest=size, keeps=not cold)
+
+    def run() -> None:
+        with ThreadPoolExecutor(SLOTS) as threads:
+            for _ in threads.map(lambda read: reader.read(*read), reads):
+                pass
+
     try:
         if cold:
-            _drop(chosen)
+            _drop([part.stored for parts, _ in reads for part in parts])
         else:
-            reader.read(parts)  # the memory's own pages are new
-        seconds = min(_seconds(partial(reader.read, parts)) for _ in range(1 if cold else 3))
+            run()  # the memory's own pages are new
+        seconds = min(_seconds(run) for _ in range(1 if cold else 3))
     finally:
         reader.close()
     how = "from the disk" if cold else "as the kernel has the files in its cache now"
     return size / seconds, f"{size >> 20} MiB read here, {how}"
+
+
+def as_streamed(tensors: Sequence[Stored], most: int, *, straight: bool) -> list[tuple[list[Part], Image | None]]:
+    """Reads of SAMPLE bytes as streamed layers are read: what lies together in a file, `most` bytes at a time, to SLOTS places in turns."""
+    most = max(most // PAGE, 2) * PAGE
+    places = [huge_pages.empty((most,), torch.uint8) for _ in range(SLOTS)]
+    found: list[tuple[int, list[Part]]] = []
+    size = 0
+    for one, first, count in _pieces(tensors, most - PAGE):
+        at = one.offset + first
+        if not found or found[-1][1][0].stored.path != one.path or at + count > found[-1][0] + most:
+            if size >= SAMPLE:
+                break
+            found.append((at // PAGE * PAGE, []))
+        low, parts = found[-1]
+        parts.append(Part(one, first, places[(len(found) - 1) % SLOTS][at - low : at - low + count]))
+        size += count
+    straight = straight and not any(place.data_ptr() % PAGE for place in places)
+    return [(parts, Image(low, places[turn % SLOTS]) if straight else None) for turn, (low, parts) in enumerate(found)]
+
+
+def _pieces(tensors: Sequence[Stored], most: int) -> Iterator[tuple[Stored, int, int]]:
+    """(tensor, first byte, bytes) of at most so many, in the files' order."""
+    for one in sorted(tensors, key=lambda one: (str(one.path), one.offset)):
+        for first in range(0, one.size, most):
+            yield one, first, min(most, one.size - first)
 
 
 def _drop(tensors: Sequence[Stored]) -> None:

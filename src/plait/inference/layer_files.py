@@ -23,7 +23,7 @@ from plait.errors import InputError
 from plait.inference.load import Weights, fill_layers
 from plait.inference.quantised import CODES, SCALES, convert, layers_to_quantise
 from plait.inference.stored import Stored, stored_tensors
-from plait.inference.stream import brought
+from plait.inference.stream import SAME_BITS, brought
 from plait.units import format_bytes
 
 _PREFIX = "plait-layers-"
@@ -38,7 +38,7 @@ def write_layers(weights: Weights, model: nn.Module, blocks: Sequence[str], form
     made = copy.deepcopy(model)
     layers = [] if form is None else convert(made, layers_to_quantise(made), form)
     found: dict[str, Stored] = {}
-    cpu = torch.device("cpu")
+    cpu, shift = torch.device("cpu"), 0
     for number, block in enumerate(blocks):
         one = made.get_submodule(block)
         one.to_empty(device=cpu)
@@ -49,15 +49,25 @@ def write_layers(weights: Weights, model: nn.Module, blocks: Sequence[str], form
         mine = [layer for layer in layers if layer.name.startswith(f"{block}.")]
         for _, several in groupby(mine, lambda layer: layer.name.rpartition(".")[0]):
             fill_layers(list(several), weights, model, cpu)
-        path = folder / f"{number}.safetensors"
-        try:
-            save_file({name: tensor.data.contiguous() for name, tensor in own.items()}, path)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"--scratch {folder.parent}: {getattr(error, 'strerror', None) or error}; name a folder with room") from None
-        found |= stored_tensors(path)
+        written, shift = _saved({name: tensor.data.contiguous() for name, tensor in own.items()}, folder / f"{number}.safetensors", shift)
+        found |= written
         one.to_empty(device=torch.device("meta"))
         trim_heap()
     return found
+
+
+def _saved(tensors: dict[str, torch.Tensor], path: Path, shift: int) -> tuple[dict[str, Stored], int]:
+    """Where the tensors of a new file lie, and the bytes that its header was made longer for that: so that the first begins at a multiple
+    of SAME_BITS, to be read straight to where it computes. `shift`: those of a file with as long names, most likely."""
+    for more in (shift, 8 - shift):  # a header ends at a multiple of 8
+        try:
+            save_file(tensors, path, {"header": "." * more})
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"--scratch {path.parents[1]}: {getattr(error, 'strerror', None) or error}; name a folder with room") from None
+        written = stored_tensors(path)
+        if min(one.offset for one in written.values()) % SAME_BITS == 0:
+            break
+    return written, more
 
 
 @contextmanager

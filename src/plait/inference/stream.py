@@ -34,7 +34,7 @@ from plait.inference.stored import Stored
 SLOTS = 2
 """The weights that a block computes with, and those that are brought meanwhile."""
 _ALIGNED = 64
-_SAME_BITS = 16
+SAME_BITS = 16
 """Bytes: a product of one row has the bits that it has in memory where its weight begins at a multiple of these."""
 _BETWEEN = 1 << 20
 """Bytes of a place at most that lie between tensors and hold none."""
@@ -290,6 +290,11 @@ def block_bytes(model: nn.Module, block: str, stored: Mapping[str, Stored], *, o
     return _place_bytes(_parts(model, block, stored, on_cpu=on_cpu))
 
 
+def is_read_straight(model: nn.Module, block: str, stored: Mapping[str, Stored]) -> bool:
+    """Whether files are read to where a block computes, on the CPU, without a buffer between."""
+    return _low(_parts(model, block, stored, on_cpu=True)) is not None
+
+
 def _place_bytes(parts: Sequence[_Streamed]) -> int:
     """Whole pages where files are read so."""
     size = max((one.start + one.stored.size for one in parts), default=0)
@@ -307,7 +312,7 @@ def _parts(model: nn.Module, block: str, stored: Mapping[str, Stored], *, on_cpu
         start += -(-one.size // _ALIGNED) * _ALIGNED
     if not on_cpu or start < LEAST:
         return found
-    if len({one.stored.path for one in found}) > 1 or any(one.stored.offset % _SAME_BITS for one in found):
+    if len({one.stored.path for one in found}) > 1 or any(one.stored.offset % SAME_BITS for one in found):
         return found
     low = min(one.stored.offset for one in found) // PAGE * PAGE
     ends = max(one.stored.offset + one.stored.size for one in found) - low

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from plait.inference.beside import measure_beside
-from plait.inference.copy_rates import into, measure_files, measure_handover
+from plait.inference.copy_rates import as_streamed, into, measure_files, measure_handover
 from plait.inference.deployment import Account, Deployment
 from plait.inference.pass_times import PassTimes, _at, _Times, lengths_of, measure_passes
 from plait.inference.prediction import Beside, CopyRates, predict
 from plait.inference.quantised import quantised_copy
+from plait.inference.reading import FileReader
 from plait.inference.source import open_source
-from plait.inference.stored import Stored
+from plait.inference.stored import Stored, stored_tensors
 from plait.inference.streamed import tensors_of
 from tests.unit.inference.models import built, saved
 
@@ -86,9 +88,31 @@ def test_the_rate_of_files(tmp_path: Path) -> None:
     saved(tmp_path / "model", layers=1)
     source = open_source(tmp_path / "model")
     tensors = list(tensors_of(source, source.model()).values())
-    rate, how = measure_files(tensors, total=1, places=1)
+    rate, how = measure_files(tensors, total=1, places=1, straight=True)
     assert rate > 0 and how == "0 MiB read here, as the kernel has the files in its cache now"
-    assert measure_files(tensors, total=1 << 60, places=1 << 20)[1].endswith("from the disk")
+    for straight in (False, True):
+        assert measure_files(tensors, total=1 << 60, places=1 << 20, straight=straight)[1].endswith("from the disk")
+
+
+@pytest.mark.parametrize("straight", [False, True])
+def test_files_are_read_as_streamed_layers_are(straight: bool, tmp_path: Path) -> None:
+    """Straight to where they compute, or through buffers: every byte once, in turns to memory of two layers."""
+    drawn = torch.Generator().manual_seed(0)
+    sizes = (3 << 20, 5, 3 << 20, (9 << 20) + 1, 4096)
+    for file in ("first", "second"):
+        save_file({str(at): torch.randint(256, (size,), generator=drawn).byte() for at, size in enumerate(sizes)}, tmp_path / file)
+    tensors = [one for file in ("second", "first") for one in stored_tensors(tmp_path / file).values()]
+    reads = as_streamed(tensors, 4 << 20, straight=straight)
+    assert sum(part.memory.numel() for parts, _ in reads for part in parts) == 2 * sum(sizes)
+    reader = FileReader({tmp_path / "first", tmp_path / "second"}, largest=1 << 30, keeps=False)
+    for parts, image in reads:
+        assert (image is not None) == straight and len({part.stored.path for part in parts}) == 1
+        reader.read(parts, image)
+        for part in parts:
+            assert part.memory.numpy().tobytes() == part.stored.path.read_bytes()[part.offset : part.end]
+            assert image is None or part.memory.data_ptr() - image.memory.data_ptr() == part.offset - image.low
+    assert len({parts[0].memory.data_ptr() >> 21 for parts, _ in reads}) == 2 and len(reads) > 4
+    reader.close()
 
 
 def test_reads_go_to_as_much_memory_as_streamed_layers_have() -> None:

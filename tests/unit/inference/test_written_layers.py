@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from plait.errors import InputError
 from plait.inference.generate import generate
+from plait.inference.layer_files import _saved
 from plait.inference.load import load_model
 from plait.inference.source import Source, open_source
+from plait.inference.stream import SAME_BITS
 from plait.inference.streamed import Streaming, load_streamed
 from plait.sharded.model import ShardedModel
 from tests.unit.inference.models import saved
@@ -42,6 +44,18 @@ def test_another_dtype(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     source, scratch = open_source(tmp_path / "model"), tmp_path / "scratch"
     scratch.mkdir()
     assert streamed(source, scratch, dtype=dtype) == answers(load_model(source, dtype=dtype))
+
+
+def test_tensors_begin_where_they_are_read_straight_to_where_they_compute(tmp_path: Path) -> None:
+    """Behind headers of every length; a file is written twice only when it changes."""
+    shift, shifts = 0, []
+    for length in range(1, 41):
+        made = {"x" * length: torch.arange(8.0), "codes": torch.arange(32, dtype=torch.int8)}
+        written, shift = _saved(made, tmp_path / "0.safetensors", shift)
+        shifts.append(shift)
+        assert not any(one.offset % SAME_BITS for one in written.values())
+        assert all(map(torch.equal, load_file(tmp_path / "0.safetensors").values(), made.values()))
+    assert set(shifts) == {0, 8} and sum(map(int.__ne__, shifts, shifts[1:])) < 8
 
 
 def test_files_of_another_model(tmp_path: Path) -> None:

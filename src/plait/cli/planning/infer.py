@@ -192,8 +192,8 @@ def _copies(
     from plait.inference.copy_rates import measure_files, measure_handover, measure_host_copies
     from plait.inference.datasheet import copy_rates
     from plait.inference.prediction import Beside, CopyRates
-    from plait.inference.stream import brought, comes_from_disk
-    from plait.inference.streamed import tensors_in_files
+    from plait.inference.stream import brought, comes_from_disk, is_read_straight
+    from plait.inference.streamed import tensors_in_files, tensors_to_stream
     from plait.model.blocks import find_blocks
 
     account = found.account
@@ -205,7 +205,9 @@ def _copies(
         if target is not None or work.source is None:
             raise InputError("--disk: weights are read from files in this plan, and there are none to measure; say how many GB/s")
         tensors = list(tensors_in_files(work.source, work.model).values())
-        files, how = measure_files(tensors, total=account.in_files, places=account.slots)
+        stored, moved = tensors_to_stream(work.source, work.model, quantised=work.quantised)
+        straight = not on.on_gpu and (bool(moved) or all(is_read_straight(work.model, block, stored) for block in find_blocks(work.model)))
+        files, how = measure_files(tensors, total=account.in_files, places=account.slots, straight=straight)
         if not on.on_gpu and not comes_from_disk(account.in_files):
             beside = measure_beside(unloaded, tensors, places=account.slots, **lengths, quant=form, memory_bytes=on.memory_bytes)
             how += f"; while both go on, computing a token takes {beside[1].computing:.1f} x as long, reading {beside[1].reading:.1f} x"
