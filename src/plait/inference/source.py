@@ -23,6 +23,7 @@ from plait.model.described import require_transformers
 from plait.model.tied import tied_names
 from plait.sharded.assemble import Filler
 from plait.sharded.load_weights import load_weights, weight_files
+from plait.sharded.pretrained import generation_settings
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,14 @@ class Source:
     def _without_adapter(self, dtype: torch.dtype | None = None) -> nn.Module:
         if self.checkpoint is not None:
             return described_model(self.checkpoint, dtype=dtype)
-        from transformers import GenerationConfig
-
         found = described(self.folder, dtype=dtype)
-        if (self.folder / "generation_config.json").is_file():
-            try:
-                found.generation_config = GenerationConfig.from_pretrained(self.folder)
-            except Exception as error:  # of a file that is no JSON, and of values, each in its own way
-                raise InputError(
-                    f"--model {self.name}: its generation_config.json cannot be read ({first_line(error)}); correct or remove it"
-                ) from error
+        try:
+            found.generation_config = generation_settings(self.folder)
+        except Exception as error:  # of a file that is no JSON, and of values, each in its own way
+            raise InputError(
+                f"--model {self.name}: the generation settings of generation_config.json, or of config.json where there is none, cannot be "
+                f"read ({first_line(error)}); correct or remove them"
+            ) from error
         return found
 
     def filler(self) -> Filler:

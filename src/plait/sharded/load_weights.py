@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,30 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAPPED = 64 << 20
 """Bytes that are read before a file is opened anew: what was read of an open one stays mapped, and would take the memory twice."""
+_COMPARED = 4 << 20
+"""Elements of two tensors that are compared at a time."""
 _AGAIN = "download or save the folder again"
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name to the file that holds it. Raises CheckpointError where the folder holds no safetensors that can be read."""
+    """Tensor name to the file that holds it. Raises CheckpointError where the folder holds no safetensors that can be read, or two models.
+    Transformers reads SINGLE where there is one, and leaves it, or INDEX, when it saves another model in the other way."""
     index, single = folder / INDEX, folder / SINGLE
-    if index.is_file():
-        table = _weight_map(index)
-        missing = sorted({name for name in table.values() if not (folder / name).is_file()})
-        if missing:
-            raise CheckpointError(f"{index}: names files that are not there: {', '.join(missing[:4])}; {_AGAIN}")
-        return {tensor: folder / name for tensor, name in table.items()}
+    if not index.is_file() and not single.is_file():
+        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; give a folder written by save_pretrained")
+    table = _weight_map(index) if index.is_file() else {}
+    missing = sorted({name for name in table.values() if not (folder / name).is_file()})
+    if table and not missing and single.is_file() and set(table.values()) != {SINGLE}:
+        raise CheckpointError(
+            f"{folder} holds two models: {SINGLE}, and {len(set(table.values()))} files that {INDEX} names, and nothing says which one is "
+            f"meant; remove {SINGLE}, or {INDEX} and its files"
+        )
     if single.is_file():
         with opened(single) as file:
             return dict.fromkeys(file.keys(), single)
-    raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; give a folder written by save_pretrained")
+    if missing:
+        raise CheckpointError(f"{index}: names files that are not there: {', '.join(missing[:4])}; {_AGAIN}")
+    return {tensor: folder / name for tensor, name in table.items()}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -136,7 +145,32 @@ def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[st
             f"{len(left)} that it does not have ({', '.join(left[:3]) or 'none'}); "
             "check the model type, or load it with Transformers and pass the real model"
         )
+    for group in tied_names(model):
+        _refuse_unequal([name for name in group if name in files], files)
     return source
+
+
+def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
+    """Raises CheckpointError where tied parameters, of which all of these are in files, have several values there."""
+    for other in tied[1:]:
+        paths = files[tied[0]], files[other]
+        changed = tuple((path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
+        if not _are_equal(paths[0], tied[0], paths[1], other, changed):
+            raise CheckpointError(
+                f"{paths[1]}: {tied[0]} and {other} are one parameter by config.json, and have two values in the files; set "
+                '"tie_word_embeddings": false in config.json, as Transformers does when it loads such a folder'
+            )
+
+
+@lru_cache(maxsize=64)
+def _are_equal(path: Path, name: str, other_path: Path, other_name: str, _changed: object) -> bool:
+    with opened(path) as file, opened(other_path) as other_file:
+        first, second = file.get_slice(name), other_file.get_slice(other_name)
+        shape = first.get_shape()
+        if shape != second.get_shape() or not shape:
+            return shape == second.get_shape() and bool(torch.equal(file.get_tensor(name), other_file.get_tensor(other_name)))
+        rows = max(1, _COMPARED // math.prod(shape[1:]) if math.prod(shape) else shape[0])
+        return all(torch.equal(first[at : at + rows], second[at : at + rows]) for at in range(0, shape[0], rows))
 
 
 def read_tensor(stored: object, target: torch.Tensor, name: str, path: Path) -> None:

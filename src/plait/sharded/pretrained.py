@@ -31,7 +31,7 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
     in full in every process, with a warning. Raises InputError for what is no such folder and for fields that the model does not have.
     """
     require_transformers("plait.from_pretrained")
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder, kind = saved_folder(name, "plait.from_pretrained"), model_class or AutoModelForCausalLM
     try:
@@ -42,7 +42,7 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
             )
         with torch.device("meta"):
             model: Any = _built(kind, config, dtype)
-        settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+        settings = generation_settings(folder)
     except InputError:
         raise
     except Exception as error:  # each configuration class validates in its own way
@@ -60,10 +60,19 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
             return kind.from_pretrained(folder, dtype=dtype, **fields).train()
         except SafetensorError:
             raise error from None
-    if settings is not None and getattr(model, "generation_config", None) is not None:
+    if getattr(model, "generation_config", None) is not None:
         model.generation_config = settings
     object.__setattr__(model, _ATTRIBUTE, folder)
     return model.train()
+
+
+def generation_settings(folder: Path) -> Any:
+    """Transformers' GenerationConfig of generation_config.json, or of config.json where there is none."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
 def _built(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:

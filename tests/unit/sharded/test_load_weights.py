@@ -1,16 +1,21 @@
-"""Weights are read from a file without the file staying in memory beside them."""
+"""Folders of Transformers: which files are read, without staying in memory beside what they hold, and what is refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import plait
 from plait.errors import CheckpointError
+from plait.inference.generate import generate
+from plait.inference.load import load_model
+from plait.inference.source import open_source
 from plait.sharded import load_weights as module
 from plait.sharded.load_weights import load_weights
 
@@ -53,3 +58,70 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         load_weights(nn.Linear(1, 1), tmp_path)
     with pytest.warns(UserWarning, match="loads"), pytest.raises(CheckpointError, match=r"model.safetensors is no readable"):
         plait.from_pretrained(tmp_path)
+
+
+def small_llama(*, tied: bool = True) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 1 << 20])
+def test_tied_parameters_with_two_values(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers does not tie them; the one that was read last would be both."""
+    monkeypatch.setattr(module, "_COMPARED", 8 * rows)
+    small_llama().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    model = small_llama()
+    load_weights(model, tmp_path)
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    tensors["lm_head.weight"][10, 7] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    for build in (lambda: load_weights(small_llama(), tmp_path), lambda: load_model(open_source(tmp_path))):
+        with pytest.raises(CheckpointError, match=r"lm_head.weight .*are one parameter .*two values .*\"tie_word_embeddings\": false"):
+            build()
+    with pytest.warns(UserWarning, match="Transformers loads .* two values"):
+        whole = plait.from_pretrained(tmp_path)
+    assert torch.equal(whole.lm_head.weight, tensors["lm_head.weight"])
+    assert torch.equal(whole.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
+    load_weights(model := small_llama(tied=False), tmp_path)
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+
+
+def test_a_folder_that_two_models_were_saved_to(tmp_path: Path) -> None:
+    """In one file, and in several: what Transformers leaves of the first is not read for the second."""
+    first, second = small_llama(), small_llama()
+    first.save_pretrained(tmp_path / "several", max_shard_size=500)
+    second.save_pretrained(tmp_path / "several")
+    assert (tmp_path / "several" / module.INDEX).is_file(), "Transformers removes the index now"
+    load_weights(loaded := small_llama(), tmp_path / "several")
+    assert torch.equal(loaded.model.embed_tokens.weight, second.model.embed_tokens.weight)
+    second.save_pretrained(tmp_path / "one")
+    first.save_pretrained(tmp_path / "one", max_shard_size=500)
+    with pytest.raises(CheckpointError, match=r"holds two models: model.safetensors, and \d+ files that .* remove model.safetensors, or"):
+        load_weights(loaded, tmp_path / "one")
+    (tmp_path / "one" / module.SINGLE).unlink()
+    load_weights(loaded, tmp_path / "one")
+    assert torch.equal(loaded.model.embed_tokens.weight, first.model.embed_tokens.weight)
+
+
+def test_generation_settings_in_config_json(tmp_path: Path) -> None:
+    """As older folders have them, without a generation_config.json."""
+    transformers = pytest.importorskip("transformers")
+    small_llama().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"repetition_penalty": 1.9, "bad_words_ids": [[3], [4, 5]], "eos_token_id": [7]})
+    )
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    settings = expected.generation_config.to_diff_dict()
+    assert settings["repetition_penalty"] == 1.9
+    for model in (open_source(tmp_path).model(), plait.from_pretrained(tmp_path)):
+        assert model.generation_config.to_diff_dict() == settings
+    ids = torch.tensor([[1, 2, 6]])
+    found = generate(load_model(open_source(tmp_path)), ids.tolist(), max_new_tokens=6, temperature=0)
+    assert found[0].token_ids == expected.generate(ids, max_new_tokens=6, do_sample=False)[0, 3:].tolist()
