@@ -64,7 +64,8 @@ def named(name: str) -> Architecture | None:
         expert_ffn=experts.get("ffn", 0),
         shared_ffn=experts.get("shared", 0),
         dense_layers=experts.get("dense_layers", 0),
-        compressed=_compressed(hidden, heads, entry.get("mla")),
+        **dict.fromkeys(_DROPOUTS, int(family.get("dropout", False))),
+        **_latent(entry.get("mla")),
         name=found,
         model_type=family["model_type"],
     )
@@ -83,15 +84,11 @@ def _plain(name: str) -> str:
     return plain.replace("llama-3.1-", "llama-3-").replace("-", "")
 
 
-def _compressed(hidden: int, heads: int, mla: Mapping[str, int] | None) -> int:
-    """Matrix parameters of compressed attention: arXiv 2405.04434, section 2.1."""
+def _latent(mla: Mapping[str, int] | None) -> dict[str, int]:
+    """The fields of an Architecture with latent attention."""
     if not mla:
-        return 0
-    query_width = mla["nope"] + mla["rope"]
-    q_rank = mla.get("q_rank") or 0
-    query = hidden * q_rank + q_rank * heads * query_width if q_rank else hidden * heads * query_width
-    keys = hidden * (mla["kv_rank"] + mla["rope"]) + mla["kv_rank"] * heads * (mla["nope"] + mla["value"])
-    return query + keys + heads * mla["value"] * hidden + q_rank + mla["kv_rank"]  # the last two: norms of the compressed
+        return {}
+    return {"query_rank": mla.get("q_rank") or 0, "latent_rank": mla["kv_rank"], "rope_dim": mla["rope"], "value_dim": mla["value"]}
 
 
 # ---- Hugging Face configurations -----------------------------------------------------------------------------------------------------
@@ -151,6 +148,21 @@ _LAYER_NORM = _TWO_MATRICES - {"falcon", "nemotron", "arcee", "apertus", "nanoch
 _STRUCTURE = {"mamba", "mamba2", "rwkv", "t5", "bart", "bert", "roberta", "vit", "whisper", "clip"}
 
 
+_DROPOUTS = {
+    "dropout": ("resid_pdrop", "resid_dropout", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout"),
+    "attention_dropout": ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"),
+    "embedding_dropout": ("embd_pdrop", "emb_pdrop", "embed_dropout", "embedding_dropout"),
+}
+"""Field of an Architecture to the names of what families drop there."""
+_DROPS_UNLESS_TOLD = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("resid_pdrop", "attn_pdrop", "embd_pdrop")),
+    "opt": ("dropout",),
+    "biogpt": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "seed_oss": ("residual_dropout", "attention_dropout"),
+}
+"""Families of which Transformers drops by default, and what."""
+_ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
+
 _MOST_PARAMETERS = 10**15
 _LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _OTHERS = ("kv_lora_rank", "q_lora_rank", "shared_expert_intermediate_size", *_LATENT, *_LEARNED_POSITIONS.values())
@@ -195,7 +207,8 @@ def unknown_layers(model: Architecture) -> str | None:
 
 
 def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """`config` with the sizes that it leaves to Transformers, as training builds them: a `qwen3` without head_dim has heads of 128."""
+    """`config` with the sizes that it leaves to Transformers, as training builds them: a `qwen3` without head_dim has heads of 128, and a
+    `deepseek_v3` whose q_lora_rank is null does not compress its queries."""
     written = {name: value for name, value in config.items() if value is not None}
     if find_spec("transformers") is None:
         return written
@@ -203,13 +216,24 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
     if kind not in CONFIG_MAPPING:
         return written
+    # Without the vocabulary, which decides none of them and which it compares with its own special tokens, aloud.
+    asked = {name: value for name, value in config.items() if name != "vocab_size"}
     try:
-        # Without the vocabulary, which decides none of them and which it compares with its own special tokens, aloud.
-        whole = CONFIG_MAPPING[kind].from_dict({name: value for name, value in written.items() if name != "vocab_size"}).to_dict()
+        whole = CONFIG_MAPPING[kind].from_dict(asked).to_dict()
     except Exception:  # what Transformers refuses it tells where the model is built
         return written
     read = {*(name for keys in _OPTIONAL.values() for name in keys), *_OTHERS, "tie_word_embeddings", "multi_query"}
-    return {name: whole[name] for name in read if isinstance(whole.get(name), int)} | written
+    sizes = {name: whole[name] for name in read if isinstance(whole.get(name), int)}
+    return sizes | {name: whole[name] for name in _ACTIVATIONS if isinstance(whole.get(name), str)} | written
+
+
+def _dropouts(config: Mapping[str, Any], kind: str) -> dict[str, int]:
+    """Where a model drops, as fields of an Architecture: what the configuration leaves out is the family's own."""
+    shares = dict.fromkeys(_DROPS_UNLESS_TOLD.get(kind, ()), 0.1) | {name: value for name, value in config.items() if value is not None}
+    return {
+        field: int(any(isinstance(shares.get(name), int | float) and shares[name] > 0 for name in names))
+        for field, names in _DROPOUTS.items()
+    }
 
 
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
@@ -255,6 +279,7 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
             "q_rank": config.get("q_lora_rank"),
         }
     kv_heads = optional["kv_heads"] or heads
+    activation = next((config[name] for name in _ACTIVATIONS if isinstance(config.get(name), str)), "")
     if kind == "gpt_bigcode" and config.get("multi_query", True):
         kv_heads = 1
     if kind == "falcon":
@@ -278,7 +303,9 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
         shared_ffn=int(config.get("shared_expert_intermediate_size") or 0)
         or (optional["shared"] or 0) * (optional["expert_ffn"] or ffn) * bool(experts),
         dense_layers=min(optional["dense_layers"] or 0, found["layers"]) if experts else 0,
-        compressed=_compressed(hidden, heads, mla),
+        **_dropouts(config, kind),
+        activation=activation,
+        **_latent(mla),
         name=str(config.get("_name_or_path") or kind),
         model_type=kind,
     )
@@ -351,24 +378,23 @@ def to_config(architecture: Architecture, *, positions: int) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "tie_word_embeddings": bool(a.tied),
     }
-    if a.head_dim != a.hidden // a.heads and not a.compressed:
+    if a.head_dim != a.hidden // a.heads and not a.latent_rank:
         config["head_dim"] = a.head_dim
     if a.model_type == "mixtral":
         config |= {"num_local_experts": a.experts, "num_experts_per_tok": a.active}
     if a.model_type == "qwen3_moe":
         config |= {"num_experts": a.experts, "num_experts_per_tok": a.active, "moe_intermediate_size": a.expert_ffn}
     if a.model_type == "deepseek_v3":
-        mla = _table()["models"][a.name]["mla"]
         config |= {
             "n_routed_experts": a.experts,
             "num_experts_per_tok": a.active,
             "moe_intermediate_size": a.expert_ffn,
             "n_shared_experts": a.shared_ffn // a.expert_ffn,
             "first_k_dense_replace": a.dense_layers,
-            "q_lora_rank": mla["q_rank"],
-            "kv_lora_rank": mla["kv_rank"],
-            "qk_nope_head_dim": mla["nope"],
-            "qk_rope_head_dim": mla["rope"],
-            "v_head_dim": mla["value"],
+            "q_lora_rank": a.query_rank,
+            "kv_lora_rank": a.latent_rank,
+            "qk_nope_head_dim": a.head_dim - a.rope_dim,
+            "qk_rope_head_dim": a.rope_dim,
+            "v_head_dim": a.value_dim,
         }
     return config

@@ -204,7 +204,7 @@ def _head_dim(row: Row, known: Architecture | None, hidden: int, heads: int) -> 
     if (given := count_of(row, "head_dim") or (int(told[1]) if told else None)) is not None:
         return given
     same = known is not None and (int(known.hidden), int(known.heads)) == (hidden, heads)
-    return int(known.head_dim) if known is not None and same and not known.compressed else max(hidden // heads, 1)
+    return int(known.head_dim) if known is not None and same and not known.latent_rank else max(hidden // heads, 1)
 
 
 def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> Architecture:
