@@ -236,28 +236,66 @@ def _dropouts(config: Mapping[str, Any], kind: str) -> dict[str, int]:
     }
 
 
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+"""Where configurations of models of text and pictures have the language model's."""
+
+
+def _text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
+    """The language model's own configuration where `config` holds one, with the sizes that it leaves to Transformers, which writes there
+    only what differs from the family's own; None where `config` is one itself."""
+    inner = next((config[name] for name in _TEXT_PARTS if isinstance(config.get(name), Mapping)), None)
+    if inner is None or any(config.get(name) is not None for name in _NAMES["layers"]):
+        return None
+    inner_kind = inner.get("model_type") or kind
+    found = {"model_type": inner_kind, **{name: value for name, value in inner.items() if value is not None or name == "q_lora_rank"}}
+    if config.get("vocab_size") is not None:
+        found.setdefault("vocab_size", config["vocab_size"])
+    for keys in _NAMES.values():
+        if not any(found.get(key) is not None for key in keys) and (size := _of_transformers(inner_kind, keys[0])) is not None:
+            found[keys[0]] = size
+    return found
+
+
+def _of_transformers(kind: str, name: str) -> int | None:
+    """A size of the family `kind` that Transformers takes where none is written; None without one, or without Transformers."""
+    if find_spec("transformers") is None:
+        return None
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        return None
+    try:
+        size = getattr(CONFIG_MAPPING[kind]().get_text_config(decoder=True), name, None)
+    except Exception:  # a configuration that has no defaults
+        return None
+    return size if isinstance(size, int) else None
+
+
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
     """The shape that a Hugging Face configuration describes; `vocab` is taken where it has none. Raises ConfigError for what is missing
     or does not fit, InputError for an architecture that is no decoder-only language model."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ConfigError(Problem(f"{source}: model_type", kind, "names no architecture", "set it, for example to llama"))
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping) and "num_hidden_layers" not in config:
-        return from_config({"model_type": kind, **inner}, source=source, vocab=vocab)
+    inner = _text_part(config, kind)
+    if inner is not None:
+        return from_config(inner, source=source, vocab=vocab)
     if kind in _STRUCTURE:
         raise InputError(f"{source}: {kind!r} is no decoder-only transformer, which is what can be planned")
     found: dict[str, int] = {}
     problems = []
     defaults: Mapping[str, int] = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257} if kind == "gpt2" else {}
-    if vocab is not None:
-        defaults = {**defaults, "vocab": vocab}
     for field, keys in _NAMES.items():
         value = next((config[key] for key in keys if config.get(key) is not None), defaults.get(field))
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(Problem(f"{source}: {keys[0]}", value, "not a whole number of at least 1", f"set {' or '.join(keys)}"))
-        else:
+        if field == "vocab" and value is None:
+            value = vocab or _of_transformers(kind, "vocab_size")
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             found[field] = value
+            continue
+        rule = "not a whole number of at least 1"
+        if field == "vocab" and value is None:
+            rule = f"is neither here, nor in a text_config, nor has Transformers a {kind} with one"
+        problems.append(Problem(f"{source}: {keys[0]}", value, rule, f"set {' or '.join(keys)}"))
     refuse(problems)
     check_sizes(config, f"{source}: ")
     _check_optional(config, source)

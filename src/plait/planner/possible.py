@@ -89,5 +89,5 @@ def _measured(row: Row) -> Iterator[Found]:
     reached = float(model.model_flops(sequence)) * batch * sequence / (seconds * gpus * float(peak))
     if reached > 1:
         name = next((name for name in ("step_time_s", "derived_step_time_s") if number_of(row, name)), "tokens_per_s_per_gpu")
-        rule = f"its model FLOPs are {reached:.3g} of the peak of {gpus:g} x {device.title} in {precision} (MFU), and no run reaches more than 1"
+        rule = f"its model FLOPs are {reached:.3g} of the peak of {gpus:g} x {device.title} in {precision}, and no run has an MFU above 1"
         yield name, row.get(name), rule, "correct it, the model's sizes, global_batch or gpus_total"

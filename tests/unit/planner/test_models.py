@@ -161,6 +161,25 @@ def test_a_table_entry_and_its_configuration_are_the_same_model(name):
         assert again.parameters == found.parameters
 
 
+def test_a_vocabulary_is_that_of_the_configuration_the_data_or_transformers():
+    pytest.importorskip("transformers")
+    sizes = {name: value for name, value in SIZES.items() if name != "vocab_size"}
+    assert from_config({"model_type": "llama", **sizes}).vocab == 32000
+    assert from_config({"model_type": "llama", **sizes}, vocab=77).vocab == 77
+    assert from_config({"model_type": "llama", **SIZES}, vocab=77).vocab == 1000
+    assert from_config({"model_type": "gemma3", "vocab_size": 500, "text_config": {"model_type": "gemma3_text", **sizes}}).vocab == 500
+
+
+@pytest.mark.parametrize("name", ["text_config", "llm_config", "language_config"])
+def test_a_language_model_inside_another_has_the_sizes_that_transformers_leaves_out(name):
+    """LLaVA 1.5's own file: of the language model what differs from Llama's."""
+    pytest.importorskip("transformers")
+    inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 32064}
+    found = from_config({"model_type": "llava", name: inner, "image_token_index": 32000})
+    assert (found.layers, found.hidden, found.heads, found.ffn, found.vocab, found.model_type) == (32, 4096, 32, 11008, 32064, "llama")
+    assert float(found.parameters) == pytest.approx(6.74e9, rel=0.01)
+
+
 def test_names_are_read_as_people_write_them():
     for text in ("meta-llama/Llama-3.1-8B", "Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama3-8b"):
         assert named(text).name == "llama-3-8b"
@@ -190,8 +209,8 @@ def test_a_folder_and_a_file(tmp_path):
 def test_wrong_configurations_say_what_is_wrong(tmp_path):
     with pytest.raises(ConfigError, match="num_attention_heads is 7 and 100 % 7 = 2"):
         from_config({"model_type": "llama", "hidden_size": 100, "num_hidden_layers": 2, "num_attention_heads": 7, "vocab_size": 10})
-    with pytest.raises(ConfigError, match="vocab_size"):
-        from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
+    with pytest.raises(ConfigError, match="vocab_size: is neither here, nor in a text_config, nor has Transformers a stranger with one"):
+        from_config({"model_type": "stranger", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
     with pytest.raises(InputError, match="no decoder-only transformer"):
         from_config({"model_type": "t5", "hidden_size": 64})
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
