@@ -22,6 +22,8 @@ from plait.errors import ConfigError, InputError, Problem, refuse
 from plait.files import user_path
 from plait.model.described import check_sizes
 from plait.planner.architecture import Architecture
+from plait.planner.dropouts import DROPOUTS, dropouts_of
+from plait.planner.text_part import NAMES, size_of_transformers, text_part
 
 # ---- the table of public models ------------------------------------------------------------------------------------------------------
 
@@ -64,7 +66,7 @@ def named(name: str) -> Architecture | None:
         expert_ffn=experts.get("ffn", 0),
         shared_ffn=experts.get("shared", 0),
         dense_layers=experts.get("dense_layers", 0),
-        **dict.fromkeys(_DROPOUTS, int(family.get("dropout", False))),
+        **dict.fromkeys(DROPOUTS, int(family.get("dropout", False))),
         **_latent(entry.get("mla")),
         name=found,
         model_type=family["model_type"],
@@ -93,12 +95,6 @@ def _latent(mla: Mapping[str, int] | None) -> dict[str, int]:
 
 # ---- Hugging Face configurations -----------------------------------------------------------------------------------------------------
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "vocab": ("vocab_size",),
-}
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
@@ -148,19 +144,6 @@ _LAYER_NORM = _TWO_MATRICES - {"falcon", "nemotron", "arcee", "apertus", "nanoch
 _STRUCTURE = {"mamba", "mamba2", "rwkv", "t5", "bart", "bert", "roberta", "vit", "whisper", "clip"}
 
 
-_DROPOUTS = {
-    "dropout": ("resid_pdrop", "resid_dropout", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout"),
-    "attention_dropout": ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"),
-    "embedding_dropout": ("embd_pdrop", "emb_pdrop", "embed_dropout", "embedding_dropout"),
-}
-"""Field of an Architecture to the names of what families drop there."""
-_DROPS_UNLESS_TOLD = {
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("resid_pdrop", "attn_pdrop", "embd_pdrop")),
-    "opt": ("dropout",),
-    "biogpt": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "seed_oss": ("residual_dropout", "attention_dropout"),
-}
-"""Families of which Transformers drops by default, and what."""
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 
 _MOST_PARAMETERS = 10**15
@@ -227,57 +210,13 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return sizes | {name: whole[name] for name in _ACTIVATIONS if isinstance(whole.get(name), str)} | written
 
 
-def _dropouts(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Where a model drops, as fields of an Architecture: what the configuration leaves out is the family's own."""
-    shares = dict.fromkeys(_DROPS_UNLESS_TOLD.get(kind, ()), 0.1) | {name: value for name, value in config.items() if value is not None}
-    return {
-        field: int(any(isinstance(shares.get(name), int | float) and shares[name] > 0 for name in names))
-        for field, names in _DROPOUTS.items()
-    }
-
-
-_TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Where configurations of models of text and pictures have the language model's."""
-
-
-def _text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
-    """The language model's own configuration where `config` holds one, with the sizes that it leaves to Transformers, which writes there
-    only what differs from the family's own; None where `config` is one itself."""
-    inner = next((config[name] for name in _TEXT_PARTS if isinstance(config.get(name), Mapping)), None)
-    if inner is None or any(config.get(name) is not None for name in _NAMES["layers"]):
-        return None
-    inner_kind = inner.get("model_type") or kind
-    found = {"model_type": inner_kind, **{name: value for name, value in inner.items() if value is not None or name == "q_lora_rank"}}
-    if config.get("vocab_size") is not None:
-        found.setdefault("vocab_size", config["vocab_size"])
-    for keys in _NAMES.values():
-        if not any(found.get(key) is not None for key in keys) and (size := _of_transformers(inner_kind, keys[0])) is not None:
-            found[keys[0]] = size
-    return found
-
-
-def _of_transformers(kind: str, name: str) -> int | None:
-    """A size of the family `kind` that Transformers takes where none is written; None without one, or without Transformers."""
-    if find_spec("transformers") is None:
-        return None
-    from transformers import CONFIG_MAPPING
-
-    if kind not in CONFIG_MAPPING:
-        return None
-    try:
-        size = getattr(CONFIG_MAPPING[kind]().get_text_config(decoder=True), name, None)
-    except Exception:  # a configuration that has no defaults
-        return None
-    return size if isinstance(size, int) else None
-
-
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
     """The shape that a Hugging Face configuration describes; `vocab` is taken where it has none. Raises ConfigError for what is missing
     or does not fit, InputError for an architecture that is no decoder-only language model."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ConfigError(Problem(f"{source}: model_type", kind, "names no architecture", "set it, for example to llama"))
-    inner = _text_part(config, kind)
+    inner = text_part(config, kind)
     if inner is not None:
         return from_config(inner, source=source, vocab=vocab)
     if kind in _STRUCTURE:
@@ -285,10 +224,10 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
     found: dict[str, int] = {}
     problems = []
     defaults: Mapping[str, int] = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257} if kind == "gpt2" else {}
-    for field, keys in _NAMES.items():
+    for field, keys in NAMES.items():
         value = next((config[key] for key in keys if config.get(key) is not None), defaults.get(field))
         if field == "vocab" and value is None:
-            value = vocab or _of_transformers(kind, "vocab_size")
+            value = vocab or size_of_transformers(kind, "vocab_size")
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             found[field] = value
             continue
@@ -341,7 +280,7 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
         shared_ffn=int(config.get("shared_expert_intermediate_size") or 0)
         or (optional["shared"] or 0) * (optional["expert_ffn"] or ffn) * bool(experts),
         dense_layers=min(optional["dense_layers"] or 0, found["layers"]) if experts else 0,
-        **_dropouts(config, kind),
+        **dropouts_of(config, kind),
         activation=activation,
         **_latent(mla),
         name=str(config.get("_name_or_path") or kind),
@@ -406,7 +345,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def to_config(architecture: Architecture, *, positions: int) -> dict[str, Any]:
     """The Hugging Face configuration of a model in the table, for sequences of `positions` tokens."""
-    a, names = architecture, _NAMES | _OPTIONAL
+    a, names = architecture, NAMES | _OPTIONAL
     if a.model_type == "gpt2":
         shape = {names[field][1]: getattr(a, field) for field in ("layers", "hidden", "heads", "ffn")}
         return {"model_type": "gpt2", **shape, "vocab_size": a.vocab, "n_positions": max(a.positions, positions)}

@@ -25,8 +25,7 @@ from plait.planner.calibration_runs import DeviceRates
 from plait.planner.constants import Knowledge, knowledge
 from plait.planner.hardware import Cluster, cluster_of, device
 from plait.planner.history import read, runs_of, same_machine
-from plait.planner.possible import possible_rows
-from plait.planner.runs import Runs, measured_seconds, read_runs
+from plait.planner.runs import Runs, measured_seconds, read_rows, read_runs
 
 FEWEST_ROWS = 3
 """Fewer tell constants from chance too badly to write a file of them."""
@@ -70,10 +69,7 @@ def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin]:
         runs = runs_of(rows)
     else:
         of: dict[str, list[Any]] = {}
-        possible, refused = possible_rows(table)
-        for problem in refused:
-            print(f"plait: refused: {problem}", file=sys.stderr)
-        for row in possible:
+        for row in read_rows(table):
             try:
                 of.setdefault(str(device(row.get("gpu") or "").name), []).append(row)
             except InputError:
