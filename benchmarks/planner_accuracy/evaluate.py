@@ -1,4 +1,4 @@
-"""Predicts a table of measured runs with the planner that ships and says how far off it is.
+"""Predicts a table of measured runs with the planner that ships and says how far off it is. Rows with values that no run has are refused.
 
 python -m benchmarks.planner_accuracy.evaluate RUNS.csv [--calibrate ROWS.csv] [--json OUT]
 """
@@ -17,9 +17,9 @@ from rich.console import Console
 from benchmarks.planner_accuracy.predict import as_json, summary
 from benchmarks.planner_accuracy.predict import evaluate as evaluate_rows
 from plait.cli.planning.tables import print_table
-from plait.errors import PlaitError
+from plait.errors import InputError, PlaitError
 from plait.observe.files import write_text
-from plait.planner.runs import read_rows
+from plait.planner.possible import possible_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,9 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every prediction and the summary")
     given = parser.parse_args(arguments)
     try:
-        found = evaluate_rows(read_rows(given.runs), calibrate=read_rows(given.calibrate) if given.calibrate is not None else ())
+        rows, refused = possible_rows(given.runs)
+        calibrating, others = possible_rows(given.calibrate) if given.calibrate is not None else ((), ())
+        for problem in (*refused, *others):
+            print(f"refused: {problem}", file=sys.stderr)
+        if not rows:
+            raise InputError(f"{given.runs}: no row is left; correct those that were refused")
+        found = evaluate_rows(rows, calibrate=calibrating)
         if given.json is not None:
-            write_text("--json", given.json, json.dumps(as_json(found), indent=1, default=float) + "\n")
+            told = as_json(found) | {"refused": [str(problem) for problem in (*refused, *others)]}
+            write_text("--json", given.json, json.dumps(told, indent=1, default=float) + "\n")
     except PlaitError as error:
         print(error, file=sys.stderr)
         return error.exit_code

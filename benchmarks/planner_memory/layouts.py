@@ -30,6 +30,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.0,
     },
 }
+_OPT = {
+    "model_type": "opt",
+    "hidden_size": 512,
+    "ffn_dim": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "word_embed_proj_dim": 512,
+}
+MODELS |= {
+    "gpt2 with dropout": MODELS["gpt2"] | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    "opt": {**_OPT, "vocab_size": 4096, "max_position_embeddings": 512, "pad_token_id": 1, "dropout": 0.0},
+    "opt with dropout": {**_OPT, "vocab_size": 4096, "max_position_embeddings": 512, "pad_token_id": 1, "dropout": 0.1},
+}
+"""Beside CASES: families whose blocks drop, and those with another activation function."""
 Case = tuple[str, dict[str, Any], bool]
 CASES: list[Case] = [
     # (model, what differs from one process without accumulation, whether its vocabulary is small, so that blocks and not the loss count)

@@ -17,7 +17,8 @@ from plait.dryrun.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
 from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.planner.hardware import cluster
-from plait.planner.job import Layouts
+from plait.planner.job import RECOMPUTE, Layouts
+from plait.planner.memory import layer_activations
 from plait.planner.models import Model, from_config
 from plait.planner.own import kept_bytes, logits_bytes
 from plait.planner.request import Request, job_of
@@ -66,6 +67,43 @@ def test_bytes_of_a_block_and_of_the_loss(fake_world: FakeWorld, kind: str, tp: 
     assert logits == pytest.approx(at_loss, rel=0.02)
 
 
+LATENT = {"q_lora_rank": 192, "kv_lora_rank": 96, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "first_k_dense_replace": 4}
+_SIZES = {"num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1792}
+GUESSED = {
+    "mixtral": {**_SIZES, "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2},
+    # Values as wide as keys, of which torch's kernel for CPU cores computes attention; and narrower ones, where it has none.
+    "deepseek_v3": {**_SIZES, "num_key_value_heads": 8, **LATENT, "v_head_dim": 96},
+    "deepseek_v3 with narrow values": {**_SIZES, "num_key_value_heads": 8, **LATENT, "v_head_dim": 64},
+    "deepseek_v3 without query rank": {**_SIZES, "num_key_value_heads": 8, **LATENT, "v_head_dim": 96, "q_lora_rank": None},
+}
+"""Blocks that are not counted to the byte."""
+
+
+@pytest.mark.parametrize("name", GUESSED)
+def test_bytes_of_blocks_with_experts_and_latent_attention(fake_world: FakeWorld, name: str) -> None:
+    """With every second product exactly: routed experts keep none of theirs."""
+    kind = name.split()[0]
+    fields = {"model_type": kind, **GUESSED[name]}
+    fake_world(1)
+    config = transformers.AutoConfig.for_model(kind, **GUESSED[name])
+    config.use_cache = False
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    (rank,) = rank_activations(
+        model,
+        blocks=find_blocks(model),
+        mesh=build_mesh(Layout()),
+        batch=token_batch(SAMPLES, LENGTH),
+        compute_dtype=torch.bfloat16,
+    )
+    (found,) = rank.stages
+    request = Request(Model(from_config(fields), {"config": fields}), cluster("cpu", 1), SAMPLES, LENGTH)
+    for mode, priced, error in (("none", "none", 0.06), ("selective", "operators", 0.001), ("full", "full", 0.001)):
+        job = job_of(request, Layouts(recompute=np.array([RECOMPUTE.index(priced)]), micro_batch=SAMPLES))
+        per_layer, kept = layer_activations(job)
+        assert float(np.ravel(per_layer if mode == "none" else kept)[0]) == pytest.approx(found.modes[mode].kept[1], rel=error), mode
+
+
 def settings_of(case: Case) -> frozenset[Hashable]:
     """Values that are to be tried."""
     name, what, small = case
@@ -92,3 +130,17 @@ def test_peak_of_a_step(case: Case) -> None:
 
 def test_enough_layouts() -> None:
     assert len(CASES) >= 30 and {case[0] for case in CASES} >= {"llama", "qwen3", "gpt2"}
+
+
+DROPPING: list[Case] = [
+    (name, {"micro": 8, **what}, True)
+    for name in ("gpt2 with dropout", "opt", "opt with dropout")
+    for what in ({}, {"recompute": "full"}, {"recompute": "selective"}, {"tp": 2}, {"pp": 2, "steps": 4, "micro": 4})
+]
+
+
+@pytest.mark.parametrize("case", cover([(case,) for case in DROPPING], strength=1, features=settings_of, cost=cost_of, name=describe))
+def test_peak_of_a_step_with_dropout(case: Case) -> None:
+    """Masks, what attention keeps where torch has no kernel for its dropout, and the embedding's."""
+    for compared in compare(case):
+        assert compared.ratio == pytest.approx(1, abs=0.02), compared.run.found.peak_during

@@ -85,7 +85,6 @@ def plan(
     from plait.planner import explain, output
     from plait.planner import search as searching
     from plait.planner.fixed import parse_fixed
-    from plait.planner.splits import drops
 
     if file == Path(_NAMES) and not file.exists():
         print(json.dumps(names_as_json())) if as_json else print_names()
@@ -113,8 +112,6 @@ def plan(
     request, fixed = asked.request, asked.fixed
     calibration, of_runs = read_calibration(calibrate, request)
     notes = [*asked.notes, *of_runs]
-    if drops(str(request.model.architecture.model_type), request.model.section.get("config") or {}):
-        notes.append("the model trains with dropout, of which no plan counts the masks and what is computed again for them")
     found = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
     if not found.best:
         print_nothing_fits(found)

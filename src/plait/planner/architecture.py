@@ -42,18 +42,61 @@ class Architecture:
     """Experts that a token goes to."""
     expert_ffn: Numbers = 0
     shared_ffn: Numbers = 0
+    dropout: Numbers = 0
+    """1: what attention and MLP return passes a dropout in training."""
+    attention_dropout: Numbers = 0
+    embedding_dropout: Numbers = 0
+    activation: Any = ""
+    """The activation function, by Transformers' name; empty for the family's own."""
     dense_layers: Numbers = 0
     """Leading layers without experts, in a model with experts."""
-    compressed: Numbers = 0
-    """Parameters of a layer's attention where it is DeepSeek's compressed one, else 0."""
+    query_rank: Numbers = 0
+    """Of latent attention (DeepSeek's MLA): width that queries are compressed to; 0 where they are not."""
+    latent_rank: Numbers = 0
+    """Width that keys and values are compressed to together; 0 where attention is not latent. `head_dim` is then a query's and a key's."""
+    rope_dim: Numbers = 0
+    """Of `head_dim`, with latent attention, what has a rotary position; all heads have one key for it."""
+    value_dim: Numbers = 0
+    """Of a head's value, with latent attention."""
     name: Any = ""
     model_type: Any = "llama"
 
     @property
+    def is_latent(self) -> Numbers:
+        """Whether keys and values are made of a latent (arXiv 2405.04434, section 2.1)."""
+        return np.asarray(self.latent_rank) > 0
+
+    @property
+    def is_counted(self) -> bool:
+        """Of one model, whether what its blocks keep is counted for Plait and not guessed (`own`)."""
+        return not self.experts and not self.latent_rank
+
+    @property
+    def value_width(self) -> Numbers:
+        """Of a head's value, and of what attention returns for it."""
+        return np.where(self.is_latent, self.value_dim, self.head_dim)
+
+    @property
+    def products_of_attention(self) -> tuple[tuple[Numbers, Numbers], ...]:
+        """(rows of the matrix that are summed over, columns) of the products of a layer's attention with weights, in the order of their
+        computation: with latent attention the queries' two, the latent, keys with values, and the output; else none, queries, keys, values,
+        output. Columns are 0 where there is no such product."""
+        latent, width = self.is_latent, self.heads * self.head_dim
+        kv_width = self.kv_heads * self.head_dim
+        both = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
+        compresses = np.asarray(self.query_rank) > 0
+        return (
+            (self.hidden, self.query_rank),
+            (np.where(compresses, self.query_rank, self.hidden), width),
+            (self.hidden, np.where(latent, self.latent_rank + self.rope_dim, kv_width)),
+            (np.where(latent, self.latent_rank, self.hidden), np.where(latent, both, kv_width)),
+            (self.heads * self.value_width, self.hidden),
+        )
+
+    @property
     def attention_parameters(self) -> Numbers:
         """Matrix parameters of a layer's attention."""
-        plain = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return np.where(np.asarray(self.compressed) > 0, self.compressed, plain)
+        return sum(inner * columns for inner, columns in self.products_of_attention)
 
     @property
     def expert_layers(self) -> Numbers:
@@ -78,7 +121,7 @@ class Architecture:
     @property
     def small_parameters(self) -> Numbers:
         """Norms and biases of a layer."""
-        widths = 2 * self.hidden + self.qk_norm * 2 * self.head_dim
+        widths = 2 * self.hidden + self.qk_norm * 2 * self.head_dim + self.query_rank + self.latent_rank
         attention_bias = self.head_dim * (self.heads + 2 * self.kv_heads)
         biases = self.bias * (attention_bias + 2 * self.hidden + self.hidden + (1 + self.gated) * self.ffn + self.hidden)
         return widths + biases + self.qkv_bias * attention_bias
@@ -115,5 +158,5 @@ class Architecture:
 
     def model_flops(self, sequence: Numbers) -> Numbers:
         """FLOPs of a token, forward and backward: 6 a matrix parameter, and causal attention counted by half (6 L s a d), as Megatron-LM
-        counts since 2025."""
-        return 6 * self.active_matrix_parameters + 6 * self.layers * sequence * self.heads * self.head_dim
+        counts since 2025; d is the mean of a key's width and a value's."""
+        return 6 * self.active_matrix_parameters + 3 * self.layers * sequence * self.heads * (self.head_dim + self.value_width)

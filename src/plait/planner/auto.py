@@ -92,7 +92,7 @@ def complete(file: File, *, cluster: Cluster, calibration: Calibration | None = 
     Raises ConfigError where the file has no model or no batch to plan for, or fixes what cannot be, and InputError where nothing fits.
     """
     request = request_of(file, cluster)
-    found = plan(request, fixed=fixed_by(file) | _defaults(file), calibration=calibration, best=1)
+    found = plan(request, fixed=_meant(fixed_by(file) | _defaults(file)), calibration=calibration, best=1)
     if not found.best:
         least = min(found.shortages, key=lambda shortage: shortage.needed, default=None)
         why = f"{least.region} {least}" if least else "no layout fits with enough certainty"
@@ -187,7 +187,7 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
         fixed["context"] = CONTEXT.index(config.parallel.context)
     if "loss_chunk_tokens" in config.parallel.model_fields_set:
         fixed["loss_chunk"] = config.parallel.loss_chunk_tokens
-    if "every" in config.parallel.recompute.model_fields_set:
+    if "every" in config.parallel.recompute.model_fields_set and fixed.get("recompute") != RECOMPUTE.index("none"):
         fixed["every"] = config.parallel.recompute.every
     if "device" in offload.model_fields_set:
         fixed["offload"] = round(100 * offload.ratio) if offload.device != "none" else 0
@@ -210,6 +210,15 @@ def _defaults(file: File) -> dict[str, int]:
     elif "schedule" in fixed and "vpp" not in fixed:
         found.pop("vpp", None)  # the schedule's own number
     return {name: int(value) for name, value in found.items()}
+
+
+def _meant(fixed: Mapping[str, int]) -> dict[str, int]:
+    """`fixed` without the details of a pipeline, of parts of sequences and of recomputation where there is none, which `plait train` leaves
+    unused."""
+    unused = {"schedule", "vpp"} if fixed.get("pp") == 1 else set()
+    unused |= {"context"} if fixed.get("cp") == 1 else set()
+    unused |= {"every"} if fixed.get("recompute") == RECOMPUTE.index("none") else set()
+    return {name: value for name, value in fixed.items() if name not in unused}
 
 
 def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:

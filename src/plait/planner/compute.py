@@ -14,6 +14,7 @@ from plait.planner.constants import Rates
 from plait.planner.frameworks import ATTENTION
 from plait.planner.hardware import PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, recompute_share
+from plait.planner.products import Products, again_share, products_of
 
 _TILE = (128, 256)
 """Rows and columns of a product that one multiprocessor computes at a time: the usual tile of cuBLAS from Ampere on."""
@@ -50,20 +51,19 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     """A layer, experts and dense layers averaged."""
     model, at = job.model, job.layouts
     tokens, tp = job.tokens, at.tp
-    width = model.heads * model.head_dim
-    kv_width = model.kv_heads * model.head_dim
-    compressed = np.asarray(model.compressed) > 0
-    query = np.where(compressed, model.compressed / np.maximum(model.hidden, 1) - width * 2 / 3, width + 2 * kv_width)
-    products = _product(job, rates, tokens, model.hidden, query / tp)
-    products = products + _product(job, rates, tokens, np.where(compressed, width * 2 / 3, width) / tp, model.hidden)
+    each = products_of(model)
+    projections, projections_again = _projections(job, rates, each)
     share = model.expert_layers / model.layers
     last = (1 - share) * _product(job, rates, tokens, model.ffn / tp, model.hidden)
     dense = (1 - share) * _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp) + last
-    products = products + dense + _experts(job, rates, share)
+    experts, experts_again = _experts(job, rates, each, share)
+    products = projections + dense + experts
     attention, attention_backward = _attention(job, rates)
     elementwise = _elementwise(job, rates)
     full = products + attention + elementwise - job.stops_early * last
-    operators = _second_products(job) * products + elementwise
+    # torch's checkpoint and XLA, which choose operators, compute nothing again that no backward needs.
+    dense_again = again_share(each.dense, without_last=~job.needs_last) * dense
+    operators = projections_again + dense_again + experts_again + elementwise + np.where(job.attention_in_parts, attention, 0.0)
     kind = np.asarray(at.recompute)
     again = np.select(
         [kind == RECOMPUTE.index(name) for name in RECOMPUTE[1:]],
@@ -85,16 +85,25 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     )
 
 
-def _second_products(job: Job) -> Numbers:
-    """Share of a layer's products that is computed again where every second one is kept: of queries, keys, values, attention's output,
-    gate, up and down the 2nd, 4th and 6th, and half of those of experts."""
-    model = job.model
-    width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    inner = np.where(np.asarray(model.gated) > 0, 1, 0) * model.ffn
-    repeated = kv_width + width + inner
-    all_products = 2 * width + 2 * kv_width + (2 + model.gated) * model.ffn
-    share = model.expert_layers / model.layers
-    return (1 - share) * repeated / all_products + share * 0.5
+def _projections(job: Job, rates: Rates, each: Products) -> tuple[Numbers, Numbers]:
+    """(all, those that are computed again where every second product is kept) of what makes queries, keys and values, and attention's
+    output. Latents are of all heads, so every rank of tp computes them, with sequence parallelism for its part of the sequence."""
+    model, tokens, tp = job.model, job.tokens, job.layouts.tp
+    (_, queries), (_, keys), (_, values), (width, _) = model.products_of_attention[1:]
+    one = _product(job, rates, tokens, model.hidden, (queries + keys + values) / tp)
+    last = _product(job, rates, tokens, width / tp, model.hidden)
+    plain = one + last
+    plain_again = again_share(each.attention) * plain
+    if not np.any(model.is_latent):
+        return plain, plain_again
+    part = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
+    parts = []
+    for product, (rows, split) in zip(each.attention[:-1], ((part, 1), (tokens, tp)) * 2, strict=True):
+        seconds = _product(job, rates, rows, np.maximum(product.inner, 1), np.maximum(product.columns, 1) / split)
+        parts.append(np.where(np.asarray(product.columns) > 0, seconds, 0.0))
+    parts.append(last)
+    again = sum(seconds * (1 - product.kept) for seconds, product in zip(parts, each.attention, strict=True))
+    return np.where(model.is_latent, sum(parts), plain), np.where(model.is_latent, again, plain_again)
 
 
 def head_cost(job: Job, rates: Rates) -> Numbers:
@@ -164,27 +173,31 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     return np.maximum(seconds, moved) + casts / memory_rate(job, rates)
 
 
-def _experts(job: Job, rates: Rates, share: Numbers) -> Numbers:
-    """Routed and shared experts. The products of experts of 1,536 and 2,048 columns reach half of what large ones do (SimuMax's table for
-    B200); those of experts as wide as a dense layer's reach what it does."""
+def _experts(job: Job, rates: Rates, each: Products, share: Numbers) -> tuple[Numbers, Numbers]:
+    """(all, those that are computed again where every second product is kept) of routed and shared experts. Products of experts of 1,536
+    and 2,048 columns reach half of what large ones do (SimuMax's table for B200); those of experts as wide as a dense layer's reach what
+    it does."""
     if not np.any(share):
-        return 0.0
+        return 0.0, 0.0
     model, tp = job.model, job.layouts.tp
     routed = 2 * job.tokens * model.active * (2 + model.gated) * model.hidden * model.expert_ffn / tp
     shared = 2 * job.tokens * model.shared_parameters / tp
     columns = model.expert_ffn / tp
     reached = np.maximum(columns / (columns + 1700), 0.55)
-    seconds = (routed / reached + shared) / (job.linear_flops * _gemm_share(job, rates))
+    rate = job.linear_flops * _gemm_share(job, rates)
     moved = job.element_bytes * job.tokens * model.active * model.hidden * 8 / tp  # permuted, and back
-    return share * (seconds + moved / (memory_rate(job, rates)))
+    seconds = routed / reached / rate + moved / memory_rate(job, rates)
+    return share * (seconds + shared / rate), share * (seconds + again_share(each.shared) * shared / rate)
 
 
 def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
-    """(forward, backward). One kernel computes half of the square and two and a half times that again backward; with scores in memory all
-    of the square is computed, and written and read several times."""
+    """(forward, backward). One kernel computes half of the square: scores from queries and keys, outputs from values; backward the scores
+    again, two gradients as wide as a key and two as wide as a value. With scores in memory all of the square is computed, and written and
+    read several times."""
     model, at = job.model, job.layouts
     tp = 1 if job.whole_attention else at.tp
-    flops = 4 * job.tokens * job.sequence * model.heads * model.head_dim / tp
+    widths = model.head_dim + model.value_width
+    flops = 2 * job.tokens * job.sequence * model.heads * widths / tp
     reached = job.other_flops * rates.by_family("attention", job.device) * job.framework.flash * _speed(job, rates)
     flash = 0.5 * flops / reached
     passes = np.choose(np.asarray(job.framework.attention), [0, 11, 18])
@@ -192,7 +205,9 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     gemm = job.other_flops * 0.6 * rates.by_family("gemm", job.device) * _speed(job, rates)
     unfused = flops / gemm + scores
     one_kernel = np.asarray(job.framework.attention) == 0
-    return np.where(one_kernel, flash, unfused), np.where(one_kernel, 2.5 * flash, 2 * unfused)
+    return np.where(one_kernel, flash, unfused), np.where(
+        one_kernel, (3 * model.head_dim + 2 * model.value_width) / widths * flash, 2 * unfused
+    )
 
 
 def _elementwise(job: Job, rates: Rates) -> Numbers:
@@ -202,9 +217,14 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     gated = np.asarray(model.gated) > 0  # and with it RMS norms and rotary positions; torch has a kernel for layer norms
     # To float32 (2 read, 4 written), square (4, 4), mean (4), scale (4, 4), back (4, 2), times the weight (2, 2); in float32 all but casts.
     norm = 4 * wide + np.where(gated, framework.norms_apart * np.where(wide > 1, 20, 32), 0)
-    whole = (2 * norm + 12 * wide) * model.hidden / np.where(np.asarray(at.sp) > 0, at.tp, 1)
+    # Latents are normalised too, by every rank of tp.
+    latents = norm * (model.query_rank + model.latent_rank)
+    whole = ((2 * norm + 12 * wide) * model.hidden + latents) / np.where(np.asarray(at.sp) > 0, at.tp, 1)
     # Times cosine (2, 2), half negated (1, 1), halves joined (2, 2), times sine (2, 2), the sum (4, 2).
-    rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * wide * (model.heads + model.kv_heads) * model.head_dim
+    places = np.where(model.is_latent, (model.heads + 1) * model.rope_dim, (model.heads + model.kv_heads) * model.head_dim)
+    rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * wide * places
+    # Queries and keys with latents are put together of two parts, which are read and written.
+    rotary = rotary + np.where(model.is_latent, 8 * wide * model.heads * model.head_dim, 0)
     share = model.expert_layers / model.layers
     # Queries and keys are normalised by head, each as a norm of the hidden states is.
     rotary = rotary + norm * model.qk_norm * (model.heads + model.kv_heads) * model.head_dim

@@ -100,7 +100,7 @@ def read(path: Path) -> tuple[list[Measured], list[str]]:
     return found, warnings
 
 
-_NAMES = ("name", "model_type", "schedule", "recompute")
+_NAMES = ("name", "model_type", "activation", "schedule", "recompute")
 """Facts that are no numbers."""
 _AT_LEAST_ONE = (
     *("devices", "devices_per_node", "sequence", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"),
@@ -142,6 +142,9 @@ def _row(measured: Measured) -> Row:
 
 def _variant(index: int, measured: Measured) -> Variant:
     found = plait(precision=measured.precision)
+    # Lines of versions that counted latent attention's parameters in a field of their own; where it has none there is nothing to know.
+    known = {name: value for name, value in measured.architecture.items() if (name, value) != ("compressed", 0)}
+    model = Architecture(**known)
     layout = dict(measured.layout)
     layout |= {"schedule": SCHEDULES.index(layout["schedule"]), "recompute": RECOMPUTE.index(layout["recompute"])}
     unknown = layout.keys() ^ {f.name for f in fields(Layouts)}
@@ -149,12 +152,12 @@ def _variant(index: int, measured: Measured) -> Variant:
         raise ValueError(f"layout: {', '.join(sorted(unknown))} missing or unknown")
     return Variant(
         row=index,
-        model=Architecture(**measured.architecture),
+        model=model,
         device=hardware.cluster(measured.gpu, measured.devices, devices_per_node=measured.devices_per_node).device,
         framework=with_compiled_blocks(found) if measured.compiled else found,
         layout=layout,
         sequence=measured.sequence,
         precision=PRECISIONS.index(measured.precision),
         assumed=(),
-        own=not measured.compiled and not measured.architecture.get("experts"),
+        own=not measured.compiled and model.is_counted,
     )

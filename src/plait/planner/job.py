@@ -113,9 +113,21 @@ class Job:
         return np.asarray(self.framework.name) == "plait"
 
     @property
+    def needs_last(self) -> NDArray[np.bool_]:
+        """Whether a backward needs the result of a block's last product: a norm comes after it, or a dropout, whose mask is made anew."""
+        return np.isin(np.asarray(self.model.model_type), NORM_LAST) | (np.asarray(self.model.dropout) > 0)
+
+    @property
     def stops_early(self) -> Numbers:
-        """1 where recomputation ends at a block's last product; not where a norm comes after it, whose backward needs its result."""
-        return self.framework.stops_early * ~np.isin(np.asarray(self.model.model_type), NORM_LAST)
+        """1 where recomputation ends at a block's last product."""
+        return self.framework.stops_early * ~self.needs_last
+
+    @property
+    def attention_in_parts(self) -> NDArray[np.bool_]:
+        """Whether torch computes attention product by product, with scores in memory, where it has no kernel for it: on CPU cores with a
+        dropout, or with values of another width than keys."""
+        other = (np.asarray(self.model.attention_dropout) > 0) | (np.asarray(self.model.value_width) != np.asarray(self.model.head_dim))
+        return np.asarray(self.device.on_cpu) & other & self.is_plait
 
     @property
     def tokens(self) -> Numbers:

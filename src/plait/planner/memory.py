@@ -18,6 +18,7 @@ from plait.planner.own import kept_bytes, logits_bytes
 from plait.planner.peak import MOMENTS as OWN_MOMENTS
 from plait.planner.peak import RANKS, States, moments
 from plait.planner.pipeline import in_flight, in_flight_last
+from plait.planner.products import kept_columns, products_of
 from plait.units import GIB, MIB
 
 TERMS = {
@@ -70,7 +71,7 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None, *, ranks:
     counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
     states = states or recipe_states(job)
     first_layers, last_layers = stage_layers(job)[1:]
-    per_layer, per_checkpoint = _layer_activations(job)
+    per_layer, per_checkpoint = layer_activations(job)
     single = np.asarray(at.pp) == 1
     factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
     keeps_all = np.asarray(at.recompute) == RECOMPUTE.index("none")
@@ -189,7 +190,29 @@ def _logits(job: Job, rates: Rates) -> Numbers:
     return job.framework.logits * job.loss_tokens * columns * rates["memory:logits"]
 
 
-def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
+def _attention_kept(job: Job) -> Numbers:
+    """Bytes a token that attention itself keeps: queries, keys, values, and what it returns. Of latent attention the keys are put together
+    anew, and eager values are a part of the product that made them with the keys."""
+    model = job.model
+    width, value = model.heads * model.head_dim, model.heads * model.value_width
+    made = model.heads * (model.head_dim - model.rope_dim) * np.asarray(job.framework.norms_apart)
+    plain = 4 * width + 4 * model.kv_heads * model.head_dim
+    scores = np.where(job.attention_in_parts, 4 * model.heads * job.sequence, 0)
+    return np.where(model.is_latent, 4 * width + 4 * value + 2 * made, plain) + scores
+
+
+def _operators_kept(job: Job, share: Numbers) -> Numbers:
+    """Bytes a token that a block keeps with every second product and attention: its input and their results. A compiled block does not keep
+    the output of its last product, which nothing in its own backward reads; routed experts keep none."""
+    model, each = job.model, products_of(job.model)
+    *inner, down = each.dense
+    dense = kept_columns(tuple(inner)) + down.columns * down.kept * np.asarray(job.framework.activation_apart)
+    elements = model.hidden + kept_columns(each.attention) + (1 - share) * dense + share * kept_columns(each.shared)
+    core = np.where(job.attention_in_parts, 0, 2 * model.heads * model.value_width + 4 * model.heads)
+    return 2 * elements + core
+
+
+def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     """(bytes that a layer's forward keeps, bytes that it keeps where it recomputes), for one micro-batch."""
     if job.own:
         none, operators, full = kept_bytes(job)
@@ -207,19 +230,18 @@ def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     whole = (framework.norms - 4 + 2 * old) * hidden / sequence + 4 * hidden * (gathered + (1 - gathered) / sequence)
     inner = np.where(np.asarray(model.gated) > 0, 6 + 2 * framework.activation_apart, 4) * ffn
     attention_tp = 1 if job.whole_attention else at.tp
-    split = inner / at.tp + (4 * width + 4 * kv + 4 * model.heads) / attention_tp
+    split = inner / at.tp + (_attention_kept(job) + 4 * model.heads) / attention_tp
+    latents = (4 + 4 * framework.norms_apart) * (model.query_rank + model.latent_rank) / sequence
     split = split + share * 4 * model.active * hidden / at.tp
     split = split + (2 + 6 * framework.norms_apart) * model.qk_norm * (width + kv) / attention_tp
     scores = np.choose(np.asarray(framework.attention), [0.0, 4 + 1 * old, 8 + 1 * old]) * model.heads * job.sequence / attention_tp
     # Products in 8 and 4 bits keep their inputs so, but for torchao's, which convert them again in the backward.
     narrow = (np.asarray(job.precision) >= PRECISIONS.index("fp8")) & (np.asarray(framework.dynamic_scaling) == 0)
     low = np.where(narrow, 0.7, 1.0)
-    whole, split = whole * low, split * low
+    whole, split = (whole + latents) * low, split * low
     every = job.tokens * (whole + split + scores)
     checkpoint = job.tokens * 2 * hidden / sequence
-    # A compiled block does not keep the output of its last product, which nothing in its own backward reads.
-    outputs = 6 + 2 * np.asarray(framework.activation_apart)
-    operators = np.minimum(every, job.tokens * (outputs * hidden + 2 * kv + 2 * ffn + 4 * model.heads) / at.tp)
+    operators = np.minimum(every, job.tokens * _operators_kept(job, share) / at.tp)
     kept = np.choose(
         np.asarray(at.recompute),
         np.broadcast_arrays(

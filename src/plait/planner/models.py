@@ -22,6 +22,8 @@ from plait.errors import ConfigError, InputError, Problem, refuse
 from plait.files import user_path
 from plait.model.described import check_sizes
 from plait.planner.architecture import Architecture
+from plait.planner.dropouts import DROPOUTS, dropouts_of
+from plait.planner.text_part import NAMES, size_of_transformers, text_part
 
 # ---- the table of public models ------------------------------------------------------------------------------------------------------
 
@@ -64,7 +66,8 @@ def named(name: str) -> Architecture | None:
         expert_ffn=experts.get("ffn", 0),
         shared_ffn=experts.get("shared", 0),
         dense_layers=experts.get("dense_layers", 0),
-        compressed=_compressed(hidden, heads, entry.get("mla")),
+        **dict.fromkeys(DROPOUTS, int(family.get("dropout", False))),
+        **_latent(entry.get("mla")),
         name=found,
         model_type=family["model_type"],
     )
@@ -83,25 +86,15 @@ def _plain(name: str) -> str:
     return plain.replace("llama-3.1-", "llama-3-").replace("-", "")
 
 
-def _compressed(hidden: int, heads: int, mla: Mapping[str, int] | None) -> int:
-    """Matrix parameters of compressed attention: arXiv 2405.04434, section 2.1."""
+def _latent(mla: Mapping[str, int] | None) -> dict[str, int]:
+    """The fields of an Architecture with latent attention."""
     if not mla:
-        return 0
-    query_width = mla["nope"] + mla["rope"]
-    q_rank = mla.get("q_rank") or 0
-    query = hidden * q_rank + q_rank * heads * query_width if q_rank else hidden * heads * query_width
-    keys = hidden * (mla["kv_rank"] + mla["rope"]) + mla["kv_rank"] * heads * (mla["nope"] + mla["value"])
-    return query + keys + heads * mla["value"] * hidden + q_rank + mla["kv_rank"]  # the last two: norms of the compressed
+        return {}
+    return {"query_rank": mla.get("q_rank") or 0, "latent_rank": mla["kv_rank"], "rope_dim": mla["rope"], "value_dim": mla["value"]}
 
 
 # ---- Hugging Face configurations -----------------------------------------------------------------------------------------------------
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "vocab": ("vocab_size",),
-}
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
@@ -151,6 +144,8 @@ _LAYER_NORM = _TWO_MATRICES - {"falcon", "nemotron", "arcee", "apertus", "nanoch
 _STRUCTURE = {"mamba", "mamba2", "rwkv", "t5", "bart", "bert", "roberta", "vit", "whisper", "clip"}
 
 
+_ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
+
 _MOST_PARAMETERS = 10**15
 _LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _OTHERS = ("kv_lora_rank", "q_lora_rank", "shared_expert_intermediate_size", *_LATENT, *_LEARNED_POSITIONS.values())
@@ -195,7 +190,8 @@ def unknown_layers(model: Architecture) -> str | None:
 
 
 def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """`config` with the sizes that it leaves to Transformers, as training builds them: a `qwen3` without head_dim has heads of 128."""
+    """`config` with the sizes that it leaves to Transformers, as training builds them: a `qwen3` without head_dim has heads of 128, and a
+    `deepseek_v3` whose q_lora_rank is null does not compress its queries."""
     written = {name: value for name, value in config.items() if value is not None}
     if find_spec("transformers") is None:
         return written
@@ -203,13 +199,15 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
     if kind not in CONFIG_MAPPING:
         return written
+    # Without the vocabulary, which decides none of them and which it compares with its own special tokens, aloud.
+    asked = {name: value for name, value in config.items() if name != "vocab_size"}
     try:
-        # Without the vocabulary, which decides none of them and which it compares with its own special tokens, aloud.
-        whole = CONFIG_MAPPING[kind].from_dict({name: value for name, value in written.items() if name != "vocab_size"}).to_dict()
+        whole = CONFIG_MAPPING[kind].from_dict(asked).to_dict()
     except Exception:  # what Transformers refuses it tells where the model is built
         return written
     read = {*(name for keys in _OPTIONAL.values() for name in keys), *_OTHERS, "tie_word_embeddings", "multi_query"}
-    return {name: whole[name] for name in read if isinstance(whole.get(name), int)} | written
+    sizes = {name: whole[name] for name in read if isinstance(whole.get(name), int)}
+    return sizes | {name: whole[name] for name in _ACTIVATIONS if isinstance(whole.get(name), str)} | written
 
 
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
@@ -218,22 +216,25 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ConfigError(Problem(f"{source}: model_type", kind, "names no architecture", "set it, for example to llama"))
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping) and "num_hidden_layers" not in config:
-        return from_config({"model_type": kind, **inner}, source=source, vocab=vocab)
+    inner = text_part(config, kind)
+    if inner is not None:
+        return from_config(inner, source=source, vocab=vocab)
     if kind in _STRUCTURE:
         raise InputError(f"{source}: {kind!r} is no decoder-only transformer, which is what can be planned")
     found: dict[str, int] = {}
     problems = []
     defaults: Mapping[str, int] = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257} if kind == "gpt2" else {}
-    if vocab is not None:
-        defaults = {**defaults, "vocab": vocab}
-    for field, keys in _NAMES.items():
+    for field, keys in NAMES.items():
         value = next((config[key] for key in keys if config.get(key) is not None), defaults.get(field))
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(Problem(f"{source}: {keys[0]}", value, "not a whole number of at least 1", f"set {' or '.join(keys)}"))
-        else:
+        if field == "vocab" and value is None:
+            value = vocab or size_of_transformers(kind, "vocab_size")
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             found[field] = value
+            continue
+        rule = "not a whole number of at least 1"
+        if field == "vocab" and value is None:
+            rule = f"is neither here, nor in a text_config, nor has Transformers a {kind} with one"
+        problems.append(Problem(f"{source}: {keys[0]}", value, rule, f"set {' or '.join(keys)}"))
     refuse(problems)
     check_sizes(config, f"{source}: ")
     _check_optional(config, source)
@@ -255,6 +256,7 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
             "q_rank": config.get("q_lora_rank"),
         }
     kv_heads = optional["kv_heads"] or heads
+    activation = next((config[name] for name in _ACTIVATIONS if isinstance(config.get(name), str)), "")
     if kind == "gpt_bigcode" and config.get("multi_query", True):
         kv_heads = 1
     if kind == "falcon":
@@ -278,7 +280,9 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
         shared_ffn=int(config.get("shared_expert_intermediate_size") or 0)
         or (optional["shared"] or 0) * (optional["expert_ffn"] or ffn) * bool(experts),
         dense_layers=min(optional["dense_layers"] or 0, found["layers"]) if experts else 0,
-        compressed=_compressed(hidden, heads, mla),
+        **dropouts_of(config, kind),
+        activation=activation,
+        **_latent(mla),
         name=str(config.get("_name_or_path") or kind),
         model_type=kind,
     )
@@ -341,7 +345,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def to_config(architecture: Architecture, *, positions: int) -> dict[str, Any]:
     """The Hugging Face configuration of a model in the table, for sequences of `positions` tokens."""
-    a, names = architecture, _NAMES | _OPTIONAL
+    a, names = architecture, NAMES | _OPTIONAL
     if a.model_type == "gpt2":
         shape = {names[field][1]: getattr(a, field) for field in ("layers", "hidden", "heads", "ffn")}
         return {"model_type": "gpt2", **shape, "vocab_size": a.vocab, "n_positions": max(a.positions, positions)}
@@ -351,24 +355,23 @@ def to_config(architecture: Architecture, *, positions: int) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "tie_word_embeddings": bool(a.tied),
     }
-    if a.head_dim != a.hidden // a.heads and not a.compressed:
+    if a.head_dim != a.hidden // a.heads and not a.latent_rank:
         config["head_dim"] = a.head_dim
     if a.model_type == "mixtral":
         config |= {"num_local_experts": a.experts, "num_experts_per_tok": a.active}
     if a.model_type == "qwen3_moe":
         config |= {"num_experts": a.experts, "num_experts_per_tok": a.active, "moe_intermediate_size": a.expert_ffn}
     if a.model_type == "deepseek_v3":
-        mla = _table()["models"][a.name]["mla"]
         config |= {
             "n_routed_experts": a.experts,
             "num_experts_per_tok": a.active,
             "moe_intermediate_size": a.expert_ffn,
             "n_shared_experts": a.shared_ffn // a.expert_ffn,
             "first_k_dense_replace": a.dense_layers,
-            "q_lora_rank": mla["q_rank"],
-            "kv_lora_rank": mla["kv_rank"],
-            "qk_nope_head_dim": mla["nope"],
-            "qk_rope_head_dim": mla["rope"],
-            "v_head_dim": mla["value"],
+            "q_lora_rank": a.query_rank,
+            "kv_lora_rank": a.latent_rank,
+            "qk_nope_head_dim": a.head_dim - a.rope_dim,
+            "qk_rope_head_dim": a.rope_dim,
+            "v_head_dim": a.value_dim,
         }
     return config

@@ -2,8 +2,8 @@
 backward of a block needs besides, by recomputation, tp and sp.
 
 Derived from `dryrun.dry_model` and the single-rank dry run, which run the model on fake tensors; tests compare them. Eager RMS norms keep
-their input in float32 and the normalised in 16 bits (6 a norm), and sequence parallelism keeps the gathered inputs of products (4 a hidden
-element).
+their input in float32 and the normalised in 16 bits (6 a norm), layer norms are a kernel of torch (2), and sequence parallelism keeps the
+gathered inputs of products (4 a hidden element).
 """
 
 from __future__ import annotations
@@ -14,6 +14,16 @@ import numpy as np
 
 from plait.planner.hardware import FAMILIES, Numbers
 from plait.planner.job import Job
+from plait.planner.products import kept_columns, products_of, turns_fused
+
+_LAYER_NORMS = (
+    *("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "gpt_neox", "opt", "bloom", "mpt", "phi", "codegen", "biogpt", "falcon", "starcoder2"),
+    *("persimmon", "stablelm", "nemotron", "jais2"),
+)
+"""Families whose norms are torch's kernel."""
+_ONE_KERNEL = {"relu": 2, "relu2": 4, "gelu": 4, "gelu_pytorch_tanh": 4, "gelu_python_tanh": 4}
+"""Activation functions that are a kernel or two: bytes an element that they and the product behind them keep. GPT-2's GELU, written out in
+five steps, keeps 10."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +71,14 @@ def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
     sharded, several = np.asarray(at.sp) > 0, np.asarray(tp) > 1
     residual = 2 * a.hidden
     none = _attention_kept(job) + _mlp_kept(job)
+    each = products_of(job.model)
+    core = np.where(job.attention_in_parts, 0, 2 * a.query + 4 * a.heads)  # its products are none of those that are kept
+    one = residual + 2 * (kept_columns(each.attention) + kept_columns(each.dense)) + core
     if job.whole_attention:
-        operators = np.where(
-            several, residual + 2 * a.query + 4 * a.heads + 2 * a.inner, 4 * h + 4 * a.query + 2 * a.key + 2 * a.inner + 4 * a.heads
-        )
+        operators = residual + 2 * a.inner + core
     else:
-        split = 4 * a.query + 2 * a.key + 2 * a.inner + 4 * a.heads
-        operators = split + np.where(several, residual + np.where(sharded, 2 * h, 0), 4 * h)
-    return none, operators, residual
+        operators = residual + 2 * a.query + 2 * a.key + 2 * a.inner + core + np.where(sharded, 2 * h * each.dense[-1].kept, 0)
+    return none, np.where(several, operators, one), residual
 
 
 def logits_bytes(job: Job) -> Numbers:
@@ -85,24 +95,52 @@ def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
     return np.where(job.loss_tokens < job.tokens, width + 4, 0)
 
 
+def _has_layer_norms(job: Job) -> Numbers:
+    return np.isin(np.asarray(job.model.model_type), _LAYER_NORMS)
+
+
 def _norm_kept(job: Job) -> Numbers:
-    """By a norm and the product behind it: GPT-2's layer norms compute in 16 bits."""
-    return (2 if job.whole_attention else 6) * _widths(job).hidden + 2 * job.model.hidden
+    """By a norm and the product behind it."""
+    return np.where(_has_layer_norms(job), 2, 6) * _widths(job).hidden + 2 * job.model.hidden
+
+
+def _mask(job: Job) -> Numbers:
+    """Bytes a token of a dropout's mask: a byte an element by torch's kernel for GPUs; on CPU cores in the dtype of computation."""
+    return np.where(reduces_on_host(job), 2, 1) * job.model.dropout * _widths(job).hidden
+
+
+def embedding_mask(job: Job) -> Numbers:
+    """The same behind the embedding."""
+    return np.where(reduces_on_host(job), 2, 1) * job.model.embedding_dropout * _widths(job).hidden
+
+
+def _scores(job: Job) -> Numbers:
+    """Attention's scores a token, where they are in memory."""
+    return np.where(job.attention_in_parts, _widths(job).heads * job.sequence, 0)
 
 
 def _attention_kept(job: Job) -> Numbers:
-    """By the first norm and attention, the block's input included."""
+    """By the first norm and attention, the block's input and a dropout's mask included. In parts attention is computed in float32, and
+    keeps the softmax, and with a dropout its mask and its result."""
     model, a = job.model, _widths(job)
     several = np.asarray(job.layouts.tp) > 1
+    drops = np.asarray(model.attention_dropout) > 0
+    in_parts = np.where(drops, 12, 4) * _scores(job) + np.where(job.attention_in_parts, 2 * a.query + 4 * a.key - 4 * a.heads, 0)
     if job.whole_attention:  # queries, keys and values are gathered, and attention's output is split
-        return _norm_kept(job) + 8 * a.query + 4 * a.heads + np.where(several, 2 * a.query / job.layouts.tp, 0)
-    kept = _norm_kept(job) + 4 * a.query + 4 * a.key + 4 * a.heads + 6 * model.qk_norm * (a.query + a.key)
-    return kept + np.where(np.asarray(job.layouts.cp) > 1, 2 * a.query, 0)  # there the output is kept in two orders
+        kept = _norm_kept(job) + 4 * a.query + 4 * a.key + 4 * a.heads + np.where(several, 2 * a.query / job.layouts.tp, 0)
+    else:
+        kept = _norm_kept(job) + 4 * a.query + 4 * a.key + 4 * a.heads + 6 * model.qk_norm * (a.query + a.key)
+        kept = kept + np.where(np.asarray(job.layouts.cp) > 1, 2 * a.query, 0)  # there the output is kept in two orders
+    kept = kept + np.where(turns_fused(model), 2 * a.query + 2 * a.key, 0)  # values are a part of what was made with queries and keys
+    return kept + in_parts + _mask(job)
 
 
 def _mlp_kept(job: Job) -> Numbers:
-    """By the second norm and the MLP."""
-    return _norm_kept(job) + (10 if job.whole_attention else 8) * _widths(job).inner  # GPT-2: a GELU written out in five steps
+    """By the second norm and the MLP, a dropout's mask included."""
+    names = np.asarray(job.model.activation)
+    ungated = np.select([names == name for name in _ONE_KERNEL], list(_ONE_KERNEL.values()), 10)
+    inner = np.where(np.asarray(job.model.gated) > 0, 8, ungated)
+    return _norm_kept(job) + inner * _widths(job).inner + _mask(job)
 
 
 def block_backward(job: Job) -> tuple[Working, ...]:
@@ -110,10 +148,10 @@ def block_backward(job: Job) -> tuple[Working, ...]:
     model, a = job.model, _widths(job)
     h = model.hidden
     kept, matrices = _attention_kept(job), np.where(np.asarray(model.gated) > 0, 3, 2) * h * a.inner
-    norm = 8 * a.hidden if job.whole_attention else 26 * a.hidden
+    norm = np.where(_has_layer_norms(job), 8, 26) * a.hidden
     every = model.block_parameters / model.layers / job.layouts.tp
     return (
-        Working(kept + _mlp_kept(job) + 4 * a.inner + 2 * a.hidden, h * a.inner),
+        Working(kept + _mlp_kept(job) - _mask(job) + 4 * a.inner + 2 * a.hidden, h * a.inner),
         Working(kept + norm, matrices),
         Working(kept + 2 * a.hidden + _attention_backward(job), matrices + h * model.heads * model.head_dim / job.layouts.tp),
         Working(norm, every),
@@ -124,7 +162,7 @@ def _attention_backward(job: Job) -> Numbers:
     """Bytes a token while attention's gradients are made. Between the parts of sequences they are added up in float32: of keys and values
     of the full sequence, which are gathered, or of a part, of which the next one arrives."""
     a, cp = _widths(job), np.asarray(job.layouts.cp)
-    whole = 4 * a.query + 4 * a.key
+    whole = 4 * a.query + 4 * a.key + 4 * _scores(job)
     gathered, ring, ulysses = 6 * a.query + 26 * a.key * cp, 6 * a.query + 32 * a.key, 8 * a.query + 16 * a.key
     return np.where(cp > 1, np.choose(np.asarray(job.layouts.context), np.broadcast_arrays(gathered, ring, ulysses)), whole)
 
@@ -132,10 +170,13 @@ def _attention_backward(job: Job) -> Numbers:
 def kept_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     """(operators, full): bytes a token of what a block keeps in that mode and has no more use for once it has been computed again: its
     input, and results of products that something was made of."""
-    if job.whole_attention:  # layer norms keep their input in either case
-        return 0.0, 0.0
-    a = _widths(job)
-    return 2 * a.query + 2 * a.hidden + 2 * job.model.hidden, 2 * a.hidden
+    model, a, each = job.model, _widths(job), products_of(job.model)
+    input_ = np.where(_has_layer_norms(job), 0, 2 * a.hidden)  # layer norms keep theirs in either case
+    separate = np.asarray(each.attention[2].columns) > 0
+    queries = np.where(separate, 2 * a.query, 0)
+    in_parts = np.where(job.attention_in_parts, 2 * a.query + 4 * a.key - np.where(separate, 2 * a.query + 2 * a.key, 0), 0)
+    rectified = np.where(np.asarray(model.activation) == "relu", 2 * a.inner, 0)  # whose backward needs what it made
+    return input_ + queries + in_parts + rectified + 2 * model.hidden * each.dense[-1].kept, input_
 
 
 def deferred_bytes(job: Job) -> Numbers:
@@ -155,12 +196,12 @@ def kept_of_ends(job: Job) -> Numbers:
     """Bytes a token that loss and last norm keep for their backward."""
     model, a = job.model, _widths(job)
     logits = np.where(np.asarray(job.layouts.loss_chunk) > 0, 0, 4 * model.vocab / job.layouts.tp)
-    return logits + (2 if job.whole_attention else 6) * a.hidden + 2 * model.hidden
+    return logits + np.where(_has_layer_norms(job), 2, 6) * a.hidden + 2 * model.hidden
 
 
 def last_norm_backward(job: Job) -> Numbers:
     """Bytes a token while the gradient passes the norm before the head."""
-    return (6 if job.whole_attention else 24) * _widths(job).hidden
+    return np.where(_has_layer_norms(job), 6, 24) * _widths(job).hidden
 
 
 def reduces_on_host(job: Job) -> Numbers:

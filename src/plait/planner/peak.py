@@ -20,6 +20,7 @@ from plait.planner.own import (
     block_backward,
     deferred_bytes,
     deferred_bytes_of_ends,
+    embedding_mask,
     head_sums_bytes,
     hidden_width,
     kept_bytes,
@@ -59,6 +60,8 @@ class Units:
     """(in flight, those with deferred gradients of weights), in the same units, at the point with most of the second."""
     losses: Numbers
     """Micro-batches whose loss is held besides the one in backward."""
+    embeds: Numbers = 0.0
+    """1 on a rank that makes hidden states of tokens."""
 
 
 RANKS = ("first", "last", "inner")
@@ -167,7 +170,7 @@ def moments(job: Job, held: Terms, units: Units) -> Iterator[tuple[int, Terms]]:
 def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
     units = rank.units
     layers, flight = units.layers, units.in_flight
-    alone = _kept(rank, layers) + rank.boundary
+    alone = _kept(rank, layers) + rank.boundary + units.embeds * embedding_mask(rank.job) * rank.job.tokens
     deepest = flight * alone + rank.ahead + units.losses * kept_of_ends(rank.job) * rank.job.tokens
     adds_up = _adds_up(rank)
     # The first backward of as many micro-batches as are in flight finds nothing added up yet.

@@ -67,6 +67,8 @@ def reliefs_of(offers: Offers, device: Device, fixed: Mapping[str, int]) -> Reli
         "budget": [Relief(budget, kept_operators=share) for share in (0.75, 0.5, 0.25)],
         "full": [Relief(full, every) for every in (4, 3, 2, 1)],
     }
+    if fixed.get("every", 1) > 1:  # of blocks that do not recompute there is no n-th
+        kinds |= {"none": [], "selective": []}
     if "every" in fixed:
         kinds |= {"operators": [Relief(operators, fixed["every"])], "full": [Relief(full, fixed["every"])], "budget": []}
     chunks = (fixed["loss_chunk"],) if "loss_chunk" in fixed else (0, LOSS_CHUNK)

@@ -49,7 +49,7 @@ class Request:
     @property
     def split(self) -> Split:
         """What tensor parallelism may do to the model."""
-        return split_of(self.model.architecture, self.model.section.get("config") or {})
+        return split_of(self.model.architecture)
 
 
 def check(request: Request) -> None:
@@ -93,7 +93,7 @@ def job_of(request: Request, layouts: Layouts) -> Job:
         layouts=layouts,
         sequence=request.sequence,
         precision=PRECISIONS.index(request.precision),
-        own=not request.compile and not model.experts,
+        own=not request.compile and model.is_counted,
         whole_attention=request.split.whole_attention,
     )
 

@@ -58,9 +58,9 @@ def plait_only(name: str, *, states: str | None, precision: str, newer: bool, re
 
 def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) -> list[Variant]:
     """Every way to fill in what a row leaves open. Raises NotPriced."""
-    model = _model(row)
-    device = _device(row)
-    precision, states = _precision(row)
+    model = model_of(row)
+    device = device_of(row)
+    precision, states = precision_of(row)
     if np.isnan(device.flops.get(PRECISIONS[precision], np.nan)):
         raise NotPriced(f"{device.title} has no {PRECISIONS[precision]}")
     newer = FAMILIES[device.family] in _NEW_FAMILIES or precision >= PRECISIONS.index("fp8") or (count_of(row, "year") or 0) >= 2023
@@ -155,7 +155,8 @@ def _yes(row: Row, key: str) -> bool | None:
     return True if value in ("y", "yes", "1", "true") else False if value in ("n", "no", "0", "false") else None
 
 
-def _model(row: Row) -> Architecture:
+def model_of(row: Row) -> Architecture:
+    """The model of a row. Raises NotPriced for one that is not modelled, or without its sizes."""
     text = _text(row)
     if "mamba" in text or "hybrid" in (row.get("moe") or ""):
         raise NotPriced("the model mixes attention with other layers (Mamba), which is not modelled")
@@ -204,7 +205,7 @@ def _head_dim(row: Row, known: Architecture | None, hidden: int, heads: int) -> 
     if (given := count_of(row, "head_dim") or (int(told[1]) if told else None)) is not None:
         return given
     same = known is not None and (int(known.hidden), int(known.heads)) == (hidden, heads)
-    return int(known.head_dim) if known is not None and same and not known.compressed else max(hidden // heads, 1)
+    return int(known.head_dim) if known is not None and same and not known.latent_rank else max(hidden // heads, 1)
 
 
 def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> Architecture:
@@ -217,7 +218,8 @@ def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> 
     return replace(found, experts=count, active=active, expert_ffn=found.ffn, shared_ffn=shared * found.ffn)
 
 
-def _device(row: Row) -> Device:
+def device_of(row: Row) -> Device:
+    """The device of a row, with the row's network. Raises NotPriced for one that is not in the catalogue."""
     try:
         found = hardware.device(row.get("gpu") or "")
     except InputError as error:
@@ -258,7 +260,7 @@ def network_bandwidth(text: str, per_node: int) -> float | None:
     return None
 
 
-def _precision(row: Row) -> tuple[int, str | None]:
+def precision_of(row: Row) -> tuple[int, str | None]:
     """(index into PRECISIONS, another recipe of states than the framework's)."""
     written = (row.get("precision") or "").lower()
     text = re.sub(r"\(.*?\)", "", written).strip() or written  # in brackets is what the states or single operations have

@@ -41,17 +41,23 @@ class Runs:
 
 def read_rows(path: str | Path) -> tuple[Row, ...]:
     """The rows of a CSV with a header. Raises InputError for what is none."""
+    return tuple(row for _, row in read_table(path))
+
+
+def read_table(path: str | Path) -> tuple[tuple[int, Row], ...]:
+    """(the line where it ends, the row) of a CSV with a header. Raises InputError for what is none."""
     path = Path(path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = tuple(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            rows = tuple((reader.line_num, row) for row in reader)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; name a CSV of runs") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: no CSV in UTF-8 ({error})") from None
     if not rows:
         raise InputError(f"{path}: holds no rows; a CSV of runs has a header and a row a run")
-    missing = [name for name in REQUIRED if name not in rows[0]]
+    missing = [name for name in REQUIRED if name not in rows[0][1]]
     if missing:
         raise InputError(f"{path}: lacks the columns {', '.join(missing)}; it needs at least {', '.join(REQUIRED)} and a model")
     return rows

@@ -191,8 +191,11 @@ def _stages(asked: _Asked, ranks: int) -> list[int]:
         _note(excluded, "pp > 1", rule)
         return [1]
     found = []
+    staged = {name: fixed[name] for name, alone in (("schedule", SCHEDULES.index("none")), ("vpp", 1)) if fixed.get(name, alone) != alone}
     for pp in [fixed["pp"]] if "pp" in fixed else divisors(ranks):
-        if pp > model.layers:
+        if pp == 1 and staged:
+            _note(excluded, "pp = 1", f"{written(staged)} is of a pipeline, which has 2 stages or more")
+        elif pp > model.layers:
             if "pp" in fixed:
                 _note(excluded, f"pp = {pp}", f"a stage has at least one layer, and the model has {model.layers}")
         elif ranks % pp:
@@ -236,6 +239,16 @@ def _shards(dp: int, fixed: Mapping[str, int]) -> list[tuple[int, int, int]]:
 
 
 def _context_degrees(asked: _Asked, tp: int, ranks: int) -> list[int]:
+    found = _degrees_of_context(asked, tp, ranks)
+    if "context" not in asked.fixed or asked.fixed.get("cp", 1) > 1:
+        return found
+    kind = written({"context": asked.fixed["context"]})
+    rule = f"{kind} is of sequences in 2 parts or more, of at least {LONG_SEQUENCE // 8:,} tokens each unless cp is given"
+    _note(asked.excluded, "cp = 1", rule)
+    return [cp for cp in found if cp > 1]
+
+
+def _degrees_of_context(asked: _Asked, tp: int, ranks: int) -> list[int]:
     fixed, split, excluded = asked.fixed, asked.split, asked.excluded
     if fixed.get("cp", 2) > 1 and split.context:
         _note(excluded, "cp > 1", split.context)
@@ -244,7 +257,7 @@ def _context_degrees(asked: _Asked, tp: int, ranks: int) -> list[int]:
         _note(excluded, "cp > 1", "parts of sequences are not proven under torch.compile")
         return asked.allowed("cp", [1])
     if "cp" not in fixed:
-        if asked.sequence < LONG_SEQUENCE:
+        if asked.sequence < LONG_SEQUENCE and "context" not in fixed:
             return [1]
         return [cp for cp in divisors(ranks) if cp <= _MOST_CP and cp & (cp - 1) == 0 and asked.sequence // cp >= LONG_SEQUENCE // 8]
     cp = fixed["cp"]

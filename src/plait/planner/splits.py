@@ -7,9 +7,7 @@ planned without tensor parallelism, and the plan prints the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from plait.model.experts import SPLIT_FAMILIES
 from plait.parallel.context.families import FAMILIES
@@ -44,8 +42,6 @@ SPLIT = (
 )
 """Families whose layers are known to split."""
 _NO_SEQUENCE = {"opt": "OPT's blocks flatten batch and sequence into one dimension before the MLP"}
-_DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "hidden_dropout", "residual_dropout", "dropout")
-_DROPS_UNLESS_TOLD = ("gpt2", "gpt_bigcode")
 
 
 @dataclass(frozen=True)
@@ -61,11 +57,11 @@ class Split:
     """tp is planned where ep splits the experts over its ranks too: without, each of them would compute all experts."""
 
 
-def split_of(model: Architecture, config: Mapping[str, Any]) -> Split:
-    """How the planner may split a model with this Transformers configuration (empty where it is not at hand)."""
+def split_of(model: Architecture) -> Split:
+    """How the planner may split a model."""
     kind = str(model.model_type)
     context = None if kind in FAMILIES else f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
-    if model.experts and (kind not in SPLIT_FAMILIES or model.compressed):
+    if model.experts and (kind not in SPLIT_FAMILIES or model.latent_rank):
         rule = f"{kind} has experts, beside which the planner splits no attention of its kind"
         return Split(tensor=rule, sequence="no tensor parallelism", context=context)
     if model.experts:
@@ -73,17 +69,10 @@ def split_of(model: Architecture, config: Mapping[str, Any]) -> Split:
     if kind not in SPLIT:
         rule = f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
         return Split(tensor=rule, sequence="no tensor parallelism", context=context)
-    dropout = drops(kind, config)
+    dropout = bool(model.dropout or model.attention_dropout or model.embedding_dropout)
     sequence = _NO_SEQUENCE.get(kind)
     if sequence is None and dropout and kind in WHOLE_ATTENTION:
         sequence = "dropout is on, and every rank computes all of attention, of which each would drop other places"
     if context is None and dropout:
         context = "dropout is on, which parts of a sequence do not draw as one process does"
     return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION, context=context)
-
-
-def drops(kind: str, config: Mapping[str, Any]) -> bool:
-    """Whether a model of the family `kind` trains with dropout."""
-    default = kind in _DROPS_UNLESS_TOLD and any(config.get(name) is None for name in ("attn_pdrop", "resid_pdrop"))
-    shares = [config.get(name) for name in _DROPOUTS]
-    return default or any(isinstance(share, int | float) and share > 0 for share in shares)

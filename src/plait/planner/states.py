@@ -45,8 +45,13 @@ def block_parameters(
         found += [("mlp.c_fc.weight", (h, model.ffn), 1), ("mlp.c_fc.bias", (model.ffn,), 0)]
         found += [("mlp.c_proj.weight", (model.ffn, h), 0), ("mlp.c_proj.bias", (h,), None)]
         return found + [(f"ln_{i}.{leaf}", (h,), None) for i in (1, 2) for leaf in ("weight", "bias")]
-    if model.compressed:
-        found.append(("attention", (int(model.compressed) // h, h), None))
+    if model.latent_rank:
+        names = ("q_a", "q_b" if model.query_rank else "q", "kv_a", "kv_b", "o")
+        dims = (None, 0, None, 0, 1)  # the latents are those of all heads
+        for name, dim, (inner, columns) in zip(names, dims, model.products_of_attention, strict=True):
+            if columns:
+                found.append((f"{name}.weight", (int(columns), int(inner)), dim))
+        found += [(f"{name}_norm", (rank,), None) for name, rank in (("q_a", model.query_rank), ("kv_a", model.latent_rank)) if rank]
     else:
         for name, rows in (("q", width), ("k", kv), ("v", kv)):
             dim = None if whole_keys and name != "q" else 0
@@ -177,7 +182,7 @@ def account_states(
 
     share = float(model.expert_layers / model.layers)
     dense, routed = account(block_parameters(model), 0), account(block_parameters(model, experts=True), 0) if share else {}
-    if (tp > model.kv_heads).any() and not job.whole_attention and not model.compressed:
+    if (tp > model.kv_heads).any() and not job.whole_attention and not model.latent_rank:
         whole_keys = account(block_parameters(model, whole_keys=True), 0)
         dense = {name: np.where(tp > model.kv_heads, whole_keys[name], value) for name, value in dense.items()}
     block = {name: ((1 - share) * value + share * routed.get(name, 0))[inverse] for name, value in dense.items()}
@@ -210,7 +215,9 @@ def account_states(
 
     gpipe = np.broadcast_to(np.asarray(at.schedule) == SCHEDULES.index("gpipe"), (size,))
 
-    def units(layers: np.ndarray, on: dict[str, np.ndarray], flight: np.ndarray, late: tuple[Numbers, Numbers]) -> Units:
+    def units(
+        layers: np.ndarray, on: dict[str, np.ndarray], flight: np.ndarray, late: tuple[Numbers, Numbers], embeds: np.ndarray
+    ) -> Units:
         def elements(entry: dict[str, np.ndarray]) -> np.ndarray:
             return entry["weights"] / _MASTER_BYTES * shards
 
@@ -225,6 +232,7 @@ def account_states(
             in_flight=flight,
             deferred=late,
             losses=np.where(gpipe, np.maximum(flight - 1, 0), 0.0) * on["norm"],
+            embeds=embeds,
         )
 
     first_layers, last_layers, inner_layers, inner_flight = _layers_of_ranks(job, size, inner)
@@ -247,9 +255,9 @@ def account_states(
         held(last_layers, last_on),
         held(inner_layers, inner_on),
         units={
-            "first": units(first_layers, first_on, flights[0], late_first),
-            "last": units(last_layers, last_on, flights[1], late_last),
-            "inner": units(inner_layers, inner_on, flights[2], late_first),
+            "first": units(first_layers, first_on, flights[0], late_first, one),
+            "last": units(last_layers, last_on, flights[1], late_last, single * one),
+            "inner": units(inner_layers, inner_on, flights[2], late_first, none),
         },
     )
 

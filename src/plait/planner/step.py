@@ -146,7 +146,9 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
     tp = group(job, "tp")
     kind = np.asarray(at.recompute)
     whole = np.where(kind == RECOMPUTE.index("budget"), 1 - at.kept_operators, kind == RECOMPUTE.index("full"))
-    again = recompute_share(job) * whole  # collectives are repeated where a full block is
+    # Collectives are repeated where a full block is; Plait keeps the results of operators, and of no collective.
+    whole = np.where(job.is_plait & (kind >= RECOMPUTE.index("full")), 1.0, whole)
+    again = recompute_share(job) * whole
     reduce = collective_seconds(job, rates, tp, hidden_bytes, "all_reduce")
     one_way = collective_seconds(job, rates, tp, hidden_bytes, "one_way")
     sequence = np.asarray(at.sp) > 0
@@ -157,7 +159,7 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
     tensor = np.where(sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce)
     if job.whole_attention:  # queries, keys and values gathered in the forward, the output's gradient in the backward
         tensor = tensor + 4 * one_way
-    kv_bytes = 2 * job.element_bytes * job.tokens * at.cp * model.kv_heads * model.head_dim / at.tp
+    kv_bytes = job.element_bytes * job.tokens * at.cp * model.kv_heads * (model.head_dim + model.value_width) / at.tp
     ring = collective_seconds(job, rates, group(job, "cp"), kv_bytes, "one_way") * (3 + again) * 0.4
     if np.any(np.asarray(at.cp) > 1):
         ring = np.where(job.is_plait, context_seconds(job, rates, layer.attention, layer.attention_backward, again), ring)
@@ -213,6 +215,6 @@ def _activation_offload(job: Job, compute: Numbers) -> Numbers:
     if not np.any(at.offload_activations):
         return np.zeros_like(np.asarray(compute, dtype=float))
     layers = stage_layers(job)[0]
-    per_token = (12 * model.hidden + 4 * model.kv_heads * model.head_dim + 6 * model.ffn) / at.tp
+    per_token = (12 * model.hidden + 2 * model.kv_heads * (model.head_dim + model.value_width) + 6 * model.ffn) / at.tp
     moved = 2 * at.accumulation * layers * job.tokens * per_token * at.offload_activations / job.device.host_bandwidth
     return np.maximum(moved - compute, 0.05 * moved)

@@ -86,15 +86,15 @@ def context_seconds(job: Job, rates: Rates, attention: Numbers, backward: Number
     repeated. The bytes are those of `parallel.context.traffic`."""
     model, at = job.model, job.layouts
     tp = 1 if job.whole_attention else at.tp
-    ranks, width = group(job, "cp"), job.element_bytes * job.tokens * model.head_dim
-    both = 2 * width * np.maximum(model.kv_heads / tp, 1)
+    ranks, width = group(job, "cp"), job.element_bytes * job.tokens * (model.head_dim + model.value_width)
+    both = width * np.maximum(model.kv_heads / tp, 1)
     whole = collective_seconds(job, rates, ranks, both * at.cp, "one_way")
     gathered = (3 + again) * whole
     part = whole / np.maximum(at.cp - 1, 1)  # a message to the neighbour
     sums = part * at.cp * 4 / job.element_bytes  # gradients are sent in float32, and each is waited for
     ring = (1 + again) * np.maximum(whole - attention, 0) + np.maximum(whole - backward, 0) + sums
     repeated = np.lcm(np.asarray(np.maximum(model.kv_heads / tp, 1), dtype=int), np.asarray(at.cp, dtype=int))
-    exchanged = 2 * width * (model.heads / tp + repeated)
+    exchanged = width * (model.heads / tp + repeated)
     ulysses = (2 + again) * collective_seconds(job, rates, ranks, exchanged, "all_to_all")
     return np.choose(np.asarray(at.context), np.broadcast_arrays(gathered, ring, ulysses))
 

@@ -226,15 +226,19 @@ def test_rows_of_a_table_that_do_not_count_are_told(tmp_path: Path, capsys: pyte
     assert "off what the constants fitted to them say; step_time_s is seconds of one step" in far
 
 
-@pytest.mark.parametrize(("config", "note"), [({}, "trains with dropout"), ({"resid_pdrop": 0.0, "attn_pdrop": 0.0}, None)])
-def test_dropout_that_no_plan_counts_is_told(
-    config: dict[str, float], note: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its masks, and the product that a block computes again for them: without a note that they are not."""
     file = tmp_path / "config.json"
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
-    file.write_text(json.dumps({"model_type": "gpt2", **sizes, **config}))
-    assert run("--model", file, "--gpu", "h100", "--world-size", 1, "--batch", 1, "--seq", 64, "--json") == 0
-    assert any(note in told for told in json.loads(capsys.readouterr().out)["notes"]) if note else "dropout" not in capsys.readouterr().out
+    sizes = {"n_layer": 2, "n_embd": 1024, "n_head": 16, "vocab_size": 512, "n_positions": 1024}
+    found = {}
+    for share in (0.0, 0.1):
+        file.write_text(json.dumps({"model_type": "gpt2", **sizes, **dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), share)}))
+        options = ("--gpu", "h100", "--world-size", 1, "--batch", 64, "--seq", 1024, "--fix", "recompute=full", "--fix", "micro_batch=64")
+        assert run("--model", file, *options, "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        assert not any("dropout" in note for note in told["notes"])
+        found[share] = told
+    assert json.dumps(found[0.0]) != json.dumps(found[0.1])
 
 
 @pytest.mark.parametrize(("seq", "told"), [(64, False), (128, True)])

@@ -72,6 +72,20 @@ def test_numbers_that_no_run_has_are_skipped_and_told(section: str, name: str, v
     assert not found and f"{name} = {value!r}, not a number" in warning
 
 
+def test_lines_of_versions_that_counted_latent_attention_otherwise_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "history.jsonl"
+    append(file, measured())
+    line = json.loads(file.read_text())
+    line["architecture"] = {
+        name: line["architecture"][name] for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+    }
+    line["architecture"]["compressed"] = 0
+    file.write_text(json.dumps(line) + "\n")
+    found, warnings = read(file)
+    assert len(found) == 1 and not warnings
+    assert costs(runs_of(found), uncalibrated())[0] == pytest.approx([measured().seconds], rel=1e-9)
+
+
 def test_runs_that_were_slower_make_plans_slower_and_surer() -> None:
     found = calibrate(runs_of([measured(factor=1.3, index=index) for index in range(5)]))
     request = Request(find_model("llama-3-8b"), cluster("h100", 16), 64, 2048)

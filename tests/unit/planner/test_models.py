@@ -63,6 +63,64 @@ def test_counts_are_those_of_transformers(kind):
     assert sum(p.numel() for p in model.parameters()) == replace(found, positions=positions).parameters
 
 
+LATENT = {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 8,
+    "num_hidden_layers": 2,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
+
+
+def on_meta(config):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+
+
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}, {"first_k_dense_replace": 1}])
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_has_the_parameters_of_transformers(kind, changes):
+    """Without q_lora_rank queries are not compressed; left out it is Transformers' own."""
+    config = {"model_type": kind, **LATENT, **changes}
+    assert sum(p.numel() for p in on_meta(config).parameters()) == from_config(config).parameters
+
+
+def test_deepseek_v3_has_the_parameters_of_transformers():
+    found = replace(named("deepseek-v3"), layers=4)
+    assert sum(p.numel() for p in on_meta(to_config(found, positions=128)).parameters()) == found.parameters
+
+
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}])
+def test_flops_of_latent_attention_are_those_that_torch_counts(changes):
+    """Scores are made of keys and outputs of values, which are narrower. torch counts all of the square, model FLOPs half of it."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config, tokens = {"model_type": "deepseek_v3", **LATENT, **changes}, 96
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False).logits.sum().backward()
+    found = from_config(config)
+    products, attention = 6 * found.active_matrix_parameters, found.model_flops(tokens) - 6 * found.active_matrix_parameters
+    counts = counter.get_flop_counts()["Global"]
+    assert counts[torch.ops.aten.bmm] == tokens * 2 * attention
+    assert counts[torch.ops.aten.mm] == pytest.approx(tokens * float(products), rel=0.01)
+
+
 SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 1000}
 """All that is written; the rest is Transformers' own for the family."""
 OTHER_SIZES = {
@@ -97,10 +155,29 @@ def test_a_table_entry_and_its_configuration_are_the_same_model(name):
     if name in ("gpt-oss-120b", "bloom-176b"):
         pytest.skip("written for another family than its own")
     again = from_config(to_config(found, positions=found.positions or 2048))
-    for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tied", "experts", "active", "compressed"):
+    for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tied", "experts", "active", "attention_parameters"):
         assert getattr(again, field) == getattr(found, field), field
     if not found.positions:
         assert again.parameters == found.parameters
+
+
+def test_a_vocabulary_is_that_of_the_configuration_the_data_or_transformers():
+    pytest.importorskip("transformers")
+    sizes = {name: value for name, value in SIZES.items() if name != "vocab_size"}
+    assert from_config({"model_type": "llama", **sizes}).vocab == 32000
+    assert from_config({"model_type": "llama", **sizes}, vocab=77).vocab == 77
+    assert from_config({"model_type": "llama", **SIZES}, vocab=77).vocab == 1000
+    assert from_config({"model_type": "gemma3", "vocab_size": 500, "text_config": {"model_type": "gemma3_text", **sizes}}).vocab == 500
+
+
+@pytest.mark.parametrize("name", ["text_config", "llm_config", "language_config"])
+def test_a_language_model_inside_another_has_the_sizes_that_transformers_leaves_out(name):
+    """LLaVA 1.5's own file: of the language model what differs from Llama's."""
+    pytest.importorskip("transformers")
+    inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 32064}
+    found = from_config({"model_type": "llava", name: inner, "image_token_index": 32000})
+    assert (found.layers, found.hidden, found.heads, found.ffn, found.vocab, found.model_type) == (32, 4096, 32, 11008, 32064, "llama")
+    assert float(found.parameters) == pytest.approx(6.74e9, rel=0.01)
 
 
 def test_names_are_read_as_people_write_them():
@@ -132,8 +209,8 @@ def test_a_folder_and_a_file(tmp_path):
 def test_wrong_configurations_say_what_is_wrong(tmp_path):
     with pytest.raises(ConfigError, match="num_attention_heads is 7 and 100 % 7 = 2"):
         from_config({"model_type": "llama", "hidden_size": 100, "num_hidden_layers": 2, "num_attention_heads": 7, "vocab_size": 10})
-    with pytest.raises(ConfigError, match="vocab_size"):
-        from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
+    with pytest.raises(ConfigError, match="vocab_size: is neither here, nor in a text_config, nor has Transformers a stranger with one"):
+        from_config({"model_type": "stranger", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
     with pytest.raises(InputError, match="no decoder-only transformer"):
         from_config({"model_type": "t5", "hidden_size": 64})
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}

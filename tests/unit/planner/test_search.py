@@ -234,6 +234,35 @@ def test_fixed_values_that_leave_nothing_are_named(fixed, told):
     assert told in str(error.value)
 
 
+@pytest.mark.parametrize("fixed", [["schedule=zbv"], ["schedule=1f1b"], ["vpp=2"]])
+def test_what_only_a_pipeline_has_makes_one(fixed):
+    """Without a pipeline the fastest layout has none (ZeRO alone), and the fixed value would mean nothing."""
+    asked, values = request(), parse_fixed(fixed)
+    assert plan(asked, fixed={"pp": 1}).best[0].seconds < plan(asked, fixed=values).best[0].seconds
+    found = plan(asked, fixed=values, best=9)
+    assert all(choice.layout["pp"] > 1 and choice.layout[name] == value for choice in found.best for name, value in values.items())
+    assert {e.region: e.rule for e in found.excluded}["pp = 1"] == f"{written(values)} is of a pipeline, which has 2 stages or more"
+    for alone in ({"cluster": cluster("h100", 1)}, {"compile": False}):
+        pp = {} if "cluster" in alone else {"pp": 1}
+        with pytest.raises(ConfigError, match=f"pp = 1: {written(values)} is of a pipeline, which has 2 stages or more"):
+            plan(replace(asked, **alone), fixed=values | pp)
+
+
+def test_what_only_parts_of_sequences_have_makes_some():
+    asked, ring = request(), parse_fixed(["context=ring"])
+    assert all(choice.layout["cp"] > 1 and choice.layout["context"] == 1 for choice in plan(asked, fixed=ring, best=9).best)
+    with pytest.raises(ConfigError, match="cp = 1: context=ring is of sequences in 2 parts or more, of at least 2,048 tokens each"):
+        plan(request(sequence=1024), fixed=ring)
+    assert plan(request(sequence=1024), fixed=ring | {"cp": 2}).best[0].layout["cp"] == 2
+
+
+def test_every_nth_block_is_one_that_recomputes():
+    found = plan(request(), fixed=parse_fixed(["every=2"]), best=9).best
+    assert all(choice.layout["recompute"] > 0 and choice.layout["every"] == 2 for choice in found)
+    with pytest.raises(ConfigError, match="recompute=none, every=2"):
+        plan(request(), fixed=parse_fixed(["every=2", "recompute=none"]))
+
+
 def test_why_names_the_deciding_term():
     asked = request()
     found = plan(asked)

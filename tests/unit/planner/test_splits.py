@@ -47,7 +47,7 @@ def built(kind, **changes):
 @pytest.mark.parametrize("kind", SPLIT)
 def test_as_the_engine_splits_it(kind):
     model, fields = built(kind)
-    believed = split_of(from_config(fields), fields)
+    believed = split_of(from_config(fields))
     plan = make_plan(model, tp=2, blocks=find_blocks(model, None))
     assert believed.tensor is None
     assert (believed.sequence is None) == (plan.sequence_parallel is True)
@@ -59,11 +59,11 @@ def test_without_dropout_gpt2_shards_its_sequence():
     changes = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     model, fields = built("gpt2", **changes)
     assert make_plan(model, tp=2, blocks=find_blocks(model, None)).sequence_parallel is True
-    assert split_of(from_config(fields), fields).sequence is None
+    assert split_of(from_config(fields)).sequence is None
 
 
 def test_strangers_are_not_split_and_experts_over_ranks_of_their_own():
-    assert split_of(named("mixtral-8x7b"), {}).with_experts
-    assert "splits no attention of its kind" in split_of(named("deepseek-v3"), {}).tensor
-    assert "not among the families whose sequences are cut" in split_of(from_config({"model_type": "stranger", **SMALL}), {}).context
-    assert "not known" in split_of(from_config({"model_type": "stranger", **SMALL}), {}).tensor
+    assert split_of(named("mixtral-8x7b")).with_experts
+    assert "splits no attention of its kind" in split_of(named("deepseek-v3")).tensor
+    assert "not among the families whose sequences are cut" in split_of(from_config({"model_type": "stranger", **SMALL})).context
+    assert "not known" in split_of(from_config({"model_type": "stranger", **SMALL})).tensor

@@ -128,8 +128,6 @@ def dry_run(
             "(--full-step runs all)"
         )
     model = _model(tree)
-    if any("drop" in name and value for name, value in _dropouts(tree).items()):
-        notes.append("the model uses dropout, and the prediction does not count its masks")
     if asked is None and pp > 1:
         notes.append(f"rank {rank:,} is predicted to need the most memory; choose another with --rank")
     began = time.perf_counter()
@@ -216,17 +214,6 @@ def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"plait dryrun: {path} cannot be read ({error}); give model.config, or a folder with a config.json") from None
     return fields
-
-
-def _dropouts(tree: Mapping[str, Any]) -> dict[str, float]:
-    """What drops out, by the name of the field."""
-    fields = _fields(tree)
-    known = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1} if fields.get("model_type") == "gpt2" else {}
-    names = {**{name.replace("pdrop", "dropout"): value for name, value in known.items()}}
-    for name, value in fields.items():
-        if name.endswith(("pdrop", "dropout")):
-            names[name.replace("pdrop", "dropout")] = float(value or 0)
-    return names
 
 
 def _model(tree: Mapping[str, Any]) -> Any:
