@@ -90,8 +90,9 @@ class Chooser:
             return True
         if not self._settings.stop_strings:
             return False
-        text = text_of(self._tokenizer, new)
-        return any(stop in text for stop in self._settings.stop_strings)
+        # What the user sees, and special tokens, which are stop strings themselves in some chat formats.
+        texts = [text_of(self._tokenizer, new, skip_special_tokens=skipped) for skipped in (True, False)]
+        return any(stop in text for stop in self._settings.stop_strings for text in texts)
 
     def _choose(self, row: int, scores: torch.Tensor) -> int:
         known = torch.tensor([self._known[row]])

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any
 
 _UNKNOWN = "\ufffd"
 """What a tokenizer makes of bytes that are no whole character yet."""
+_MAY_LOSE_SPACES = re.compile(r"(?: +(?:n *'?|'[vr]?)?|'+)$")
+"""The end of a text in which Transformers' clean_up_tokenization takes spaces away, or gives back the one before "'", once more follows:
+"do n '" becomes "don't" with the next token."""
+_WAIT = 8
+"""Tokens for which a text that no longer begins with what was given may come back to it."""
+_LOOK_BACK = 256
+"""Characters."""
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
@@ -22,26 +31,54 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
 
 
 class TextStream:
-    """Gives the text of a token when all bytes of its characters are there."""
+    """Gives the text of a token when no later token changes it: all bytes of its characters are there, and spaces that a clean-up may still
+    remove are not at its end. Pieces add up to `text()`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._told = 0
+        self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self._given = ""
+        self._waited = 0
 
     def add(self, token: int) -> str:
-        """The new text, "" while a character is incomplete."""
+        """The new text, "" while a later token may change it."""
         self._tokens.append(token)
-        text = self._text()
-        return "" if text.endswith(_UNKNOWN) else self._new(text)
+        text = self.text()
+        if text.endswith(_UNKNOWN):
+            return ""
+        if self._cleans:
+            text = _MAY_LOSE_SPACES.sub("", text)
+        if self._given.startswith(text):
+            return ""
+        if not text.startswith(self._given):
+            self._waited += 1
+            if self._waited < _WAIT:
+                return ""
+        return self._new(text)
 
     def rest(self) -> str:
         """What is left at the end."""
-        return self._new(self._text())
+        return self._new(self.text())
 
-    def _text(self) -> str:
+    def text(self) -> str:
+        """Of all tokens."""
         return text_of(self._tokenizer, self._tokens, skip_special_tokens=True)
 
     def _new(self, text: str) -> str:
-        found, self._told = text[self._told :], len(text)
-        return found
+        given, self._given, self._waited = self._given, text, 0
+        return text[len(given) if text.startswith(given) else _most_like(given, text) :]
+
+
+def _most_like(given: str, text: str) -> int:
+    """How many characters of `text` are as `given` with the fewest edits, so that the others after `given` leave the fewest wrong ones."""
+    same = len(commonprefix([given, text]))
+    given, rest = given[same:], text[same:]
+    if max(len(given), len(rest)) > _LOOK_BACK:
+        return min(same + len(given), len(text))
+    edits = list(range(len(rest) + 1))
+    for char in given:
+        before, edits = edits, [edits[0] + 1]
+        for at, other in enumerate(rest):
+            edits.append(min(before[at] + (char != other), before[at + 1] + 1, edits[at] + 1))
+    return same + edits.index(min(edits))

@@ -151,7 +151,7 @@ class Words:
     def __len__(self) -> int:
         return 26
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(chr(97 + token) for token in ids)
 
 

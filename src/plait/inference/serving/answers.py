@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from plait.inference.serving.bodies import Endpoint
@@ -30,14 +30,20 @@ class StoppedText:
         self._kept += self._stream.add(told.token)
         if told.finish_reason:
             self._kept += self._stream.rest()
-        found = min((at for stop in self._stops if (at := self._kept.find(stop)) >= 0), default=-1)
-        if found >= 0:
-            self._ended = True
-            text, self._kept = self._kept[:found], ""
+        if (text := self._cut(self._kept)) != self._kept:
+            self._ended, self._kept = True, ""
             return text
         keep = 0 if told.finish_reason else self._may_begin()
         text, self._kept = self._kept[: len(self._kept) - keep], self._kept[len(self._kept) - keep :]
         return text
+
+    def full(self) -> str:
+        """The text of all tokens so far, as the tokenizer decodes them together."""
+        return self._cut(self._stream.text())
+
+    def _cut(self, text: str) -> str:
+        """What is before the first stop string."""
+        return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
 
     def _may_begin(self) -> int:
         """Characters at the end that a stop string may begin with."""
@@ -55,7 +61,6 @@ class Choice:
     index: int
     text: StoppedText
     prompt_tokens: int
-    parts: list[str] = field(default_factory=list)
     tokens: int = 0
     finish_reason: str = ""
 
@@ -64,7 +69,6 @@ class Choice:
         new = self.text.add(told)
         self.tokens += told.token is not None
         self.finish_reason = told.finish_reason
-        self.parts.append(new)
         return new
 
 
@@ -84,7 +88,7 @@ class Answer:
         kind = "chat.completion" if self._chat else "text_completion"
         choices = []
         for one in self.choices:
-            text = "".join(one.parts)
+            text = one.text.full()
             said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             choices.append({"index": one.index, **said, "logprobs": None, "finish_reason": one.finish_reason})
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage()}
