@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from plait.errors import InputError
 from plait.inference.requests import Request
@@ -61,12 +62,14 @@ class Chooser:
     def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """`logits` [rows, vocabulary] of these requests. Returns float64 [3, rows] on the CPU: token, its log probability, and which of
         `ENDS` holds after it. Requests that have ended get padding."""
+        width = logits.shape[-1]
         logits = logits[..., : self._tokens]  # others pad an embedding
         logprobs = self._log_softmax(logits)
         if not any(self._processors) and not self._settings.do_sample:
             tokens = logits.argmax(dim=-1).tolist()
         else:
-            scores = logits.float().cpu()
+            # As wide as the model's: prompts may have tokens that the tokenizer lacks, and processors look their scores up.
+            scores = F.pad(logits.float().cpu(), (0, width - logits.shape[-1]), value=-math.inf)
             tokens = [0 if self.ends[row] else self._choose(row, scores[at]) for at, row in enumerate(rows)]
         chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device).unsqueeze(1))[:, 0].double().tolist()
         for at, row in enumerate(rows):

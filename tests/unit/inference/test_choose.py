@@ -145,6 +145,30 @@ def test_a_vocabulary_with_gaps() -> None:
     assert tokens_of_tokenizer(Sparse()) == 10 and tokens_of_tokenizer(Words()) == 26 and tokens_of_tokenizer(None) is None
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"encoder_repetition_penalty": 1.3},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"bad_words_ids": ((11,), (3, 11), (4,))},
+        {"suppress_tokens": (11, 3), "begin_suppress_tokens": (10,)},
+        {"min_new_tokens": 3, "min_length": 8, "eos_token_id": (11, 3)},
+        *({"do_sample": True, "temperature": 5.0, **more} for more in ({"top_k": 11}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9})),
+        *({"do_sample": True, "top_k": 0, **more} for more in ({"epsilon_cutoff": 0.01}, {"eta_cutoff": 0.01}, {"repetition_penalty": 0.5})),
+    ],
+)
+def test_a_prompt_of_tokens_that_the_tokenizer_lacks(chosen: dict[str, Any]) -> None:
+    """The model has 12, the tokenizer 10: none of the others is chosen."""
+    chooser = Chooser(requests((3, 11, 5, 11), new=30, seed=1), Settings(**chosen), None, tokens=10)
+    for step in range(30):
+        scores = logits(1, 12, seed=step)
+        scores[0, 10:] = 9
+        if not all(chooser.ends):
+            assert chooser(scores, [0])[0, 0] < 10
+
+
 class Words:
     """A tokenizer of letters."""
 
