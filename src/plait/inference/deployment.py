@@ -133,11 +133,12 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     _check_offloaded(work, on)
     if gpu_budget is not None and not on.on_gpu:
         raise InputError("--gpu-budget: no GPU is visible here; give --cpu-budget, to compute on the CPU within it")
-    itemsize, tokens = compute_dtype(work.model).itemsize, work.tokens * work.requests
+    dtype, tokens = compute_dtype(work.model), work.tokens * work.requests
+    itemsize = dtype.itemsize
     config = getattr(work.model, "config", None)
     cache = cache_bytes(config, Layout(), tokens=tokens, itemsize=itemsize)
     activations = activation_bytes(config, tokens=tokens, requests=work.requests, itemsize=itemsize)
-    activations += 0 if on.on_gpu else product_bytes(work.model, itemsize)
+    activations += 0 if on.on_gpu else product_bytes(work.model, dtype, tokens=tokens)
     host = 0
     if on.on_gpu:
         host = cpu_budget if cpu_budget is not None else on.host_bytes

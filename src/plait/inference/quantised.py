@@ -112,11 +112,14 @@ def quantised_copy(model: nn.Module, form: str) -> nn.Module:
     return found
 
 
-def product_bytes(model: nn.Module, itemsize: int) -> int:
-    """Of memory that products of a quantised model take on a CPU at most besides what they are given and return; `itemsize` of what it
-    computes in."""
+def product_bytes(model: nn.Module, dtype: torch.dtype, *, tokens: int) -> int:
+    """Of memory that products of a quantised model take on a CPU at most besides what they are given and return; `dtype` is what it
+    computes in, and float16 is given, and returned, in float32 as well."""
     codes = [one for name, one in model.named_parameters() if name.endswith(CODES)]
-    return largest_part_bytes(max((one.numel() * (1 if one.dtype == torch.int8 else 2) * itemsize for one in codes), default=0))
+    shapes = [(len(one), one.shape[1] * (1 if one.dtype == torch.int8 else 2)) for one in codes]
+    is_half = dtype == torch.float16
+    part = largest_part_bytes(max((outputs * inputs * (4 if is_half else dtype.itemsize) for outputs, inputs in shapes), default=0))
+    return part + (4 * tokens * max(map(sum, shapes), default=0) if is_half else 0)
 
 
 @cache

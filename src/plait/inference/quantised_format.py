@@ -46,7 +46,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
         return (codes.to(scales.dtype) * scales.unsqueeze(1)).to(dtype)
     found = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
     unpack(codes, found, torch.empty_like(codes))
-    found.sub_(8).unflatten(1, (-1, GROUP)).mul_(scales.unsqueeze(2).to(dtype))
+    found.sub_(8).unflatten(1, (-1, GROUP)).mul_(scales.unsqueeze(2))  # float16 would round small scales, and their products again
     return found
 
 

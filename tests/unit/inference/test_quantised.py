@@ -94,6 +94,20 @@ def test_sums_of_codes_may_leave_the_range_of_float16(form: str, rows: int, inpu
     torch.testing.assert_close(product(x, codes, scales, None).double(), expected, rtol=0.02, atol=0.0)
 
 
+@pytest.mark.parametrize("form", [INT8, INT4])
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-6])
+def test_small_weights_in_float16(form: str, rows: int, size: float) -> None:
+    """Their scales are below its normal numbers. A prompt's many rows and its tokens' few see the same weights."""
+    codes, scales = quantise(weight(40, 64) * size, form)
+    x = (weight(rows, 64, seed=1) * 100).half()
+    expected = x.double() @ dequantise(codes, scales, torch.float64).t()
+    found, largest = product(x, codes, scales, None).double(), expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=2**-10, atol=largest * 2**-11)
+    exact = dequantise(codes, scales, torch.float64)
+    assert torch.equal(dequantise(codes, scales, torch.float16), exact.float().half())
+
+
 def test_threads_have_memory_of_their_own_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.inference.quantised_products.PART", 64 * 4 * 7)
     layers = [quantise(weight(256, 64, seed=seed), form) for seed, form in enumerate([INT8, INT4] * 2)]
@@ -110,10 +124,12 @@ def test_memory_of_a_product(form: str, monkeypatch: pytest.MonkeyPatch) -> None
     with torch.device("meta"):
         model = nn.ModuleList([nn.Linear(64, 96), nn.Linear(128, 32)])
     convert(model, ["0", "1"], form)
-    assert product_bytes(model, 4) == 96 * 64 * 4 * 5 // 4
+    assert product_bytes(model, torch.float32, tokens=9) == 96 * 64 * 4 * 5 // 4
+    assert product_bytes(model, torch.bfloat16, tokens=9) == 96 * 64 * 2 * 5 // 4
+    assert product_bytes(model, torch.float16, tokens=9) == 96 * 64 * 4 * 5 // 4 + 9 * 160 * 4
     monkeypatch.setattr("plait.inference.quantised_products.PART", 1024)
-    assert product_bytes(model, 4) == 1024 * min(torch.get_num_threads(), 8) * 5 // 4
-    assert product_bytes(nn.Linear(4, 4), 4) == 0
+    assert product_bytes(model, torch.float32, tokens=9) == 1024 * min(torch.get_num_threads(), 8) * 5 // 4
+    assert product_bytes(nn.Linear(4, 4), torch.float32, tokens=9) == product_bytes(nn.Linear(4, 4), torch.float16, tokens=9) == 0
 
 
 def dense_twin(model: nn.Module, form: str) -> nn.Module:
