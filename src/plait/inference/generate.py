@@ -35,7 +35,7 @@ from plait.inference.settings import Settings, settings_of
 from plait.inference.text_stream import text_of
 from plait.inference.untouched import untouched
 from plait.inference.weight_sync.status import refuse_incomplete
-from plait.sharded.cache import arguments_of, counts_tokens, has_recurrent_state, takes_cache
+from plait.sharded.cache import arguments_of, counts_tokens, reads_prompts_whole, takes_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
 from plait.units import dtype_of
@@ -61,9 +61,9 @@ def generate(
     hold parts of one model (tp, pp), the first one's are taken. `settings` are Transformers' (`max_new_tokens`, `temperature`, `top_k`,
     `eos_token_id`, `stop_strings` ...), see `inference.settings`. A request draws from a generator of its own: the first of seed `seed`,
     the next of `seed + 1`; or `seed` has one for each; None takes new ones. `batch_size` requests are decoded at once (all), and prompts
-    are read in pieces of `prefill_tokens` (whole, as those of a model with a recurrent state always are). `offload_cache` keeps keys and
-    values in pinned host memory; each layer's come to the GPU while the layer before computes. `on_token(request, token)` is called on the
-    ranks that have the request.
+    are read in pieces of `prefill_tokens` (whole, as those of a model with a recurrent state always are, and of one that attends in both
+    directions). `offload_cache` keeps keys and values in pinned host memory; each layer's come to the GPU while the layer before computes.
+    `on_token(request, token)` is called on the ranks that have the request.
 
     `canonical`: logits and log-probabilities are the same bits as those of `score(..., canonical=True)` on every layout and in every batch,
     and slower; see docs/generation.md.
@@ -106,7 +106,7 @@ def generate(
         tokenizer=tokenizer,
         use_cache=use_cache,
         offload_cache=offload_cache,
-        prefill_tokens=None if has_recurrent_state(model) else prefill_tokens,
+        prefill_tokens=None if reads_prompts_whole(model) else prefill_tokens,
         on_token=on_token,
         tells=any(row[1] for row in brought),
         log_softmax=canonical_log_softmax if canonical else log_softmax,

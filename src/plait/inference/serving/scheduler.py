@@ -14,7 +14,7 @@ from plait.inference.predictor import Predictor
 from plait.inference.serving.job import Job, Told
 from plait.inference.serving.rows import Rows, started
 from plait.inference.vocabulary import tokens_of_tokenizer
-from plait.sharded.cache import has_recurrent_state, takes_cache
+from plait.sharded.cache import reads_prompts_whole, takes_cache
 from plait.sharded.model import ShardedModel
 
 PREFILL = 512
@@ -34,7 +34,7 @@ class Scheduler:
         if not takes_cache(sharded.model):
             raise InputError(f"{type(sharded.model).__name__} keeps no keys and values (past_key_values), which serving needs")
         self._sharded, self._tokenizer, self._offload_cache = sharded, tokenizer, offload_cache
-        self._prefill = None if has_recurrent_state(sharded.model) else PREFILL
+        self._prefill = None if reads_prompts_whole(sharded.model) else PREFILL
         self._tokens = tokens_of_tokenizer(tokenizer)
         self._at_once, self._most_waiting = at_once, waiting
         self._predict = partial(_predicted, Predictor(sharded))
