@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,10 +20,11 @@ from plait.checkpoint.load import Reader
 from plait.checkpoint.model_content import START, content
 from plait.errors import CheckpointError, InputError, first_line
 from plait.inference.adapters import Adapter, base_folder, is_adapter_folder, open_adapter
+from plait.inference.stored import stored_tensors
 from plait.model.described import require_transformers
 from plait.model.tied import tied_names
 from plait.sharded.assemble import Filler
-from plait.sharded.load_weights import load_weights, weight_files
+from plait.sharded.load_weights import INDEX, SINGLE, load_weights, opened, weight_files
 from plait.sharded.pretrained import generation_settings
 
 
@@ -144,20 +146,49 @@ class _Some(nn.Module):
 
 
 def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) -> nn.Module:
-    """The model of a configuration (its fields, a config.json, or a folder with one) on meta. `dtype` None is the configuration's. Raises
-    InputError where Transformers cannot build it."""
+    """The model of a configuration (its fields, a config.json, or a folder with one) on meta. `dtype` None is the configuration's, or, where
+    it says none, that of the folder's weights. Raises InputError where Transformers cannot build it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         found = AutoConfig.for_model(**config) if isinstance(config, Mapping) else AutoConfig.from_pretrained(config)
+        if dtype is None and found.dtype is None and isinstance(config, Path):
+            dtype = _dtype_of_weights(config)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=dtype or found.dtype or torch.float32)
-            return model
+        _keep_in_float32(model, dtype or found.dtype)
+        return model
+    except CheckpointError:
+        raise
     except Exception as error:  # each configuration class validates in its own way
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         first = lines[-1 if len(lines) == 2 else 0] if lines else type(error).__name__
         name = config["model_type"] if isinstance(config, Mapping) else config
         raise InputError(f"--model {name}: Transformers cannot build it: {first}") from error
+
+
+def _dtype_of_weights(folder: Path) -> torch.dtype | None:
+    """Of the first tensor in the first file that has one to compute in, as Transformers chooses it; None where there are no weights."""
+    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+        return None
+    path = min(weight_files(folder).values())
+    tensors = stored_tensors(path)
+    with opened(path) as file:  # for the order of names
+        found = [tensors[name].dtype for name in file.keys()]  # noqa: SIM118 - it is no dict
+    return next((one for one in found if one is not None and one.is_floating_point), None)
+
+
+def _keep_in_float32(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """The parameters and buffers that a family's class keeps in it where all others are of 16 bits, as norms of GPT-OSS in float16."""
+    always: Any = getattr(model, "_keep_in_fp32_modules_strict", None)
+    in_float16: Any = getattr(model, "_keep_in_fp32_modules", None)
+    names = {*(always or ()), *((in_float16 if dtype == torch.float16 else None) or ())}
+    if not names or dtype not in (torch.float16, torch.bfloat16):
+        return
+    kept = re.compile("|".join(name.replace("*", ".*") for name in sorted(names)))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if kept.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def is_of_transformers(folder: Path) -> bool:
