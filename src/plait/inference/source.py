@@ -146,8 +146,8 @@ class _Some(nn.Module):
 
 
 def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) -> nn.Module:
-    """The model of a configuration (its fields, a config.json, or a folder with one) on meta. `dtype` None is the configuration's, or, where
-    it says none, that of the folder's weights. Raises InputError where Transformers cannot build it."""
+    """The model of a configuration (its fields, a config.json, or a folder with one) on meta. `dtype` None is the configuration's, or that
+    of the folder's weights where it says none. Raises InputError where Transformers cannot build it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

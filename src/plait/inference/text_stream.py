@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from os.path import commonprefix
 from typing import Any
 
 _UNKNOWN = "\ufffd"
@@ -72,7 +71,7 @@ class TextStream:
 
 def _most_like(given: str, text: str) -> int:
     """How many characters of `text` are as `given` with the fewest edits, so that the others after `given` leave the fewest wrong ones."""
-    same = len(commonprefix([given, text]))
+    same = next((at for at, (one, other) in enumerate(zip(given, text, strict=False)) if one != other), min(len(given), len(text)))
     given, rest = given[same:], text[same:]
     if max(len(given), len(rest)) > _LOOK_BACK:
         return min(same + len(given), len(text))

@@ -54,8 +54,8 @@ def has_recurrent_state(model: nn.Module) -> bool:
 
 
 def reads_prompts_whole(model: nn.Module) -> bool:
-    """Whether a prompt in pieces would be another one: for recurrent states, and where every token of a prompt attends to those after it, as
-    in BERT that is no decoder. Such models say so in their attention, or by `is_decoder` where no attention says that it is causal."""
+    """Whether a prompt in pieces would be another one: for recurrent states, and where every token of a prompt attends to those after it,
+    as in BERT that is no decoder. Such models say so in their attention, or by `is_decoder` where no attention says that it is causal."""
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
     is_encoder = True not in causal and (False in causal or getattr(getattr(model, "config", None), "is_decoder", True) is False)
     return is_encoder or has_recurrent_state(model)

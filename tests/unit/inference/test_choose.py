@@ -156,7 +156,7 @@ def test_a_vocabulary_with_gaps() -> None:
         {"suppress_tokens": (11, 3), "begin_suppress_tokens": (10,)},
         {"min_new_tokens": 3, "min_length": 8, "eos_token_id": (11, 3)},
         *({"do_sample": True, "temperature": 5.0, **more} for more in ({"top_k": 11}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9})),
-        *({"do_sample": True, "top_k": 0, **more} for more in ({"epsilon_cutoff": 0.01}, {"eta_cutoff": 0.01}, {"repetition_penalty": 0.5})),
+        *({"do_sample": True, "top_k": 0, **more} for more in ({"epsilon_cutoff": 0.01}, {"eta_cutoff": 0.01})),
     ],
 )
 def test_a_prompt_of_tokens_that_the_tokenizer_lacks(chosen: dict[str, Any]) -> None:
