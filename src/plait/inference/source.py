@@ -156,6 +156,11 @@ def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) ->
             dtype = _dtype_of_weights(config)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=dtype or found.dtype or torch.float32)
+        if real := [name for name, tensor in model.named_parameters() if not tensor.is_meta]:
+            raise CheckpointError(
+                f"--model {config}: {type(model).__name__} makes {real[0]} with values, wherever it is built, so that no folder of it can "
+                "be read without memory for all of it; load it with Transformers in Python, and use plait.parallelize and plait.generate"
+            )
         _keep_in_float32(model, dtype or found.dtype)
         return model
     except CheckpointError:

@@ -9,10 +9,10 @@ from typing import Any
 _UNKNOWN = "\ufffd"
 """What a tokenizer makes of bytes that are no whole character yet."""
 _MAY_LOSE_SPACES = re.compile(r"(?: +(?:n *'?|'[vr]?)?|'+)$")
-"""The end of a text in which Transformers' clean_up_tokenization takes spaces away, or gives back the one before "'", once more follows:
+"""The end of a text in which Transformers' clean_up_tokenization takes spaces away, or no longer the one before "'", once more follows:
 "do n '" becomes "don't" with the next token."""
 _WAIT = 8
-"""Tokens for which a text that no longer begins with what was given may come back to it."""
+"""Tokens for which it is hoped that a text that no longer begins with what was given does so again."""
 _LOOK_BACK = 256
 """Characters."""
 

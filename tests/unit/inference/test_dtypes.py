@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from plait.errors import CheckpointError
+from plait.inference.load import load_model
 from plait.inference.source import open_source
 from tests.unit.inference.models import built, saved
 
@@ -45,3 +47,20 @@ def test_parameters_that_stay_in_float32(tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         expected = {name: one.dtype for name, one in auto.from_pretrained(tmp_path / "routed", dtype=dtype).state_dict().items()}
         assert dtypes(tmp_path / "routed", dtype) == expected and torch.float32 in expected.values()
+
+
+def test_a_family_that_is_never_without_values(tmp_path: Path) -> None:
+    saved(tmp_path, "diffllama", layers=1)
+    with pytest.raises(CheckpointError, match=r"DiffLlamaForCausalLM makes model\.layers\.0.* load it with Transformers in Python"):
+        open_source(tmp_path).model()
+
+
+def test_a_family_whose_names_transformers_converts(tmp_path: Path) -> None:
+    """Is read from a folder with the model's own names, as docs/generation.md says."""
+    model = built("gpt_neox", layers=1)
+    model.save_pretrained(tmp_path, save_original_format=False)  # type: ignore[operator]
+    sharded = load_model(open_source(tmp_path))
+    try:
+        assert all(torch.equal(sharded.model.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    finally:
+        sharded.close()
