@@ -129,10 +129,12 @@ def serve_command(
 def _most_tokens(model: object, asked: int | None) -> int:
     """Raises InputError for more than the model has positions for."""
     from plait.inference.capacity import check_positions
+    from plait.inference.rope_by_length import refuse_served, rope_of_config
 
     config = getattr(model, "config", None)
     if asked is not None:
         check_positions(config, asked)
+        refuse_served(rope_of_config(config), asked)
         return asked
     known = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) if config is not None else None
     return min(MOST_TOKENS, known) if isinstance(known, int) and known > 1 else MOST_TOKENS

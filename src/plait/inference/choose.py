@@ -83,6 +83,10 @@ class Chooser:
             self.ends[row] = STOP if self._stops(row) else LENGTH if self._at_limit(row) else GOES_ON
         return torch.tensor([tokens, chosen, [self.ends[row] for row in rows]], dtype=torch.float64)
 
+    def known(self, row: int) -> list[int]:
+        """Tokens of a request: its prompt's, and those since."""
+        return list(self._known[row])
+
     def _at_limit(self, row: int) -> bool:
         return len(self._known[row]) - self._prompts[row] >= self._limits[row]
 

@@ -12,9 +12,10 @@ from plait.errors import InputError
 from plait.inference.choose import ENDS, GOES_ON, Chooser, LogSoftmax, log_softmax
 from plait.inference.predictor import Predictor, Read
 from plait.inference.requests import Answer, Request
+from plait.inference.rope_by_length import rope_by_length
 from plait.inference.settings import Settings
 from plait.inference.vocabulary import tokens_of_tokenizer
-from plait.sharded.cache import keep_rows
+from plait.sharded.cache import keep_rows, wait_for_layers
 from plait.sharded.model import ShardedModel
 
 OnToken = Callable[[int, int], None]
@@ -41,16 +42,20 @@ class Decoder:
         """`tells`: whether any rank has an `on_token`."""
         self._sharded, self._settings, self._tokenizer = sharded, settings, tokenizer
         self._tokens = tokens_of_tokenizer(tokenizer)
+        self._rope = rope_by_length(sharded.model)
         self._on_token, self._tells = on_token, tells
         self._use_cache, self._prefill = use_cache, prefill_tokens
         self._offload_cache = offload_cache
         self.predictor, self._log_softmax = predictor, log_softmax
 
-    def forwards(self, requests: Sequence[Request], first: int, answers: Sequence[Answer]) -> Iterator[None]:
-        """Decode `requests`, of which the first has the number `first`; yields before every forward. New tokens are added to `answers`."""
+    def forwards(self, requests: Sequence[Request], numbers: Sequence[int], answers: Sequence[Answer]) -> Iterator[None]:
+        """Decode `requests`, which have these `numbers` for `on_token`; yields before every forward. New tokens are added to `answers`."""
         chooser = (
             Chooser(requests, self._settings, self._tokenizer, self._log_softmax, tokens=self._tokens) if self.predictor.is_first else None
         )
+        if self._rope is not None and self._rope.remembers(max(request.most_seen for request in requests)):
+            yield
+            self.predictor.idle()
         state = _Cached(self, requests) if self._use_cache else _Recomputed(self, requests)
         rows = list(range(len(requests)))
         """Those that are computed; ones that have ended may be among them."""
@@ -68,7 +73,7 @@ class Decoder:
                 answers[rows[at]].logprobs.append(probabilities[at])
                 answers[rows[at]].finish_reason = ENDS[ends[at]]
             if self._tells:
-                self._tell([(first + rows[at], ids[at]) for at in going])
+                self._tell([(numbers[rows[at]], ids[at]) for at in going])
             if all(ends):
                 return
             rows = [rows[at] for at in state.add(ids, [at for at, end in enumerate(ends) if end == GOES_ON])]
@@ -95,20 +100,25 @@ class _Cached:
     """Requests whose keys and values are kept. Prompts are padded on the left, so that all go on at the same place."""
 
     def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
-        self._decoder = decoder
-        self._cache = decoder._sharded.new_cache(on_host=decoder._offload_cache)
+        self._decoder, self._rope = decoder, decoder._rope
         longest = max(len(request.token_ids) for request in requests)
         pad = decoder._settings.pad_token_id
         self._ids = torch.tensor([[pad] * (longest - len(r.token_ids)) + list(r.token_ids) for r in requests])
         self._mask = torch.tensor([[0] * (longest - len(r.token_ids)) + [1] * len(r.token_ids) for r in requests])
+        self._begin()
+
+    def _begin(self) -> None:
+        """The model has seen nothing."""
+        self._cache = self._decoder._sharded.new_cache(on_host=self._decoder._offload_cache)
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         """Of the tokens from `_start` on, which were added together."""
         self._start = self._seen = 0
 
     def next_forwards(self) -> Iterator[Callable[[], Read]]:
-        """Over the tokens that the model has not seen, in pieces of `prefill_tokens`."""
+        """Over the tokens that the model has not seen, in pieces of `prefill_tokens`; whole where rotary frequencies would be others."""
         end = self._ids.shape[1]
-        step = self._decoder._prefill or end
+        is_past = self._rope is not None and int(self._positions.max()) >= self._rope.original
+        step = end if is_past else self._decoder._prefill or end
         while self._seen < end:
             low, high = self._seen, min(self._seen + step, end)
             positions = self._positions[:, low - self._start : high - self._start]
@@ -123,13 +133,18 @@ class _Cached:
 
     def add(self, tokens: list[int], going: list[int]) -> list[int]:
         """One token for every request. Returns which rows are left: those in `going`, where what is kept of the others can be dropped."""
-        self._start, self._positions = self._ids.shape[1], self._positions[:, -1:] + 1
+        self._start, self._positions = self._ids.shape[1], self._positions[:, -1:].clone()
+        self._positions[going] += 1  # one that has ended may stay, and must not get past the length at which rotary frequencies change
         self._ids = torch.cat([self._ids, torch.tensor(tokens).unsqueeze(1)], dim=1)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
+        left = list(range(len(tokens)))
         if len(going) < len(tokens) and keep_rows(self._cache, torch.tensor(going)):
             self._ids, self._mask, self._positions = self._ids[going], self._mask[going], self._positions[going]
-            return going
-        return list(range(len(tokens)))
+            left = going
+        if self._rope is not None and self._rope.reads_anew and int(self._positions.max()) == self._rope.original:
+            wait_for_layers(self._cache)
+            self._begin()  # keys of both kinds of frequencies do not go together
+        return left
 
 
 class _Recomputed:

@@ -31,6 +31,7 @@ from plait.inference.decode import Decoder, OnToken
 from plait.inference.peft_models import refuse_other_adapters
 from plait.inference.predictor import Predictor
 from plait.inference.requests import Answer, Generation, Request, check_count, check_room, checked_ids, token_ids
+from plait.inference.rope_by_length import groups, refuse_past, rope_by_length
 from plait.inference.settings import Settings, settings_of
 from plait.inference.text_stream import text_of
 from plait.inference.untouched import untouched
@@ -62,7 +63,8 @@ def generate(
     `eos_token_id`, `stop_strings` ...), see `inference.settings`. A request draws from a generator of its own: the first of seed `seed`,
     the next of `seed + 1`; or `seed` has one for each; None takes new ones. `batch_size` requests are decoded at once (all), and prompts
     are read in pieces of `prefill_tokens` (whole, as those of a model with a recurrent state always are, and of one that attends in both
-    directions). `offload_cache` keeps keys and values in pinned host memory; each layer's come to the GPU while the layer before computes.
+    directions). Requests that a rotary embedding gives other frequencies by their length are decoded in batches of their own.
+    `offload_cache` keeps keys and values in pinned host memory; each layer's come to the GPU while the layer before computes.
     `on_token(request, token)` is called on the ranks that have the request.
 
     `canonical`: logits and log-probabilities are the same bits as those of `score(..., canonical=True)` on every layout and in every batch,
@@ -86,6 +88,7 @@ def generate(
         if offload_cache:
             _check_offloaded(sharded, use_cache=found.use_cache)
         requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), found, seed)
+        _check_rope(sharded, requests, use_cache=found.use_cache)
         longest = max((len(request.token_ids) + request.new_tokens for request in requests), default=0)
         hashed = check(sharded, longest=longest) if canonical else b""
         holds = _fits(sharded, requests, batch_size, use_cache=found.use_cache, offload_cache=offload_cache)
@@ -115,8 +118,10 @@ def generate(
 
     def work() -> Iterator[None]:
         size = batch_size or len(requests) or 1
-        for first in range(0, len(requests), size):
-            yield from decoder.forwards(requests[first : first + size], first, answers[first : first + size])
+        for group in groups(rope_by_length(model), [(len(request.token_ids), request.most_seen) for request in requests]):
+            for first in range(0, len(group), size):
+                some = group[first : first + size]
+                yield from decoder.forwards([requests[at] for at in some], some, [answers[at] for at in some])
 
     with sharded.waits.not_counted(), sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
         if holds:
@@ -157,6 +162,19 @@ def _requests(prompts: list[tuple[int, ...]], settings: Settings, seed: int | Se
             own = secrets.randbits(62) if seed is None else seed[index] if isinstance(seed, Sequence) else seed + index
         found.append(Request(ids, new, own))
     return found
+
+
+def _check_rope(sharded: ShardedModel, requests: Sequence[Request], *, use_cache: bool) -> None:
+    """Raise InputError where a request gets other frequencies of a rotary embedding than Transformers gives it."""
+    rope = rope_by_length(sharded.model)
+    if rope is None:
+        return
+    longest, remedy = max((request.most_seen for request in requests), default=0), "ask for fewer new tokens, or shorten the prompt"
+    if not rope.is_one:
+        refuse_past(rope, longest, "generate: layers of several RoPE types are not known to be right", remedy)
+    if not rope.reads_anew and use_cache and not _keeps(sharded, requests):
+        what = "generate: the model keeps no keys and values here, and computes them anew"
+        refuse_past(rope, longest, what, f"{remedy}; or use_cache=False")
 
 
 def _check_offloaded(sharded: ShardedModel, *, use_cache: bool) -> None:

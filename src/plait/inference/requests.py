@@ -25,6 +25,11 @@ class Request:
     seed: int | None
     """Of its draws; None without sampling."""
 
+    @property
+    def most_seen(self) -> int:
+        """Tokens of it that a model is given at most: the last new one is not."""
+        return len(self.token_ids) + max(self.new_tokens - 1, 0)
+
 
 @dataclass
 class Answer:

@@ -18,6 +18,7 @@ from plait.inference.choose import LogSoftmax, log_softmax
 from plait.inference.generate import check_model, of_first_rank
 from plait.inference.predictor import Predictor, Read
 from plait.inference.requests import Request, check_count, check_ids, checked_ids, token_ids
+from plait.inference.rope_by_length import RopeByLength, groups, refuse_past, rope_by_length
 from plait.inference.untouched import untouched
 from plait.inference.vocabulary import tokens_of_tokenizer
 from plait.sharded.model import ShardedModel
@@ -52,6 +53,9 @@ def score(
             check_ids(request.token_ids, f"sequence {index}", words, of="tokenizer")
         longest = max((len(request.token_ids) for request in found), default=0)
         check_positions(getattr(sharded.model, "config", None), longest, of="its length", remedy="shorten it")
+        rope = rope_by_length(sharded.model)
+        if rope is not None and not rope.is_one:
+            refuse_past(rope, longest, "score: layers of several RoPE types are not known to be right", "shorten it")
         return found, check(sharded, longest=longest) if canonical else b""
 
     mesh = sharded.mesh
@@ -65,7 +69,7 @@ def score(
     with sharded.waits.not_counted(), sharded.evaluating(), untouched(sharded.model, mesh.device):
         run(
             scorer.predictor,
-            scorer.forwards([request.token_ids for request in requests], batch_size),
+            scorer.forwards([request.token_ids for request in requests], batch_size, rope_by_length(sharded.model)),
             apart=not gathers,
             arithmetic=arithmetic,
         )
@@ -78,11 +82,20 @@ class _Scorer:
         self._log_softmax, self._vocabulary = log_softmax, vocabulary
         self.found: list[torch.Tensor] = []
 
-    def forwards(self, sequences: list[tuple[int, ...]], batch_size: int | None) -> Iterator[None]:
+    def forwards(self, sequences: list[tuple[int, ...]], batch_size: int | None, rope: RopeByLength | None) -> Iterator[None]:
         """Yields before every forward. Sequences are padded on the right, where a causal model does not look."""
         size = batch_size or len(sequences) or 1
-        for first in range(0, len(sequences), size):
-            batch = sequences[first : first + size]
+        found: dict[int, torch.Tensor] = {}
+        batches = [
+            group[first : first + size]
+            for group in groups(rope, [(len(one), len(one)) for one in sequences])
+            for first in range(0, len(group), size)
+        ]
+        for indices in batches:
+            batch = [sequences[index] for index in indices]
+            if rope is not None and rope.remembers(max(map(len, batch))):
+                yield
+                self.predictor.idle()
             yield
             longest = max(map(len, batch))
             ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in batch])
@@ -91,8 +104,9 @@ class _Scorer:
             if "use_cache" in self.predictor.takes:
                 inputs["use_cache"] = False
             read = self.predictor.logits(inputs)
-            for row, one in enumerate(batch):
-                self.found.append(self._of_sequence(read, row, one))
+            for row, index in enumerate(indices):
+                found[index] = self._of_sequence(read, row, sequences[index])
+        self.found = [found[index] for index in range(len(sequences))]
 
     def _of_sequence(self, read: Read, row: int, sequence: tuple[int, ...]) -> torch.Tensor:
         """From the logits [requests, positions, vocabulary] that one rank reads."""

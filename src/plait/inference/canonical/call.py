@@ -14,6 +14,7 @@ from plait.inference.canonical.batched import MOST_KEYS
 from plait.inference.canonical.self_test import Broken, self_test
 from plait.inference.predictor import Predictor
 from plait.inference.quantised import SCALES
+from plait.inference.rope_by_length import refuse_past, rope_by_length
 from plait.inference.streamed import Streaming
 from plait.model.adapters import adapted_layers
 from plait.model.experts import find_experts
@@ -35,6 +36,7 @@ def check(sharded: ShardedModel, *, longest: int) -> bytes:
         )
     for what in _not_proven(sharded):
         raise InputError(f"canonical=True is not proven with {what}; {_OTHERWISE}")
+    refuse_past(rope_by_length(sharded.model), longest, "canonical=True", f"shorten it, or {_OTHERWISE}")
     if longest > MOST_KEYS:
         raise InputError(
             f"canonical=True adds up to {MOST_KEYS:,} keys without rounding, and a sequence may have {longest:,}; {_OTHERWISE}"

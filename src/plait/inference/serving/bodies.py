@@ -16,6 +16,7 @@ from torch import nn
 from plait.errors import InputError
 from plait.inference.capacity import check_positions
 from plait.inference.requests import Request, checked_ids, ids_of, token_ids
+from plait.inference.rope_by_length import refuse_served, rope_by_length
 from plait.inference.settings import Settings, settings_of
 
 COMPLETION_TOKENS = 16
@@ -226,6 +227,7 @@ def _asked(ids: tuple[int, ...], index: int, body: Body, limit: int | None, give
             code="context_length_exceeded",
         )
     check_positions(getattr(served.model, "config", None), len(ids) + new)
+    refuse_served(rope_by_length(served.model), len(ids) + new)
     arguments = {**given, "max_new_tokens": new, "stop_strings": list(body.stops) or None}
     settings = settings_of(served.model, arguments, pad=getattr(served.tokenizer, "pad_token_id", None))
     seed = None

@@ -24,9 +24,10 @@ Predict = Callable[[dict[str, torch.Tensor], Any], torch.Tensor]
 class Rows:
     """Of jobs that have had their first token, and go on."""
 
-    def __init__(self, job: Job, chooser: Chooser, cache: Any, token: int) -> None:
-        self.jobs, self._choosers, self.cache = [job], [chooser], cache
-        self._mask = torch.ones((1, len(job.request.token_ids)), dtype=torch.long)
+    def __init__(self, job: Job, chooser: Chooser, cache: Any, token: int, *, is_past: bool = False) -> None:
+        """`is_past`: the original length of a rotary embedding that follows the length."""
+        self.jobs, self._choosers, self.cache, self._is_past = [job], [chooser], cache, is_past
+        self._mask = torch.ones((1, len(chooser.known(0)) - 1), dtype=torch.long)
         self._tokens = [token]
         """The last of each, which the model has not seen."""
 
@@ -59,9 +60,18 @@ class Rows:
         """Free what cancelled jobs have."""
         self._keep([row for row, job in enumerate(self.jobs) if not job.is_cancelled])
 
+    def without(self, length: int) -> tuple[Job, Chooser] | None:
+        """Take out a job of which the model has seen `length` tokens, if there is one."""
+        for row, seen in enumerate(self._mask.sum(1).tolist() if self.jobs else ()):
+            if seen == length:
+                found = self.jobs[row], self._choosers[row]
+                self._keep([at for at in range(len(self.jobs)) if at != row])
+                return found
+        return None
+
     def can_take(self, other: Rows) -> bool:
-        """Whether the two can be one: each layer keeps all tokens, and nothing else."""
-        return _is_plain(self.cache) and _is_plain(other.cache)
+        """Whether the two can be one: each layer keeps all tokens, and nothing else; and rotary frequencies are the same."""
+        return self._is_past == other._is_past and _is_plain(self.cache) and _is_plain(other.cache)
 
     def take(self, other: Rows) -> None:
         """The jobs of both; `other` is empty afterwards."""
@@ -103,12 +113,13 @@ class Rows:
                     layer.keys, layer.values = layer.keys[:, :, padded:].contiguous(), layer.values[:, :, padded:].contiguous()
 
 
-def started(job: Job, predict: Predict, cache: Any, tokenizer: Any, *, tokens: int | None = None, prefill: int | None) -> Rows | None:
-    """Read the prompt of a job, `prefill` tokens at a time (None: whole), and choose its first token; None where it has ended or was
-    cancelled. `tokens`: see `Chooser`."""
-    ids = torch.tensor([job.request.token_ids])
+def started(job: Job, chooser: Chooser, predict: Predict, cache: Any, *, prefill: int | None, original: int | None = None) -> Rows | None:
+    """Read all tokens of a job, `prefill` of them at a time (None: whole), and choose its next one; None where it has ended or was
+    cancelled. More tokens than `original`, the length of a rotary embedding that follows the length, are read whole."""
+    ids = torch.tensor([chooser.known(0)])
     logits = torch.empty(0)
-    step = prefill or ids.shape[1]
+    is_past = original is not None and ids.shape[1] > original
+    step = ids.shape[1] if is_past else prefill or ids.shape[1]
     for low in range(0, ids.shape[1], step):
         if job.is_cancelled:
             return None
@@ -116,9 +127,8 @@ def started(job: Job, predict: Predict, cache: Any, tokenizer: Any, *, tokens: i
         mask = torch.ones((1, high), dtype=torch.long)
         inputs = {"input_ids": ids[:, low:high], "attention_mask": mask, "position_ids": torch.arange(low, high).unsqueeze(0)}
         logits = predict(inputs, cache)
-    chooser = Chooser([job.request], job.settings, tokenizer, tokens=tokens)
     token, ended = chosen(job, chooser, logits)
-    return None if ended else Rows(job, chooser, cache, token)
+    return None if ended else Rows(job, chooser, cache, token, is_past=is_past)
 
 
 def chosen(job: Job, chooser: Chooser, logits: torch.Tensor) -> tuple[int, bool]:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from plait.errors import InputError
+from plait.inference.choose import Chooser
 from plait.inference.predictor import Predictor
+from plait.inference.rope_by_length import refuse_served, rope_by_length
 from plait.inference.serving.job import Job, Told
 from plait.inference.serving.rows import Rows, started
 from plait.inference.vocabulary import tokens_of_tokenizer
@@ -35,6 +37,8 @@ class Scheduler:
             raise InputError(f"{type(sharded.model).__name__} keeps no keys and values (past_key_values), which serving needs")
         self._sharded, self._tokenizer, self._offload_cache = sharded, tokenizer, offload_cache
         self._prefill = None if reads_prompts_whole(sharded.model) else PREFILL
+        rope = self._rope = rope_by_length(sharded.model)
+        self._original = rope.original if rope is not None and rope.reads_anew else None
         self._tokens = tokens_of_tokenizer(tokenizer)
         self._at_once, self._most_waiting = at_once, waiting
         self._predict = partial(_predicted, Predictor(sharded))
@@ -49,7 +53,10 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, *jobs: Job) -> None:
-        """All or none of them. Raises Full where too many wait, InputError where the server is stopping."""
+        """All or none of them. Raises Full where too many wait, InputError where the server is stopping, or one is too long to be
+        decoded with others."""
+        for job in jobs:
+            refuse_served(self._rope, job.request.most_seen)
         with self._changed:
             if self._stopping:
                 raise InputError("the server is stopping")
@@ -94,19 +101,28 @@ class Scheduler:
         for rows in self._batches:
             rows.drop_cancelled()
         while self.running < self._at_once and (job := self._next()) is not None:
-            try:
-                cache = self._sharded.new_cache(on_host=self._offload_cache)
-                new = started(job, self._predict, cache, self._tokenizer, tokens=self._tokens, prefill=self._prefill)
-            except Exception as error:
-                job.tell(Told(error=str(error)))
-                if not isinstance(error, InputError):  # logits that are not finite are of this request alone
-                    raise
-                continue
-            if new is not None:
-                self._join(new)
+            self._read(job)
+        if self._original is not None:
+            for rows in list(self._batches):
+                while (found := rows.without(self._original)) is not None:  # keys of both kinds of frequencies do not go together
+                    self._read(*found)
         for rows in self._batches:
             rows.step(self._predict)
         self._batches = [rows for rows in self._batches if rows.jobs]
+
+    def _read(self, job: Job, chooser: Chooser | None = None) -> None:
+        """A job's tokens, and choose the next. `chooser`: that of a job that has some already."""
+        try:
+            chooser = chooser or Chooser([job.request], job.settings, self._tokenizer, tokens=self._tokens)
+            cache = self._sharded.new_cache(on_host=self._offload_cache)
+            new = started(job, chooser, self._predict, cache, prefill=self._prefill, original=self._original)
+        except Exception as error:
+            job.tell(Told(error=str(error)))
+            if not isinstance(error, InputError):  # logits that are not finite are of this request alone
+                raise
+            return
+        if new is not None:
+            self._join(new)
 
     def _join(self, new: Rows) -> None:
         for rows in self._batches:

@@ -1,0 +1,40 @@
+"""Rotary frequencies that follow the length, on layouts: the tokens of Transformers' generate of each request alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from tests.parity.layouts import TWO
+from tests.pool import Pool
+from tests.unit.inference.models import built
+from tests.unit.inference.ropes import KINDS, NEW, PROMPTS
+
+
+def generated(rank: int, world: int, kind: str, config: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Each of this rank's prompts, and what it became. Runs in a worker."""
+    name, fields = KINDS[kind]
+    model = built(name, layers=2, **fields)
+    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 1, **config}, loss_fn=plait.causal_lm_loss)
+    mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
+    made = engine.generate(mine, max_new_tokens=NEW, temperature=0)
+    engine.close()
+    return [(one.prompt_ids, one.token_ids) for one in made]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_layouts(pool: Pool, kind: str) -> None:
+    name, fields = KINDS[kind]
+    expected = []
+    for prompt in PROMPTS:
+        model: Any = built(name, layers=2, **fields)
+        ids = torch.tensor([prompt])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        expected.append((prompt, made[0, len(prompt) :].tolist()))
+    for layout in ("ZeRO 3", "tp", "pp"):
+        found = pool.run(2, generated, kind, TWO[layout])
+        for rank, one in enumerate(found):
+            assert one == (expected[rank::2] if layout == "ZeRO 3" else expected), (kind, layout)

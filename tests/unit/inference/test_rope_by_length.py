@@ -1,0 +1,215 @@
+"""Models whose rotary frequencies follow the length give the tokens of Transformers' generate of one request alone, or are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.cli.serve import _most_tokens
+from plait.errors import InputError
+from plait.inference import generate as generate_module
+from plait.inference.generate import generate
+from plait.inference.load import load_model
+from plait.inference.requests import Request
+from plait.inference.rope_by_length import RopeByLength, groups, rope_of_config
+from plait.inference.score import score
+from plait.inference.serving import scheduler as scheduler_module
+from plait.inference.serving.bodies import CompletionBody, Refused, Served, asked_of, read_body
+from plait.inference.serving.job import Job, Told
+from plait.inference.serving.scheduler import Scheduler
+from plait.inference.settings import Settings
+from plait.inference.source import open_source
+from plait.sharded.model import ShardedModel
+from tests.unit.inference.models import built
+from tests.unit.inference.ropes import KINDS, LONG, NEW, ORIGINAL, PROMPTS
+from tests.unit.inference.words import Words
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp("rope") / "model")
+
+
+class Case:
+    def __init__(self, kind: str, folder: Path) -> None:
+        name, fields = KINDS[kind]
+        self.kind, self.model = kind, built(name, layers=2, **fields)
+        self.model.save_pretrained(folder)  # type: ignore[operator]
+        self.sharded = load_model(open_source(folder))
+        self.tokens = [self.alone(prompt) for prompt in PROMPTS]
+
+    def alone(self, prompt: list[int], **settings: Any) -> list[int]:
+        """Transformers' of a model that has seen nothing else."""
+        model: Any = copy.deepcopy(self.model)
+        ids = torch.tensor([prompt])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **settings)
+        return made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("ways", [{}, {"prefill_tokens": 7}, {"batch_size": 3}, {"use_cache": False}], ids=str)
+def test_a_batch_has_the_tokens_of_transformers_alone(case: Case, ways: dict[str, Any]) -> None:
+    expected = case.tokens
+    if "use_cache" in ways and case.kind == "dynamic":
+        expected = [case.alone(prompt, use_cache=False) for prompt in PROMPTS]
+        assert expected != case.tokens
+    told: list[list[int]] = [[] for _ in PROMPTS]
+    made = generate(
+        case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0, on_token=lambda request, token: told[request].append(token), **ways
+    )
+    assert [one.token_ids for one in made] == expected == told
+
+
+def test_requests_within_the_original_length_are_one_batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last new token is never seen: 25 and 8 are within. One that has ended stays behind where the cache keeps all rows."""
+    passes: list[int] = []
+    handle = case.sharded.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    made = generate(case.sharded, PROMPTS[:3], max_new_tokens=NEW, temperature=0)
+    handle.remove()
+    assert [one.token_ids for one in made] == case.tokens[:3] and len(passes) <= NEW + 1
+    monkeypatch.setattr("plait.inference.decode.keep_rows", lambda *_: False)
+    (_, longest) = generate(case.sharded, [PROMPTS[4], PROMPTS[0]], max_length=ORIGINAL, temperature=0)
+    assert longest.token_ids[:NEW] == case.tokens[0] and len(longest.token_ids) == ORIGINAL - 5
+    (alone,) = generate(case.sharded, [PROMPTS[0]], max_length=ORIGINAL, temperature=0)
+    assert longest.token_ids == alone.token_ids
+
+
+def test_a_model_in_training_that_has_seen_longer_inputs(case: Case) -> None:
+    engine = plait.initialize(copy.deepcopy(case.model), {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss)
+    with torch.no_grad():
+        engine.module(torch.tensor([PROMPTS[7]]))
+    before = [buffer.clone() for buffer in engine.module.buffers()]
+    made = engine.generate(PROMPTS, max_new_tokens=NEW, temperature=0)
+    assert [one.token_ids for one in made] == case.tokens
+    assert all(map(torch.equal, engine.module.buffers(), before))
+    engine.close()
+
+
+def test_scores_are_those_of_a_sequence_alone(case: Case) -> None:
+    together = score(case.sharded, PROMPTS)
+    for prompt, found in zip(PROMPTS, together, strict=True):
+        with torch.no_grad():
+            logits = copy.deepcopy(case.model)(torch.tensor([prompt])).logits[0, :-1]
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(prompt[1:]).unsqueeze(1))[:, 0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_canonical(case: Case) -> None:
+    within = generate(case.sharded, PROMPTS[:2], max_new_tokens=NEW, temperature=0, canonical=True)
+    scores = score(case.sharded, [one.prompt_ids + one.token_ids for one in within], canonical=True)
+    assert [one.logprobs for one in within] == [one[-NEW:].tolist() for one in scores]
+    words = rf"canonical=True: .*RoPE type {case.kind}\) follow the length of the input past 32 tokens, and a request may have 34"
+    with pytest.raises(InputError, match=words):
+        generate(case.sharded, PROMPTS[:4], max_new_tokens=NEW, temperature=0, canonical=True)
+    with pytest.raises(InputError, match="past 32 tokens, and a request may have 33"):
+        score(case.sharded, [PROMPTS[6]], canonical=True)
+
+
+def served(sharded: ShardedModel, prompts: Sequence[list[int]], at_once: int) -> list[list[int]]:
+    """Their tokens, all submitted together."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    ended = [threading.Event() for _ in prompts]
+
+    def teller(index: int) -> Callable[[Told], None]:
+        def tell(told: Told) -> None:
+            assert not told.error
+            tokens[index].append(-1 if told.token is None else told.token)
+            if told.finish_reason:
+                ended[index].set()
+
+        return tell
+
+    scheduler = Scheduler(sharded, Words(), at_once=at_once, waiting=20)
+    scheduler.submit(*(Job(Request(tuple(prompt), NEW, None), Settings(), teller(index)) for index, prompt in enumerate(prompts)))
+    scheduler.start()
+    assert all(one.wait(60) for one in ended)
+    scheduler.stop()
+    return tokens
+
+
+def test_serving(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and beside others; longrope also past the original length."""
+    monkeypatch.setattr(scheduler_module, "PREFILL", 5)
+    count = len(PROMPTS) if case.kind == "longrope" else 3
+    for at_once in (1, 4, 10):
+        assert served(case.sharded, PROMPTS[:count], at_once) == case.tokens[:count]
+
+
+def test_what_serving_refuses(case: Case) -> None:
+    body = read_body(json.dumps({"prompt": PROMPTS[4], "max_tokens": NEW}).encode(), CompletionBody)
+    to = Served("tiny", case.sharded.model, Words(), 64)
+    if case.kind == "longrope":
+        assert len(asked_of(body, to)) == 1 and _most_tokens(case.model, 64) == 64
+        return
+    with pytest.raises(Refused, match=r"plait serve .*RoPE type dynamic.* past 32 tokens, and a request may have 39; ask") as refused:
+        asked_of(body, to)
+    assert refused.value.status == 400
+    scheduler = Scheduler(case.sharded, Words(), at_once=1, waiting=1)
+    with pytest.raises(InputError, match="past 32 tokens, and a request may have 38"):
+        scheduler.submit(Job(Request(tuple(PROMPTS[4]), NEW, None), Settings(), lambda told: None))
+    with pytest.raises(InputError, match="past 32 tokens, and a request may have 64"):
+        _most_tokens(case.model, 64)
+    assert _most_tokens(case.model, None) == ORIGINAL
+
+
+def test_without_a_cache_that_transformers_has(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_module, "takes_cache", lambda model: False)
+    if case.kind == "longrope":  # computed anew or kept, the numbers are the same
+        assert [one.token_ids for one in generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)] == case.tokens
+        return
+    with pytest.raises(InputError, match="keeps no keys and values here.* may have 67; .*use_cache=False"):
+        generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
+
+
+def test_what_a_configuration_says() -> None:
+    class Given(SimpleNamespace):
+        def get_text_config(self, decoder: bool) -> Any:
+            return getattr(self, "text_config", self)
+
+    long = {"rope_type": "longrope", "original_max_position_embeddings": 9}
+    inner = Given(max_position_embeddings=64, rope_parameters={"full": long, "sliding": {"rope_type": "default"}})
+    assert rope_of_config(Given(text_config=inner)) == RopeByLength("longrope", 9)
+    assert rope_of_config(SimpleNamespace(max_position_embeddings=64, rope_scaling={"type": "dynamic"})) == RopeByLength("dynamic", 64)
+    inner.rope_parameters["sliding"] = {"rope_type": "dynamic"}
+    found = rope_of_config(inner)
+    assert found == RopeByLength("several (dynamic and longrope)", 9) and not found.is_one
+    for other in (None, object(), SimpleNamespace(rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 9})):
+        assert rope_of_config(other) is None
+
+
+def test_several_types_are_refused_past_the_original_length(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: nn.Module = case.sharded.model
+    config: Any = model.config
+    monkeypatch.setattr(config, "rope_parameters", {"a": {"rope_type": "dynamic"}, "b": config.rope_parameters | LONG})
+    monkeypatch.setattr(config, "max_position_embeddings", 40)
+    for call in (lambda: generate(case.sharded, [PROMPTS[5]], max_new_tokens=2), lambda: score(case.sharded, [PROMPTS[6]])):
+        with pytest.raises(InputError, match=r"several \(dynamic and longrope\)\) follow the length of the input past 32 tokens"):
+            call()
+
+
+def test_groups() -> None:
+    lengths = [(3, 9), (5, 12), (11, 14), (2, 10), (5, 11), (20, 30), (8, 11)]
+    assert groups(None, lengths) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert groups(RopeByLength("longrope", 10), lengths) == [[0, 3], [1, 4], [2, 5], [6]]
+    assert groups(RopeByLength("dynamic", 10), lengths) == [[0, 3], [1, 4], [2], [5], [6]]
+
+
+def test_longrope_of_a_class_whose_keys_transformers_mixes(tmp_path: Path) -> None:
+    """Its tokens are those without a cache: what the model says of all tokens together."""
+    model: Any = built("llama", layers=2, rope_parameters=LONG)
+    model.save_pretrained(tmp_path / "model")
+    sharded = load_model(open_source(tmp_path / "model"))
+    found = [one.token_ids for one in generate(sharded, PROMPTS[:6], max_new_tokens=NEW, temperature=0)]
+    for prompt, one in zip(PROMPTS, found, strict=False):
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0, use_cache=False)
+        assert made[0, len(prompt) :].tolist() == one
+    sharded.close()
