@@ -3,7 +3,7 @@
 torch's own runtime is not used, because it fixes the shapes of a run, cuts batches into equal parts, and keeps a stage's parameters and
 gradients unsharded between micro-batches at every ZeRO stage. This one executes the same tables. Every rank of the pipeline must be given
 the same micro-batches; shapes may differ between them and between steps. What passes between two stages is described to the next one once
-for every new shape of a batch, and with every micro-batch where it may follow from the batch's values.
+for every new shape of a batch, and with every micro-batch where it may follow from the batch's values, or from tokens in a cache.
 """
 
 from __future__ import annotations
@@ -177,8 +177,9 @@ class _Pass:
         self.forward, self.loss, self.cut_results = forward, loss, cut_results
         self.rank = runtime.messenger.rank
         self.signatures = [_signature(piece) for piece in pieces]
+        self.cached = [_has_cache(piece) for piece in pieces]
         self.described: dict[tuple[int, int], Boundary] = {}
-        """Of micro-batches whose shapes follow from values: the boundary activations of a stage."""
+        """Of micro-batches whose shapes follow from more than their own: the boundary activations of a stage."""
         self.held: dict[tuple[int, int], _Held] = {}
         self.here: dict[Message, tuple[torch.Tensor, ...]] = {}
         """Passed by another stage of this rank."""
@@ -277,15 +278,15 @@ class _Pass:
 
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
         """The boundary activations of `stage` for a micro-batch, where both sides know them."""
-        if self.cut_results[microbatch].values:
-            return self.described.get((stage, microbatch))
-        return self.runtime._boundaries.get((stage, self.signatures[microbatch]))
+        known = self.runtime._boundaries.get((stage, self.signatures[microbatch]))
+        # Beside hidden states, blocks are given masks, biases of positions or the like, as long as what is in the cache.
+        grows = self.cached[microbatch] and known is not None and len(known.tensors) > 1
+        return self.described.get((stage, microbatch)) if grows or self.cut_results[microbatch].values else known
 
     def _agree(self, stage: int, microbatch: int, boundary: Boundary) -> None:
-        if self.cut_results[microbatch].values:
-            self.described[stage, microbatch] = boundary
-        else:
-            self.runtime._boundaries[stage, self.signatures[microbatch]] = boundary
+        self.described[stage, microbatch] = boundary
+        if not self.cut_results[microbatch].values:
+            self.runtime._boundaries.setdefault((stage, self.signatures[microbatch]), boundary)
 
     def _hand_on(self, action: Action, output: Any) -> list[torch.Tensor]:
         """Give a block's output to the next stage; returns its tensors."""
@@ -359,10 +360,14 @@ class _Pass:
 
 def _signature(piece: Any) -> Signature:
     """What the shapes between stages follow from. Those of single tokens do not follow from the mask over all tokens before them."""
-    if isinstance(piece, Mapping) and isinstance(piece.get(CACHE), StageCaches):
+    if _has_cache(piece):
         piece = {key: entry for key, entry in piece.items() if key not in (CACHE, MASK)}
     tensors = [tensor for leaf in tree_leaves(piece) for tensor in tensors_in(leaf)]
     return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+
+
+def _has_cache(piece: Any) -> bool:
+    return isinstance(piece, Mapping) and isinstance(piece.get(CACHE), StageCaches)
 
 
 def _assembled(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:
