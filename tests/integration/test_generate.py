@@ -201,13 +201,17 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "weight_map is not tensors' names to files",
     ),
     "an index of other files": (
-        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-9.safetensors"}}'),
+        lambda path: (
+            (path / "model.safetensors")
+            .rename(path / "model.safetensors.index.json")
+            .write_text('{"weight_map": {"lm_head.weight": "model-9.safetensors"}}')
+        ),
         "names files that are not there: model-9.safetensors",
     ),
     "a tokenizer": (lambda path: (path / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
     "generation settings": (
         lambda path: (path / "generation_config.json").write_text("{"),
-        "its generation_config.json cannot be read",
+        "generation settings of generation_config.json, or of config.json where there is none, cannot be read",
     ),
     "a configuration": (_miscounted, "Transformers cannot build it: TypeError: Field 'num_attention_heads' expected int"),
 }
@@ -227,7 +231,7 @@ def test_a_broken_folder(what: str, folder: Path, tmp_path: Path, capsys: pytest
 def test_an_index_of_wrong_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = shutil.copytree(folder, tmp_path / "model")
     names = stored_tensors(broken / "model.safetensors")
-    shutil.copy(broken / "model.safetensors", broken / "first.safetensors")
+    (broken / "model.safetensors").rename(broken / "first.safetensors")
     save_file({"model.norm.weight": torch.ones(32)}, broken / "second.safetensors")
     table = dict.fromkeys(names, "first.safetensors") | {"lm_head.weight": "second.safetensors"}
     (broken / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
