@@ -50,13 +50,10 @@ class Decoder:
 
     def forwards(self, requests: Sequence[Request], numbers: Sequence[int], answers: Sequence[Answer]) -> Iterator[None]:
         """Decode `requests`, which have these `numbers` for `on_token`; yields before every forward. New tokens are added to `answers`."""
-        chooser = (
-            Chooser(requests, self._settings, self._tokenizer, self._log_softmax, tokens=self._tokens) if self.predictor.is_first else None
-        )
         if self._rope is not None and self._rope.remembers(max(request.most_seen for request in requests)):
             yield
             self.predictor.idle()
-        state = _Cached(self, requests) if self._use_cache else _Recomputed(self, requests)
+        chooser, state = self.predictor.on_all(partial(self._begun, requests))
         rows = list(range(len(requests)))
         """Those that are computed; ones that have ended may be among them."""
         while True:
@@ -77,6 +74,11 @@ class Decoder:
             if all(ends):
                 return
             rows = [rows[at] for at in state.add(ids, [at for at, end in enumerate(ends) if end == GOES_ON])]
+
+    def _begun(self, requests: Sequence[Request]) -> tuple[Chooser | None, _Cached | _Recomputed]:
+        first = self.predictor.is_first
+        chooser = Chooser(requests, self._settings, self._tokenizer, self._log_softmax, tokens=self._tokens) if first else None
+        return chooser, _Cached(self, requests) if self._use_cache else _Recomputed(self, requests)
 
     def _tell(self, tokens: list[tuple[int, int]]) -> None:
         """Call `on_token` where this rank has one. Where it fails, all ranks of the model's parts raise."""
@@ -126,10 +128,11 @@ class _Cached:
             yield partial(self._decoder.predictor.last, inputs, self._cache)
             self._seen = high
             if self._cache.get_seq_length() != high:
-                raise InputError(
+                error = InputError(
                     f"the model was given {high} tokens and its cache holds {self._cache.get_seq_length()}: forward= of "
                     "plait.initialize does not pass `past_key_values` to the model, or the model does not use it; use use_cache=False"
                 )
+                self._decoder.predictor.fail(error)
 
     def add(self, tokens: list[int], going: list[int]) -> list[int]:
         """One token for every request. Returns which rows are left: those in `going`, where what is kept of the others can be dropped."""

@@ -20,6 +20,7 @@ from plait.inference.capacity import cache_bytes, compute_dtype
 from plait.inference.placement import Needs
 from plait.inference.quantised import CODES, SCALES, Layer, convert, layers_to_quantise
 from plait.inference.source import Source
+from plait.model.layer_sizes import largest_of_layers, sizes_of_layers
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.assemble import Filler, leaving_no_group, shard
 from plait.sharded.check import checked_model
@@ -38,10 +39,10 @@ def needs_of(model: nn.Module, *, tokens: int) -> Needs:
     not say its heads and layers."""
     full: Any = model.config
     config = full.get_text_config(decoder=True)
-    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
+    heads, layers = largest_of_layers(config, "num_attention_heads"), getattr(config, "num_hidden_layers", None)
     if not heads or not layers:
         raise InputError(f"{type(model).__name__}: its configuration does not say num_attention_heads and num_hidden_layers")
-    shared = getattr(config, "num_key_value_heads", None) or heads
+    shared = min(sizes_of_layers(config, "num_key_value_heads"), default=heads)
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     split = sum(size for name, size in sizes.items() if model.get_parameter(name).ndim > 1)
     cache = cache_bytes(full, Layout(), tokens=tokens, itemsize=compute_dtype(model).itemsize)

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from plait.errors import InputError
+from plait.parallel.pipeline.boundary import EarlierStageFailed
 from plait.sharded.cache import arguments_of
 from plait.sharded.model import ShardedModel
 
 Read = Callable[[], torch.Tensor]
 """The logits of a forward that has run. Only the rank that reads them calls it. Raises InputError where there are none."""
-FAILED = -1
-"""What ranks get in place of all numbers of a result where the rank that computes it failed."""
+T = TypeVar("T")
 _MESSAGE = 1000
-"""Bytes of what it says then."""
+"""Bytes of what a rank that failed says."""
+_NOTHING = torch.zeros(0)
 _IDLE, _BUSY, _BROKEN = range(3)
 
 
@@ -39,6 +40,11 @@ class Predictor:
         self._stage = sharded.pipeline.output_rank if sharded.pipeline is not None else 0
         self.is_first = at["pp"] == self._stage and at["tp"] == 0
         """Whether this is the rank, of those that hold parts of one model, that reads the logits."""
+        self._tp, self._parts = sharded.mesh.layout.tp, sharded.mesh.layout.tp * sharded.mesh.layout.pp
+        self._part, self._chooses = at["pp"] * self._tp + at["tp"], self._stage * self._tp
+        """Which of those ranks this is, and which reads the logits."""
+        self._failed: Exception | None = None
+        """What this rank's stages failed with since all ranks met last."""
 
     def logits(self, inputs: dict[str, Any], cache: Any = None) -> Read:
         """Run the model. Gives logits [requests, positions, vocabulary]."""
@@ -53,7 +59,8 @@ class Predictor:
     def idle(self) -> None:
         """A forward on a single token of no meaning, whose result nobody reads."""
         ids = torch.zeros((1, 1), dtype=torch.long)
-        self._predict({"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.zeros_like(ids)}, None)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.zeros_like(ids)}
+        self.on_all(lambda: self._predict(inputs, None))
 
     def shared(self, box: torch.Tensor) -> torch.Tensor:
         """`box` of the rank that reads the logits, on the CPU of all ranks of the model's parts; the others give one of the same form."""
@@ -66,25 +73,55 @@ class Predictor:
         return box.cpu()
 
     def of_first(self, work: Callable[[], torch.Tensor], box: torch.Tensor) -> torch.Tensor:
-        """What `work` computes on the rank that reads the logits, numbers of 0 or more in the form of `box`, on the CPU of all ranks of the
-        model's parts. Where it fails, all raise: that rank its own error, the others an InputError of the same words."""
-        failed: Exception | None = None
-        if self.is_first:
+        """What `work` computes on the rank that reads the logits, in the form of `box`, on the CPU of all ranks of the model's parts. Where
+        it fails, or a forward before it on a stage of a pipeline, all raise: that rank its own error, the others an InputError of the same
+        words."""
+        failed, self._failed = self._failed, None
+        box = torch.zeros_like(box)
+        if self.is_first and failed is None:
             try:
                 box = work()
             except Exception as error:  # whatever it is, the others wait for this rank
-                failed, box = error, torch.full_like(box, FAILED)
-        found = self.shared(box)
-        if bool((found == FAILED).all()):
-            self._raise_failed(failed)
-        return found
+                failed = error
+        flags = torch.zeros(self._parts, dtype=box.dtype)
+        if failed is not None and not isinstance(failed, EarlierStageFailed):
+            flags[self._part] = 1
+        found = self._summed(torch.cat([box.flatten().to(flags.device), flags]))
+        if bool(found[-self._parts :].any()):
+            self._raise_failed(failed, int(found[-self._parts :].nonzero()[0]))
+        return found[: -self._parts].view_as(box)
 
-    def _raise_failed(self, failed: Exception | None) -> NoReturn:
-        said = str(failed) or type(failed).__name__
-        words = self.shared(torch.frombuffer(bytearray(said.encode(errors="replace")[:_MESSAGE].ljust(_MESSAGE, b"\0")), dtype=torch.uint8))
-        if failed is not None:
+    def on_all(self, work: Callable[[], T]) -> T:
+        """What `work` makes on this rank. Where it fails on a rank of the model's parts, all raise, as in `of_first`."""
+        made: list[T] = []
+        try:
+            made.append(work())
+        except Exception as error:  # whatever it is, the others wait for this rank
+            self._failed = error
+        self.of_first(lambda: _NOTHING, _NOTHING)
+        return made[0]
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error`; in a pipeline, where other stages go on, with the next `of_first`."""
+        if self._sharded.pipeline is None:
+            raise error
+        self._failed = self._failed or error
+
+    def _summed(self, box: torch.Tensor) -> torch.Tensor:
+        box = box.to(self._sharded.device)
+        for axis in ("tp", "pp"):
+            if (group := self._sharded.mesh.group(axis)) is not None:
+                dist.all_reduce(box, group=group)
+        return box.cpu()
+
+    def _raise_failed(self, failed: Exception | None, first: int) -> NoReturn:
+        """`first`: the first of the ranks that failed."""
+        said = (str(failed) or type(failed).__name__).encode(errors="replace")[:_MESSAGE] if first == self._part else b""
+        words = self._summed(torch.frombuffer(bytearray(said.ljust(_MESSAGE, b"\0")), dtype=torch.uint8))
+        if failed is not None and not isinstance(failed, EarlierStageFailed):
             raise failed
-        raise InputError(f"the rank that chooses tokens: {bytes(words.numpy()).rstrip(bytes(1)).decode(errors='replace')}")
+        who = "the rank that chooses tokens" if first == self._chooses else f"parallel.pp, rank {first // self._tp} of the pipeline"
+        raise InputError(f"{who}: {bytes(words.numpy()).rstrip(bytes(1)).decode(errors='replace')}")
 
     def raise_together(self, failed: Exception | None) -> None:
         """Raise on all ranks of the model's parts where one has failed."""
@@ -107,7 +144,10 @@ class Predictor:
             except Exception as error:
                 failed, state = error, _BROKEN
             while (most := self._most(state, apart=apart)) == _BUSY and state == _IDLE:
-                self.idle()
+                try:
+                    self.idle()
+                except Exception as error:
+                    failed, state = error, _BROKEN
             if failed is not None:
                 raise failed
             if most == _BROKEN:
@@ -125,10 +165,15 @@ class Predictor:
         return int(flag)
 
     def _predict(self, inputs: dict[str, Any], cache: Any) -> Any:
-        with self._running():
-            if not self._by_name:
-                return self._sharded.predict(inputs["input_ids"])
-            return self._sharded.predict({name: value for name, value in inputs.items() if name in self.takes}, cache=cache)
+        """The model's output. In a pipeline a failure is raised by the next `of_first`, where all stages hear of it."""
+        try:
+            with self._running():
+                if not self._by_name:
+                    return self._sharded.predict(inputs["input_ids"], passes_on=True)
+                taken = {name: value for name, value in inputs.items() if name in self.takes}
+                return self._sharded.predict(taken, cache=cache, passes_on=True)
+        except Exception as error:
+            self.fail(error)
 
 
 def _of_position(read: Read, rows: torch.Tensor | None) -> torch.Tensor:

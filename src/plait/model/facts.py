@@ -13,6 +13,7 @@ from math import prod
 from torch import nn
 
 from plait.model.experts import find_experts
+from plait.model.layer_sizes import largest_of_layers
 from plait.model.plans import TensorPlan
 
 
@@ -107,10 +108,10 @@ def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorP
 def attention_facts(model: nn.Module) -> AttentionFacts | None:
     """Of a model whose configuration has them."""
     config = getattr(model, "config", None)
-    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    heads, width = largest_of_layers(config, "num_attention_heads"), getattr(config, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(width, int):
         return None
-    kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    kv_heads, head_dim = largest_of_layers(config, "num_key_value_heads"), largest_of_layers(config, "head_dim")
     latent = (getattr(config, "qk_nope_head_dim", None), getattr(config, "qk_rope_head_dim", None), getattr(config, "v_head_dim", None))
     known = [size for size in latent if isinstance(size, int)]
     if len(known) == 3:  # DeepSeek's, whose keys and values are made for every head

@@ -228,18 +228,19 @@ class ShardedModel:
                 "it before or after"
             )
 
-    def predict(self, batch: Any, *, cache: Any = None) -> Any:
+    def predict(self, batch: Any, *, cache: Any = None, passes_on: bool = False) -> Any:
         """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
         Of full sequences, also where a technique cuts them. Collective. Several in a row are faster inside `evaluating`.
 
         `cache`, from `new_cache`, is what the model keeps of the tokens before those of `batch`, a mapping; the model adds to it. Raises
-        InputError where the layout has no place for one.
+        InputError where the layout has no place for one. `passes_on`: where a stage of a pipeline fails, the others go on, see
+        `Runtime.evaluate`.
         """
         self.refuse_within("predict")
         if cache is not None:
             refuse_cache(self.parts, self.mesh, cache)
             batch = with_cache(batch, cache)
-        output = self.output(self.prepared(batch))
+        output = self.output(self.prepared(batch), passes_on=passes_on)
         return self.hooks.joined(output, batch) if self.holds_output else output
 
     def new_cache(self, *, on_host: bool = False) -> Any:
@@ -248,11 +249,11 @@ class ShardedModel:
         return new_cache(self.model, self.pipeline.runtime.staged if self.pipeline is not None else None, on_host=on_host)
 
     @torch.no_grad()
-    def output(self, piece: Any) -> Any:
+    def output(self, piece: Any, *, passes_on: bool = False) -> Any:
         """`predict`, of a micro-batch that is `prepared`."""
         with self.evaluating():
             if self.pipeline is not None:
-                return self.pipeline.runtime.evaluate(piece, forward=self.forward)
+                return self.pipeline.runtime.evaluate(piece, forward=self.forward, passes_on=passes_on)
             return self.forward(self.model, piece)
 
     @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -62,15 +63,19 @@ def run(predictor: Predictor, work: Iterator[None], *, apart: bool, arithmetic: 
     if arithmetic is None:
         predictor.run(work, apart=apart)
         return
-    predictor.idle()
-    _refuse_unknown(arithmetic, predictor.device)
+    _agreed(arithmetic, predictor.device, predictor.idle)
+    _agreed(arithmetic, predictor.device, partial(predictor.run, work, apart=apart))
+
+
+def _agreed(arithmetic: Arithmetic, device: torch.device, work: Callable[[], None]) -> None:
+    """Do `work`, and raise on all ranks where one fails, its own error there. Collective."""
     try:
-        predictor.run(work, apart=apart)
+        work()
     except Exception as error:  # whatever it is, the others wait for this rank
         with suppress(InputError):
-            _refuse_unknown(arithmetic, predictor.device, error)
+            _refuse_unknown(arithmetic, device, error)
         raise
-    _refuse_unknown(arithmetic, predictor.device)
+    _refuse_unknown(arithmetic, device)
 
 
 def _refuse_unknown(arithmetic: Arithmetic, device: torch.device, failed: Exception | None = None) -> None:

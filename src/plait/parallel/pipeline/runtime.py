@@ -8,8 +8,8 @@ for every new shape of a batch, and with every micro-batch where it may follow f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,12 @@ from plait._torch.passes import expect_backward
 from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
 from plait.model.unavailable import without
-from plait.parallel.containers import tensors_in
 from plait.parallel.experts.router_statistics import RouterStatistics
+from plait.parallel.pipeline.boundary import Boundary, EarlierStageFailed, Signature, assembled, has_cache, signature, slot
 from plait.parallel.pipeline.cut_check import CutCheck, CutResult, LossFunction
 from plait.parallel.pipeline.split_backward import Deferred, backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
-from plait.parallel.pipeline.stage_cache import CACHE, StageCaches, for_stage
+from plait.parallel.pipeline.stage_cache import for_stage
 from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from plait.parallel.schedules.schedule import Schedule, destination, messages
 
@@ -34,41 +34,6 @@ Forward = Callable[[torch.nn.Module, Any], Any]
 """(model, micro-batch) -> output."""
 Loss = Callable[[Any, Any], torch.Tensor]
 """(output, micro-batch) -> what backward starts from, a 0-dimensional tensor."""
-Signature = tuple[Any, ...]
-MASK = "attention_mask"
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Which of the tensors stands here."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What passes from a stage to the next."""
-
-    structure: Any
-    """A block's output, with a Slot in the place of every tensor."""
-    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
-    """Shape, dtype, and whether a gradient is returned."""
-    length: int
-    """Length of the sequences where tensor parallelism splits them."""
-
-    @property
-    def differentiable(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shapes and dtypes of the returned gradients."""
-        return [(shape, dtype) for shape, dtype, needs in self.tensors if needs]
-
-    def allows(self, other: Boundary) -> bool:
-        """Whether the next stage, which knows this one, takes the other for what it is."""
-        plain = lambda structure: [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Slot | int | float | str | None)]  # noqa: E731
-        return (self.tensors, self.length) == (other.tensors, other.length) and plain(self.structure) == plain(other.structure)
-
-    def summary(self) -> str:
-        """Shapes and dtypes, for a message."""
-        return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype, _ in self.tensors) or "no tensor"
 
 
 @dataclass
@@ -125,12 +90,12 @@ class Runtime:
         tensors: list[torch.Tensor] = []
         if self.statistics is not None:
             output = self.statistics.like(output)
-        structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
+        structure = tree_map(lambda leaf: slot(leaf, tensors), output)
         length = self.staged.region.length if self.staged.region is not None else 0
         told = tuple((tensor.shape, tensor.dtype, True) for tensor in tensors)
         self.check = None
-        self._boundaries[stage, _signature(piece)] = Boundary(structure, told, length)
-        self._trusted.add((stage + 1, _signature(piece)))
+        self._boundaries[stage, signature(piece)] = Boundary(structure, told, length)
+        self._trusted.add((stage + 1, signature(piece)))
 
     def train(self, pieces: Sequence[Any], *, forward: Forward, loss: Loss, loss_fn: LossFunction | None = None) -> None:
         """All forwards and backwards of a step. Gradients accumulate in the parameters. Collective over the pipeline.
@@ -150,10 +115,11 @@ class Runtime:
         return [self.check.result(piece, forward=forward, loss=loss_fn, training=training) for piece in pieces]
 
     @torch.no_grad()
-    def evaluate(self, piece: Any, *, forward: Forward) -> Any:
+    def evaluate(self, piece: Any, *, forward: Forward, passes_on: bool = False) -> Any:
         """The model's output for one micro-batch on the rank of the last stage, None on the others. Collective over the pipeline.
 
-        Entries of it that follow from values of earlier stages are unavailable: their use is an error."""
+        Entries of it that follow from values of earlier stages are unavailable: their use is an error. `passes_on`: after a stage that
+        fails, the next ones do not wait; they get zeros, or raise EarlierStageFailed, and the caller tells all of them."""
         ranks = tuple(tuple(Action(s, Kind.FORWARD, 0) for s in self.schedule.stages_of(r)) for r in range(self.schedule.pp))
         once = Schedule("forward", self.schedule.pp, 1, self.schedule.stage_ranks, ranks)
         found: list[Any] = [None]
@@ -163,7 +129,7 @@ class Runtime:
             return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), torch.zeros(()))
 
         with self._running():
-            _Pass(self, once, [piece], forward, keep, self._results([piece], forward, None)).run()
+            _Pass(self, once, [piece], forward, keep, self._results([piece], forward, None), passes_on=passes_on).run()
         return found[0]
 
 
@@ -171,15 +137,27 @@ class _Pass:
     """One execution of a table."""
 
     def __init__(
-        self, runtime: Runtime, schedule: Schedule, pieces: Sequence[Any], forward: Forward, loss: Loss, cut_results: Sequence[CutResult]
+        self,
+        runtime: Runtime,
+        schedule: Schedule,
+        pieces: Sequence[Any],
+        forward: Forward,
+        loss: Loss,
+        cut_results: Sequence[CutResult],
+        *,
+        passes_on: bool = False,
     ) -> None:
         self.runtime, self.schedule, self.pieces = runtime, schedule, pieces
         self.forward, self.loss, self.cut_results = forward, loss, cut_results
         self.rank = runtime.messenger.rank
-        self.signatures = [_signature(piece) for piece in pieces]
-        self.cached = [_has_cache(piece) for piece in pieces]
+        self.signatures = [signature(piece) for piece in pieces]
+        self.cached = [has_cache(piece) for piece in pieces]
         self.described: dict[tuple[int, int], Boundary] = {}
         """Of micro-batches whose shapes follow from more than their own: the boundary activations of a stage."""
+        self.passes_on = passes_on
+        self.failed: Exception | None = None
+        """Of the first stage here that failed, where others do not wait for it."""
+        self.sent: set[Message] = set()
         self.held: dict[tuple[int, int], _Held] = {}
         self.here: dict[Message, tuple[torch.Tensor, ...]] = {}
         """Passed by another stage of this rank."""
@@ -191,6 +169,8 @@ class _Pass:
             for observe in self.runtime.observers:
                 observe(action, False)
             match action.kind:
+                case Kind.FORWARD if self.passes_on:
+                    self._forward_or_pass_on(action)
                 case Kind.FORWARD:
                     self._forward(action)
                 case Kind.BACKWARD | Kind.INPUT:
@@ -200,6 +180,8 @@ class _Pass:
             for observe in self.runtime.observers:
                 observe(action, True)
         self.runtime.messenger.finish()
+        if self.failed is not None:
+            raise self.failed
 
     # ---- computations ---------------------------------------------------------------------------------------------------------------
 
@@ -213,7 +195,7 @@ class _Pass:
             assert boundary is not None
             for tensor, (_, _, needs) in zip(received, boundary.tensors, strict=True):
                 tensor.requires_grad_(needs)
-        statistics, before = self.runtime.statistics, _assembled(boundary, received) if boundary is not None else None
+        statistics, before = self.runtime.statistics, assembled(boundary, received) if boundary is not None else None
         if statistics is not None:
             before = statistics.begin(stage.first, before)
         output = self.runtime.staged.run(
@@ -231,6 +213,29 @@ class _Pass:
         if torch.is_grad_enabled():
             kept = [tensor for tensor in outputs if tensor.requires_grad]
             self.held[action.stage, action.microbatch] = _Held([tensor for tensor in received if tensor.requires_grad], kept)
+
+    def _forward_or_pass_on(self, action: Action) -> None:
+        """A forward, or, where that or an earlier one here fails, what lets the next stage go on."""
+        if self.failed is None:
+            try:
+                self._forward(action)
+                return
+            except Exception as error:  # whatever it is, the next stage waits
+                self.failed = error
+        elif action.stage > 0:
+            with suppress(EarlierStageFailed):
+                self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch))
+        message = Message(Payload.ACTIVATION, action.stage, action.microbatch)
+        if action.stage == self.schedule.stages - 1 or message in self.sent:
+            return
+        boundary, to = self._boundary(action.stage, action.microbatch), destination(self.schedule, message)
+        if boundary is not None:
+            device = self.runtime.messenger.device
+            self._send(message, [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, _ in boundary.tensors])
+        elif to is not None:
+            self.runtime.messenger.send_object(None, to=to)
+        else:
+            self.here[message] = ()
 
     def _backward(self, action: Action) -> None:
         held = self.held[action.stage, action.microbatch]
@@ -291,7 +296,7 @@ class _Pass:
     def _hand_on(self, action: Action, output: Any) -> list[torch.Tensor]:
         """Give a block's output to the next stage; returns its tensors."""
         tensors: list[torch.Tensor] = []
-        structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
+        structure = tree_map(lambda leaf: slot(leaf, tensors), output)
         message = Message(Payload.ACTIVATION, action.stage, action.microbatch)
         to = destination(self.schedule, message)
         region = self.runtime.staged.region
@@ -315,6 +320,7 @@ class _Pass:
         return tensors
 
     def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        self.sent.add(message)
         for listen in self.runtime.listeners:
             listen(message, tensors)
         to = destination(self.schedule, message)
@@ -346,6 +352,9 @@ class _Pass:
                 if not may_wait:
                     return
                 boundary = self.runtime.messenger.receive_object(source=source)
+                if boundary is None:
+                    waiting.pop(0)
+                    raise EarlierStageFailed("parallel.pp: an earlier stage failed, which tells its error")
                 self._agree(message.stage, message.microbatch, boundary)
             like = [(shape, dtype) for shape, dtype, _ in boundary.tensors]
         else:
@@ -356,29 +365,6 @@ class _Pass:
             like = boundary.differentiable
         waiting.pop(0)
         self.arriving[message] = self.runtime.messenger.receive(like, source=source)
-
-
-def _signature(piece: Any) -> Signature:
-    """What the shapes between stages follow from. Those of single tokens do not follow from the mask over all tokens before them."""
-    if _has_cache(piece):
-        piece = {key: entry for key, entry in piece.items() if key not in (CACHE, MASK)}
-    tensors = [tensor for leaf in tree_leaves(piece) for tensor in tensors_in(leaf)]
-    return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
-
-
-def _has_cache(piece: Any) -> bool:
-    return isinstance(piece, Mapping) and isinstance(piece.get(CACHE), StageCaches)
-
-
-def _assembled(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:
-    return tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, boundary.structure)
-
-
-def _slot(leaf: Any, tensors: list[torch.Tensor]) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    tensors.append(leaf)
-    return Slot(len(tensors) - 1)
 
 
 def _is_opaque(output: Any) -> bool:

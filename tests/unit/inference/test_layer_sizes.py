@@ -1,0 +1,102 @@
+"""Models whose layers have heads of several widths or counts (Gemma 4): what their keys and values take, and the tokens they give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.cluster.layout import Layout
+from plait.inference.capacity import LAYERS_THERE, cache_bytes, offloaded_cache
+from plait.inference.generate import generate
+from plait.inference.load import load_model, needs_of
+from plait.inference.source import open_source
+from plait.model.facts import attention_facts
+
+VOCABULARY, SEEN, NEW = 96, 9, 6
+PROMPTS = [[5, 17, 33, 2, 90, 41, 7], [8, 3, 60]]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": None,
+}
+PER_LAYER = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY}
+FEWER = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "global_head_dim": 32}
+SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {**SIZES, **PER_LAYER},
+    "gemma4_text, fewer heads": {**SIZES, **PER_LAYER, **FEWER},
+    "gemma4_text, shared layers": {**SIZES, **PER_LAYER, **SHARED},
+    "gemma4_unified_text": SIZES,
+    "gemma4_unified": {
+        "text_config": {**SIZES, "model_type": "gemma4_unified_text"},
+        "vision_config": None,
+        "audio_config": None,
+        "initializer_range": 0.3,
+    },
+}
+
+
+def built(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split(",")[0], **KINDS[kind])).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def kept(model: Any) -> list[int]:
+    """Bytes of the layers of a cache that has seen some tokens."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.arange(3, 3 + SEEN).unsqueeze(0), past_key_values=cache)
+    return [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if getattr(layer, "keys", None) is not None]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_bytes_of_a_real_cache(kind: str) -> None:
+    model = built(kind)
+    sizes = kept(model)
+    assert len(set(sizes)) > 1
+    count = lambda layout: cache_bytes(model.config, layout, tokens=SEEN, itemsize=4)  # noqa: E731
+    assert count(Layout()) == needs_of(model, tokens=SEEN).cache_bytes == sum(sizes)
+    assert count(Layout(tp=2)) == sum(sizes) // 2
+    assert count(Layout(pp=2)) == sum(sorted(sizes)[-2:]) >= sum(sizes) // 2  # of the stage that keeps the most
+    there, pinned = offloaded_cache(model.config, Layout(), sum(sizes))
+    assert there == sum(sorted(sizes)[-LAYERS_THERE:]) and pinned >= sum(sizes) + max(sizes)
+    facts = attention_facts(model)
+    assert facts is None or facts.head_dim == facts.value_dim == KINDS[kind]["global_head_dim"]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    model: nn.Module = built(kind)
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+        expected.append(made[0, len(prompt) :].tolist())
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    sharded = load_model(open_source(tmp_path))
+    try:
+        found = generate(sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
+    finally:
+        sharded.close()
+    assert [one.token_ids for one in found] == expected
