@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.architecture import Architecture
+from plait.planner.counted import Counted
 from plait.planner.frameworks import Framework
 from plait.planner.hardware import PRECISIONS, Device, Numbers, mapped
 
@@ -106,6 +107,8 @@ class Job:
     whole_attention: bool = False
     """Tensor parallelism splits the projections and leaves attention itself replicated on every rank, as with fused queries, keys and
     values."""
+    counted: Counted | None = None
+    """What the blocks keep, where they have been run without data; for a family that no formula knows."""
 
     @property
     def is_plait(self) -> NDArray[np.bool_]:

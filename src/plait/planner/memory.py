@@ -7,13 +7,13 @@ fewer layers, it holds more), at the deepest backward, the loss, the optimizer s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
-from plait.planner.job import RECOMPUTE, Job, recompute_share, stage_layers
+from plait.planner.job import RECOMPUTE, Job, Layouts, recompute_share, stage_layers
 from plait.planner.own import kept_bytes, logits_bytes
 from plait.planner.peak import MOMENTS as OWN_MOMENTS
 from plait.planner.peak import RANKS, States, moments
@@ -214,6 +214,22 @@ def _operators_kept(job: Job, share: Numbers) -> Numbers:
 
 def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     """(bytes that a layer's forward keeps, bytes that it keeps where it recomputes), for one micro-batch."""
+    if job.own or job.counted is None:
+        return _by_formula(job)
+    # By as much as the count of a block on one rank differs from the formula.
+    none, operators = RECOMPUTE.index("none"), RECOMPUTE.index("operators")
+    alone, _ = _by_formula(replace(job, layouts=Layouts(recompute=none)))
+    _, results = _by_formula(replace(job, layouts=Layouts(recompute=operators)))
+    found = job.counted
+    every, kept = _by_formula(job)
+    kind = np.asarray(job.layouts.recompute)
+    of_all = job.sequence * (found.none.linear + found.none.scores) / alone
+    of_results = np.where(np.isin(kind, [operators, RECOMPUTE.index("budget")]), job.sequence * found.operators.linear / results, 1)
+    return every * of_all, kept * np.where(kind == none, of_all, of_results)
+
+
+def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
+    """The same by sizes alone."""
     if job.own:
         none, operators, full = kept_bytes(job)
         attention_alone = np.asarray(none)  # what attention's core keeps is small with one kernel

@@ -207,7 +207,8 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         return written
     read = {*(name for keys in _OPTIONAL.values() for name in keys), *_OTHERS, "tie_word_embeddings", "multi_query"}
     sizes = {name: whole[name] for name in read if isinstance(whole.get(name), int)}
-    return sizes | {name: whole[name] for name in _ACTIVATIONS if isinstance(whole.get(name), str)} | written
+    shares = {name: whole[name] for names in DROPOUTS.values() for name in names if isinstance(whole.get(name), float)}
+    return sizes | shares | {name: whole[name] for name in _ACTIVATIONS if isinstance(whole.get(name), str)} | written
 
 
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:

@@ -8,12 +8,14 @@ gathered inputs of products (4 a hidden element).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from plait.planner.counted import Kept
 from plait.planner.hardware import FAMILIES, Numbers
-from plait.planner.job import Job
+from plait.planner.job import Job, Layouts
 from plait.planner.products import kept_columns, products_of, turns_fused
 
 _LAYER_NORMS = (
@@ -22,7 +24,8 @@ _LAYER_NORMS = (
 )
 """Families whose norms are torch's kernel."""
 _ONE_KERNEL = {"relu": 2, "relu2": 4, "gelu": 4, "gelu_pytorch_tanh": 4, "gelu_python_tanh": 4}
-"""Activation functions that are a kernel or two: bytes an element that they and the product behind them keep. GPT-2's GELU, written out in
+"""Activation functions that are a kernel or two: bytes an element of 16 bits that they and the product
+behind them keep. GPT-2's GELU, written out in
 five steps, keeps 10."""
 
 
@@ -66,18 +69,45 @@ def hidden_width(job: Job) -> Numbers:
 
 def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
     """(none, operators, full) for a token: what a block keeps in each mode."""
+    none, operators, full = _by_formula(job)
+    more = _besides(job)
+    return none + more[0], operators + more[1], full
+
+
+def _besides(job: Job) -> tuple[Numbers, Numbers]:
+    """(none, operators): what a block keeps besides the formula, by the count of it on one rank."""
+    if job.counted is None:
+        return 0.0, 0.0
+    return (
+        _difference(job, job.counted.none, lambda one: _by_formula(one)[0]),
+        _difference(job, job.counted.operators, lambda one: _by_formula(one)[1]),
+    )
+
+
+def _difference(job: Job, found: Kept, formula: Callable[[Job], Numbers]) -> Numbers:
+    """What a count has besides a formula, which counts no dropout either. More than the formula is as norms are, which only sequence
+    parallelism splits; less, as the formula itself; scores are split as heads are."""
+    bare = replace(job, model=replace(job.model, dropout=0, attention_dropout=0, embedding_dropout=0))
+    here, one = formula(bare), formula(replace(bare, layouts=Layouts(), whole_attention=False))
+    more = found.linear - one
+    scores = found.scores / (1 if job.whole_attention else np.asarray(job.layouts.tp))
+    return np.where(more > 0, more * _widths(job).hidden / job.model.hidden, more * here / one) + scores
+
+
+def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
+    """The same by sizes alone."""
     at, a, h = job.layouts, _widths(job), job.model.hidden
-    tp = at.tp
+    tp, b = at.tp, job.element_bytes
     sharded, several = np.asarray(at.sp) > 0, np.asarray(tp) > 1
-    residual = 2 * a.hidden
+    residual = b * a.hidden
     none = _attention_kept(job) + _mlp_kept(job)
     each = products_of(job.model)
-    core = np.where(job.attention_in_parts, 0, 2 * a.query + 4 * a.heads)  # its products are none of those that are kept
-    one = residual + 2 * (kept_columns(each.attention) + kept_columns(each.dense)) + core
+    core = np.where(job.attention_in_parts, 0, b * a.query + 4 * a.heads)  # its products are none of those that are kept
+    one = residual + b * (kept_columns(each.attention) + kept_columns(each.dense)) + core
     if job.whole_attention:
-        operators = residual + 2 * a.inner + core
+        operators = residual + b * a.inner + core
     else:
-        operators = residual + 2 * a.query + 2 * a.key + 2 * a.inner + core + np.where(sharded, 2 * h * each.dense[-1].kept, 0)
+        operators = residual + b * (a.query + a.key + a.inner) + core + np.where(sharded, b * h * each.dense[-1].kept, 0)
     return none, np.where(several, operators, one), residual
 
 
@@ -87,7 +117,7 @@ def logits_bytes(job: Job) -> Numbers:
     tp, tokens = np.asarray(job.layouts.tp), job.tokens
     in_chunks = np.asarray(job.layouts.loss_chunk) > 0
     logits = np.where(tp > 1, 14 / tp, 12) * job.model.vocab * job.loss_tokens
-    return logits + (_norm_kept(job) + np.where(in_chunks, 2 * job.model.hidden, 0)) * tokens
+    return logits + (_norm_kept(job) + np.where(in_chunks, job.element_bytes * job.model.hidden, 0)) * tokens
 
 
 def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
@@ -101,17 +131,18 @@ def _has_layer_norms(job: Job) -> Numbers:
 
 def _norm_kept(job: Job) -> Numbers:
     """By a norm and the product behind it."""
-    return np.where(_has_layer_norms(job), 2, 6) * _widths(job).hidden + 2 * job.model.hidden
+    b = job.element_bytes
+    return np.where(_has_layer_norms(job), b, 4 + b) * _widths(job).hidden + b * job.model.hidden
 
 
 def _mask(job: Job) -> Numbers:
     """Bytes a token of a dropout's mask: a byte an element by torch's kernel for GPUs; on CPU cores in the dtype of computation."""
-    return np.where(reduces_on_host(job), 2, 1) * job.model.dropout * _widths(job).hidden
+    return np.where(reduces_on_host(job), job.element_bytes, 1) * job.model.dropout * _widths(job).hidden
 
 
 def embedding_mask(job: Job) -> Numbers:
     """The same behind the embedding."""
-    return np.where(reduces_on_host(job), 2, 1) * job.model.embedding_dropout * _widths(job).hidden
+    return np.where(reduces_on_host(job), job.element_bytes, 1) * job.model.embedding_dropout * _widths(job).hidden
 
 
 def _scores(job: Job) -> Numbers:
@@ -122,16 +153,16 @@ def _scores(job: Job) -> Numbers:
 def _attention_kept(job: Job) -> Numbers:
     """By the first norm and attention, the block's input and a dropout's mask included. In parts attention is computed in float32, and
     keeps the softmax, and with a dropout its mask and its result."""
-    model, a = job.model, _widths(job)
+    model, a, b = job.model, _widths(job), job.element_bytes
     several = np.asarray(job.layouts.tp) > 1
     drops = np.asarray(model.attention_dropout) > 0
-    in_parts = np.where(drops, 12, 4) * _scores(job) + np.where(job.attention_in_parts, 2 * a.query + 4 * a.key - 4 * a.heads, 0)
+    in_parts = np.where(drops, 12, 4) * _scores(job) + np.where(job.attention_in_parts, b * (a.query + 2 * a.key) - 4 * a.heads, 0)
     if job.whole_attention:  # queries, keys and values are gathered, and attention's output is split
-        kept = _norm_kept(job) + 4 * a.query + 4 * a.key + 4 * a.heads + np.where(several, 2 * a.query / job.layouts.tp, 0)
+        kept = _norm_kept(job) + 2 * b * (a.query + a.key) + 4 * a.heads + np.where(several, b * a.query / job.layouts.tp, 0)
     else:
-        kept = _norm_kept(job) + 4 * a.query + 4 * a.key + 4 * a.heads + 6 * model.qk_norm * (a.query + a.key)
-        kept = kept + np.where(np.asarray(job.layouts.cp) > 1, 2 * a.query, 0)  # there the output is kept in two orders
-    kept = kept + np.where(turns_fused(model), 2 * a.query + 2 * a.key, 0)  # values are a part of what was made with queries and keys
+        kept = _norm_kept(job) + (2 * b + (4 + b) * model.qk_norm) * (a.query + a.key) + 4 * a.heads
+        kept = kept + np.where(np.asarray(job.layouts.cp) > 1, b * a.query, 0)  # there the output is kept in two orders
+    kept = kept + np.where(turns_fused(model), b * (a.query + a.key), 0)  # values are a part of what was made with queries and keys
     return kept + in_parts + _mask(job)
 
 
@@ -140,20 +171,34 @@ def _mlp_kept(job: Job) -> Numbers:
     names = np.asarray(job.model.activation)
     ungated = np.select([names == name for name in _ONE_KERNEL], list(_ONE_KERNEL.values()), 10)
     inner = np.where(np.asarray(job.model.gated) > 0, 8, ungated)
-    return _norm_kept(job) + inner * _widths(job).inner + _mask(job)
+    return _norm_kept(job) + inner * job.element_bytes / 2 * _widths(job).inner + _mask(job)
 
 
 def block_backward(job: Job) -> tuple[Working, ...]:
     """The points of a block's backward that may be its peak: the MLP's product, the second norm, attention, the first norm."""
+    points = _points(job)
+    if job.counted is None:
+        return points
+    more = _difference(job, job.counted.working, _most)
+    return tuple(replace(point, token_bytes=point.token_bytes + more) for point in points)
+
+
+def _most(job: Job) -> Numbers:
+    most: Numbers = np.max(np.broadcast_arrays(*(point.token_bytes for point in _points(job))), axis=0)
+    return most
+
+
+def _points(job: Job) -> tuple[Working, ...]:
+    """The same by sizes alone."""
     model, a = job.model, _widths(job)
-    h = model.hidden
+    h, wide = model.hidden, job.element_bytes / 2
     kept, matrices = _attention_kept(job), np.where(np.asarray(model.gated) > 0, 3, 2) * h * a.inner
-    norm = np.where(_has_layer_norms(job), 8, 26) * a.hidden
+    norm = np.where(_has_layer_norms(job), 8, 26) * wide * a.hidden
     every = model.block_parameters / model.layers / job.layouts.tp
     return (
-        Working(kept + _mlp_kept(job) - _mask(job) + 4 * a.inner + 2 * a.hidden, h * a.inner),
+        Working(kept + _mlp_kept(job) - _mask(job) + wide * (4 * a.inner + 2 * a.hidden), h * a.inner),
         Working(kept + norm, matrices),
-        Working(kept + 2 * a.hidden + _attention_backward(job), matrices + h * model.heads * model.head_dim / job.layouts.tp),
+        Working(kept + 2 * wide * a.hidden + _attention_backward(job), matrices + h * model.heads * model.head_dim / job.layouts.tp),
         Working(norm, every),
     )
 
@@ -162,7 +207,7 @@ def _attention_backward(job: Job) -> Numbers:
     """Bytes a token while attention's gradients are made. Between the parts of sequences they are added up in float32: of keys and values
     of the full sequence, which are gathered, or of a part, of which the next one arrives."""
     a, cp = _widths(job), np.asarray(job.layouts.cp)
-    whole = 4 * a.query + 4 * a.key + 4 * _scores(job)
+    whole = 2 * job.element_bytes * (a.query + a.key) + 4 * _scores(job)
     gathered, ring, ulysses = 6 * a.query + 26 * a.key * cp, 6 * a.query + 32 * a.key, 8 * a.query + 16 * a.key
     return np.where(cp > 1, np.choose(np.asarray(job.layouts.context), np.broadcast_arrays(gathered, ring, ulysses)), whole)
 
@@ -171,37 +216,37 @@ def kept_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     """(operators, full): bytes a token of what a block keeps in that mode and has no more use for once it has been computed again: its
     input, and results of products that something was made of."""
     model, a, each = job.model, _widths(job), products_of(job.model)
-    input_ = np.where(_has_layer_norms(job), 0, 2 * a.hidden)  # layer norms keep theirs in either case
+    b = job.element_bytes
+    input_ = np.where(_has_layer_norms(job), 0, b * a.hidden)  # layer norms keep theirs in either case
     separate = np.asarray(each.attention[2].columns) > 0
-    queries = np.where(separate, 2 * a.query, 0)
-    in_parts = np.where(job.attention_in_parts, 2 * a.query + 4 * a.key - np.where(separate, 2 * a.query + 2 * a.key, 0), 0)
-    rectified = np.where(np.asarray(model.activation) == "relu", 2 * a.inner, 0)  # whose backward needs what it made
-    return input_ + queries + in_parts + rectified + 2 * model.hidden * each.dense[-1].kept, input_
+    queries = np.where(separate, b * a.query, 0)
+    in_parts = b * np.where(job.attention_in_parts, a.query + 2 * a.key - np.where(separate, a.query + a.key, 0), 0)
+    rectified = np.where(np.asarray(model.activation) == "relu", b * a.inner, 0)  # whose backward needs what it made
+    return input_ + queries + in_parts + rectified + b * model.hidden * each.dense[-1].kept, input_
 
 
 def deferred_bytes(job: Job) -> Numbers:
     """Bytes a token that a block holds besides what it kept, from the backward of its input to that of its weights: gradients of what its
     products and norms made."""
     a = _widths(job)
-    return 4 * a.inner + 2 * a.query + 4 * a.key + 12 * a.hidden
+    return job.element_bytes / 2 * (4 * a.inner + 2 * a.query + 4 * a.key + 12 * a.hidden)
 
 
 def deferred_bytes_of_ends(job: Job) -> Numbers:
     """The same of head and last norm: the logits' gradient, what the norm kept, and as much of its gradients."""
     in_chunks = np.asarray(job.layouts.loss_chunk) > 0  # whose loss computes the gradients of the head's weights with those of its input
-    return np.where(in_chunks, 0, 2 * job.model.vocab / job.layouts.tp) + 2 * _norm_kept(job)
+    return np.where(in_chunks, 0, job.element_bytes * job.model.vocab / job.layouts.tp) + 2 * _norm_kept(job)
 
 
 def kept_of_ends(job: Job) -> Numbers:
     """Bytes a token that loss and last norm keep for their backward."""
-    model, a = job.model, _widths(job)
-    logits = np.where(np.asarray(job.layouts.loss_chunk) > 0, 0, 4 * model.vocab / job.layouts.tp)
-    return logits + np.where(_has_layer_norms(job), 2, 6) * a.hidden + 2 * model.hidden
+    logits = np.where(np.asarray(job.layouts.loss_chunk) > 0, 0, 4 * job.model.vocab / job.layouts.tp)
+    return logits + _norm_kept(job)
 
 
 def last_norm_backward(job: Job) -> Numbers:
     """Bytes a token while the gradient passes the norm before the head."""
-    return np.where(_has_layer_norms(job), 6, 24) * _widths(job).hidden
+    return np.where(_has_layer_norms(job), 6, 24) * job.element_bytes / 2 * _widths(job).hidden
 
 
 def reduces_on_host(job: Job) -> Numbers:

@@ -125,7 +125,7 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     whole_blocks = kind == RECOMPUTE.index("full")
     by_operators, by_all = kept_while_recomputed(job)
     spent = np.choose(kind, np.broadcast_arrays(0.0, 0.0, by_all, by_operators, by_operators))
-    message = np.where(np.asarray(at.pp) > 1, 2 * job.tokens * hidden_width(job), 0)
+    message = np.where(np.asarray(at.pp) > 1, job.element_bytes * job.tokens * hidden_width(job), 0)
     width = np.where(units.sharded, units.width, _REDUCED)
     worst = [(width * moment.weights, moment.token_bytes * job.tokens) for moment in block_backward(job)]
     shape = np.broadcast_shapes(*(np.shape(a + b) for a, b in worst))
@@ -187,7 +187,7 @@ def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
         yield from _backward(rank, np.where(deferred > 0, held * alone + rank.ahead + more, alone), adds_up)
     if np.any((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3)):
         # Where stages alternate, the block that is computed and the two to come are gathered in a forward too.
-        transient = (6 * rank.job.model.hidden + 7 * hidden_width(rank.job)) * rank.job.tokens
+        transient = (6 * rank.job.model.hidden + 7 * hidden_width(rank.job)) * rank.job.element_bytes / 2 * rank.job.tokens
         forward = {"gradients": adds_up, "gathered": _gathered(rank, left=2, ahead=2), "activations": deepest, "working": transient}
         yield "forward of a block", _where((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3), forward)
     for done in (0, 1, np.maximum(layers - 2, 0), layers - 1):
@@ -292,7 +292,7 @@ def _block(rank: _Rank, activations: Numbers, added: Numbers, *, done: Numbers, 
         "gathered": _gathered(rank, left=units.layers - np.where(freed, done + 1, 0), ahead=1)
         + _buffers(rank, units.block, added=np.where(sums, added, 0)),
         "activations": stays,
-        "working": 2 * tokens * hidden_width(rank.job),
+        "working": rank.job.element_bytes * tokens * hidden_width(rank.job),
     }
     yield "reduction of a block", _where(there & reduces, terms)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from plait.errors import InputError, Problem, refuse
 from plait.planner.constants import Rates
+from plait.planner.counted import counted, not_counted
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.frameworks import plait, with_compiled_blocks
 from plait.planner.hardware import PRECISIONS, Cluster
@@ -95,7 +97,18 @@ def job_of(request: Request, layouts: Layouts) -> Job:
         precision=PRECISIONS.index(request.precision),
         own=not request.compile and model.is_counted,
         whole_attention=request.split.whole_attention,
+        counted=None if request.compile else counted(request.model.section, str(model.model_type), **_counting(request)),
     )
+
+
+def formula_note(request: Request) -> str | None:
+    """What to tell of a model whose blocks are priced by formula, though no formula knows its family."""
+    kind = str(request.model.architecture.model_type)
+    return not_counted(request.model.section, kind, compiled=request.compile, **_counting(request))
+
+
+def _counting(request: Request) -> dict[str, Any]:
+    return {"sequence": request.sequence, "precision": request.precision}
 
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -19,7 +19,7 @@ from plait.planner.auto import PATHS, File, asks, fixed_by, model_of, precision_
 from plait.planner.calibrate import Calibration, calibrate
 from plait.planner.fixed import parse_fixed, written
 from plait.planner.models import find_model, unknown_layers
-from plait.planner.request import Request
+from plait.planner.request import Request, formula_note
 from plait.planner.unpriced import unpriced
 from plait.units import GIB
 
@@ -109,6 +109,8 @@ def read_request(
         notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --world-size")
     notes += [note for note in (unknown_layers(planned.architecture), _too_long(planned.section, sequence)) if note]
     request = Request(planned, machines, batch, sequence, precision, compiled, everything)
+    by_formula = formula_note(request)
+    notes += [by_formula] if by_formula else []
     if found is None:
         return Asked(request, {}, {}, fixed, notes)
     request = with_settings_of(found.config, request)
