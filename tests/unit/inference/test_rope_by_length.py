@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -36,8 +37,10 @@ from tests.unit.inference.words import Words
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(request.param, tmp_path_factory.mktemp("rope") / "model")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    found = Case(request.param, tmp_path_factory.mktemp("rope") / "model")
+    yield found
+    found.sharded.close()
 
 
 class Case:
