@@ -123,5 +123,7 @@ def test_generation_settings_in_config_json(tmp_path: Path) -> None:
     for model in (open_source(tmp_path).model(), plait.from_pretrained(tmp_path)):
         assert model.generation_config.to_diff_dict() == settings
     ids = torch.tensor([[1, 2, 6]])
-    found = generate(load_model(open_source(tmp_path)), ids.tolist(), max_new_tokens=6, temperature=0)
+    sharded = load_model(open_source(tmp_path))
+    found = generate(sharded, ids.tolist(), max_new_tokens=6, temperature=0)
+    sharded.close()
     assert found[0].token_ids == expected.generate(ids, max_new_tokens=6, do_sample=False)[0, 3:].tolist()
