@@ -17,8 +17,11 @@ from threading import Thread
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
-PARTS = {"alone": ("tests/unit", "tests/fake", "tests/integration"), "together": ("tests/parity", "tests/architecture")}
-"""Tests between ranks, with those of the source; and the rest."""
+PARTS = {
+    "alone": ("tests/unit", "tests/fake", "tests/integration", "--ignore=tests/unit/cli"),
+    "together": ("tests/parity", "tests/architecture", "tests/unit/cli"),
+}
+"""Tests between ranks, with those of the source and of the commands; and the rest."""
 SEPARATE = ("tests/simulated_device",)
 """Run by `make simulated`, which `.ci/run` runs too: they need a compiler, and both cores for themselves."""
 NOTHING_CHOSEN = 5

@@ -57,6 +57,19 @@ def unpacked(text: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype)
 
 
+def rounds_alike(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether trained parameters are the same to the rounding of a step in float32, which differs between processors too, and gives a few
+    numbers in a thousand another code."""
+    away = (found.detach().flatten() - wanted.flatten()).abs()
+    return bool((away > 2e-6).double().mean() < 0.01 and away.max() < PARAMS["lr"])
+
+
+def _agree(name: str, found: str | None, recorded: str | None) -> bool:
+    if found is None or recorded is None or not name.startswith("trained "):
+        return found == recorded
+    return rounds_alike(unpacked(found, torch.float32), unpacked(recorded, torch.float32))
+
+
 def _main() -> None:
     import torchao.optim
     from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qmap_unsigned
@@ -75,7 +88,7 @@ def _main() -> None:
             found[f"trained {name}"] = packed(trained(lambda parameters, kind=kind: getattr(torchao.optim, kind)(parameters, **PARAMS)))
     if "--check" in sys.argv:
         recorded = json.loads(FILE.read_text())
-        different = sorted(name for name in {*found, *recorded} if found.get(name) != recorded.get(name))
+        different = sorted(name for name in {*found, *recorded} if not _agree(name, found.get(name), recorded.get(name)))
         sys.exit(f"torchao makes other numbers than {FILE.name} has: {', '.join(different)}" if different else 0)
     FILE.write_text(json.dumps(found, indent=0) + "\n")
 
