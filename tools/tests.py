@@ -4,8 +4,8 @@
     python tools/tests.py -k topology        those of both that pytest's options choose
     python tools/tests.py tests/unit -x      given paths: one pytest as it is
 
-Lines of the two are printed as they come, each after the name of its part; results go to build/results/test-<part>.xml. The exit code is
-pytest's: that of the part that failed.
+Lines of the two are printed as they come, each after the name of its part, and the failures of both once more at the end; results go to
+build/results/test-<part>.xml. The exit code is pytest's: that of the part that failed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def side_by_side(arguments: list[str]) -> int:
         part: subprocess.Popen(command(part, paths, arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for part, paths in PARTS.items()
     }
-    readers = [Thread(target=show, args=(part, process)) for part, process in running.items()]
+    failures: list[str] = []
+    readers = [Thread(target=show, args=(part, process, failures)) for part, process in running.items()]
     for reader in readers:
         reader.start()
     try:
@@ -57,7 +58,7 @@ def side_by_side(arguments: list[str]) -> int:
     except KeyboardInterrupt:  # which pytest got too
         for reader in readers:
             reader.join()
-    print("\n".join(left_out()), flush=True)
+    print("\n".join([*left_out(), *failures]), flush=True)
     return exit_code([process.wait() for process in running.values()])
 
 
@@ -76,12 +77,15 @@ def exit_code(codes: list[int]) -> int:
     return (failed[0] if failed[0] > 0 else 1) if failed else 0 if 0 in codes else NOTHING_CHOSEN
 
 
-def show(part: str, process: subprocess.Popen[str]) -> None:
-    """Print the lines of a part."""
+def show(part: str, process: subprocess.Popen[str], failures: list[str]) -> None:
+    """Print the lines of a part; keep in `failures` those by which pytest names a test that failed."""
     assert process.stdout is not None
     for line in process.stdout:
-        sys.stdout.write(f"{part:8} | {line}")
+        line = f"{part:8} | {line}"
+        sys.stdout.write(line)
         sys.stdout.flush()
+        if line.split(" | ", 1)[1].startswith(("FAILED ", "ERROR ")):
+            failures.append(line.rstrip())
 
 
 def main(arguments: list[str]) -> int:
