@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from plait.cli import launch
+from plait.cli.interrupts import ending_in_order
 from plait.cli.launching.settings import Settings
 from plait.cli.options import Adapters, in_panel, one_adapter, refuse_given
 from plait.cli.progress import progress_bar
@@ -140,6 +141,8 @@ def generate_command(
     if out is not None and not out.parent.is_dir():
         raise InputError(f"--out {out}: {out.parent} is no folder; make it first, or give a file in one that is there")
     lines = read_prompts(prompts) if prompts is not None else []
+    if seed is not None and seed > (last := (1 << 63) - max(len(lines), 1)):
+        raise InputError(f"--seed {seed}: each prompt has the next number, and the last must be under 2**63; give {last} at most")
     source = open_source(model, one_adapter(adapter))
     if canonical and quant is not Quant.none:
         raise InputError(f"--canonical: is not proven with --quant {quant.value}; leave one of them out")
@@ -252,22 +255,27 @@ def _process(asked: Asked) -> int:
 
 
 def _answers(asked: Asked, source: Source, tokenizer: Any, lines: list[Line]) -> int:
-    """On each process."""
-    from plait.inference.prompt_file import results_file
-
+    """On each process. Signals end the first in order, as it alone has files: the answers, and layers that are written to be streamed."""
     first = place().rank == 0
-    if asked.out is None:
+    with ending_in_order() if first else nullcontext():
+        if asked.out is not None:
+            return _answer_file(asked, source, tokenizer, lines, Path(asked.out), first=first)
         with closing(_loaded(asked, source)) as sharded:
             if asked.prompt is not None:
                 _answer(asked, sharded, tokenizer, asked.prompt, first=first)
             else:
                 _chat(asked, sharded, tokenizer, first=first)
-        return 0
-    to = results_file(Path(asked.out)) if first else nullcontext(lambda lines, made: None)
+    return 0
+
+
+def _answer_file(asked: Asked, source: Source, tokenizer: Any, lines: list[Line], out: Path, *, first: bool) -> int:
+    from plait.inference.prompt_file import results_file
+
+    to = results_file(out) if first else nullcontext(lambda lines, made: None)
     with to as write, closing(_loaded(asked, source)) as sharded:
         count = _answer_lines(asked, sharded, tokenizer, lines, write)
     if first:
-        print(f"wrote {asked.out}: {len(lines)} answers, {count:,} tokens", file=sys.stderr)
+        print(f"wrote {out}: {len(lines)} answers, {count:,} tokens", file=sys.stderr)
     return 0
 
 
