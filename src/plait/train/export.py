@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from plait.checkpoint import durable
 from plait.checkpoint.described import described_model
 from plait.checkpoint.folder import Found
 from plait.checkpoint.load import Reader
@@ -77,7 +78,7 @@ def export(
     sizes = {name: _bytes(stored[name].shape, dtype or dtype_of(stored[name])) for name in names}
     total, done = sum(sizes.values()), 0
     temporary = out.with_name(f".{out.name}.tmp")
-    held: int | None = None
+    held, is_done = None, False
     try:
         held = _claimed(temporary, out)
         files = _files(sizes, file_bytes)
@@ -97,15 +98,17 @@ def export(
         settings.dtype = dtype or dtype_of(stored[names[0]])
         settings.use_cache = True
         settings.save_pretrained(temporary)
-        for path in tokenizer.iterdir() if tokenizer is not None and tokenizer.is_dir() else ():
-            shutil.copy2(path, temporary / path.name)
-        temporary.rename(out)
+        if tokenizer is not None and tokenizer.is_dir():
+            shutil.copytree(tokenizer, temporary, dirs_exist_ok=True)  # several chat templates lie in a folder of their own
+        _sync(temporary)
+        durable.publish(temporary, out)
+        is_done = True
     except (OSError, SafetensorError) as error:
-        if held is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise InputError(f"--out {out} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        raise InputError(f"--out {out} cannot be written: {_why(error)}") from error
     finally:
         if held is not None:
+            if not is_done:  # also after Ctrl-C
+                shutil.rmtree(temporary, ignore_errors=True)
             os.close(held)
     return Exported(out, int(found.manifest.metadata["global_steps"]), len(names), total)
 
@@ -121,6 +124,24 @@ def _claimed(temporary: Path, out: Path) -> int:
     for left in temporary.iterdir():
         shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
     return held
+
+
+def _sync(folder: Path) -> None:
+    """Put the files of a folder on the disk. Raises OSError."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            durable.sync_folder(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _why(error: Exception) -> str:
+    """What the system says, and of which file where it is not one of the folder's own."""
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
+        source, _, reason = error.args[0][0]
+        return f"{source}: {reason}"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def compare_reloaded(found: Found, out: Path) -> int:

@@ -6,10 +6,12 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from torch import nn
 
@@ -20,19 +22,57 @@ from plait.train import export as export_module
 from tests.unit.inference.models import saved
 
 
-@pytest.mark.parametrize(
-    "error", [SafetensorError("Error while serializing: No space left on device"), OSError(errno.ENOSPC, "No space left on device", "x")]
-)
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    model = nn.Linear(2, 2, bias=False)
-    reader = mock.Mock(under=lambda start: [("weight", TensorRecord(dtype="float32", shape=(2, 2)))])
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every checkpoint has a model of one tensor."""
+    model: Any = nn.Linear(2, 2, bias=False)
+    model.config = SimpleNamespace(save_pretrained=lambda folder: (folder / "config.json").write_text("{}"))
+    reader = mock.Mock(under=lambda start: [("weight", TensorRecord(dtype="float32", shape=(2, 2)))], read=lambda name: torch.ones(2, 2))
     monkeypatch.setattr(export_module, "require_transformers", mock.Mock())
     monkeypatch.setattr(export_module, "Reader", lambda found: reader)
     monkeypatch.setattr(export_module, "described_model", lambda found: model)
-    monkeypatch.setattr(export_module, "save_file", mock.Mock(side_effect=error))
+
+
+@pytest.mark.parametrize(
+    "error", [SafetensorError("Error while serializing: No space left on device"), OSError(errno.ENOSPC, "No space left on device", "x")]
+)
+@pytest.mark.parametrize("at", ["save_file", "_sync"])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: Exception, at: str) -> None:
+    monkeypatch.setattr(export_module, at, mock.Mock(side_effect=error))
     with pytest.raises(InputError, match=r"--out .*out cannot be written: .*No space left on device"):
         export_module.export(mock.Mock(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), CheckpointError("its bytes have changed")])
+def test_what_ends_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: BaseException) -> None:
+    monkeypatch.setattr(export_module, "save_file", mock.Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        export_module.export(mock.Mock(), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_with_a_folder(tmp_path: Path, small: None) -> None:
+    """Transformers saves several chat templates into one."""
+    templates = tmp_path / "tokenizer" / "additional_chat_templates"
+    templates.mkdir(parents=True)
+    (templates / "tools.jinja").write_text("{{ messages }}")
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    found = mock.Mock()
+    found.manifest.metadata = {"global_steps": 3}
+    assert export_module.export(found, tmp_path / "out", tokenizer=tmp_path / "tokenizer").step == 3
+    out = tmp_path / "out"
+    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert written == {"config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates/tools.jinja"}
+
+
+def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, small: None) -> None:
+    """The message names its file, and not --out alone."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").symlink_to("nothing")
+    with pytest.raises(InputError, match=r"tokenizer/tokenizer.json: .*No such file"):
+        export_module.export(mock.Mock(), tmp_path / "out", tokenizer=tmp_path / "tokenizer")
+    assert not (tmp_path / ".out.tmp").exists()
 
 
 def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
