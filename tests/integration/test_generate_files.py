@@ -108,6 +108,20 @@ def test_another_command_writes_the_answers(folder: Path, tmp_path: Path, capsys
     assert prompts.read_text(encoding="utf-8") == GOOD
 
 
+def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer ones than the kernel takes for an argument, which all users of a machine may read."""
+    long, given = "\u00e9" * 100_000, []
+
+    def launched(words: list[str], _: Any) -> int:
+        given.append((words, json.loads(Path(words[1]).read_text(encoding="utf-8"))))
+        return 0
+
+    monkeypatch.setattr(command.launch, "run", launched)
+    run(folder, "--prompt", "a", "--tp", "2", "--max-new-tokens", "2", "--stop", long)
+    ((words, asked),) = given
+    assert max(map(len, words)) < 1000 and asked["settings"]["stop_strings"] == [long] and not Path(words[1]).parent.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing(
     number: signal.Signals, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

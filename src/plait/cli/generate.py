@@ -15,6 +15,7 @@ from enum import StrEnum
 from io import TextIOWrapper
 from pathlib import Path
 from queue import Empty, Queue
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -205,7 +206,12 @@ def generate_command(
     if prompts is not None and not prompts.resolve().is_file():
         several = f"each of {asked.tp * asked.pp} processes (tp {asked.tp} x pp {asked.pp})"
         raise InputError(f"--prompts {prompts}: can be read once, and {several} reads it; write it to a file first")
-    raise typer.Exit(launch.run(["plait.cli.generate", json.dumps(asdict(asked))], Settings(asked.tp * asked.pp)))
+    with TemporaryDirectory(
+        prefix="plait-generate-"
+    ) as folder:  # a prompt may be longer than an argument of a process, and is nobody else's
+        told = Path(folder) / "asked.json"
+        told.write_text(json.dumps(asdict(asked)), encoding="utf-8")
+        raise typer.Exit(launch.run(["plait.cli.generate", str(told)], Settings(asked.tp * asked.pp)))
 
 
 def _longest(prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn.Module, tokenizer: Any) -> int:
@@ -394,4 +400,4 @@ def _said(first: bool, *, several: bool) -> Iterator[str | None]:
 if __name__ == "__main__":
     from plait.cluster.ending import end_process
 
-    end_process(_process(Asked(**json.loads(sys.argv[1]))))
+    end_process(_process(Asked(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))
