@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from io import TextIOWrapper
 from pathlib import Path
-from queue import Empty, Queue
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from plait.cli import launch
+from plait.cli.chat_lines import lines_said
 from plait.cli.interrupts import ending_in_order
 from plait.cli.launching.settings import Settings
 from plait.cli.options import Adapters, in_panel, one_adapter, refuse_given
@@ -40,7 +36,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 AUTO = "auto"
-SIGN_SECONDS = 20.0
 DEFAULT_TOKENS = 1024
 """Of keys and values of a request, where the command chooses a layout before it knows the prompts (a chat)."""
 
@@ -355,7 +350,7 @@ def _chat(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -
     turns: list[dict[str, str]] = []
     has_template = getattr(tokenizer, "chat_template", None) is not None
     several = asked.tp * asked.pp > 1
-    for said in _said(first, several=several):
+    for said in lines_said(first, several=several):
         box = [said]
         if several:
             dist.broadcast_object_list(box, src=0)
@@ -366,35 +361,6 @@ def _chat(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -
         turns.append({"role": "user", "content": box[0]})
         answer = _answer(asked, sharded, tokenizer, list(turns) if has_template else box[0], first=first)
         turns.append({"role": "assistant", "content": answer})
-
-
-def _said(first: bool, *, several: bool) -> Iterator[str | None]:
-    """Lines of the person; "" on other processes, and at the end. Where others wait for the line (`several`), None now and then while there
-    is none, since a wait that takes long is taken for a hang."""
-    console = Console(stderr=True, highlight=False)
-    while not first:
-        yield ""
-    if isinstance(sys.stdin, TextIOWrapper):  # bytes of another encoding would end the thread that reads, or be no text
-        sys.stdin.reconfigure(errors="replace")
-    asked: Queue[None] = Queue()
-    lines: Queue[str] = Queue()
-
-    def read() -> None:
-        while True:
-            asked.get()
-            lines.put(sys.stdin.readline().strip())
-
-    Thread(target=read, daemon=True).start()
-    while True:
-        if sys.stdin.isatty():
-            console.print("> ", end="")
-        asked.put(None)
-        while True:
-            try:
-                yield lines.get(timeout=SIGN_SECONDS if several else None)
-                break
-            except Empty:
-                yield None
 
 
 if __name__ == "__main__":
