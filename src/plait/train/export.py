@@ -68,14 +68,16 @@ def export(
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     reader = Reader(found)
     reader.verify("full")
-    model = described_model(found)
-    stored = dict(reader.under(START))
-    doubles = {name for group in tied_names(model) for name in sorted(group, key=list(model.state_dict()).index)[1:]}
+    model = described_model(found, dtype=dtype)
+    stored, of_model = dict(reader.under(START)), model.state_dict()
+    doubles = {name for group in tied_names(model) for name in sorted(group, key=list(of_model).index)[1:]}
     names = [name for name in stored if name not in doubles]
-    missing = sorted(set(model.state_dict()) - doubles - set(names))
+    missing = sorted(set(of_model) - doubles - set(names))
     if missing:
         raise CheckpointError(f"{found.path} lacks {len(missing)} tensors of its model, first {missing[0]}")
-    sizes = {name: _bytes(stored[name].shape, dtype or dtype_of(stored[name])) for name in names}
+    # Another dtype is not all tensors': integers stay, and so does what the class keeps in float32.
+    dtypes = {name: of_model[name].dtype if dtype is not None and name in of_model else dtype_of(stored[name]) for name in names}
+    sizes = {name: _bytes(stored[name].shape, dtypes[name]) for name in names}
     total, done = sum(sizes.values()), 0
     temporary = out.with_name(f".{out.name}.tmp")
     held, is_done = None, False
@@ -85,7 +87,7 @@ def export(
         index: dict[str, str] = {}
         for number, members in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {name: _converted(reader.read(f"{START}{name}"), dtype) for name in members}
+            tensors = {name: reader.read(f"{START}{name}").to(dtypes[name]) for name in members}
             save_file(tensors, temporary / file, metadata={"format": "pt"})
             index |= dict.fromkeys(members, file)
             done += sum(sizes[name] for name in members)
@@ -203,10 +205,6 @@ def compare_generated(found: Found, out: Path) -> Compared:
     if differing:
         raise CheckpointError(f"{out}: of {new} greedy tokens, number {differing[0] + 1} differs from that of the checkpoint")
     return Compared(difference, new)
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
