@@ -131,7 +131,7 @@ def test_a_signal_leaves_nothing(
     prompts.write_text(GOOD, encoding="utf-8")
 
     def loaded(*_: Any) -> None:
-        assert (tmp_path / ".out.jsonl.tmp").exists()
+        assert (tmp_path / ".out.jsonl.tmp").exists() and signal.getsignal(number) is not signal.SIG_DFL
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(command, "_loaded", loaded)

@@ -49,6 +49,7 @@ def test_what_is_ignored_stays_ignored() -> None:
 )
 def test_verbs_end_in_order(verb: list[str], inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: Any, **__: Any) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(inner, work)
