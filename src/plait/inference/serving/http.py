@@ -84,22 +84,6 @@ class _Running:
             yield choice, choice.add(told)
 
 
-class _Stream(StreamingResponse):
-    """Frees what the jobs have when it ends, however that is: of a client that is gone before the first event, `_events` never begins, and
-    so does not end either."""
-
-    def __init__(self, running: _Running, client: Request, *, usage: bool) -> None:
-        super().__init__(_events(running, client, usage=usage), media_type="text/event-stream")
-        self._running = running
-
-    async def __call__(self, *connection: Any) -> None:
-        """Send it."""
-        try:
-            await super().__call__(*connection)
-        finally:
-            self._running.cancel()
-
-
 def app_of(served: Served, scheduler: Scheduler) -> FastAPI:
     """The routes of a model."""
     readers = DaemonThreads(READERS, "plait-requests")
@@ -166,7 +150,8 @@ async def _respond(
     except InputError as error:
         raise Refused(str(error), status=503) from None
     if body.stream:
-        return _Stream(running, request, usage=body.stream_options is not None and body.stream_options.include_usage)
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return StreamingResponse(_events(running, request, usage=usage), media_type="text/event-stream")
     try:
         async for _ in running.parts(request):
             pass

@@ -72,6 +72,7 @@ def status_and_text(sent: list[dict[str, Any]]) -> tuple[int, str]:
 
 
 def test_a_client_that_is_gone_before_the_first_event() -> None:
+    """One that is streamed to."""
     jobs = Jobs()
     asyncio.run(asked(app_of(jobs), {"prompt": ["a", "b"], "stream": True}, goes_after=0.0))
     assert len(jobs.jobs) == 2 and all(job.is_cancelled for job in jobs.jobs)
