@@ -66,7 +66,7 @@ object-stores: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh object-stores $(RUN) -m pytest tests/parity/test_object_store.py $(ARGS)
 
 serving: environment
-	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh serving $(RUN) -m pytest tests/integration/test_serve.py $(ARGS)
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh serving $(RUN) -m pytest tests/integration/test_serve.py tests/unit/inference/serving $(ARGS)
 
 bitsandbytes: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh bitsandbytes $(RUN) -m pytest tests/parity/test_quantised_adapters.py $(ARGS)

@@ -19,7 +19,8 @@ from plait.cli import generate as command
 from plait.cli.main import main
 from plait.cluster import ending
 from plait.errors import InputError
-from plait.inference.prompt_file import results_file
+from plait.inference.prompt_file import Line, results_file
+from plait.inference.requests import Generation
 from tests.integration.model_folder import model_folder
 
 GOOD = '{"prompt": "def read"}\n'
@@ -46,6 +47,9 @@ def run(folder: Path, *arguments: str, code: int = 0) -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, [], "line 3 is a conversation, and the tokenizer has no chat template"),
         ({"prompt": "a"}, ["--top-p", "3"], "top_p = 3.0 must be"),
         ({"prompt": "a"}, ["--seed", "-1"], "--seed = '-1'"),
+        ({"prompt": "a"}, ["--seed", str(2**63 - 1)], f"under 2**63; give {2**63 - 2} at most"),
+        ({"prompt": "a", "text": "b"}, [], "line 3: has text, which the answer's would replace in --out; give it another name"),
+        ({"prompt": "a", "finish_reason": "b"}, [], "line 3: has finish_reason, which the answer's would replace"),
     ],
 )
 def test_all_is_checked_before_the_first_answer(
@@ -102,6 +106,67 @@ def test_another_command_writes_the_answers(folder: Path, tmp_path: Path, capsys
     with pytest.raises(InputError, match="symbolic links; give a file"), results_file(tmp_path / "other"):
         pass
     assert prompts.read_text(encoding="utf-8") == GOOD
+
+
+def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer ones than the kernel takes for an argument, which all users of a machine may read."""
+    long, given = "\u00e9" * 100_000, []
+
+    def launched(words: list[str], _: Any) -> int:
+        given.append((words, json.loads(Path(words[1]).read_text(encoding="utf-8"))))
+        return 0
+
+    monkeypatch.setattr(command.launch, "run", launched)
+    run(folder, "--prompt", "a", "--tp", "2", "--max-new-tokens", "2", "--stop", long)
+    ((words, asked),) = given
+    assert max(map(len, words)) < 1000 and asked["settings"]["stop_strings"] == [long] and not Path(words[1]).parent.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(
+    number: signal.Signals, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the model is loaded, with the file of answers begun."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(GOOD, encoding="utf-8")
+
+    def loaded(*_: Any) -> None:
+        assert (tmp_path / ".out.jsonl.tmp").exists() and signal.getsignal(number) is not signal.SIG_DFL
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(command, "_loaded", loaded)
+    before = signal.getsignal(number)
+    run(folder, "--prompts", str(prompts), "--out", str(out), code=128 + number)
+    assert list(tmp_path.iterdir()) == [prompts] and signal.getsignal(number) is before
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some say so only when what was written has to be on them."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match="out: No space left on device"), results_file(tmp_path / "out"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_another_program_has_made_meanwhile(tmp_path: Path) -> None:
+    """It is left as it is, and so are the answers."""
+    out, kept = tmp_path / "out", tmp_path / ".out.tmp"
+    made = Generation([1], [2], [-0.5], "stop", "b")
+
+    def write_both() -> None:
+        with results_file(out) as write:
+            write([Line("a", {"prompt": "a"}, "line 1")], [made])
+            out.write_text("of another program", encoding="utf-8")
+
+    with pytest.raises(InputError, match="another program has made it meanwhile; the answers are in .*out.tmp: rename"):
+        write_both()
+    assert out.read_text(encoding="utf-8") == "of another program"
+    assert json.loads(kept.read_text(encoding="utf-8")) == {"prompt": "a", "text": "b", "token_ids": [2], "finish_reason": "stop"}
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EPIPE, 128 + signal.SIGPIPE), (errno.ENOSPC, 1)])

@@ -245,6 +245,24 @@ def test_sigterm(folder: Path, tmp_path: Path, server: Running) -> None:
     assert not (said := other.process.stderr.read()), said
 
 
+@pytest.mark.proof
+def test_sigterm_under_load(folder: Path, server: Running) -> None:
+    """What runs after the grace is told so, in a stream and without; a body that does not come gets an answer; the log has no traceback."""
+    other = started(folder, "--batch-size", "1")
+    body = {"prompt": ["def read"] * 400, "max_tokens": 240, "temperature": 1.0}
+    with ThreadPoolExecutor(2) as pool, socket.create_connection(("127.0.0.1", other.port)) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{")
+        asked = [pool.submit(other.post, {**body, "stream": stream}) for stream in (False, True)]
+        wait_until(lambda: other.running() == 1)
+        other.process.send_signal(signal.SIGTERM)
+        (plain, said), (_, events) = (one.result() for one in asked)
+        assert plain == 500 and "the server was stopped" in said["error"]["message"] and "the server was stopped" in events
+        half.settimeout(20)
+        assert half.recv(4096).startswith(b"HTTP/1.1 503")
+    assert other.process.wait(30) == 0 and other.process.stderr is not None
+    assert "Traceback" not in (log := other.process.stderr.read()), log
+
+
 def test_an_adapter(folder: Path, tmp_path: Path, server: Running) -> None:
     adapter = adapter_of(folder, tmp_path / "adapter")
     body = {"prompt": "def read", "max_tokens": 8, "temperature": 0}

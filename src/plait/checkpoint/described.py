@@ -8,10 +8,12 @@ from torch import nn
 from plait import exact
 from plait.checkpoint.folder import Found
 from plait.errors import CheckpointError
+from plait.model.float32 import keep_in_float32
 
 
 def described_model(found: Found, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """On meta, in `dtype` or the configuration's. Raises CheckpointError for a checkpoint that `plait train` did not write."""
+    """On meta, in `dtype` or the configuration's, but for what its class keeps in float32. Raises CheckpointError for a checkpoint that
+    `plait train` did not write."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     client = exact.decode(found.manifest.metadata.get("client_state"), where="client_state")
@@ -24,4 +26,6 @@ def described_model(found: Found, *, dtype: torch.dtype | None = None) -> nn.Mod
     fields = {name.removeprefix("model."): value for name, value in identity.items() if name.startswith("model.") and name != "model.dtype"}
     config = AutoConfig.for_model(fields.pop("model_type"), **{name: value for name, value in fields.items() if value is not None})
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    keep_in_float32(model, dtype or config.dtype)
+    return model

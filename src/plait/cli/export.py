@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from plait.cli.interrupts import ending_in_order
 from plait.cli.progress import progress_bar
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -51,7 +52,7 @@ def export_command(
     found = open_one(place_of(source, "FOLDER"))
     above = (Path(source), *found.path.parents) if isinstance(found.path, Path) else ()
     run = next((folder for folder in above if (folder / "tokenizer").is_dir()), None)
-    with progress_bar(f"export {found.path.name}") as progress:
+    with ending_in_order(), progress_bar(f"export {found.path.name}") as progress:
         done = export(
             found,
             out,

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from io import TextIOWrapper
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from plait.cli import launch
+from plait.cli.chat_lines import lines_said
+from plait.cli.interrupts import ending_in_order
 from plait.cli.launching.settings import Settings
 from plait.cli.options import Adapters, in_panel, one_adapter, refuse_given
 from plait.cli.progress import progress_bar
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 AUTO = "auto"
-SIGN_SECONDS = 20.0
 DEFAULT_TOKENS = 1024
 """Of keys and values of a request, where the command chooses a layout before it knows the prompts (a chat)."""
 
@@ -140,6 +137,8 @@ def generate_command(
     if out is not None and not out.parent.is_dir():
         raise InputError(f"--out {out}: {out.parent} is no folder; make it first, or give a file in one that is there")
     lines = read_prompts(prompts) if prompts is not None else []
+    if seed is not None and seed > (last := (1 << 63) - max(len(lines), 1)):
+        raise InputError(f"--seed {seed}: each prompt has the next number, and the last must be under 2**63; give {last} at most")
     source = open_source(model, one_adapter(adapter))
     if canonical and quant is not Quant.none:
         raise InputError(f"--canonical: is not proven with --quant {quant.value}; leave one of them out")
@@ -202,7 +201,12 @@ def generate_command(
     if prompts is not None and not prompts.resolve().is_file():
         several = f"each of {asked.tp * asked.pp} processes (tp {asked.tp} x pp {asked.pp})"
         raise InputError(f"--prompts {prompts}: can be read once, and {several} reads it; write it to a file first")
-    raise typer.Exit(launch.run(["plait.cli.generate", json.dumps(asdict(asked))], Settings(asked.tp * asked.pp)))
+    with TemporaryDirectory(
+        prefix="plait-generate-"
+    ) as folder:  # a prompt may be longer than an argument of a process, and is nobody else's
+        told = Path(folder) / "asked.json"
+        told.write_text(json.dumps(asdict(asked)), encoding="utf-8")
+        raise typer.Exit(launch.run(["plait.cli.generate", str(told)], Settings(asked.tp * asked.pp)))
 
 
 def _longest(prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn.Module, tokenizer: Any) -> int:
@@ -252,22 +256,27 @@ def _process(asked: Asked) -> int:
 
 
 def _answers(asked: Asked, source: Source, tokenizer: Any, lines: list[Line]) -> int:
-    """On each process."""
-    from plait.inference.prompt_file import results_file
-
+    """On each process. Signals end the first in order, as it alone has files: the answers, and layers that are written to be streamed."""
     first = place().rank == 0
-    if asked.out is None:
+    with ending_in_order() if first else nullcontext():
+        if asked.out is not None:
+            return _answer_file(asked, source, tokenizer, lines, Path(asked.out), first=first)
         with closing(_loaded(asked, source)) as sharded:
             if asked.prompt is not None:
                 _answer(asked, sharded, tokenizer, asked.prompt, first=first)
             else:
                 _chat(asked, sharded, tokenizer, first=first)
-        return 0
-    to = results_file(Path(asked.out)) if first else nullcontext(lambda lines, made: None)
+    return 0
+
+
+def _answer_file(asked: Asked, source: Source, tokenizer: Any, lines: list[Line], out: Path, *, first: bool) -> int:
+    from plait.inference.prompt_file import results_file
+
+    to = results_file(out) if first else nullcontext(lambda lines, made: None)
     with to as write, closing(_loaded(asked, source)) as sharded:
         count = _answer_lines(asked, sharded, tokenizer, lines, write)
     if first:
-        print(f"wrote {asked.out}: {len(lines)} answers, {count:,} tokens", file=sys.stderr)
+        print(f"wrote {out}: {len(lines)} answers, {count:,} tokens", file=sys.stderr)
     return 0
 
 
@@ -341,7 +350,7 @@ def _chat(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -
     turns: list[dict[str, str]] = []
     has_template = getattr(tokenizer, "chat_template", None) is not None
     several = asked.tp * asked.pp > 1
-    for said in _said(first, several=several):
+    for said in lines_said(first, several=several):
         box = [said]
         if several:
             dist.broadcast_object_list(box, src=0)
@@ -354,36 +363,7 @@ def _chat(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -
         turns.append({"role": "assistant", "content": answer})
 
 
-def _said(first: bool, *, several: bool) -> Iterator[str | None]:
-    """Lines of the person; "" on other processes, and at the end. Where others wait for the line (`several`), None now and then while there
-    is none, since a wait that takes long is taken for a hang."""
-    console = Console(stderr=True, highlight=False)
-    while not first:
-        yield ""
-    if isinstance(sys.stdin, TextIOWrapper):  # bytes of another encoding would end the thread that reads, or be no text
-        sys.stdin.reconfigure(errors="replace")
-    asked: Queue[None] = Queue()
-    lines: Queue[str] = Queue()
-
-    def read() -> None:
-        while True:
-            asked.get()
-            lines.put(sys.stdin.readline().strip())
-
-    Thread(target=read, daemon=True).start()
-    while True:
-        if sys.stdin.isatty():
-            console.print("> ", end="")
-        asked.put(None)
-        while True:
-            try:
-                yield lines.get(timeout=SIGN_SECONDS if several else None)
-                break
-            except Empty:
-                yield None
-
-
 if __name__ == "__main__":
     from plait.cluster.ending import end_process
 
-    end_process(_process(Asked(**json.loads(sys.argv[1]))))
+    end_process(_process(Asked(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from plait.cli.interrupts import ending_in_order
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -22,7 +24,8 @@ def import_command(
     cannot be read."""
     from plait.checkpoint.foreign.convert import convert
 
-    done = convert(source, out, tag=tag)
+    with ending_in_order():  # the process that reads ends too
+        done = convert(source, out, tag=tag)
     typer.echo(f"wrote {done.checkpoint}: {done.kind}, step {done.steps:,}, {done.tensors} tensors and {done.states} states")
     for what in done.left_out:
         typer.echo(f"not taken over: {what}")

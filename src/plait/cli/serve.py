@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from plait.cli.interrupts import ending_in_order
 from plait.cli.options import Adapters, in_panel, one_adapter
 from plait.errors import InputError
 
@@ -110,17 +111,18 @@ def serve_command(
         raise InputError("--scratch: holds layers that are written anew to be streamed, and none are; leave it out")
     on = listening(port)  # before minutes of loading
     print(found.why, file=sys.stderr)
-    if found.budget_bytes is None:
-        sharded = load_model(source, dtype=kind, quant=form)
-    else:
-        of = {name: getattr(found, name) for name in ("budget_bytes", "other_bytes", "host_bytes")}
-        sharded, _ = load_streamed(source, **of, dtype=kind, quant=form, scratch=scratch)
+    with ending_in_order():
+        if found.budget_bytes is None:
+            sharded = load_model(source, dtype=kind, quant=form)
+        else:
+            of = {name: getattr(found, name) for name in ("budget_bytes", "other_bytes", "host_bytes")}
+            sharded, _ = load_streamed(source, **of, dtype=kind, quant=form, scratch=scratch)
     name = served_model_name or model.resolve().name
     scheduler = Scheduler(sharded, tokenizer, at_once=batch_size, waiting=max_waiting, offload_cache=offload_cache)
     scheduler.start()
     try:
         print(f"http://127.0.0.1:{on.getsockname()[1]}/v1 has {name!r}, {batch_size} requests of {most:,} tokens at once", file=sys.stderr)
-        serve(app_of(Served(name, sharded.model, tokenizer, most), scheduler), on)
+        serve(app_of(Served(name, sharded.model, tokenizer, most), scheduler), on, scheduler)
     finally:
         scheduler.stop()
         sharded.close()

@@ -16,6 +16,8 @@ from plait.inference.requests import Generation, is_turn
 
 KEYS = ("prompt", "token_ids", "messages")
 """One of them is in every line: a text, a list of token ids, or a conversation."""
+ADDED = ("text", "finish_reason")
+"""What a line of the answers has besides, and `token_ids`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ def _line(row: str, where: str) -> Line:
         raise InputError(f"{where}: is not JSON: {error}") from None
     if not isinstance(fields, dict) or len(given := [key for key in KEYS if key in fields]) != 1:
         raise InputError(f"{where}: needs exactly one of {', '.join(KEYS)}")
+    if taken := [key for key in ADDED if key in fields]:
+        raise InputError(f"{where}: has {taken[0]}, which the answer's would replace in --out; give it another name")
     prompt, key = fields[given[0]], given[0]
     right = {
         "prompt": isinstance(prompt, str),
@@ -69,10 +73,10 @@ Write = Callable[[Sequence[Line], Sequence[Generation]], None]
 
 @contextmanager
 def results_file(path: Path) -> Iterator[Write]:
-    """A function that adds lines; the file has its name when all are written. Raises InputError where it cannot be, and where another
-    command writes it."""
+    """A function that adds lines; the file has its name when all are written, and on the disk. Raises InputError where it cannot be, where
+    another command writes it, and where another program has made a file of that name meanwhile: that is left as it is."""
     temporary = path.with_name(f".{path.name}.tmp")
-    file = _opened(temporary, path)
+    file, is_done = _opened(temporary, path), False
 
     def add(lines: Sequence[Line], made: Sequence[Generation]) -> None:
         with _told_of(path):
@@ -86,10 +90,16 @@ def results_file(path: Path) -> Iterator[Write]:
     try:
         yield add
         with _told_of(path):
+            os.fsync(file.fileno())  # some disks are full only here
+        is_done = True
+        if path.exists():
+            raise InputError(f"--out {path}: another program has made it meanwhile; the answers are in {temporary}: rename that file")
+        with _told_of(path):
             temporary.rename(path)
     except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if not is_done:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         raise
     finally:
         with suppress(OSError):  # of what could not be written before

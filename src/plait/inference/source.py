@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -22,6 +21,7 @@ from plait.errors import CheckpointError, InputError, first_line
 from plait.inference.adapters import Adapter, base_folder, is_adapter_folder, open_adapter
 from plait.inference.stored import stored_tensors
 from plait.model.described import require_transformers
+from plait.model.float32 import keep_in_float32
 from plait.model.tied import tied_names
 from plait.sharded.assemble import Filler
 from plait.sharded.load_weights import INDEX, SINGLE, load_weights, opened, weight_files
@@ -161,7 +161,7 @@ def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) ->
                 f"--model {config}: {type(model).__name__} makes {real[0]} with values, wherever it is built, so that no folder of it can "
                 "be read without memory for all of it; load it with Transformers in Python, and use plait.parallelize and plait.generate"
             )
-        _keep_in_float32(model, dtype or found.dtype)
+        keep_in_float32(model, dtype or found.dtype)
         return model
     except CheckpointError:
         raise
@@ -181,19 +181,6 @@ def _dtype_of_weights(folder: Path) -> torch.dtype | None:
     with opened(path) as file:  # for the order of names
         found = [tensors[name].dtype for name in file.keys()]  # noqa: SIM118 - it is no dict
     return next((one for one in found if one is not None and one.is_floating_point), None)
-
-
-def _keep_in_float32(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """The parameters and buffers that a family's class keeps in it where all others are of 16 bits, as norms of GPT-OSS in float16."""
-    always: Any = getattr(model, "_keep_in_fp32_modules_strict", None)
-    in_float16: Any = getattr(model, "_keep_in_fp32_modules", None)
-    names = {*(always or ()), *((in_float16 if dtype == torch.float16 else None) or ())}
-    if not names or dtype not in (torch.float16, torch.bfloat16):
-        return
-    kept = re.compile("|".join(name.replace("*", ".*") for name in sorted(names)))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if kept.search(name) and tensor.is_floating_point():
-            tensor.data = tensor.data.float()
 
 
 def is_of_transformers(folder: Path) -> bool:

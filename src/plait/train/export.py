@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from plait.checkpoint import durable
 from plait.checkpoint.described import described_model
 from plait.checkpoint.folder import Found
 from plait.checkpoint.load import Reader
@@ -67,24 +68,26 @@ def export(
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     reader = Reader(found)
     reader.verify("full")
-    model = described_model(found)
-    stored = dict(reader.under(START))
-    doubles = {name for group in tied_names(model) for name in sorted(group, key=list(model.state_dict()).index)[1:]}
+    model = described_model(found, dtype=dtype)
+    stored, of_model = dict(reader.under(START)), model.state_dict()
+    doubles = {name for group in tied_names(model) for name in sorted(group, key=list(of_model).index)[1:]}
     names = [name for name in stored if name not in doubles]
-    missing = sorted(set(model.state_dict()) - doubles - set(names))
+    missing = sorted(set(of_model) - doubles - set(names))
     if missing:
         raise CheckpointError(f"{found.path} lacks {len(missing)} tensors of its model, first {missing[0]}")
-    sizes = {name: _bytes(stored[name].shape, dtype or dtype_of(stored[name])) for name in names}
+    # Another dtype is not all tensors': integers stay, and so does what the class keeps in float32.
+    dtypes = {name: of_model[name].dtype if dtype is not None and name in of_model else dtype_of(stored[name]) for name in names}
+    sizes = {name: _bytes(stored[name].shape, dtypes[name]) for name in names}
     total, done = sum(sizes.values()), 0
     temporary = out.with_name(f".{out.name}.tmp")
-    held: int | None = None
+    held, is_done = None, False
     try:
         held = _claimed(temporary, out)
         files = _files(sizes, file_bytes)
         index: dict[str, str] = {}
         for number, members in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {name: _converted(reader.read(f"{START}{name}"), dtype) for name in members}
+            tensors = {name: reader.read(f"{START}{name}").to(dtypes[name]) for name in members}
             save_file(tensors, temporary / file, metadata={"format": "pt"})
             index |= dict.fromkeys(members, file)
             done += sum(sizes[name] for name in members)
@@ -97,15 +100,17 @@ def export(
         settings.dtype = dtype or dtype_of(stored[names[0]])
         settings.use_cache = True
         settings.save_pretrained(temporary)
-        for path in tokenizer.iterdir() if tokenizer is not None and tokenizer.is_dir() else ():
-            shutil.copy2(path, temporary / path.name)
-        temporary.rename(out)
+        if tokenizer is not None and tokenizer.is_dir():
+            shutil.copytree(tokenizer, temporary, dirs_exist_ok=True)  # several chat templates lie in a folder of their own
+        _sync(temporary)
+        durable.publish(temporary, out)
+        is_done = True
     except (OSError, SafetensorError) as error:
-        if held is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise InputError(f"--out {out} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        raise InputError(f"--out {out} cannot be written: {_why(error)}") from error
     finally:
         if held is not None:
+            if not is_done:  # also after Ctrl-C
+                shutil.rmtree(temporary, ignore_errors=True)
             os.close(held)
     return Exported(out, int(found.manifest.metadata["global_steps"]), len(names), total)
 
@@ -121,6 +126,24 @@ def _claimed(temporary: Path, out: Path) -> int:
     for left in temporary.iterdir():
         shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
     return held
+
+
+def _sync(folder: Path) -> None:
+    """Put the files of a folder on the disk. Raises OSError."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            durable.sync_folder(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _why(error: Exception) -> str:
+    """What the system says, and of which file where it is not one of the folder's own."""
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
+        source, _, reason = error.args[0][0]
+        return f"{source}: {reason}"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def compare_reloaded(found: Found, out: Path) -> int:
@@ -182,10 +205,6 @@ def compare_generated(found: Found, out: Path) -> Compared:
     if differing:
         raise CheckpointError(f"{out}: of {new} greedy tokens, number {differing[0] + 1} differs from that of the checkpoint")
     return Compared(difference, new)
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

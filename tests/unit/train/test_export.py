@@ -6,13 +6,17 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
+from plait.checkpoint import described
 from plait.checkpoint.windows import TensorRecord
 from plait.errors import CheckpointError, InputError
 from plait.inference.source import open_source
@@ -20,19 +24,99 @@ from plait.train import export as export_module
 from tests.unit.inference.models import saved
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every checkpoint has a model of one tensor."""
+    model: Any = nn.Linear(2, 2, bias=False)
+    model.config = SimpleNamespace(save_pretrained=lambda folder: (folder / "config.json").write_text("{}"))
+    reader = mock.Mock(under=lambda start: [("weight", TensorRecord(dtype="float32", shape=(2, 2)))], read=lambda name: torch.ones(2, 2))
+    monkeypatch.setattr(export_module, "require_transformers", mock.Mock())
+    monkeypatch.setattr(export_module, "Reader", lambda found: reader)
+    monkeypatch.setattr(export_module, "described_model", lambda found, **_: model)
+
+
 @pytest.mark.parametrize(
     "error", [SafetensorError("Error while serializing: No space left on device"), OSError(errno.ENOSPC, "No space left on device", "x")]
 )
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    model = nn.Linear(2, 2, bias=False)
-    reader = mock.Mock(under=lambda start: [("weight", TensorRecord(dtype="float32", shape=(2, 2)))])
-    monkeypatch.setattr(export_module, "require_transformers", mock.Mock())
-    monkeypatch.setattr(export_module, "Reader", lambda found: reader)
-    monkeypatch.setattr(export_module, "described_model", lambda found: model)
-    monkeypatch.setattr(export_module, "save_file", mock.Mock(side_effect=error))
+@pytest.mark.parametrize("at", ["save_file", "_sync"])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: Exception, at: str) -> None:
+    monkeypatch.setattr(export_module, at, mock.Mock(side_effect=error))
     with pytest.raises(InputError, match=r"--out .*out cannot be written: .*No space left on device"):
         export_module.export(mock.Mock(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), CheckpointError("its bytes have changed")])
+def test_what_ends_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: BaseException) -> None:
+    monkeypatch.setattr(export_module, "save_file", mock.Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        export_module.export(mock.Mock(), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+class Router(nn.Module):
+    """With what no other dtype is for: a bias that its class keeps in float32, and a number."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, dtype=torch.bfloat16, device="meta"))
+        self.register_buffer("bias", torch.empty(2, device="meta"))
+        self.register_buffer("count", torch.empty(2, dtype=torch.int64, device="meta"))
+        self.config = SimpleNamespace(save_pretrained=lambda folder: None)
+
+
+def test_another_dtype_is_not_all_tensors(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"weight": torch.tensor([0.1, 1]), "bias": torch.tensor([0.1, 1]), "count": torch.tensor([1_000_001, 1])}
+    records = [(name, TensorRecord(dtype=str(one.dtype).removeprefix("torch."), shape=(2,))) for name, one in kept.items()]
+    reader = mock.Mock(under=lambda start: records, read=lambda name: kept[name.removeprefix(export_module.START)])
+    monkeypatch.setattr(export_module, "Reader", lambda found: reader)
+    monkeypatch.setattr(export_module, "described_model", lambda found, dtype: Router())
+    found = mock.Mock()
+    found.manifest.metadata = {"global_steps": 3}
+    done = export_module.export(found, tmp_path / "out", dtype=torch.bfloat16)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: one.dtype for name, one in written.items()} == {
+        "weight": torch.bfloat16,
+        "bias": torch.float32,
+        "count": torch.int64,
+    }
+    assert torch.equal(written["bias"], kept["bias"]) and torch.equal(written["count"], kept["count"]) and done.size == 4 + 8 + 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_checkpoints_model_keeps_its_classs_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    more = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "vocab_size": 32}
+    identity = {
+        f"model.{name}": value for name, value in {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, **sizes, **more}.items()
+    }
+    monkeypatch.setattr(described.exact, "decode", lambda *_, **__: {"identity": identity})
+    model = described.described_model(mock.Mock(), dtype=dtype)
+    found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert found["model.layers.0.mlp.gate.e_score_correction_bias"] == torch.float32 and found["model.norm.weight"] == dtype
+
+
+def test_a_tokenizer_with_a_folder(tmp_path: Path, small: None) -> None:
+    """Transformers saves several chat templates into one."""
+    templates = tmp_path / "tokenizer" / "additional_chat_templates"
+    templates.mkdir(parents=True)
+    (templates / "tools.jinja").write_text("{{ messages }}")
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    found = mock.Mock()
+    found.manifest.metadata = {"global_steps": 3}
+    assert export_module.export(found, tmp_path / "out", tokenizer=tmp_path / "tokenizer").step == 3
+    out = tmp_path / "out"
+    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert written == {"config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates/tools.jinja"}
+
+
+def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, small: None) -> None:
+    """The message names its file, and not --out alone."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").symlink_to("nothing")
+    with pytest.raises(InputError, match=r"tokenizer/tokenizer.json: .*No such file"):
+        export_module.export(mock.Mock(), tmp_path / "out", tokenizer=tmp_path / "tokenizer")
+    assert not (tmp_path / ".out.tmp").exists()
 
 
 def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

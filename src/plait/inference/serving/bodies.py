@@ -64,6 +64,14 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
 
 
+StopString = Annotated[str, Field(min_length=1)]
+RULES = {
+    "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "must be a text of one character or more, or a list of such texts",
+}
+"""Of fields that take values of several types; pydantic's message is on one of them."""
+
+
 class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
@@ -79,7 +87,7 @@ class Body(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    stop: str | list[str] | None = None
+    stop: StopString | list[StopString] | None = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -104,6 +112,11 @@ class CompletionBody(Body):
 
     prompt: str | list[str] | list[int] | list[list[int]]
 
+    @property
+    def count(self) -> int:
+        """Of prompts."""
+        return 1 if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)) else len(self.prompt)
+
 
 class _Turn(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -117,6 +130,11 @@ class ChatBody(Body):
 
     messages: Annotated[list[_Turn], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def count(self) -> int:
+        """Of prompts."""
+        return 1
 
     @property
     def conversation(self) -> list[dict[str, str]]:
@@ -143,6 +161,8 @@ def read_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> Comple
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = str(first["loc"][0]) if first["loc"] else None
+        if field in RULES and field in fields:
+            raise Refused(f"{field} = {json.dumps(fields[field])[:80]} {RULES[field]}", field=field) from None
         where = ".".join(map(str, first["loc"])) or "the body"
         raise Refused(f"{where}: {first['msg']}", field=field) from None
 
@@ -196,6 +216,9 @@ def asked_of(body: CompletionBody | ChatBody, served: Served) -> list[Asked]:
         raise Refused(f"{len(body.stops)} stop strings, and {MOST_STOPS} may be given", field="stop")
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 63:
         raise Refused("seed must be a number of 64 bits", field="seed")
+    if isinstance(body, ChatBody) and None not in (limits := {body.max_completion_tokens, body.max_tokens}) and len(limits) > 1:
+        rule = "are two limits; give max_completion_tokens alone"
+        raise Refused(f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} {rule}", field="max_tokens")
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     try:
         if isinstance(body, ChatBody):

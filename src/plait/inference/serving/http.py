@@ -6,6 +6,8 @@ import asyncio
 import json
 import signal
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,8 +20,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from plait.errors import InputError
+from plait.inference.daemon_threads import DaemonThreads
 from plait.inference.serving.answers import Answer, Choice, StoppedText
-from plait.inference.serving.bodies import MOST_BODY, ChatBody, CompletionBody, Endpoint, Refused, Served, asked_of, read_body
+from plait.inference.serving.bodies import MOST_BODY, Asked, ChatBody, CompletionBody, Endpoint, Refused, Served, asked_of, read_body
 from plait.inference.serving.job import Job, Told
 from plait.inference.serving.scheduler import Full, Scheduler
 
@@ -27,12 +30,19 @@ LOOK_SECONDS = 0.25
 """How often it is asked whether a client that is not streamed to is still there."""
 GRACE_SECONDS = 10
 """For requests that run when the server is told to end."""
+ANSWER_SECONDS = 2
+"""More, for telling those that still run then."""
+READERS = 4
+"""Threads that make token ids of bodies. One of 16 MiB takes a minute, in which other clients are answered."""
 
 
 class _Running:
     """The jobs of one body, whose tokens come from the scheduler's thread."""
 
-    def __init__(self, body: CompletionBody | ChatBody, endpoint: Endpoint, served: Served, scheduler: Scheduler) -> None:
+    def __init__(
+        self, asked: list[Asked], body: CompletionBody | ChatBody, endpoint: Endpoint, served: Served, scheduler: Scheduler
+    ) -> None:
+        """`asked`: of the body. Raises InputError where they cannot wait."""
         loop, self._told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Told]]()
 
         def teller(index: int) -> Any:
@@ -42,16 +52,10 @@ class _Running:
 
             return tell
 
-        asked = asked_of(body, served)
         self._jobs = [Job(one.request, one.settings, teller(index)) for index, one in enumerate(asked)]
         choices = [Choice(index, StoppedText(served.tokenizer, body.stops), len(one.request.token_ids)) for index, one in enumerate(asked)]
         self.answer = Answer(endpoint, served.name, choices)
-        try:
-            scheduler.submit(*self._jobs)
-        except Full as error:
-            raise Refused(str(error), status=429) from None
-        except InputError as error:
-            raise Refused(str(error), status=503) from None
+        scheduler.submit(*self._jobs)
 
     def cancel(self) -> None:
         """Nobody waits for the answer."""
@@ -60,14 +64,16 @@ class _Running:
 
     async def parts(self, client: Request) -> AsyncIterator[tuple[Choice, str] | None]:
         """(choice, new text) until all have ended; None now and then. Raises Refused where one fails."""
-        left = len(self._jobs)
+        left, look_at = len(self._jobs), 0.0
         while left:
-            try:
-                index, told = await asyncio.wait_for(self._told.get(), LOOK_SECONDS)
-            except TimeoutError:
+            if time.monotonic() >= look_at:  # also while tokens come faster than that
                 if await client.is_disconnected():
                     self.cancel()
                     return
+                look_at = time.monotonic() + LOOK_SECONDS
+            try:
+                index, told = await asyncio.wait_for(self._told.get(), LOOK_SECONDS)
+            except TimeoutError:
                 yield None
                 continue
             if told.error:
@@ -80,6 +86,7 @@ class _Running:
 
 def app_of(served: Served, scheduler: Scheduler) -> FastAPI:
     """The routes of a model."""
+    readers = DaemonThreads(READERS, "plait-requests")
     app = FastAPI(title="plait serve", openapi_url=None, docs_url=None, redoc_url=None)
     # A page that a browser shows may send requests to loopback under a name of its own.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", "testserver"])
@@ -109,18 +116,18 @@ def app_of(served: Served, scheduler: Scheduler) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _respond(request, CompletionBody, "completion", served, scheduler)
+        body = await _body(request, CompletionBody)
+        return await _respond(request, body, "completion", served, scheduler, readers)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _respond(request, ChatBody, "chat", served, scheduler)
+        body = await _body(request, ChatBody)
+        return await _respond(request, body, "chat", served, scheduler, readers)
 
     return app
 
 
-async def _respond(
-    request: Request, kind: type[CompletionBody] | type[ChatBody], endpoint: Endpoint, served: Served, scheduler: Scheduler
-) -> Response:
+async def _body(request: Request, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise Refused("the body must be sent as application/json", status=415)
     raw = bytearray()
@@ -128,8 +135,20 @@ async def _respond(
         raw += chunk
         if len(raw) > MOST_BODY:
             break
-    body = read_body(bytes(raw), kind)
-    running = _Running(body, endpoint, served, scheduler)
+    return read_body(bytes(raw), kind)
+
+
+async def _respond(
+    request: Request, body: CompletionBody | ChatBody, endpoint: Endpoint, served: Served, scheduler: Scheduler, readers: DaemonThreads
+) -> Response:
+    try:
+        scheduler.check_count(body.count)
+        asked = await asyncio.wrap_future(readers.submit(asked_of, body, served))
+        running = _Running(asked, body, endpoint, served, scheduler)
+    except Full as error:
+        raise Refused(str(error), status=429) from None
+    except InputError as error:
+        raise Refused(str(error), status=503) from None
     if body.stream:
         usage = body.stream_options is not None and body.stream_options.include_usage
         return StreamingResponse(_events(running, request, usage=usage), media_type="text/event-stream")
@@ -163,8 +182,49 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
+class _UntilTheEnd:
+    """An app whose requests uvicorn cancels when they have had their time: bodies that have not come, and clients that do not read. They
+    get an answer where there was none, and the log gets no traceback."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One request."""
+        has_begun = False
+
+        async def sent(message: Any) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        except asyncio.CancelledError:
+            if not has_begun:
+                error = Refused("the server was stopped", status=503)
+                await JSONResponse(error.body, status_code=error.status)(scope, receive, send)
+
+
 class _Server(uvicorn.Server):
     """Ends by itself on SIGTERM and Ctrl-C, with exit code 0: uvicorn's would end the process by the signal."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
+        super().__init__(config)
+        self._scheduler = scheduler
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Requests that still run after GRACE_SECONDS are told so; uvicorn alone would break their connections."""
+
+        async def stop() -> None:
+            await asyncio.sleep(GRACE_SECONDS)
+            threading.Thread(target=self._scheduler.stop, daemon=True).start()  # it waits for a forward to end
+
+        late = asyncio.create_task(stop())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
 
     @contextmanager
     def capture_signals(self) -> Any:
@@ -190,7 +250,8 @@ def listening(port: int) -> socket.socket:
     return made
 
 
-def serve(app: FastAPI, on: socket.socket) -> None:
-    """Until SIGTERM or Ctrl-C. Requests that run get `GRACE_SECONDS`."""
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_SECONDS, access_log=False)
-    _Server(config).run(sockets=[on])
+def serve(app: FastAPI, on: socket.socket, scheduler: Scheduler) -> None:
+    """Until SIGTERM or Ctrl-C. Requests that run get `GRACE_SECONDS`, and then an error."""
+    most = GRACE_SECONDS + ANSWER_SECONDS
+    config = uvicorn.Config(_UntilTheEnd(app), log_level="warning", lifespan="off", timeout_graceful_shutdown=most, access_log=False)
+    _Server(config, scheduler).run(sockets=[on])

@@ -52,9 +52,15 @@ class Scheduler:
         """Begin to decode."""
         self._thread.start()
 
+    def check_count(self, jobs: int) -> None:
+        """Raise Full for more jobs of one request than may wait, before anything is computed for them."""
+        if jobs > self._most_waiting:
+            raise Full(f"{jobs:,} prompts in one request, and {self._most_waiting:,} may wait; send fewer at once")
+
     def submit(self, *jobs: Job) -> None:
         """All or none of them. Raises Full where too many wait, InputError where the server is stopping, or one is too long to be
         decoded with others."""
+        self.check_count(len(jobs))
         for job in jobs:
             refuse_served(self._rope, job.request.most_seen)
         with self._changed:
@@ -63,8 +69,6 @@ class Scheduler:
             if len(self._waiting) + len(jobs) > self._most_waiting:
                 self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
             if len(self._waiting) + len(jobs) > self._most_waiting:
-                if len(jobs) > self._most_waiting:
-                    raise Full(f"{len(jobs):,} prompts in one request, and {self._most_waiting:,} may wait; send fewer at once")
                 raise Full(f"{len(self._waiting)} requests wait, and {self._most_waiting} may; try again later")
             self._waiting.extend(jobs)
             self._changed.notify()

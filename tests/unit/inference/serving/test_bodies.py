@@ -40,7 +40,15 @@ def test_defaults_and_prompts(served: Served) -> None:
     ("fields", "words", "field"),
     [
         ({}, "prompt: Field required", "prompt"),
-        ({"prompt": 5}, "prompt", "prompt"),
+        ({"prompt": 5}, "prompt = 5 must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt"),
+        ({"prompt": ["a", [1]]}, "must be a text, a list of texts, a list of token ids", "prompt"),
+        ({"prompt": "a", "stop": ""}, 'stop = "" must be a text of one character or more, or a list of such texts', "stop"),
+        ({"prompt": "a", "stop": ["b", None]}, "must be a text of one character or more", "stop"),
+        (
+            {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "max_completion_tokens": 4},
+            "max_tokens = 3 and max_completion_tokens = 4 are two limits; give max_completion_tokens alone",
+            "max_tokens",
+        ),
         ({"prompt": []}, "prompt: there is none", "prompt"),
         ({"prompt": ""}, "prompt 0 has no token", None),
         ({"prompt": [[200]]}, "token 200, and the model's tokens are 0 to 95", None),

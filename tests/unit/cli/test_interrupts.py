@@ -1,0 +1,59 @@
+"""SIGTERM and SIGHUP as exceptions."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli.interrupts import ENDING, ending_in_order
+from plait.cli.main import main
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_it_raises_once(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    now = []
+
+    def killed() -> None:
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            now.append(signal.getsignal(number))
+
+    with pytest.raises(SystemExit) as end, ending_in_order():
+        killed()
+    assert now == [signal.SIG_DFL]  # a second one ends the process
+    assert end.value.code == 128 + number and signal.getsignal(number) is before
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_in_order():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("verb", "inner"),
+    [
+        (["export", "run", "--to", "hf", "--out", "out"], "plait.train.export.export"),
+        (["import", "folder", "--out", "out"], "plait.checkpoint.foreign.convert.convert"),
+    ],
+)
+def test_verbs_end_in_order(verb: list[str], inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_: Any, **__: Any) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(inner, work)
+    monkeypatch.setattr("plait.checkpoint.inspect.open_one", lambda place: type("Found", (), {"path": Path("run")}))
+    with pytest.raises(SystemExit) as end:
+        main(verb)
+    assert end.value.code == 143
