@@ -92,6 +92,20 @@ def test_a_wrong_input(arguments: list[str], words: str, capsys: pytest.CaptureF
     assert re.search(words, capsys.readouterr().err)
 
 
+def test_batches_are_counted_in_time_and_not_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--model", "llama-3-70b", "--gpu", "h100", "--nproc-per-node", "4", "--json")
+    run(*model, "--requests", "8")
+    one = json.loads(capsys.readouterr().out)
+    run(*model, "--requests", "24", "--batch-size", "8")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["bytes"], found["predicted"]) == (one["bytes"], one["predicted"])
+    assert one["batches"]["count"] == 1 and one["batches"]["last_first_seconds"] == one["predicted"]["first_seconds"]
+    assert found["batches"]["count"] == 3 and found["batches"]["seconds"] == pytest.approx(3 * one["batches"]["seconds"])
+    assert found["batches"]["tokens_per_second"] == pytest.approx(one["predicted"]["tokens_per_second_in_all"])
+    run(*model[:-1], "--requests", "24", "--batch-size", "8")
+    assert "3 batches one after another" in capsys.readouterr().out
+
+
 def test_more_tokens_than_positions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("--model", str(folder), "--prompt-tokens", "200", "--new-tokens", "100", code=2)
     said = capsys.readouterr().err

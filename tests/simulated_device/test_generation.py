@@ -13,7 +13,8 @@ import torch
 
 import plait
 from plait.inference import reading, stream, streamed
-from plait.inference.capacity import LAYERS_THERE, cache_bytes
+from plait.inference.dry_cache import kept_of
+from plait.inference.kept import LAYERS_THERE, Asked, cache_bytes
 from plait.inference.load import load_model
 from plait.inference.requests import Request
 from plait.inference.serving.job import Job, Told
@@ -121,7 +122,8 @@ def cached(rank: int, world: int, config: dict[str, Any]) -> dict[str, Any]:
     model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3, eos_token_id=None, max_position_embeddings=64)).double()
     engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 1, **config}, loss_fn=plait.causal_lm_loss)
     prompts = [[(7 * at + index) % 60 + 2 for at in range(length)] for index, length in enumerate(LENGTHS)]
-    found: dict[str, Any] = {"bytes": cache_bytes(model.config, engine.sharded.mesh.layout, tokens=8 * (48 + ADDED), itemsize=8)}
+    asked = Asked(requests=8, tokens=48 + ADDED, itemsize=8)
+    found: dict[str, Any] = {"bytes": cache_bytes(kept_of(model), asked, tp=engine.sharded.mesh.layout.tp)}
     for offload_cache in (False, True):
         settings = {"max_new_tokens": ADDED, "eos_token_id": [25], "offload_cache": offload_cache}
         engine.generate(prompts, **settings)

@@ -10,58 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.units import sharded_modules, sharded_parameters
 from plait.cluster.host_memory import free_host_bytes
-from plait.cluster.layout import Layout
 from plait.errors import InputError
 from plait.inference.quantised import SCALES
-from plait.model.layer_sizes import largest_of_layers, sizes_of_layers
+from plait.model.layer_sizes import largest_of_layers
 from plait.units import format_bytes
 
 ROOM = 0.8
 """The part of the free memory that full parameters may take: activations and the allocator need some."""
-
-LAYERS_THERE = 3
-"""Of keys and values on the host, the layers that are on the device at once: the one that a token is added to, as it was and as it is then,
-and the next."""
-
-
-def cache_bytes(config: Any, layout: Layout, *, tokens: int, itemsize: int) -> int:
-    """Keys and values of `tokens` tokens on a rank, of a model of Transformers whose layers all see all tokens (an upper bound for those
-    with a window); 0 where the configuration does not say."""
-    return sum(_kept_of_token(config, layout)) * tokens * itemsize
-
-
-def _kept_of_token(config: Any, layout: Layout) -> list[int]:
-    """Numbers that each layer of a rank keeps of a token, the largest layers of a pipeline's; none where the configuration does not say."""
-    if config is None:
-        return []
-    config = config.get_text_config(decoder=True)
-    queries, layers = sizes_of_layers(config, "num_attention_heads"), getattr(config, "num_hidden_layers", None)
-    heads = sizes_of_layers(config, "num_key_value_heads") or queries
-    widths = sizes_of_layers(config, "head_dim") or [config.hidden_size // count for count in queries]
-    if not heads or not layers or not widths:
-        return []
-    # Layers that read what another one keeps have nothing of their own.
-    modes = getattr(config, "kv_sharing_modes", None) or [None] * layers
-    found = [
-        0 if mode == "reuse" else 2 * -(-count // layout.tp) * width
-        for count, width, mode in zip(_each(heads, layers), _each(widths, layers), modes, strict=True)
-    ]
-    return sorted(found, reverse=True)[: -(-layers // layout.pp)]
-
-
-def _each(sizes: list[int], layers: int) -> list[int]:
-    return sizes if len(sizes) == layers else sizes[:1] * layers
-
-
-def offloaded_cache(config: Any, layout: Layout, size: int) -> tuple[int, int]:
-    """(bytes of the device, bytes of pinned host memory) for keys and values of `size` bytes that are kept on the host: the device has
-    `LAYERS_THERE` layers' at once, and torch rounds a pinned tensor up to a power of two."""
-    layers = [one for one in _kept_of_token(config, layout) if one]
-    if not layers or not size:
-        return size, size
-    tensors = [-(-size * one // (2 * sum(layers))) for one in layers]
-    pinned = [1 << (tensor - 1).bit_length() for tensor in tensors]
-    return min(size, 2 * sum(tensors[:LAYERS_THERE])), 2 * (sum(pinned) + pinned[0])
 
 
 def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) -> int:

@@ -67,10 +67,10 @@ def _seconds(model: nn.Module, device: Device, deployment: Deployment, one: _Pas
     peak = float(only(device.flops[precision])) * float(only(constants.by_family("gemm", device)))
     bandwidth = float(only(device.memory_bandwidth)) * float(only(constants.on("memory", device)))
     config: Any = model.config
-    needs = needs_of(model, tokens=1)
+    needs = needs_of(model, requests=one.requests, tokens=round(one.seen))
     tp = deployment.tp
     inner, outer = _weights(model)
-    cache = needs.cache_bytes * one.requests * one.seen / min(tp, needs.key_value_heads)  # stages work one after the other
+    cache = needs.cache(tp, 1)  # stages work one after the other
     attention = 4 * one.rows * one.seen * config.get_text_config(decoder=True).hidden_size * needs.layers / tp
     computing = (2 * one.rows * inner.parameters / tp + attention) / peak
     moving = (inner.nbytes / tp + cache + inner.dense_bytes / tp) / bandwidth

@@ -130,7 +130,8 @@ class _Cached:
             if self._cache.get_seq_length() != high:
                 error = InputError(
                     f"the model was given {high} tokens and its cache holds {self._cache.get_seq_length()}: forward= of "
-                    "plait.initialize does not pass `past_key_values` to the model, or the model does not use it; use use_cache=False"
+                    "plait.initialize does not pass `past_key_values` to the model, or the model does not use it; keep none: "
+                    'use_cache=False, or "use_cache": false in the generation_config.json of its folder'
                 )
                 self._decoder.predictor.fail(error)
 

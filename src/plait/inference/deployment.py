@@ -12,10 +12,11 @@ from torch import nn
 
 from plait.cluster import accelerator
 from plait.cluster.host_memory import free_host_bytes
-from plait.cluster.layout import Layout
 from plait.cluster.topology import default_processes, device_count
 from plait.errors import InputError
-from plait.inference.capacity import ROOM, activation_bytes, cache_bytes, compute_dtype, free_bytes, offloaded_cache
+from plait.inference.capacity import ROOM, activation_bytes, compute_dtype, free_bytes
+from plait.inference.dry_cache import kept_of
+from plait.inference.kept import Asked, cache_bytes, growing_bytes, offloaded_cache
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
 from plait.inference.quantised import product_bytes
@@ -136,16 +137,17 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     dtype, tokens = compute_dtype(work.model), work.tokens * work.requests
     itemsize = dtype.itemsize
     config = getattr(work.model, "config", None)
-    cache = cache_bytes(config, Layout(), tokens=tokens, itemsize=itemsize)
+    keeps, asked = kept_of(work.model), Asked(work.requests, work.tokens, itemsize)
+    cache = cache_bytes(keeps, asked)
     activations = activation_bytes(config, tokens=tokens, requests=work.requests, itemsize=itemsize)
-    activations += 0 if on.on_gpu else product_bytes(work.model, dtype, tokens=tokens)
+    activations += growing_bytes(keeps, asked) + (0 if on.on_gpu else product_bytes(work.model, dtype, tokens=tokens))
     host = 0
     if on.on_gpu:
         host = cpu_budget if cpu_budget is not None else on.host_bytes
     kept = copied = 0
     if work.offload_cache:
-        copied = cache
-        cache, kept = offloaded_cache(config, Layout(), cache)
+        waiting = offloaded_cache(keeps, asked)
+        cache, kept, copied = waiting.device, waiting.pinned, waiting.copied
         host = _left(host, kept)
     budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:
@@ -192,20 +194,21 @@ def _placed(work: Work, on: Devices, *, tp: int | None, pp: int | None, devices:
     if not on.on_gpu and devices is None:  # processes of one machine share its memory, so more of them hold no more
         here = (tp or 1) * (pp or 1)
     memory = on.memory_bytes if on.on_gpu else on.memory_bytes // here
-    needs, kept, copied = needs_of(work.model, tokens=work.tokens * work.requests), 0, 0
+    needs, kept, copied = needs_of(work.model, requests=work.requests, tokens=work.tokens), 0, 0
+    asked = Asked(work.requests, work.tokens, compute_dtype(work.model).itemsize)
+    keeps = kept_of(work.model)
     if work.offload_cache:
-        config = getattr(work.model, "config", None)
-        copied, (there, kept) = needs.cache_bytes, offloaded_cache(config, Layout(), needs.cache_bytes)
-        needs = replace(needs, cache_bytes=there)
-        _left(on.host_bytes, kept)
+        needs = replace(needs, cache=lambda tp, pp: offloaded_cache(keeps, asked, tp=tp).device)
     placed = place_model(needs, machines=1, per_machine=here, device_bytes=memory, tp=tp, pp=pp)
     if placed.pp > 1 and work.offload_cache:
         raise InputError(f"--offload-cache: the model takes {placed.pp} pipeline stages, which cannot bring next layers; leave it out")
+    if work.offload_cache:
+        waiting = offloaded_cache(keeps, asked, tp=placed.tp)
+        kept, copied = placed.tp * waiting.pinned, waiting.copied
+        _left(on.host_bytes, kept)
     each = " on each" if placed.devices > 1 else ""
     why = f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each}; {placed.why}{_on_host(kept)}"
-    account = Account(
-        int(memory * (1 - WORKSPACE)), placed.weight_bytes, placed.cache_bytes, cache_on_host=kept, cache_copied=copied // placed.tp
-    )
+    account = Account(int(memory * (1 - WORKSPACE)), placed.weight_bytes, placed.cache_bytes, cache_on_host=kept, cache_copied=copied)
     return Deployment(why, placed.tp, placed.pp, account=account)
 
 

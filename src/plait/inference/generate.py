@@ -16,18 +16,11 @@ from plait.errors import InputError
 from plait.inference.canonical.arithmetic import Arithmetic
 from plait.inference.canonical.arithmetic import log_softmax as canonical_log_softmax
 from plait.inference.canonical.call import check, compare, run
-from plait.inference.capacity import (
-    ROOM,
-    cache_bytes,
-    check_cache,
-    check_positions,
-    free_bytes,
-    gathered_bytes,
-    is_sharded,
-    offloaded_cache,
-)
+from plait.inference.capacity import ROOM, check_cache, check_positions, free_bytes, gathered_bytes, is_sharded
 from plait.inference.choose import log_softmax
 from plait.inference.decode import Decoder, OnToken
+from plait.inference.dry_cache import kept_of
+from plait.inference.kept import Asked, cache_bytes, growing_bytes, offloaded_cache
 from plait.inference.peft_models import refuse_other_adapters
 from plait.inference.predictor import Predictor
 from plait.inference.requests import Answer, Generation, Request, check_count, check_room, checked_ids, token_ids
@@ -199,11 +192,18 @@ def _fits(sharded: ShardedModel, requests: Sequence[Request], batch_size: int | 
     at_once = min(batch_size or len(requests), len(requests))
     compute = dtype_of(sharded.config.precision.compute) if sharded.config.precision.compute else None
     dtype = compute or next(sharded.model.parameters()).dtype
-    keys = cache_bytes(config, mesh.layout, tokens=at_once * longest, itemsize=dtype.itemsize) if use_cache else 0
-    if offload_cache:
-        keys, on_host = offloaded_cache(config, mesh.layout, keys)
-        free_on_host = free_host_bytes()
-        check_cache(on_host, None if free_on_host is None else free_on_host // mesh.ranks_here, at_once, longest, where="in host memory")
+    keys, tp = 0, mesh.layout.tp
+    if use_cache:
+        kept = kept_of(sharded.model)
+        asked = Asked(at_once, max((request.most_seen for request in requests), default=0), dtype.itemsize)
+        keys = cache_bytes(kept, asked, tp=tp, blocks=None if sharded.pipeline is None else sharded.parts.blocks)
+        if offload_cache:
+            waiting, free_on_host = offloaded_cache(kept, asked, tp=tp), free_host_bytes()
+            on_host = None if free_on_host is None else free_on_host // mesh.ranks_here
+            check_cache(waiting.pinned, on_host, at_once, longest, where="in host memory")
+            keys = waiting.device
+        else:
+            keys += growing_bytes(kept, asked, tp=tp)
     check_cache(keys, free, at_once, longest)
     if not is_sharded(sharded.model) or sharded.config.parameter_offload.device != "none":
         return False

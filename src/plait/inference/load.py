@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from plait.cluster.huge_pages import move_parameters
-from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.cluster.topology import place
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
 from plait.inference.adapters import is_adapters
-from plait.inference.capacity import cache_bytes, compute_dtype
+from plait.inference.capacity import compute_dtype
+from plait.inference.dry_cache import kept_of
+from plait.inference.kept import Asked, cache_bytes
 from plait.inference.placement import Needs
 from plait.inference.quantised import CODES, SCALES, Layer, convert, layers_to_quantise
 from plait.inference.source import Source
@@ -34,9 +35,9 @@ class Weights(Protocol):
         """Give some of a model's tensors their values."""
 
 
-def needs_of(model: nn.Module, *, tokens: int) -> Needs:
-    """What a model of Transformers, on meta, needs for `tokens` tokens of keys and values. Raises InputError for a configuration that does
-    not say its heads and layers."""
+def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
+    """What a model of Transformers, on meta, needs for `requests` requests of `tokens` tokens. Raises InputError for a configuration that
+    does not say its heads and layers."""
     full: Any = model.config
     config = full.get_text_config(decoder=True)
     heads, layers = largest_of_layers(config, "num_attention_heads"), getattr(config, "num_hidden_layers", None)
@@ -45,8 +46,8 @@ def needs_of(model: nn.Module, *, tokens: int) -> Needs:
     shared = min(sizes_of_layers(config, "num_key_value_heads"), default=heads)
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     split = sum(size for name, size in sizes.items() if model.get_parameter(name).ndim > 1)
-    cache = cache_bytes(full, Layout(), tokens=tokens, itemsize=compute_dtype(model).itemsize)
-    return Needs(sum(sizes.values()), split, cache, heads, shared, layers)
+    kept, asked = kept_of(model), Asked(requests, tokens, compute_dtype(model).itemsize)
+    return Needs(sum(sizes.values()), split, lambda tp, pp: cache_bytes(kept, asked, tp=tp, pp=pp), heads, shared, layers)
 
 
 @leaving_no_group()

@@ -7,7 +7,7 @@ links (`fast_links` False), stages are taken inside of it, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from plait.errors import InputError
@@ -28,8 +28,8 @@ class Needs:
     weight_bytes: int
     split_bytes: int
     """Of those, what tensor parallelism splits; the rest is on each of its ranks."""
-    cache_bytes: int
-    """Keys and values of all requests at once, of all heads and layers."""
+    cache: Callable[[int, int], int]
+    """Degrees (tp, pp) to the bytes of keys and values, of all requests at once, on the device that keeps most."""
     heads: int
     key_value_heads: int
     layers: int
@@ -70,7 +70,7 @@ def place_model(
         if (tp is not None and one != tp) or (pp is not None and stages != pp):
             continue
         weights = -(-(needs.split_bytes // one + (needs.weight_bytes - needs.split_bytes)) // stages)
-        cache = -(-needs.cache_bytes // (min(one, needs.key_value_heads) * stages))
+        cache = needs.cache(one, stages)
         why = "as asked for" if tp is not None or pp is not None else _why(one, stages, fast_links)
         found = Placement(one, stages, weights, cache, why)
         if weights + cache <= room:

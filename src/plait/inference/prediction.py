@@ -59,6 +59,26 @@ class Prediction:
     """What the first token waits for."""
 
 
+@dataclass(frozen=True)
+class Batches:
+    """Of requests that are decoded some at a time, one batch after another."""
+
+    count: int
+    last_first_seconds: float
+    """To the first token of the last batch, from the start."""
+    seconds: float
+    """Of all of them."""
+    tokens_per_second: float
+    """Of all requests, over all this time."""
+
+
+def in_batches(one: Prediction, *, requests: int, at_once: int, new: int) -> Batches:
+    """`one` is of a batch of `at_once` requests. A last one of fewer counts like the others: it takes that long at most."""
+    count = -(-requests // at_once)
+    each = one.first_seconds + (new - 1) * one.token_seconds
+    return Batches(count, (count - 1) * each + one.first_seconds, count * each, requests * new / (count * each))
+
+
 def predict(deployment: Deployment, passes: PassTimes, copies: CopyRates, *, requests: int, new: int) -> Prediction:
     """Weights are brought while others compute, so a pass takes the longest of computing, reading and copying, and what they take from each
     other (`CopyRates.beside`). Streamed layers compute with the places of the stream, and those that stay between them give it more

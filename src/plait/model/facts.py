@@ -112,7 +112,7 @@ def attention_facts(model: nn.Module) -> AttentionFacts | None:
     if not isinstance(heads, int) or not isinstance(width, int):
         return None
     kv_heads, head_dim = largest_of_layers(config, "num_key_value_heads"), largest_of_layers(config, "head_dim")
-    latent = (getattr(config, "qk_nope_head_dim", None), getattr(config, "qk_rope_head_dim", None), getattr(config, "v_head_dim", None))
+    latent = [largest_of_layers(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     known = [size for size in latent if isinstance(size, int)]
     if len(known) == 3:  # DeepSeek's, whose keys and values are made for every head
         return AttentionFacts(heads, heads, known[0] + known[1], known[2])

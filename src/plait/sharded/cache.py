@@ -11,6 +11,7 @@ from torch import nn
 from plait.cluster import accelerator
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.pipeline.stage_cache import CACHE, StageCaches
+from plait.sharded.window_layers import without_rests
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
@@ -89,6 +90,11 @@ def new_cache(model: nn.Module, staged: StagedModel | None, *, on_host: bool = F
     from transformers import DynamicCache
 
     config: Any = model.config
-    if staged is None:
-        return DynamicCache(config=config, offloading=on_host)
-    return StageCaches(staged, lambda: DynamicCache(config=config))
+
+    def empty(*, offloading: bool = False) -> Any:
+        made = DynamicCache(config=config, offloading=offloading)
+        for layer in made.layers:
+            without_rests(layer)
+        return made
+
+    return empty(offloading=on_host) if staged is None else StageCaches(staged, empty)

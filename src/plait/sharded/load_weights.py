@@ -143,7 +143,8 @@ def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[st
         raise CheckpointError(
             f"{folder} is not of this model: the files lack {len(missing)} of its tensors ({', '.join(missing[:3]) or 'none'}) and hold "
             f"{len(left)} that it does not have ({', '.join(left[:3]) or 'none'}); "
-            "check the model type, or load it with Transformers and pass the real model"
+            'check "model_type" in its config.json; where Transformers converts the files of this family while it loads them, load it in '
+            "Python with plait.from_pretrained, which lets it do so, in full in every process"
         )
     for group in tied_names(model):
         _refuse_unequal([name for name in group if name in files], files)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from plait.cluster.layout import Layout
-from plait.inference.capacity import LAYERS_THERE, cache_bytes, offloaded_cache
+from plait.inference.dry_cache import kept_of
 from plait.inference.generate import generate
+from plait.inference.kept import LAYERS_THERE, Asked, cache_bytes, offloaded_cache
 from plait.inference.load import load_model, needs_of
 from plait.inference.source import open_source
 from plait.model.facts import attention_facts
@@ -75,12 +75,12 @@ def test_bytes_of_a_real_cache(kind: str) -> None:
     model = built(kind)
     sizes = kept(model)
     assert len(set(sizes)) > 1
-    count = lambda layout: cache_bytes(model.config, layout, tokens=SEEN, itemsize=4)  # noqa: E731
-    assert count(Layout()) == needs_of(model, tokens=SEEN).cache_bytes == sum(sizes)
-    assert count(Layout(tp=2)) == sum(sizes) // 2
-    assert count(Layout(pp=2)) == sum(sorted(sizes)[-2:]) >= sum(sizes) // 2  # of the stage that keeps the most
-    there, pinned = offloaded_cache(model.config, Layout(), sum(sizes))
-    assert there == sum(sorted(sizes)[-LAYERS_THERE:]) and pinned >= sum(sizes) + max(sizes)
+    keeps, asked = kept_of(model), Asked(requests=1, tokens=SEEN, itemsize=4)
+    assert cache_bytes(keeps, asked) == needs_of(model, requests=1, tokens=SEEN).cache(1, 1) == sum(sizes)
+    assert cache_bytes(keeps, asked, tp=2) in (sum(sizes) // 2, sum(sizes))  # as its plan divides heads, or not
+    assert sum(sizes) // 2 <= cache_bytes(keeps, asked, pp=2) <= sum(sizes)  # of the stage that keeps the most
+    found = offloaded_cache(keeps, asked)
+    assert found.device == sum(sorted(sizes)[-LAYERS_THERE:]) and found.pinned >= sum(sizes) + max(sizes) and found.copied == sum(sizes)
     facts = attention_facts(model)
     assert facts is None or facts.head_dim == facts.value_dim == KINDS[kind]["global_head_dim"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,14 @@ from plait.errors import InputError
 from plait.inference.placement import Needs, place_model
 
 GIB = 2**30
-LLAMA_70B = Needs(weight_bytes=131 * GIB, split_bytes=131 * GIB, cache_bytes=10 * GIB, heads=64, key_value_heads=8, layers=80)
+
+
+def shared(size: int, heads: int) -> Callable[[int, int], int]:
+    """Keys and values of layers that are alike: tp divides their heads."""
+    return lambda tp, pp: -(-size // (min(tp, heads) * pp))
+
+
+LLAMA_70B = Needs(weight_bytes=131 * GIB, split_bytes=131 * GIB, cache=shared(10 * GIB, 8), heads=64, key_value_heads=8, layers=80)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +40,8 @@ LLAMA_70B = Needs(weight_bytes=131 * GIB, split_bytes=131 * GIB, cache_bytes=10 
     ],
 )
 def test_a_layout(machines: int, per_machine: int, memory: int, fast: bool, key_value_heads: int, expected: tuple[int, int]) -> None:
-    needs = replace(
-        LLAMA_70B, key_value_heads=key_value_heads, heads=48 if key_value_heads == 3 else 64, cache_bytes=10 * GIB * key_value_heads // 8
-    )
+    cache = shared(10 * GIB * key_value_heads // 8, key_value_heads)
+    needs = replace(LLAMA_70B, key_value_heads=key_value_heads, heads=48 if key_value_heads == 3 else 64, cache=cache)
     found = place_model(needs, machines=machines, per_machine=per_machine, device_bytes=memory * GIB, fast_links=fast)
     assert (found.tp, found.pp) == expected
     assert found.weight_bytes + found.cache_bytes <= memory * GIB

@@ -12,7 +12,7 @@ from plait.inference.beside import measure_beside
 from plait.inference.copy_rates import as_streamed, into, measure_files, measure_handover
 from plait.inference.deployment import Account, Deployment
 from plait.inference.pass_times import PassTimes, _at, _Times, lengths_of, measure_passes
-from plait.inference.prediction import Beside, CopyRates, predict
+from plait.inference.prediction import Batches, Beside, CopyRates, in_batches, predict
 from plait.inference.quantised import quantised_copy
 from plait.inference.reading import FileReader
 from plait.inference.source import open_source
@@ -46,6 +46,12 @@ def test_what_takes_longest_is_the_limit() -> None:
     assert found.token_seconds == pytest.approx(0.15) and found.limit == "computation, and keys and values back to the host"
     found = predict(of(in_files=10**8, on_host=9 * 10**8), PASSES, CopyRates(files=1e9, host=2e9), requests=1, new=1)
     assert found.token_seconds == 0.5 and found.limit == "copying 953.7 MiB of weights to the GPU at 2.0 GB/s"
+
+
+def test_batches_run_one_after_another() -> None:
+    found = predict(of(), PASSES, CopyRates(), requests=4, new=11)
+    assert in_batches(found, requests=4, at_once=4, new=11) == Batches(1, 2.0, pytest.approx(3), pytest.approx(44 / 3))
+    assert in_batches(found, requests=9, at_once=4, new=11) == Batches(3, pytest.approx(8), pytest.approx(9), pytest.approx(11))
 
 
 def test_lengths_that_are_measured_and_what_follows_from_them() -> None:

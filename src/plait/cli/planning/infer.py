@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from plait.inference.deployment import Deployment, Devices, Work
     from plait.inference.pass_times import PassTimes
-    from plait.inference.prediction import CopyRates, Prediction
+    from plait.inference.prediction import Batches, CopyRates, Prediction
     from plait.inference.source import Source
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -67,7 +67,10 @@ def infer(
     adapter: Adapters = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="Of every prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="That every prompt gets.")] = 128,
-    requests: Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="Prompts at once, as --batch-size of generate.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="Prompts; all at once without --batch-size.")] = 1,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, max=1 << 16, metavar="N", help="Of them at once, batch after batch, as of generate. (default: all)")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
     quant: Annotated[Quant, typer.Option(metavar="NAME", help="Linear layers in int8, int4; or none.")] = Quant.none,
     gpu: Annotated[str | None, _devices(metavar="NAME", help="h100, a100 and others. (default: this machine)")] = None,
@@ -88,7 +91,7 @@ def infer(
     from plait.inference.capacity import check_positions
     from plait.inference.datasheet import devices_of
     from plait.inference.deployment import Work, deploy, deploy_streamed, devices_here
-    from plait.inference.prediction import predict
+    from plait.inference.prediction import in_batches, predict
     from plait.inference.quantised import quantised_copy
     from plait.planner.hardware import device
     from plait.units import bytes_of
@@ -113,19 +116,21 @@ def infer(
     )
     form = None if quant is Quant.none else quant.value
     counted = unloaded if form is None else quantised_copy(unloaded, form)
-    work = Work(source, counted, prompt_tokens + new_tokens, requests, form is not None, offload_cache)
+    at_once = min(batch_size or requests, requests)
+    work = Work(source, counted, prompt_tokens + new_tokens, at_once, form is not None, offload_cache)
     if any(budgets):
         found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1], on=on)
     else:
         found = deploy(work, tp=tp, pp=pp, devices=nproc_per_node if target is None else None, on=on)
-    lengths = {"prompt": prompt_tokens, "new": new_tokens, "requests": requests}
+    lengths = {"prompt": prompt_tokens, "new": new_tokens, "requests": at_once}
     passes = _passes(work, unloaded, form, target, found, on, lengths)
     copies = _copies(work, unloaded, form, target, found, on, disk, lengths)
-    predicted = predict(found, passes, copies, requests=requests, new=new_tokens)
+    predicted = predict(found, passes, copies, requests=at_once, new=new_tokens)
+    batches = in_batches(predicted, requests=requests, at_once=at_once, new=new_tokens)
     if as_json:
-        print(json.dumps(_as_json(found, passes, copies, predicted), indent=1))
+        print(json.dumps(_as_json(found, passes, copies, predicted, batches), indent=1))
         return
-    _show(model, work, unloaded, form, found, passes, copies, predicted, lengths, on)
+    _show(model, work, unloaded, form, found, passes, copies, predicted, batches, lengths, on)
 
 
 def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None, nn.Module]:
@@ -220,11 +225,12 @@ def _copies(
     return CopyRates(files, host, beside, handover, how if files is not None else "")
 
 
-def _as_json(found: Deployment, passes: PassTimes, copies: CopyRates, predicted: Prediction) -> dict[str, Any]:
+def _as_json(found: Deployment, passes: PassTimes, copies: CopyRates, predicted: Prediction, batches: Batches) -> dict[str, Any]:
     return {
         "placement": {"tp": found.tp, "pp": found.pp, "streamed": found.budget_bytes is not None, "why": found.why},
         "bytes": asdict(found.account),
         "predicted": asdict(predicted),
+        "batches": asdict(batches),
         "rates": {"passes": asdict(passes), "copies": asdict(copies)},
     }
 
@@ -238,6 +244,7 @@ def _show(
     passes: PassTimes,
     copies: CopyRates,
     predicted: Prediction,
+    batches: Batches,
     lengths: dict[str, int],
     on: Devices,
 ) -> None:
@@ -273,6 +280,12 @@ def _show(
         ["from token to token", _time(predicted.token_seconds), predicted.limit],
         ["tokens/s", f"{predicted.tokens_per_second:.3g}", f"{predicted.tokens_per_second_in_all:.3g} with the time to the first token"],
     ]
+    if batches.count > 1:
+        times += [
+            ["first token of the last batch", _time(batches.last_first_seconds), f"{batches.count - 1} batches before it"],
+            ["tokens/s of all batches", f"{batches.tokens_per_second:.3g}", f"{batches.count} batches one after another"],
+            ["all answers", _time(batches.seconds), ""],
+        ]
     print_table(console, ("predicted", "", "limited by"), times)
     print(f"computation: {passes.source}")
     if copies.source:

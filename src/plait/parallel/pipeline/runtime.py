@@ -284,7 +284,7 @@ class _Pass:
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
         """The boundary activations of `stage` for a micro-batch, where both sides know them."""
         known = self.runtime._boundaries.get((stage, self.signatures[microbatch]))
-        # Beside hidden states, blocks are given masks, biases of positions or the like, as long as what is in the cache.
+        # Beside hidden states, blocks may return attention's weights (GPT-Neo), biases of positions or the like, as long as the cache.
         grows = self.cached[microbatch] and known is not None and len(known.tensors) > 1
         return self.described.get((stage, microbatch)) if grows or self.cut_results[microbatch].values else known
 

@@ -72,7 +72,8 @@ def _layers(staged: StagedModel, stage: int) -> list[int]:
         if not own:
             raise ModelError(
                 f"parallel.pp: {name} does not say which layer of a cache is its own (`layer_idx` of its attention), so its stage cannot "
-                "keep keys and values; use use_cache=False"
+                'keep keys and values; keep none: use_cache=False, or "use_cache": false in the generation_config.json of its folder; '
+                "or use parallel.pp = 1 (--pp 1)"
             )
         found |= own
     return sorted(found)

@@ -1,0 +1,105 @@
+"""What a cache is said to take before a generation, and what Transformers' own `generate` and Plait's hold at its end, for families whose
+layers keep different things: keys of every head or of one, latent ones, windows, states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.inference.dry_cache import kept_of
+from plait.inference.kept import Asked, cache_bytes, growing_bytes, offloaded_cache
+from plait.sharded.cache import new_cache
+from tests.unit.inference.kept_models import KINDS, model_of
+
+DIVIDED = {"llama": 2, "mistral": 2, "gpt2": 1, "falcon": 1, "falcon, every head": 4, "gpt_oss": 1, "deepseek_v3": 1}
+"""Ranks that a layer's keys and values are shared between at most. GPT-2's, Falcon's and GPT-OSS's compute all heads, DeepSeek's keep what
+all heads are made of."""
+
+
+def tensors(cache: Any) -> Iterator[torch.Tensor]:
+    """That a cache keeps, each once."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            several = value.values() if isinstance(value, dict) else [value]
+            yield from (one for one in several if isinstance(one, torch.Tensor) and one.ndim)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_bytes_are_those_that_are_held(name: str) -> None:
+    """Lengths below the window, at it, and beyond it in the prompt and while tokens are added."""
+    model = model_of(name)
+    keeps = kept_of(model_of(name, "meta"))
+    for prompt, new in ((3, 1), (3, 3), (3, 9), (11, 5)):
+        ids = torch.arange(3, 3 + prompt).expand(2, -1)
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0, return_dict_in_generate=True
+        )
+        held = sum(one.nbytes for one in tensors(made.past_key_values))
+        assert cache_bytes(keeps, Asked(requests=2, tokens=prompt + new - 1, itemsize=4)) == held
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_a_window_holds_no_more_memory_than_itself(name: str) -> None:
+    """After a prompt longer than it, Transformers' own layer keeps a view of the whole prompt."""
+    model = model_of(name)
+    cache, keeps = new_cache(model, None), kept_of(model)
+    with torch.no_grad():
+        for length in (20, 1, 7):
+            model(input_ids=torch.full((2, length), 5), past_key_values=cache)
+            seen = cache.get_seq_length()
+            stored = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors(cache)}
+            assert sum(stored.values()) == cache_bytes(keeps, Asked(requests=2, tokens=seen, itemsize=4))
+
+
+@pytest.mark.parametrize("name", list(DIVIDED))
+def test_ranks_of_tensor_parallelism(name: str) -> None:
+    """Heads are divided as the plan divides them; a head that several ranks need is on each."""
+    keeps, asked = kept_of(model_of(name, "meta")), Asked(requests=3, tokens=5, itemsize=2)
+    whole = cache_bytes(keeps, asked)
+    for tp in (2, 4):
+        assert cache_bytes(keeps, asked, tp=tp) == whole // min(tp, DIVIDED[name])
+
+
+def test_stages_of_a_pipeline() -> None:
+    """Of stages with a window and without, the one that keeps most, as the model is cut."""
+    keeps = kept_of(model_of("qwen2", "meta"))  # two layers with all tokens, then two with a window
+    asked = Asked(requests=1, tokens=20, itemsize=4)
+    layer = 2 * 2 * 8 * 4
+    assert cache_bytes(keeps, asked) == layer * (2 * 20 + 2 * 5)
+    assert cache_bytes(keeps, asked, pp=2) == layer * 2 * 20
+    assert cache_bytes(keeps, asked, pp=4) == layer * 20
+    assert cache_bytes(keeps, asked, blocks=["model.layers.2", "model.layers.3"]) == layer * 2 * 5
+    assert cache_bytes(keeps, asked, blocks=["base_model.model.model.layers.1"]) == layer * 20
+    assert growing_bytes(keeps, asked) == layer * 20 // 2
+
+
+def test_states_stay_on_the_device() -> None:
+    """Transformers moves layers with keys and values to the host, and none with a state alone."""
+    keeps, asked = kept_of(model_of("qwen3_next", "meta")), Asked(requests=1, tokens=32, itemsize=4)
+    found = offloaded_cache(keeps, asked)
+    moved = 2 * 2 * 8 * 4 * 32  # one layer in four
+    assert found.copied == moved and found.device == cache_bytes(keeps, asked) and found.pinned == 2 * moved
+
+
+class Own(nn.Module):
+    """With a cache of Transformers, and no class of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = model_of("llama", "meta").config
+
+    def forward(self, input_ids: Any, past_key_values: Any = None) -> Any:
+        """Not called."""
+
+
+def test_a_users_own_class_keeps_every_head_on_every_rank() -> None:
+    keeps, asked = kept_of(Own()), Asked(requests=2, tokens=7, itemsize=4)
+    assert cache_bytes(keeps, asked) == cache_bytes(keeps, asked, tp=2, pp=2) == cache_bytes(kept_of(model_of("llama", "meta")), asked)
+
+
+def test_what_keeps_nothing_takes_nothing() -> None:
+    assert cache_bytes(kept_of(nn.Linear(2, 2)), Asked(requests=4, tokens=100, itemsize=4), tp=2, pp=2) == 0
