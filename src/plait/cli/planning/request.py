@@ -250,6 +250,6 @@ def read_calibration(path: Path | None, request: Request) -> tuple[Calibration |
             where = f"{gpu} ({machine})" if machine else gpu
             raise InputError(f"{path}: no run in it was measured on {where}; leave --calibrate out, or give a file that has some")
         return found, notes
-    runs = runs_of_table(path, gpu)[0]
+    runs, _, left_out = runs_of_table(path, gpu)
     calibration = calibrate(runs)
-    return calibration, notes_on(path, runs, calibration)
+    return calibration, [*left_out, *notes_on(path, runs, calibration)]
