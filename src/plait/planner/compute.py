@@ -52,10 +52,11 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     model, at = job.model, job.layouts
     tokens, tp = job.tokens, at.tp
     each = products_of(model)
-    projections, projections_again = _projections(job, rates, each)
+    scale = model.products_counted
+    projections, projections_again = (scale * seconds for seconds in _projections(job, rates, each))
     share = model.expert_layers / model.layers
-    last = (1 - share) * _product(job, rates, tokens, model.ffn / tp, model.hidden)
-    dense = (1 - share) * _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp) + last
+    last = scale * (1 - share) * _product(job, rates, tokens, model.ffn / tp, model.hidden)
+    dense = scale * (1 - share) * _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp) + last
     experts, experts_again = _experts(job, rates, each, share)
     products = projections + dense + experts
     attention, attention_backward = _attention(job, rates)

@@ -6,6 +6,7 @@ import pytest
 
 from plait.errors import ConfigError, InputError
 from plait.planner import hardware, models
+from plait.planner.built import COUNTED_BY_FORMULA
 from plait.planner.models import find_model, from_config, named, to_config
 
 
@@ -140,13 +141,10 @@ def test_sizes_that_are_left_out_are_those_that_training_takes(kind):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     found = from_config(config)
-    assert float(found.parameters) == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.01)
+    # By formula to 1 %, and exactly where they are counted of the model itself.
+    error = 0.01 if kind in COUNTED_BY_FORMULA else 0.0
+    assert float(found.parameters) == pytest.approx(sum(p.numel() for p in model.parameters()), rel=error)
     assert models.unknown_layers(found) is None
-
-
-def test_a_family_whose_layers_are_not_known_is_told():
-    found = from_config({"model_type": "recurrent_gemma", **SIZES})
-    assert "recurrent_gemma: what its layers are is not known" in models.unknown_layers(found)
 
 
 @pytest.mark.parametrize("name", models.names())
