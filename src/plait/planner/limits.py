@@ -1,4 +1,4 @@
-"""What no run can have: more memory than its device, a step faster than the peak of its devices. The rule that is broken, in words.
+"""What no run can have: more memory than its device, a step faster than the peak of its devices. Each says which rule is broken.
 
 Of processes on CPU cores neither is known: the catalogue has those of one core, and a machine's own come from its runs.
 """

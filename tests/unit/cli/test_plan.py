@@ -220,9 +220,9 @@ def test_rows_of_a_table_that_do_not_count_are_told(tmp_path: Path, capsys: pyte
     milliseconds = [row.rpartition(",")[0] + ",2000" for row in others[:-1]]
     file.write_text("\n".join([header, first.rpartition(",")[0] + ",-2", *milliseconds]) + "\n")
     assert run(*ASKED, "--calibrate", file, "--json") == 0
-    count, left, far = json.loads(capsys.readouterr().out)["notes"]
+    left, count, far = json.loads(capsys.readouterr().out)["notes"]
+    assert f"left out: {file}, line 2: step_time_s = '-2': not a number above 0" in left
     assert count == f"5 rows of {file} move the constants"
-    assert "1 rows" in left and "row 1 of its device: no time of a step above 0" in left
     assert "off what the constants fitted to them say; step_time_s is seconds of one step" in far
 
 
