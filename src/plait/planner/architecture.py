@@ -62,6 +62,8 @@ class Architecture:
     """Parameters of a layer, the mean of them, where they were counted of the model itself; 0: what the sizes give."""
     end_parameters: Numbers = 0
     """The same of everything outside of the layers."""
+    uncut: Any = ""
+    """Why no pipeline cuts its layers, where that was asked of the model itself; else empty."""
     name: Any = ""
     model_type: Any = "llama"
 

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.errors import ModelError, PlaitError, first_line
 from plait.model.blocks import find_blocks
+from plait.model.described import described_config
+from plait.model.stages import block_list
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
@@ -28,6 +31,8 @@ class Sizes:
     in_blocks: int
     """Parameters of all of them."""
     outside: int
+    uncut: str
+    """Why no pipeline cuts its blocks; empty where one does."""
 
 
 def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
@@ -80,7 +85,12 @@ def _sizes(config: str) -> Sizes | None:
         return None
     blocks = find_blocks(model)
     inside = {id(parameter): parameter.numel() for name in blocks for parameter in model.get_submodule(name).parameters()}
-    return Sizes(len(blocks), sum(inside.values()), sum(p.numel() for p in model.parameters() if id(p) not in inside))
+    outside = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
+    try:
+        block_list(model, blocks)
+    except ModelError as error:
+        return Sizes(len(blocks), sum(inside.values()), outside, str(error))
+    return Sizes(len(blocks), sum(inside.values()), outside, "")
 
 
 def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
@@ -92,4 +102,19 @@ def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
     if found is None or not found.blocks:
         return model
     layers = {"layers": found.blocks, "dense_layers": min(int(model.dense_layers), found.blocks)}
-    return replace(model, **layers, layer_parameters=found.in_blocks / found.blocks, end_parameters=found.outside)
+    sizes = {"layer_parameters": found.in_blocks / found.blocks, "end_parameters": found.outside}
+    return replace(model, **layers, **sizes, uncut=found.uncut)
+
+
+def why_refused(config: Mapping[str, Any]) -> str | None:
+    """What keeps `plait train` from building the model of a configuration; None where nothing does, and without Transformers."""
+    if find_spec("transformers") is None:
+        return None
+    try:
+        described_config(config, follow={})
+        built(config, dropout=True)
+    except PlaitError as error:
+        return "; and ".join(str(error).splitlines())
+    except Exception as error:  # each model validates in its own way
+        return f"Transformers builds no such model ({type(error).__name__}: {first_line(error)})"
+    return None

@@ -101,7 +101,7 @@ def read(path: Path) -> tuple[list[Measured], list[str]]:
     return found, warnings
 
 
-_NAMES = ("name", "model_type", "activation", "schedule", "recompute")
+_NAMES = ("name", "model_type", "activation", "uncut", "schedule", "recompute")
 """Facts that are no numbers."""
 _AT_LEAST_ONE = (
     *("devices", "devices_per_node", "sequence", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"),

@@ -195,6 +195,8 @@ def _stages(asked: _Asked, ranks: int) -> list[int]:
     for pp in [fixed["pp"]] if "pp" in fixed else divisors(ranks):
         if pp == 1 and staged:
             _note(excluded, "pp = 1", f"{written(staged)} is of a pipeline, which has 2 stages or more")
+        elif pp > 1 and asked.split.pipeline:
+            _note(excluded, "pp > 1" if "pp" not in fixed else f"pp = {pp}", asked.split.pipeline)
         elif pp > model.layers:
             if "pp" in fixed:
                 _note(excluded, f"pp = {pp}", f"a stage has at least one layer, and the model has {model.layers}")

@@ -46,3 +46,19 @@ def size_of_transformers(kind: str, name: str) -> int | None:
     except Exception:  # a configuration that has no defaults
         return None
     return size if isinstance(size, int) else None
+
+
+def inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | None:
+    """(name, Transformers' configuration) of the language model inside a model of the family `kind`, as training builds it from `config`;
+    None for a family that is one itself, and without Transformers."""
+    if find_spec("transformers") is None:
+        return None
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        return None
+    try:
+        whole = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception:  # what Transformers refuses it tells where the model is built
+        return None
+    return next(((name, part) for name in _TEXT_PARTS if hasattr(part := getattr(whole, name, None), "to_diff_dict")), None)

@@ -226,6 +226,16 @@ def test_rows_of_a_table_that_do_not_count_are_told(tmp_path: Path, capsys: pyte
     assert "off what the constants fitted to them say; step_time_s is seconds of one step" in far
 
 
+def test_a_model_that_training_refuses_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan itself needs no more than sizes."""
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
+    file.write_text(json.dumps({"model_type": "llama", **sizes, "hidden_act": "bogus"}))
+    assert run("--model", file, *ASKED[2:], "--json") == 0
+    assert any("`plait train` refuses this model" in note and "'bogus'" in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
 def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its masks, and the product that a block computes again for them: without a note that they are not."""
     file = tmp_path / "config.json"

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from plait.errors import ConfigError
 from plait.model.blocks import find_blocks
 from plait.planner import built, hardware, models
 from plait.planner.job import Layouts
 from plait.planner.models import Model, from_config, named
-from plait.planner.request import Request, job_of
+from plait.planner.request import Request, job_of, space_of
 from plait.planner.states import account_states
 
 transformers = pytest.importorskip("transformers")
@@ -50,3 +52,29 @@ def test_a_family_whose_layers_are_not_known_is_told(monkeypatch: pytest.MonkeyP
     assert "recurrent_gemma: what its layers are is not known" in models.unknown_layers(from_config(config))
     # Nothing is built that would take minutes.
     assert built.as_built(replace(named("llama-3-8b"), layers=10**6), config).layer_parameters == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "bogus"}, "Transformers builds no such model (KeyError: 'bogus')"),
+        ({"attention_dropout": "0.1"}, "model.config: Transformers refuses it: TypeError: Field 'attention_dropout'"),
+        ({"head_dim": 33}, "RoPE requires an even rotary dimension"),
+        ({"hiden_size": 3}, "model.config.hiden_size = 3: a 'llama' configuration has no such field; use 'hidden_size'"),
+        ({"model_type": "lama"}, "Transformers has no such architecture; use 'llama'"),
+    ],
+)
+def test_what_training_refuses_is_known_beforehand(changes: dict[str, Any], words: str) -> None:
+    config = {"model_type": "llama", **SIZES}
+    assert built.why_refused(config) is None
+    assert words in str(built.why_refused({**config, **changes}))
+
+
+def test_blocks_of_two_lists_are_planned_without_a_pipeline() -> None:
+    found = from_config({"model_type": "hrm_text", **SIZES, **ODD["hrm_text"]})
+    request = Request(Model(found, {}), hardware.cluster("h100", 4), 8, 16)
+    space = space_of(request)
+    assert set(np.unique(space.layouts.pp)) == {1}
+    assert "the blocks are in 2 lists" in next(one.rule for one in space.excluded if one.region == "pp > 1")
+    with pytest.raises(ConfigError, match="pp = 2: parallel.pp > 1: the blocks are in 2 lists"):
+        space_of(request, {"pp": 2})

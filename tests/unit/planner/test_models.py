@@ -216,6 +216,8 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         ({"model_type": ["llama"]}, "model_type"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': not true or false"),
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8}, "a token goes to 8 experts, and a layer has 4"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok = 0: a layer has 4 experts, and a"),
+        ({"model_type": "gemma3"}, "hidden_size = 64: Transformers takes it from text_config, where it is 2304; write it there"),
         ({"hidden_size": 2**31 - 1, "num_attention_heads": 1, "num_hidden_layers": 2**31 - 1}, "no plan counts more"),
     ):
         with pytest.raises(ConfigError, match=words):
