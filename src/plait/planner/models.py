@@ -24,7 +24,7 @@ from plait.model.described import check_sizes
 from plait.planner.architecture import Architecture
 from plait.planner.built import as_built
 from plait.planner.dropouts import DROPOUTS, dropouts_of
-from plait.planner.text_part import NAMES, inner_config, size_of_transformers, text_part
+from plait.planner.text_part import NAMES, check_places, size_of_transformers, text_part
 from plait.units import format_count
 
 # ---- the table of public models ------------------------------------------------------------------------------------------------------
@@ -168,20 +168,6 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
     refuse(problems)
 
 
-def _check_places(config: Mapping[str, Any], kind: str, source: str) -> None:
-    """Raise ConfigError for sizes that Transformers takes from a configuration inside this one, and that say something else here."""
-    found = inner_config(config, kind)
-    if found is None:
-        return
-    part, inner = found
-    written = {name: config[name] for keys in NAMES.values() for name in keys if config.get(name) is not None}
-    refuse(
-        Problem(f"{source}: {name}", value, f"Transformers takes it from {part}, where it is {there}", f"write it there: {part}.{name}")
-        for name, value in written.items()
-        if (there := getattr(inner, name, None)) is not None and there != value
-    )
-
-
 def _check_counts(model: Architecture, source: str) -> None:
     """Raise ConfigError for a token that goes to more experts than there are, and for a model that is too large to count."""
     if model.active > model.experts:
@@ -247,7 +233,7 @@ def _described(config: Mapping[str, Any], *, source: str, vocab: int | None) -> 
     inner = text_part(config, kind)
     if inner is not None:
         return _described(inner, source=source, vocab=vocab)
-    _check_places(config, kind, source)
+    check_places(config, kind, source)
     if kind in _STRUCTURE:
         raise InputError(f"{source}: {kind!r} is no decoder-only transformer, which is what can be planned")
     found: dict[str, int] = {}
