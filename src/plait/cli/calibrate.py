@@ -84,7 +84,9 @@ def _from_table(table: Path, out: Path, gpu: str | None, *, said: bool) -> None:
     from plait.planner.calibrate import calibrate
     from plait.planner.calibration_file import save
 
-    runs, origin = runs_of_table(table, gpu)
+    runs, origin, left_out = runs_of_table(table, gpu)
+    for note in left_out:
+        print(f"plait: {note}", file=sys.stderr)
     found = calibrate(runs)
     save(out, found, origin)
     if not said:

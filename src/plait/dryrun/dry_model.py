@@ -26,6 +26,7 @@ from plait.losses.loss import Loss
 from plait.parallel.accounting.activations import StageMode
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
 from plait.parallel.micro_batches import Forward
+from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.parallel.pipeline.pipeline_zero import StagedZero
 from plait.parallel.pipeline.split_backward import backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
@@ -172,12 +173,13 @@ class DryModel:
         return StagedZero(self.staged, self._schedule, zero=0, reducer=None).weights(stage.index)
 
 
-def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The boundary activation of a stage: hidden states [samples, length, hidden]; with sequence parallelism a rank's part of the length.
-    Raises ModelError for a model that does not define their width."""
-    width = getattr(getattr(model, "config", None), "hidden_size", None)
+def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) -> Any:
+    """The boundary activations of a stage: hidden states [samples, length, hidden], alone or in a tuple as the blocks return them; with
+    sequence parallelism a rank's part of the length. Raises ModelError for a model that does not define their width, and for blocks that
+    return tensors besides."""
+    width, name = getattr(getattr(model, "config", None), "hidden_size", None), type(model).__name__
     if width is None:
-        raise ModelError(f"{type(model).__name__} has no config.hidden_size, so what passes between its stages is not known beforehand")
+        raise ModelError(f"{name} has no config.hidden_size, so what passes between its stages is not known beforehand")
     samples, length = piece["input_ids"].shape
     region = parts.noted(Region)
     own = length
@@ -186,7 +188,18 @@ def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) ->
         if region.sequence_parallel:
             own = shard_size(length, region.group.size())
     dtype = parts.shard.compute_dtype or next(model.parameters()).dtype
-    return torch.empty(samples, own, width, dtype=dtype, device="meta", requires_grad=True)
+
+    def hidden(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.dim() != 3 or leaf.shape[-1] != width or not leaf.is_floating_point():
+            besides = f"a tensor of shape {tuple(leaf.shape)} beside hidden states {width} wide"
+            raise ModelError(f"{name}: its blocks return {besides}, so what passes between its stages is not known beforehand")
+        return torch.empty(samples, own, width, dtype=dtype, device="meta", requires_grad=True)
+
+    pipeline = parts.noted(PipelineParts)
+    seen = pipeline.cut.returned if pipeline is not None else None
+    return tree_map(hidden, torch.empty(1, 1, width, device="meta") if seen is None else seen)
 
 
 class CountingStore:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,11 +113,12 @@ def predict_peak_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples
     )
     own, schedule, pp_rank = whole, None, at["pp"]
     dry = _dry_model(given, resolved, mesh, samples=samples, length=length)
-    boundary, row = torch.empty(0, device="meta"), tuple[Action, ...]()
+    boundary, boundary_bytes = None, 0
+    row = tuple[Action, ...]()
     if pipeline is not None:
         boundary, row = handed_on(dry.parts.model, dry.parts, dry.piece), pipeline.schedule.ranks[pp_rank]
-        schedule = pipeline.schedule
-        counts = stage_counts(schedule, pp_rank, cut=pipeline.cut, facts=whole, boundary_bytes=boundary.nbytes, ledger=ledger)
+        boundary_bytes, schedule = storage_bytes(tensors_in(boundary)), pipeline.schedule
+        counts = stage_counts(schedule, pp_rank, cut=pipeline.cut, facts=whole, boundary_bytes=boundary_bytes, ledger=ledger)
         own = facts_of_rank(whole, pipeline.cut, schedule.stages_of(pp_rank))
         ledger = ledger.with_(stage=counts)
     ledger = account_all(resolved.techniques, ledger, own)
@@ -124,7 +126,7 @@ def predict_peak_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples
     ledger = ledger.with_(memory={**ledger.memory, "optimizer": np.full_like(ledger.dp_shard, states)})
     facts = StepFacts(
         stages=_moments(dry, boundary, row=row),
-        boundary_bytes=boundary.nbytes,
+        boundary_bytes=boundary_bytes,
         batch_bytes=sum(x.nbytes for x in tensors_in(dry.piece)) * resolved.batch.accumulation,
         buffer_bytes=storage_bytes(dry.parts.model.buffers()),
         optimizer_temporary_bytes=temporaries,
@@ -161,7 +163,7 @@ def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, le
     )
 
 
-def _moments(dry: DryModel, boundary: torch.Tensor, *, row: Sequence[Action]) -> dict[int, StageMoments]:
+def _moments(dry: DryModel, boundary: Any, *, row: Sequence[Action]) -> dict[int, StageMoments]:
     """Every stage of the rank; a backward is run in each form that the row has."""
     if dry.staged is None:
         return {0: dry.trace()[0].moments}

@@ -88,6 +88,8 @@ class Dataflow:
     """The blocks as they ran."""
     shapes: list[tuple[tuple[torch.Size, torch.dtype], ...]] = field(default_factory=list)
     """Of what each of them returned."""
+    returned: Any = None
+    """What the first of them returned, its tensors on meta."""
 
 
 class Untraceable(ModelError):
@@ -239,6 +241,8 @@ class Trace(TorchDispatchMode):
         finally:
             self._inside = before
         self._region = index + 1
+        if not self.flow.shapes:
+            self.flow.returned = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, output)
         self.flow.shapes.append(tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)))
         return tree_map(lambda leaf: self._fresh(leaf, index + 1) if isinstance(leaf, torch.Tensor) else leaf, output)
 

@@ -44,6 +44,8 @@ class StageCut:
     """Parameter to the first block before which, or inside which, it is used, where that was seen."""
     writes: bool = True
     """Code outside of the blocks may change values in place."""
+    returned: Any = field(default=None, compare=False, repr=False)
+    """What a block returned for a few tokens, its tensors on meta; None where that was not seen."""
 
     @property
     def stages(self) -> int:
@@ -108,6 +110,7 @@ def cut_model(model: nn.Module, blocks: Sequence[str], bounds: Sequence[int], *,
         {name: on for name, on in recomputed.items() if on},
         {} if flow is None else {name: min(flow.uses[first]) for name in owners if (first := first_names.get(name, name)) in flow.uses},
         writes=flow is None or flow.writes,
+        returned=None if flow is None else flow.returned,
     )
 
 

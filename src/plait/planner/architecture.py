@@ -58,6 +58,12 @@ class Architecture:
     """Of `head_dim`, with latent attention, what has a rotary position; all heads have one key for it."""
     value_dim: Numbers = 0
     """Of a head's value, with latent attention."""
+    layer_parameters: Numbers = 0
+    """Parameters of a layer, the mean of them, where they were counted of the model itself; 0: what the sizes give."""
+    end_parameters: Numbers = 0
+    """The same of everything outside of the layers."""
+    uncut: Any = ""
+    """Why no pipeline cuts its layers, where that was asked of the model itself; else empty."""
     name: Any = ""
     model_type: Any = "llama"
 
@@ -127,16 +133,32 @@ class Architecture:
         return widths + biases + self.qkv_bias * attention_bias
 
     @property
+    def unexplained_parameters(self) -> Numbers:
+        """What a layer was counted to have besides what the sizes give; less than 0 where it has less."""
+        return np.where(np.asarray(self.layer_parameters) > 0, self.layer_parameters - self._blocks_by_sizes / self.layers, 0)
+
+    @property
+    def products_counted(self) -> Numbers:
+        """What a layer was counted to have in its products, of what the sizes give; 1 with experts, of which a token uses some."""
+        by_sizes = self._blocks_by_sizes / self.layers - self.small_parameters
+        return np.where(np.asarray(self.experts) > 0, 1, np.maximum(1 + self.unexplained_parameters / by_sizes, 0.01))
+
+    @property
     def block_parameters(self) -> Numbers:
         """Parameters of all layers, experts included."""
+        return np.where(np.asarray(self.layer_parameters) > 0, self.layers * self.layer_parameters, self._blocks_by_sizes)
+
+    @property
+    def _blocks_by_sizes(self) -> Numbers:
         dense = (self.layers - self.expert_layers) * self.dense_mlp_parameters
         expert = self.expert_layers * (self.routed_parameters + self.shared_parameters)
         return self.layers * (self.attention_parameters + self.small_parameters) + dense + expert
 
     @property
     def embedding_parameters(self) -> Numbers:
-        """The embedding, with learned positions."""
-        return (self.vocab + self.positions) * self.hidden
+        """The embedding, with learned positions, and whatever else is before the layers."""
+        by_sizes = (self.vocab + self.positions) * self.hidden
+        return np.where(np.asarray(self.end_parameters) > 0, np.maximum(self.end_parameters - self.head_parameters, 0), by_sizes)
 
     @property
     def head_parameters(self) -> Numbers:
@@ -154,7 +176,8 @@ class Architecture:
         dense = (self.layers - self.expert_layers) * self.dense_mlp_parameters
         routed = self.active * (2 + self.gated) * self.hidden * self.expert_ffn
         expert = self.expert_layers * (routed + self.shared_parameters)
-        return self.layers * self.attention_parameters + dense + expert + self.vocab * self.hidden
+        in_layers = self.layers * self.attention_parameters + dense + expert
+        return in_layers * self.products_counted + self.vocab * self.hidden
 
     def model_flops(self, sequence: Numbers) -> Numbers:
         """FLOPs of a token, forward and backward: 6 a matrix parameter, and causal attention counted by half (6 L s a d), as Megatron-LM

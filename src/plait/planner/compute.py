@@ -18,6 +18,8 @@ from plait.planner.products import Products, again_share, products_of
 
 _TILE = (128, 256)
 """Rows and columns of a product that one multiprocessor computes at a time: the usual tile of cuBLAS from Ampere on."""
+_RANDOM = 56
+"""Bytes that pass through memory while a CPU core draws a random number: 5.6 ns, at 10 GB/s."""
 _FP8, _FP4 = (PRECISIONS.index(name) for name in ("fp8", "fp4"))
 
 
@@ -52,10 +54,11 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     model, at = job.model, job.layouts
     tokens, tp = job.tokens, at.tp
     each = products_of(model)
-    projections, projections_again = _projections(job, rates, each)
+    scale = model.products_counted
+    projections, projections_again = (scale * seconds for seconds in _projections(job, rates, each))
     share = model.expert_layers / model.layers
-    last = (1 - share) * _product(job, rates, tokens, model.ffn / tp, model.hidden)
-    dense = (1 - share) * _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp) + last
+    last = scale * (1 - share) * _product(job, rates, tokens, model.ffn / tp, model.hidden)
+    dense = scale * (1 - share) * _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp) + last
     experts, experts_again = _experts(job, rates, each, share)
     products = projections + dense + experts
     attention, attention_backward = _attention(job, rates)
@@ -205,9 +208,21 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     gemm = job.other_flops * 0.6 * rates.by_family("gemm", job.device) * _speed(job, rates)
     unfused = flops / gemm + scores
     one_kernel = np.asarray(job.framework.attention) == 0
-    return np.where(one_kernel, flash, unfused), np.where(
-        one_kernel, (3 * model.head_dim + 2 * model.value_width) / widths * flash, 2 * unfused
+    backward = np.where(one_kernel, (3 * model.head_dim + 2 * model.value_width) / widths * flash, 2 * unfused)
+    in_parts, parts_backward = _attention_in_parts(job, rates, flops)
+    return (
+        np.where(job.attention_in_parts, in_parts, np.where(one_kernel, flash, unfused)),
+        np.where(job.attention_in_parts, parts_backward, backward),
     )
+
+
+def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers, Numbers]:
+    """(forward, backward) where torch has no kernel for it, in float32 whatever the precision. Scores are written, masked, made a softmax
+    and read (24 bytes); their dropout draws a number for each, multiplies and is read (12); backward the gradients pass the same."""
+    gemm = job.device.flops.get("fp32", np.nan) * job.device.power * rates.by_family("gemm", job.device) * _speed(job, rates)
+    scores = job.tokens * job.sequence * job.model.heads / (1 if job.whole_attention else job.layouts.tp) / memory_rate(job, rates)
+    drops = np.asarray(job.model.attention_dropout) > 0
+    return flops / gemm + (24 + (12 + _RANDOM) * drops) * scores, 2 * flops / gemm + (24 + 12 * drops) * scores
 
 
 def _elementwise(job: Job, rates: Rates) -> Numbers:

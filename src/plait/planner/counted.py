@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,10 +27,8 @@ from plait.parallel.accounting.activations import BlockMode
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.technique import Parts
+from plait.planner.built import COUNTED_BY_FORMULA, built, drops
 
-COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
-"""Families that formulas know; tests compare. DeepSeek's values are narrower than its keys, for which CPU cores, where a count is made,
-have no kernel, and GPUs do."""
 TOO_LOW = {
     **dict.fromkeys(("afmoe", "bitnet", "codegen", "falcon", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "gptj"), "more than a third"),
     **dict.fromkeys(("glm4", "olmo2", "apertus", "exaone4", "flex_olmo"), "up to a quarter"),
@@ -57,25 +55,33 @@ class Kept:
 
 @dataclass(frozen=True)
 class Counted:
-    """Of a block of a model without dropout, the mean of its blocks."""
+    """Of a block, the mean of a model's blocks."""
 
     none: Kept
     operators: Kept
     """Where attention and every second product are kept."""
+    full: float
+    """Where all is computed again: bytes a token of its inputs."""
     working: Kept
     """At the peak of a block's backward, what it kept included; of the block that needs most."""
+    dropping: bool = False
+    """Whether the model dropped, as the one of the configuration does. One that does not keeps no mask, and formulas have them."""
+    dropped_scores: float = 0.0
+    """Of a model that drops and was counted without: bytes a token of masks and results of a dropout of scores that are in memory
+    anyway."""
 
 
-def counted(section: Mapping[str, Any], kind: str, *, sequence: int, precision: str) -> Counted | None:
+def counted(section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool) -> Counted | None:
     """Of the model of a configuration's `model` section; None for a family that needs no count, for one whose code looks at values, and
-    without Transformers."""
+    without Transformers. `on_cores`: for processes on CPU cores, which is where a count runs: a model that drops is counted as it drops.
+    Of GPUs, whose kernels drop inside of attention, it is counted without, but for attention that has its scores in memory."""
     if find_spec("transformers") is None or kind in COUNTED_BY_FORMULA:
         return None
     config = section.get("config") or _of_folder(section.get("path"))
-    return _counted(json.dumps(config, sort_keys=True, default=str), sequence, precision) if config else None
+    return _counted(json.dumps(config, sort_keys=True, default=str), sequence, precision, on_cores) if config else None
 
 
-def not_counted(section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, compiled: bool) -> str | None:
+def not_counted(section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool, compiled: bool) -> str | None:
     """What to tell of a family that needs a count and has none; None for others."""
     if kind in COUNTED_BY_FORMULA:
         return None
@@ -83,7 +89,7 @@ def not_counted(section: Mapping[str, Any], kind: str, *, sequence: int, precisi
         reason = "blocks are compiled"
     elif find_spec("transformers") is None:
         reason = "Transformers is not installed"
-    elif counted(section, kind, sequence=sequence, precision=precision) is not None:
+    elif counted(section, kind, sequence=sequence, precision=precision, on_cores=on_cores) is not None:
         return None
     else:
         reason = "its blocks do not run without data"
@@ -101,54 +107,73 @@ def _of_folder(path: Any) -> Mapping[str, Any] | None:
 
 
 @lru_cache(maxsize=64)
-def _counted(config: str, sequence: int, precision: str) -> Counted | None:
+def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> Counted | None:
     try:
-        return _count(json.loads(config), sequence, precision)
+        return _count(json.loads(config), sequence, precision, on_cores)
     except Exception:  # what Transformers or the dry run refuses they tell where the model is built
         return None
 
 
-def _count(config: dict[str, Any], sequence: int, precision: str) -> Counted:
-    model = _on_meta(config)
-    blocks = find_blocks(model)
-    shares = _shares(model, blocks)
-    # Transformers computes some recurrences token by token.
-    by_token = any(hasattr(module, "slow_forward") for module in model.modules())
-    most = min(sequence, _BY_TOKEN) if by_token else sequence
-    lengths = (most, max(most // 2, 1))
-    del cast("nn.ModuleList", model.get_submodule(blocks[0].rpartition(".")[0]))[len(shares) :]
-    blocks = blocks[: len(shares)]
+def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool) -> Counted:
+    dropping = drops(config)
+    if dropping and on_cores:
+        return _count_one(built(config, dropout=True), sequence, precision, dropping=True)
+    found = _count_one(built(config, dropout=False), sequence, precision, dropping=False)
+    if not dropping or not found.none.scores:
+        return found
+    scores = _kept(built(config, dropout=True), sequence, precision).scores - found.none.scores
+    width = 2 if precision in ("bf16", "fp16") else 4
+    # A mask is a byte an element on GPUs, and on CPU cores as wide as the result.
+    return replace(found, dropped_scores=max(scores, 0.0) * (1 + width) / (2 * width))
+
+
+def _count_one(model: nn.Module, sequence: int, precision: str, *, dropping: bool) -> Counted:
+    blocks, shares = _first_of_each(model)
+    lengths = _lengths(model, sequence)
     long, short = (_run(model, blocks, "none", length, precision) for length in lengths)
-    results = _run(model, blocks, "selective", most, precision)
+    results = _run(model, blocks, "selective", lengths[0], precision)
+    inputs = _run(model, blocks, "full", lengths[0], precision)
     return Counted(
         none=_line(long.kept(shares), short.kept(shares), lengths, sequence),
         operators=Kept(results.kept(shares), 0.0),
+        full=inputs.kept(shares),
         working=_line(long.working, short.working, lengths, sequence),
+        dropping=dropping,
     )
 
 
-def _on_meta(config: dict[str, Any]) -> nn.Module:
-    """The model of a configuration, without dropout."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    found = CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    found.use_cache = False
-    for name, value in vars(found).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(found, name, 0.0)
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
-    return model
+def _kept(model: nn.Module, sequence: int, precision: str) -> Kept:
+    """Without recomputation."""
+    blocks, shares = _first_of_each(model)
+    lengths = _lengths(model, sequence)
+    long, short = (_run(model, blocks, "none", length, precision).kept(shares) for length in lengths)
+    return _line(long, short, lengths, sequence)
 
 
-def _shares(model: nn.Module, blocks: tuple[str, ...]) -> list[float]:
-    """Of all blocks, those that are like each of the first: as many of them as it takes to have one of each kind."""
-    kinds = [_kind(model.get_submodule(name)) for name in blocks]
-    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    many = Counter(kinds)
-    run = min(max(first.values()) + 1, _MOST_BLOCKS)
-    found = [many[kinds[index]] / len(kinds) if first[kinds[index]] == index else 0.0 for index in range(run)]
-    return [share / sum(found) for share in found]
+def _lengths(model: nn.Module, sequence: int) -> tuple[int, int]:
+    """Two, of which the bytes tell what grows with the sequence. Transformers computes some recurrences token by token."""
+    by_token = any(hasattr(module, "slow_forward") for module in model.modules())
+    most = min(sequence, _BY_TOKEN) if by_token else sequence
+    return most, max(most // 2, 1)
+
+
+def _first_of_each(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
+    """(blocks that are left of a model, of all blocks the share that is like each of them): the first of every list of them, as many as it
+    takes to have one of each kind."""
+    names = find_blocks(model)
+    kinds = {name: (name.rpartition(".")[0], *_kind(model.get_submodule(name))) for name in names}
+    many = Counter(kinds.values())
+    lists: dict[str, list[str]] = {}
+    for name in names:
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    blocks, shares = [], []
+    for container, inside in lists.items():
+        first = {kinds[name]: index for index, name in reversed(list(enumerate(inside)))}
+        run = min(max(first.values()) + 1, _MOST_BLOCKS)
+        blocks += inside[:run]
+        shares += [many[kinds[name]] / len(names) if first[kinds[name]] == index else 0.0 for index, name in enumerate(inside[:run])]
+        del cast("nn.ModuleList", model.get_submodule(container))[run:]
+    return tuple(blocks), [share / sum(shares) for share in shares]
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:

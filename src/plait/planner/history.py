@@ -20,6 +20,7 @@ from plait.planner.architecture import Architecture
 from plait.planner.frameworks import plait, with_compiled_blocks
 from plait.planner.hardware import PRECISIONS
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
+from plait.planner.limits import beyond_memory, beyond_peak
 from plait.planner.row import Row, Variant
 from plait.planner.runs import Runs, job_of_variants
 
@@ -92,7 +93,7 @@ def read(path: Path) -> tuple[list[Measured], list[str]]:
         try:
             measured = Measured(**json.loads(line))
             _check(measured)
-            _variant(0, measured)
+            _check_limits(measured, _variant(0, measured))
         except (ValueError, TypeError, KeyError, AttributeError, InputError) as error:
             warnings.append(f"{path}, line {number}: skipped, it holds no measured run ({error})")
         else:
@@ -100,7 +101,7 @@ def read(path: Path) -> tuple[list[Measured], list[str]]:
     return found, warnings
 
 
-_NAMES = ("name", "model_type", "activation", "schedule", "recompute")
+_NAMES = ("name", "model_type", "activation", "uncut", "schedule", "recompute")
 """Facts that are no numbers."""
 _AT_LEAST_ONE = (
     *("devices", "devices_per_node", "sequence", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"),
@@ -118,6 +119,24 @@ def _check(measured: Measured) -> None:
     for name, value in (("seconds", measured.seconds), ("bytes", measured.bytes)):
         if not (name == "bytes" and value is None) and not (isinstance(value, int | float) and 0 < value < inf):
             raise ValueError(f"{name} = {value!r}, not a number above 0")
+
+
+def _check_limits(measured: Measured, variant: Variant) -> None:
+    """Raise ValueError for what no run of its devices has."""
+    if measured.bytes is not None and (rule := beyond_memory(measured.bytes, variant.device)):
+        raise ValueError(f"bytes = {measured.bytes!r}: {rule}")
+    at = Layouts(**variant.layout)
+    rule = beyond_peak(
+        measured.seconds,
+        variant.model,
+        variant.device,
+        measured.precision,
+        samples=float(at.micro_batch * at.accumulation * at.dp),
+        sequence=measured.sequence,
+        devices=measured.devices,
+    )
+    if rule:
+        raise ValueError(f"seconds = {measured.seconds!r}: {rule}")
 
 
 def same_machine(measured: Measured, *, gpu: str, machine: str) -> bool:

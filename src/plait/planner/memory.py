@@ -217,14 +217,16 @@ def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     if job.own or job.counted is None:
         return _by_formula(job)
     # By as much as the count of a block on one rank differs from the formula.
-    none, operators = RECOMPUTE.index("none"), RECOMPUTE.index("operators")
+    none, full, operators = (RECOMPUTE.index(name) for name in ("none", "full", "operators"))
     alone, _ = _by_formula(replace(job, layouts=Layouts(recompute=none)))
     _, results = _by_formula(replace(job, layouts=Layouts(recompute=operators)))
     found = job.counted
     every, kept = _by_formula(job)
     kind = np.asarray(job.layouts.recompute)
-    of_all = job.sequence * (found.none.linear + found.none.scores) / alone
-    of_results = np.where(np.isin(kind, [operators, RECOMPUTE.index("budget")]), job.sequence * found.operators.linear / results, 1)
+    of_all = job.sequence * (found.none.linear + found.none.scores + found.dropped_scores) / alone
+    of_inputs = found.full / (job.element_bytes * job.model.hidden)
+    of_results = np.where(np.isin(kind, [operators, RECOMPUTE.index("budget")]), job.sequence * found.operators.linear / results, 1.0)
+    of_results = np.where(kind == full, of_inputs, of_results)
     return every * of_all, kept * np.where(kind == none, of_all, of_results)
 
 

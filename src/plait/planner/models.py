@@ -22,8 +22,10 @@ from plait.errors import ConfigError, InputError, Problem, refuse
 from plait.files import user_path
 from plait.model.described import check_sizes
 from plait.planner.architecture import Architecture
+from plait.planner.built import as_built
 from plait.planner.dropouts import DROPOUTS, dropouts_of
-from plait.planner.text_part import NAMES, size_of_transformers, text_part
+from plait.planner.text_part import NAMES, check_places, size_of_transformers, text_part
+from plait.units import format_count
 
 # ---- the table of public models ------------------------------------------------------------------------------------------------------
 
@@ -98,7 +100,7 @@ def _latent(mla: Mapping[str, int] | None) -> dict[str, int]:
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_inner"),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "active": ("num_experts_per_tok", "moe_k"),
     "expert_ffn": ("moe_intermediate_size",),
@@ -183,6 +185,12 @@ def unknown_layers(model: Architecture) -> str | None:
     kind = str(model.model_type)
     if kind in _GATED | _TWO_MATRICES:
         return None
+    if model.layer_parameters:
+        return (
+            f"{kind}: what its layers are is not known to the planner, which counts their parameters of the model that Transformers builds "
+            f"({model.layers} blocks of {format_count(float(model.layer_parameters))} and {format_count(float(model.end_parameters))} "
+            "outside of them), and their time as that of Llama's layers; measure a step before you trust times"
+        )
     return (
         f"{kind}: what its layers are is not known to the planner, which counts Llama's from its sizes; "
         "compare the parameters with the model's before you trust times and bytes"
@@ -214,12 +222,18 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
     """The shape that a Hugging Face configuration describes; `vocab` is taken where it has none. Raises ConfigError for what is missing
     or does not fit, InputError for an architecture that is no decoder-only language model."""
+    return as_built(_described(config, source=source, vocab=vocab), config)
+
+
+def _described(config: Mapping[str, Any], *, source: str, vocab: int | None) -> Architecture:
+    """By what the configuration says alone."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ConfigError(Problem(f"{source}: model_type", kind, "names no architecture", "set it, for example to llama"))
     inner = text_part(config, kind)
     if inner is not None:
-        return from_config(inner, source=source, vocab=vocab)
+        return _described(inner, source=source, vocab=vocab)
+    check_places(config, kind, source)
     if kind in _STRUCTURE:
         raise InputError(f"{source}: {kind!r} is no decoder-only transformer, which is what can be planned")
     found: dict[str, int] = {}
@@ -263,6 +277,9 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
     if kind == "falcon":
         kv_heads = config.get("num_kv_heads", 1) if config.get("new_decoder_architecture") or not config.get("multi_query", True) else 1
     experts = optional["experts"] or 0
+    if experts and optional["active"] == 0:
+        name = next(name for name in _OPTIONAL["active"] if config.get(name) == 0)
+        raise ConfigError(Problem(f"{source}: {name}", 0, f"a layer has {experts} experts, and a token goes to none", "give at least 1"))
     ffn = optional["ffn"] or 4 * hidden
     model = Architecture(
         **found,

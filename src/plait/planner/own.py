@@ -71,7 +71,11 @@ def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
     """(none, operators, full) for a token: what a block keeps in each mode."""
     none, operators, full = _by_formula(job)
     more = _besides(job)
-    return none + more[0], operators + more[1], full
+    return (
+        none + more[0],
+        operators + more[1],
+        full if job.counted is None else full * job.counted.full / (job.element_bytes * job.model.hidden),
+    )
 
 
 def _besides(job: Job) -> tuple[Numbers, Numbers]:
@@ -79,15 +83,23 @@ def _besides(job: Job) -> tuple[Numbers, Numbers]:
     if job.counted is None:
         return 0.0, 0.0
     return (
-        _difference(job, job.counted.none, lambda one: _by_formula(one)[0]),
+        _difference(job, job.counted.none, lambda one: _by_formula(one)[0]) + _dropped(job),
         _difference(job, job.counted.operators, lambda one: _by_formula(one)[1]),
     )
 
 
+def _dropped(job: Job) -> Numbers:
+    """Masks and results of a dropout of scores, split as heads are."""
+    scores = 0.0 if job.counted is None else job.counted.dropped_scores
+    return scores / (1 if job.whole_attention else np.asarray(job.layouts.tp))
+
+
 def _difference(job: Job, found: Kept, formula: Callable[[Job], Numbers]) -> Numbers:
-    """What a count has besides a formula, which counts no dropout either. More than the formula is as norms are, which only sequence
-    parallelism splits; less, as the formula itself; scores are split as heads are."""
-    bare = replace(job, model=replace(job.model, dropout=0, attention_dropout=0, embedding_dropout=0))
+    """What a count has besides a formula, which drops where the counted model does. More is as norms are, which only
+    sequence parallelism splits; less, as the formula itself; scores are split as heads are."""
+    assert job.counted is not None
+    alike = {} if job.counted.dropping else {"dropout": 0, "attention_dropout": 0, "embedding_dropout": 0}
+    bare = replace(job, model=replace(job.model, **alike))
     here, one = formula(bare), formula(replace(bare, layouts=Layouts(), whole_attention=False))
     more = found.linear - one
     scores = found.scores / (1 if job.whole_attention else np.asarray(job.layouts.tp))
@@ -179,7 +191,7 @@ def block_backward(job: Job) -> tuple[Working, ...]:
     points = _points(job)
     if job.counted is None:
         return points
-    more = _difference(job, job.counted.working, _most)
+    more = _difference(job, job.counted.working, _most) + _dropped(job)
     return tuple(replace(point, token_bytes=point.token_bytes + more) for point in points)
 
 

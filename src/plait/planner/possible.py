@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 
-import numpy as np
-
 from plait.errors import Problem
 from plait.planner.hardware import PRECISIONS
+from plait.planner.limits import beyond_memory, beyond_peak
 from plait.planner.row import NotPriced, Row, device_of, model_of, number_of, precision_of
 from plait.planner.runs import measured_bytes, measured_seconds, read_table
 
@@ -21,9 +20,6 @@ _COUNTS = (
     *("micro_batch", "tp", "pp", "vpp", "cp", "ep", "dp"),
 )
 _MEASURES = ("n_params_B", "tokens_per_s_per_gpu", "step_time_s", "derived_step_time_s", "peak_mem_gb")
-_UNITS = 1.1
-"""Of a device's memory: tables write GB for GiB, and a size that is sold for the size that is there."""
-
 Found = tuple[str, object, str, str]
 """(field, value, rule, remedy)."""
 
@@ -79,15 +75,13 @@ def _measured(row: Row) -> Iterator[Found]:
         model, device, precision = model_of(row), device_of(row), PRECISIONS[precision_of(row)[0]]
     except NotPriced:
         return
-    memory, peak = measured_bytes(row), device.flops.get(precision, np.nan)
-    if memory is not None and memory[0] > _UNITS * device.memory_bytes:
-        rule = f"{memory[0] / 1e9:.4g} GB, and {device.title} has {device.memory_bytes / 1e9:.4g}"
+    memory = measured_bytes(row)
+    if memory is not None and (rule := beyond_memory(memory[0], device)):
         yield "peak_mem_gb", row.get("peak_mem_gb"), rule, "correct it, its unit in mem_def, or gpu"
     seconds, batch, sequence, gpus = measured_seconds(row), *(number_of(row, name) for name in ("global_batch", "seq_len", "gpus_total"))
-    if not (seconds and batch and sequence and gpus and peak > 0):
+    if not (seconds and batch and sequence and gpus):
         return
-    reached = float(model.model_flops(sequence)) * batch * sequence / (seconds * gpus * float(peak))
-    if reached > 1:
+    rule = beyond_peak(seconds, model, device, precision, samples=batch, sequence=sequence, devices=gpus)
+    if rule is not None:
         name = next((name for name in ("step_time_s", "derived_step_time_s") if number_of(row, name)), "tokens_per_s_per_gpu")
-        rule = f"its model FLOPs are {reached:.3g} of the peak of {gpus:g} x {device.title} in {precision}, and no run has an MFU above 1"
         yield name, row.get(name), rule, "correct it, the model's sizes, global_batch or gpus_total"

@@ -108,7 +108,8 @@ def formula_note(request: Request) -> str | None:
 
 
 def _counting(request: Request) -> dict[str, Any]:
-    return {"sequence": request.sequence, "precision": request.precision}
+    on_cores = bool(np.all(request.cluster.device.on_cpu))
+    return {"sequence": request.sequence, "precision": request.precision, "on_cores": on_cores}
 
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

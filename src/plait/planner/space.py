@@ -158,6 +158,18 @@ def _note_fixed(asked: _Asked, names: Iterable[str], rule: str) -> None:
         _note(asked.excluded, written(fixed), rule)
 
 
+def _rule_of(model: Architecture, names: Sequence[str]) -> str:
+    """Why none of the values that are fixed of these fields is left."""
+    if "ep" in names and not model.experts:
+        return f"{model.name} has no experts"
+    rules = {
+        "ep": "the experts of a layer, and the ranks that are left for them, are a multiple of ep",
+        "sp": "it is of tp 2 or more, whose ranks have parts of a sequence each",
+        "dp_shard": "dp_replicate x dp_shard is what tp, pp and cp leave of the devices, and with stage 0 nothing is sharded",
+    }
+    return next((rules[name] for name in names if name in rules), "not every tp, pp and cp has these values")
+
+
 def _tensor_degrees(asked: _Asked) -> list[int]:
     model, cluster, split, fixed, excluded = asked.model, asked.cluster, asked.split, asked.fixed, asked.excluded
     domain = max(int(cluster.device.domain), int(cluster.device.devices_per_node))
@@ -195,6 +207,8 @@ def _stages(asked: _Asked, ranks: int) -> list[int]:
     for pp in [fixed["pp"]] if "pp" in fixed else divisors(ranks):
         if pp == 1 and staged:
             _note(excluded, "pp = 1", f"{written(staged)} is of a pipeline, which has 2 stages or more")
+        elif pp > 1 and asked.split.pipeline:
+            _note(excluded, "pp > 1" if "pp" not in fixed else f"pp = {pp}", asked.split.pipeline)
         elif pp > model.layers:
             if "pp" in fixed:
                 _note(excluded, f"pp = {pp}", f"a stage has at least one layer, and the model has {model.layers}")
@@ -308,7 +322,8 @@ def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
     micros = [fixed["micro_batch"]] if "micro_batch" in fixed else [b for b in divisors(per_rank) if b <= _MOST_MICRO_BATCH]
     micros = [b for b in micros if per_rank % b == 0 and fixed.get("accumulation", per_rank // b) == per_rank // b]
     if not micros:
-        _note(excluded, f"micro_batch = {fixed.get('micro_batch', 'any')} with dp = {dp}", f"a rank's {per_rank} samples do not divide so")
+        asks = " x ".join(f"{name} = {fixed[name]}" for name in ("micro_batch", "accumulation") if name in fixed)
+        _note(excluded, f"{asks} with dp = {dp}", f"a rank's {per_rank} samples do not divide so")
         return
     enough = [b for b in micros if per_rank // b >= pp]
     if not enough:
@@ -328,7 +343,7 @@ def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
         tuple(f.name for f in fields(Relief)): [tuple(vars(relief).values()) for relief in ends],
     }
     for names in (names for names, entries in lists.items() if not entries):
-        _note_fixed(asked, names, "not every tp, pp and cp has these values")
+        _note_fixed(asked, names, _rule_of(model, names))
     if not all(lists.values()):
         return
     grid = np.meshgrid(*(np.arange(len(entries)) for entries in lists.values()), indexing="ij")

@@ -7,7 +7,7 @@ planned without tensor parallelism, and the plan prints the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.model.experts import SPLIT_FAMILIES
 from plait.parallel.context.families import FAMILIES
@@ -53,12 +53,17 @@ class Split:
     whole_attention: bool = False
     context: str | None = None
     """Context parallelism."""
+    pipeline: str | None = None
     with_experts: bool = False
     """tp is planned where ep splits the experts over its ranks too: without, each of them would compute all experts."""
 
 
 def split_of(model: Architecture) -> Split:
     """How the planner may split a model."""
+    return replace(_split_of(model), pipeline=str(model.uncut) or None)
+
+
+def _split_of(model: Architecture) -> Split:
     kind = str(model.model_type)
     context = None if kind in FAMILIES else f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
     if model.experts and (kind not in SPLIT_FAMILIES or model.latent_rank):

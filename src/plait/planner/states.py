@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,15 @@ _EXPERTS = "experts."
 """Before the names of parameters that `ep` splits."""
 
 Split = dict[str, int | None]
+Entry = tuple[str, tuple[int, ...], int | None]
+"""(name, shape, dimension split over tp) of a parameter."""
 
 
-def block_parameters(
-    model: Architecture, *, experts: bool = False, whole_keys: bool = False
-) -> list[tuple[str, tuple[int, ...], int | None]]:
+def block_parameters(model: Architecture, *, experts: bool = False, whole_keys: bool = False) -> list[Entry]:
     """(name, shape, dimension split over tp) of every parameter of one block, as Transformers shapes them. With `whole_keys` there are
     fewer key and value heads than ranks, which replicate these."""
     h, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    found: list[tuple[str, tuple[int, ...], int | None]] = []
+    found: list[Entry] = []
     if model.model_type == "gpt2":
         found += [("attn.c_attn.weight", (h, 3 * h), 1), ("attn.c_attn.bias", (3 * h,), 0)]
         found += [("attn.c_proj.weight", (h, h), 0), ("attn.c_proj.bias", (h,), None)]
@@ -83,20 +84,56 @@ def block_parameters(
     return found + [(f"norm{i}.{leaf}", (h,), None) for i in (1, 2) for leaf in leaves]
 
 
-def end_parameters(model: Architecture) -> dict[str, list[tuple[str, tuple[int, ...], int | None]]]:
+def _counted(model: Architecture, dense: list[Entry], routed: list[Entry], share: float) -> tuple[list[Entry], list[Entry]]:
+    """Parameters of a layer without and of one with experts, of which `share` of the layers are, with as many elements on average as were
+    counted of the model itself."""
+    more = float(model.unexplained_parameters)
+    if not more:
+        return dense, routed
+    found = _with_elements(dense, _elements(dense) + more)
+    if share:
+        more = (more - (1 - share) * (_elements(found) - _elements(dense))) / share
+        routed = _with_elements(routed, _elements(routed) + more)
+    return found, routed
+
+
+def _elements(entries: list[Entry]) -> int:
+    return sum(prod(shape) for _, shape, _ in entries)
+
+
+def _with_elements(entries: list[Entry], count: float) -> list[Entry]:
+    """With one more parameter, or with fewer elements, those first that tensor parallelism does not split."""
+    more = round(count) - _elements(entries)
+    if more >= 0:
+        return [*entries, ("besides", (more,), None)] if more else entries
+    left = {}
+    for index, (_, shape, dim) in sorted(enumerate(entries), key=lambda one: (one[1][2] is not None, prod(one[1][1]))):
+        kept = max(prod(shape) + more, 0)
+        more += prod(shape) - kept
+        left[index] = (shape, dim) if kept == prod(shape) else ((kept,), None if dim is None else 0)
+    return [(name, *left[index]) for index, (name, _, _) in enumerate(entries) if prod(left[index][0])]
+
+
+def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
     """The same of the embedding, of learned positions, and of the final norm and the head. A tied head is the embedding."""
-    norm: list[tuple[str, tuple[int, ...], int | None]] = [("norm.weight", (model.hidden,), None)]
+    norm: list[Entry] = [("norm.weight", (model.hidden,), None)]
     if model.bias:
         norm.append(("norm.bias", (model.hidden,), None))
+    positions: list[Entry] = [("positions", (model.positions, model.hidden), None)] if model.positions else []
+    embedding: list[Entry] = [("embedding", (model.vocab, model.hidden), 0)]
+    if model.end_parameters:  # whatever else is outside of the layers is before them
+        embedding = _with_elements(embedding, min(int(model.embedding_parameters), model.vocab * model.hidden))
+        more = int(model.embedding_parameters) - model.vocab * model.hidden
+        positions = [("positions", (more,), None)] if more > 0 else []
     return {
-        "embedding": [("embedding", (model.vocab, model.hidden), 0)],
-        "positions": [("positions", (model.positions, model.hidden), None)] if model.positions else [],
+        "embedding": embedding,
+        "positions": positions,
         "norm": norm,
         "head": [] if model.tied else [("head", (model.vocab, model.hidden), 0)],
     }
 
 
-def _facts(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) -> tuple[ModelFacts, Split]:
+def _facts(entries: list[Entry], unit: int) -> tuple[ModelFacts, Split]:
     parameters = tuple(ParameterFacts(name, shape, _MASTER_BYTES, True, unit) for name, shape, _ in entries)
     return ModelFacts(parameters, ("block",) if unit >= 0 else ()), {name: dim for name, _, dim in entries}
 
@@ -153,7 +190,7 @@ def account_states(
     cp, ep = more or (np.ones_like(tp), np.ones_like(tp))
     accumulation = several[first] + 1
 
-    def account(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) -> dict[str, np.ndarray]:
+    def account(entries: list[Entry], unit: int) -> dict[str, np.ndarray]:
         if not entries:
             return {name: np.zeros(len(unique)) for name in ("weights", "gradients", "optimizer", "on_device", "gathered", "whole")}
         facts, dims = _facts(entries, unit)
@@ -181,9 +218,10 @@ def account_states(
         }
 
     share = float(model.expert_layers / model.layers)
-    dense, routed = account(block_parameters(model), 0), account(block_parameters(model, experts=True), 0) if share else {}
+    entries, with_experts = _counted(model, block_parameters(model), block_parameters(model, experts=True) if share else [], share)
+    dense, routed = account(entries, 0), account(with_experts, 0) if share else {}
     if (tp > model.kv_heads).any() and not job.whole_attention and not model.latent_rank:
-        whole_keys = account(block_parameters(model, whole_keys=True), 0)
+        whole_keys = account(_counted(model, block_parameters(model, whole_keys=True), [], 0.0)[0], 0)
         dense = {name: np.where(tp > model.kv_heads, whole_keys[name], value) for name, value in dense.items()}
     block = {name: ((1 - share) * value + share * routed.get(name, 0))[inverse] for name, value in dense.items()}
     ends = {name: {k: v[inverse] for k, v in account(entries, -1).items()} for name, entries in end_parameters(model).items()}

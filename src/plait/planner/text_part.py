@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from plait.errors import Problem, refuse
+
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     "vocab": ("vocab_size",),
 }
 """Sizes that a configuration must have, by the names that families give them."""
@@ -46,3 +48,33 @@ def size_of_transformers(kind: str, name: str) -> int | None:
     except Exception:  # a configuration that has no defaults
         return None
     return size if isinstance(size, int) else None
+
+
+def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | None:
+    """(name, Transformers' configuration) of the language model inside a model of the family `kind`, as training builds it from `config`;
+    None for a family that is one itself, and without Transformers."""
+    if find_spec("transformers") is None:
+        return None
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        return None
+    try:
+        whole = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception:  # what Transformers refuses it tells where the model is built
+        return None
+    return next(((name, part) for name in _TEXT_PARTS if hasattr(part := getattr(whole, name, None), "to_diff_dict")), None)
+
+
+def check_places(config: Mapping[str, Any], kind: str, source: str) -> None:
+    """Raise ConfigError for sizes that Transformers takes from a configuration inside this one, and that say something else here."""
+    found = _inner_config(config, kind)
+    if found is None:
+        return
+    part, inner = found
+    written = {name: config[name] for keys in NAMES.values() for name in keys if config.get(name) is not None}
+    refuse(
+        Problem(f"{source}: {name}", value, f"Transformers takes it from {part}, where it is {there}", f"write it there: {part}.{name}")
+        for name, value in written.items()
+        if (there := getattr(inner, name, None)) is not None and there != value
+    )

@@ -61,7 +61,7 @@ def test_bad_tables_are_refused_with_the_reason(tmp_path: Path, capsys: pytest.C
     def write(file: Path, *rows: dict[str, str]) -> None:
         file.write_text("\n".join([header, *(",".join(row[name] for name in ROW) for row in rows)]) + "\n")
 
-    good = {**ROW, "step_time_s": "2"}
+    good = {**ROW, "step_time_s": "8"}  # which an A100 reaches too
     write(few, good, {**good, "seq_len": ""}, {**good, "step_time_s": "", "derived_step_time_s": "", "tokens_per_s_per_gpu": ""})
     write(mixed, *[{**good, "gpu": gpu} for gpu in ("H100", "A100-80GB") for _ in range(3)])
     write(none, {**good, "gpu": "TPU"})
@@ -83,6 +83,30 @@ def test_bad_tables_are_refused_with_the_reason(tmp_path: Path, capsys: pytest.C
     write(mixed, *[{**good, "framework": name} for name in ("plait", "plait", "plait", "Megatron-LM")])
     assert run("calibrate", mixed, "--out", tmp_path / "out.json") == 0
     assert "are left out; row 4 of its device: framework Megatron-LM is not Plait" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("as_plan", [False, True])
+def test_rows_that_no_run_has_measured_are_left_out_and_told(as_plan: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `benchmarks.planner_accuracy.evaluate` refuses them: by file, line, field, value and rule."""
+    file = runs_file(tmp_path)
+    lines = file.read_text().splitlines()
+    cells = lines[1].split(",")
+    wrong = {"step_time_s": "0.01", "gpus_total": "0", "n_kv_heads": "64"}
+    broken = [",".join(wrong[name] if name == one else cell for name, cell in zip(ROW, cells, strict=True)) for one in wrong]
+    file.write_text("\n".join([*lines, *broken]) + "\n")
+    if as_plan:
+        told = seconds(capsys, "--calibrate", file)[1]
+    else:
+        assert run("calibrate", file, "--out", tmp_path / "out.json") == 0
+        told = capsys.readouterr().err.splitlines()
+    for line, words in enumerate(("step_time_s = '0.01': its model FLOPs are", "gpus_total = '0': not a number", "n_kv_heads = '64'"), 9):
+        assert any(f"left out: {file}, line {line}: {words}" in one for one in told), told
+    file.write_text("\n".join([lines[0], *broken]) + "\n")
+    assert run("calibrate", file, "--out", tmp_path / "out.json") == 2
+    assert (
+        f"no row names a device of the catalogue; `plait plan models` prints their names; left out: {file}, line 2"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_history_of_runs_moves_the_plans_that_ask_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -220,10 +220,20 @@ def test_rows_of_a_table_that_do_not_count_are_told(tmp_path: Path, capsys: pyte
     milliseconds = [row.rpartition(",")[0] + ",2000" for row in others[:-1]]
     file.write_text("\n".join([header, first.rpartition(",")[0] + ",-2", *milliseconds]) + "\n")
     assert run(*ASKED, "--calibrate", file, "--json") == 0
-    count, left, far = json.loads(capsys.readouterr().out)["notes"]
+    left, count, far = json.loads(capsys.readouterr().out)["notes"]
+    assert f"left out: {file}, line 2: step_time_s = '-2': not a number above 0" in left
     assert count == f"5 rows of {file} move the constants"
-    assert "1 rows" in left and "row 1 of its device: no time of a step above 0" in left
     assert "off what the constants fitted to them say; step_time_s is seconds of one step" in far
+
+
+def test_a_model_that_training_refuses_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan itself needs no more than sizes."""
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
+    file.write_text(json.dumps({"model_type": "llama", **sizes, "hidden_act": "bogus"}))
+    assert run("--model", file, *ASKED[2:], "--json") == 0
+    assert any("`plait train` refuses this model" in note and "'bogus'" in note for note in json.loads(capsys.readouterr().out)["notes"])
 
 
 def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,19 @@ def test_numbers_that_no_run_has_are_skipped_and_told(section: str, name: str, v
     assert not found and f"{name} = {value!r}, not a number" in warning
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("seconds", 1e-3, "seconds = 0.001: its model FLOPs are "), ("bytes", 2e11, "bytes = 200000000000.0: 200 GB, and NVIDIA H100")],
+)
+def test_runs_beyond_their_devices_are_skipped_and_told(name: str, value: float, words: str, tmp_path: Path) -> None:
+    """By the rules for a table's rows; of CPU cores no peak is known."""
+    file = tmp_path / "history.jsonl"
+    append(file, replace(measured(), **{name: value}))
+    append(file, replace(measured(), **{name: value}, gpu="cpu"))
+    (found,), (warning,) = read(file)
+    assert found.gpu == "cpu" and f"line 1: skipped, it holds no measured run ({words}" in warning
+
+
 def test_lines_of_versions_that_counted_latent_attention_otherwise_are_read(tmp_path: Path) -> None:
     file = tmp_path / "history.jsonl"
     append(file, measured())

@@ -225,7 +225,13 @@ def test_fixed_values_are_kept():
     ("fixed", "told"),
     [
         (["stage=3", "schedule=zbv", "pp=2"], "schedule=zbv, stage=3: not every tp, pp and cp has a schedule that runs with these values"),
-        (["stage=0", "dp_shard=4"], "stage=0, dp_shard=4: not every tp, pp and cp has these values"),
+        (
+            ["stage=0", "dp_shard=4"],
+            "stage=0, dp_shard=4: dp_replicate x dp_shard is what tp, pp and cp leave of the devices, and with stage 0",
+        ),
+        (["ep=2"], "ep=2: llama-3-8b has no experts"),
+        (["sp=1", "tp=1"], "sp=1: it is of tp 2 or more"),
+        (["accumulation=7", "tp=1", "pp=1"], "accumulation = 7 with dp = "),
     ],
 )
 def test_fixed_values_that_leave_nothing_are_named(fixed, told):

@@ -25,12 +25,15 @@ from plait.planner.calibration_runs import DeviceRates
 from plait.planner.constants import Knowledge, knowledge
 from plait.planner.hardware import Cluster, cluster_of, device
 from plait.planner.history import read, runs_of, same_machine
-from plait.planner.runs import Runs, measured_seconds, read_rows, read_runs
+from plait.planner.possible import possible_rows
+from plait.planner.runs import Runs, measured_seconds, read_runs
 
 FEWEST_ROWS = 3
 """Fewer tell constants from chance too badly to write a file of them."""
 _NEWEST = 200
 """Rows of a history that count."""
+_SHOWN = 3
+"""Of what a table has wrong, in the message of an error."""
 
 
 def default_cache() -> Path:
@@ -52,15 +55,14 @@ def live_cluster() -> Cluster:
     return cluster_of(*live_devices())
 
 
-def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin]:
-    """The rows of one device. Raises InputError for a file without enough of them, or with rows of several devices."""
+def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin, list[str]]:
+    """The rows of one device, where they are from, and a note for everything of the file that no run has measured, which is left out.
+    Raises InputError for a file without enough rows, or with rows of several devices."""
     machine = ""
     if table.suffix == ".jsonl":
-        history, warnings = read(table)
-        for warning in warnings:
-            print(f"plait: {warning}", file=sys.stderr)
+        history, left_out = read(table)
         names = sorted({row.gpu for row in history})
-        wanted = _wanted(table, names, gpu)
+        wanted = _wanted(table, names, gpu, left_out)
         rows = [row for row in history if row.gpu == wanted]
         machines = sorted({row.machine for row in rows})
         if len(machines) > 1:
@@ -69,19 +71,27 @@ def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin]:
         runs = runs_of(rows)
     else:
         of: dict[str, list[Any]] = {}
-        for row in read_rows(table):
+        possible, problems = possible_rows(table)
+        left_out = [f"left out: {problem}" for problem in problems]
+        for row in possible:
             try:
                 of.setdefault(str(device(row.get("gpu") or "").name), []).append(row)
             except InputError:
                 continue
-        wanted = _wanted(table, sorted(of), gpu)
+        wanted = _wanted(table, sorted(of), gpu, left_out)
         runs = read_runs(of[wanted])
     usable = {variant.row for variant in runs.variants if measured_seconds(runs.rows[variant.row]) is not None}
     if len(usable) < FEWEST_ROWS:
         reasons = "".join(f"; row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3])
         rule = f"{len(usable)} rows of {wanted} can be predicted and have a time, and a calibration needs at least {FEWEST_ROWS}"
-        raise InputError(f"{table}: {rule}; measure more layouts{reasons}")
-    return runs, Origin(wanted, machine, {"from": table.name, "rows": len(usable)})
+        raise InputError(f"{table}: {rule}; measure more layouts{reasons}{_first(left_out)}")
+    return runs, Origin(wanted, machine, {"from": table.name, "rows": len(usable)}), left_out
+
+
+def _first(left_out: list[str]) -> str:
+    """Of what is left out, the first for a message."""
+    more = len(left_out) - _SHOWN
+    return "".join(f"; {note}" for note in left_out[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 _FAR_OFF = 0.5
@@ -104,9 +114,9 @@ def notes_on(table: Path, runs: Runs, found: Calibration) -> list[str]:
     return notes
 
 
-def _wanted(table: Path, names: list[str], gpu: str | None) -> str:
+def _wanted(table: Path, names: list[str], gpu: str | None, left_out: list[str]) -> str:
     if not names:
-        raise InputError(f"{table}: no row names a device of the catalogue; `plait plan models` prints their names")
+        raise InputError(f"{table}: no row names a device of the catalogue; `plait plan models` prints their names{_first(left_out)}")
     if gpu is not None:
         wanted = str(device(gpu).name)
         if wanted not in names:

@@ -16,9 +16,10 @@ from plait.config.reading.source import read
 from plait.errors import ConfigError, InputError, Problem
 from plait.planner import calibration_file, hardware
 from plait.planner.auto import PATHS, File, asks, fixed_by, model_of, precision_of, read_file, with_settings_of
+from plait.planner.built import why_refused
 from plait.planner.calibrate import Calibration, calibrate
 from plait.planner.fixed import parse_fixed, written
-from plait.planner.models import find_model, unknown_layers
+from plait.planner.models import find_model, named, unknown_layers
 from plait.planner.request import Request, formula_note
 from plait.planner.unpriced import unpriced
 from plait.units import GIB
@@ -108,6 +109,9 @@ def read_request(
     if machines.device.name == "cpu" and gpu is None:
         notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --world-size")
     notes += [note for note in (unknown_layers(planned.architecture), _too_long(planned.section, sequence)) if note]
+    described = planned.section.get("config") if model is None or named(model) is None else None  # what has a name is built
+    if described and (refusal := why_refused(described)):
+        notes.append(f"`plait train` refuses this model: {refusal}")
     request = Request(planned, machines, batch, sequence, precision, compiled, everything)
     by_formula = formula_note(request)
     notes += [by_formula] if by_formula else []
@@ -250,6 +254,6 @@ def read_calibration(path: Path | None, request: Request) -> tuple[Calibration |
             where = f"{gpu} ({machine})" if machine else gpu
             raise InputError(f"{path}: no run in it was measured on {where}; leave --calibrate out, or give a file that has some")
         return found, notes
-    runs = runs_of_table(path, gpu)[0]
+    runs, _, left_out = runs_of_table(path, gpu)
     calibration = calibrate(runs)
-    return calibration, notes_on(path, runs, calibration)
+    return calibration, [*left_out, *notes_on(path, runs, calibration)]

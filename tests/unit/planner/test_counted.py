@@ -1,0 +1,49 @@
+"""What a count of blocks says, and what is told where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.planner import counted as module
+from plait.planner.counted import counted, not_counted
+
+pytest.importorskip("transformers")
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 96}
+ASKED: dict[str, Any] = {"sequence": 24, "precision": "bf16", "on_cores": False}
+
+
+def section(kind: str, **more: Any) -> dict[str, Any]:
+    """The `model` section of a training configuration."""
+    return {"config": {"model_type": kind, **SIZES, **more}}
+
+
+def test_code_that_looks_at_values_is_not_counted_and_told() -> None:
+    given = section("jetmoe", num_local_experts=2, num_experts_per_tok=1, num_key_value_heads=2, kv_channels=16)
+    assert counted(given, "jetmoe", **ASKED) is None
+    told = not_counted(given, "jetmoe", compiled=False, **ASKED)
+    assert told is not None and "jetmoe: what its blocks keep for the backward is by formula and not counted" in told
+    assert "(its blocks do not run without data), which may be too low" in told
+
+
+def test_what_no_count_is_made_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = section("gemma2", num_key_value_heads=2, head_dim=16)
+    assert not_counted(given, "gemma2", compiled=False, **ASKED) is None
+    told = not_counted(given, "gemma2", compiled=True, **ASKED)
+    assert told is not None and "(blocks are compiled), which leaves out more than a third of what they keep" in told
+    assert not_counted(section("llama"), "llama", compiled=True, **ASKED) is None  # which formulas know
+    assert counted({"path": "no/such/folder"}, "gemma2", **ASKED) is None
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert counted(given, "gemma2", **ASKED) is None
+    assert "(Transformers is not installed)" in str(not_counted(given, "gemma2", compiled=False, **ASKED))
+
+
+def test_a_dropout_of_scores_in_memory_is_counted_for_gpus_too() -> None:
+    """With a mask of a byte; on CPU cores it is as wide as the result."""
+    given = section("gpt_neox_japanese", hidden_dropout=0.0, attention_dropout=0.1, intermediate_multiple_size=2)
+    gpu, cores = (counted(given, "gpt_neox_japanese", **{**ASKED, "on_cores": here}) for here in (False, True))
+    assert gpu is not None and cores is not None
+    scores = SIZES["num_attention_heads"] * ASKED["sequence"]
+    assert not gpu.dropping and gpu.none.scores and gpu.dropped_scores == pytest.approx(3 * scores)
+    assert cores.dropping and not cores.dropped_scores and cores.none.scores - gpu.none.scores == pytest.approx(4 * scores)
