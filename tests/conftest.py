@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests.pool import Pool
@@ -38,6 +39,23 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.chdir(tmp_path_factory.mktemp("work"))
         patch.setenv("PLAIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_stays() -> Iterator[None]:
+    """A module that left one would have the modules after it run in it, and fail or pass by their order."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        raise AssertionError("tests of this module left a process group: close what they load (ShardedModel.close, engine.close)")
+
+
+@pytest.fixture
+def hang_up_ends() -> Iterator[None]:
+    """As in a terminal: `nohup make test` has SIGHUP ignored, and commands leave it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

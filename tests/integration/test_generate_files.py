@@ -122,6 +122,7 @@ def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.M
     assert max(map(len, words)) < 1000 and asked["settings"]["stop_strings"] == [long] and not Path(words[1]).parent.exists()
 
 
+@pytest.mark.usefixtures("hang_up_ends")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing(
     number: signal.Signals, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

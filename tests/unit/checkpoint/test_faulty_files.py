@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from plait.checkpoint.folder import candidates, remove_old
 from plait.checkpoint.load import Reader
@@ -27,8 +28,9 @@ CODES = (errno.ENOSPC, errno.EIO, errno.EROFS)
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return build_mesh(Layout())
+def mesh() -> Iterator[Mesh]:
+    yield build_mesh(Layout())
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from plait.cli.interrupts import ENDING, ending_in_order
 from plait.cli.main import main
 
 
+@pytest.mark.usefixtures("hang_up_ends")
 @pytest.mark.parametrize("number", ENDING)
 def test_it_raises_once(number: signal.Signals) -> None:
     before = signal.getsignal(number)
