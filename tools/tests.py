@@ -81,11 +81,10 @@ def show(part: str, process: subprocess.Popen[str], failures: list[str]) -> None
     """Print the lines of a part; keep in `failures` those by which pytest names a test that failed."""
     assert process.stdout is not None
     for line in process.stdout:
-        line = f"{part:8} | {line}"
-        sys.stdout.write(line)
+        sys.stdout.write(f"{part:8} | {line}")
         sys.stdout.flush()
-        if line.split(" | ", 1)[1].startswith(("FAILED ", "ERROR ")):
-            failures.append(line.rstrip())
+        if line.startswith(("FAILED ", "ERROR ")):
+            failures.append(f"{part:8} | {line.rstrip()}")
 
 
 def main(arguments: list[str]) -> int:

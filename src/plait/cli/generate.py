@@ -201,9 +201,8 @@ def generate_command(
     if prompts is not None and not prompts.resolve().is_file():
         several = f"each of {asked.tp * asked.pp} processes (tp {asked.tp} x pp {asked.pp})"
         raise InputError(f"--prompts {prompts}: can be read once, and {several} reads it; write it to a file first")
-    with TemporaryDirectory(
-        prefix="plait-generate-"
-    ) as folder:  # a prompt may be longer than an argument of a process, and is nobody else's
+    # A prompt may be longer than an argument of a process, and is nobody else's.
+    with TemporaryDirectory(prefix="plait-generate-") as folder:
         told = Path(folder) / "asked.json"
         told.write_text(json.dumps(asdict(asked)), encoding="utf-8")
         raise typer.Exit(launch.run(["plait.cli.generate", str(told)], Settings(asked.tp * asked.pp)))

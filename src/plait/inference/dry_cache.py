@@ -180,7 +180,10 @@ def _by_configuration(config: Any) -> list[Layer]:
     widths = sizes_of_layers(config, "head_dim") or [config.hidden_size // one for one in queries]
     if not heads or not widths:
         return []
-    each = lambda sizes: sizes if len(sizes) == count else sizes[:1] * count  # noqa: E731
+
+    def each(sizes: list[int]) -> list[int]:
+        return sizes if len(sizes) == count else sizes[:1] * count
+
     return [
         Layer((Tensor(0, own * width, heads=own), Tensor(0, own * width, heads=own)))
         for own, width in zip(each(heads), each(widths), strict=True)

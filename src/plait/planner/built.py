@@ -37,13 +37,13 @@ class Sizes:
 
 def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
     """On meta; without `dropout` it drops nowhere. Raises whatever Transformers raises for a configuration that it does not build."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    found = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    found = _configuration(config)
     for part in _parts(found):
         part.use_cache = False
-        for name, value in list(vars(part).items()):
-            if "drop" in name and isinstance(value, float) and (not dropout or "layer" in name):  # which layers run is a value
+        for name in _dropouts(part):
+            if not dropout or "layer" in name:  # which layers run is a value
                 setattr(part, name, 0.0)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
@@ -52,10 +52,18 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
 
 def drops(config: Mapping[str, Any]) -> bool:
     """Whether Transformers' model of a configuration drops anywhere in training."""
+    return any(value > 0 for part in _parts(_configuration(config)) for value in _dropouts(part).values())
+
+
+def _configuration(config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
-    found = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-    return any("drop" in name and isinstance(value, float) and value > 0 for part in _parts(found) for name, value in vars(part).items())
+    return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+
+
+def _dropouts(part: Any) -> dict[str, float]:
+    """Rates by their names."""
+    return {name: value for name, value in vars(part).items() if "drop" in name and isinstance(value, float)}
 
 
 def _parts(config: Any) -> Iterator[Any]:

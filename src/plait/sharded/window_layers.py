@@ -15,7 +15,7 @@ def without_rests(layer: Any) -> None:
     """Let a layer with a window copy what it keeps, where that is a part of something larger."""
     if getattr(layer, "is_sliding", False):
         kind = type(layer)
-        layer.__class__ = _KINDS.setdefault(kind, _copying(kind))
+        layer.__class__ = _KINDS.get(kind) or _KINDS.setdefault(kind, _copying(kind))
 
 
 _KINDS: dict[type, type] = {}
