@@ -18,10 +18,10 @@ from threading import Thread
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
 PARTS = {
-    "alone": ("tests/unit", "tests/fake", "tests/integration", "--ignore=tests/unit/cli"),
-    "together": ("tests/parity", "tests/architecture", "tests/unit/cli"),
+    "alone": ("tests/unit", "tests/fake", "tests/integration", "--ignore=tests/unit/cli", "--ignore=tests/unit/observe"),
+    "together": ("tests/parity", "tests/architecture", "tests/unit/cli", "tests/unit/observe"),
 }
-"""Tests between ranks, with those of the source and of the commands; and the rest."""
+"""Most of the tests in one process; those between ranks, with as many others as make the two equally long."""
 SEPARATE = ("tests/simulated_device",)
 """Run by `make simulated`, which `.ci/run` runs too: they need a compiler, and both cores for themselves."""
 NOTHING_CHOSEN = 5
