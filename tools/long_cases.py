@@ -2,7 +2,7 @@
 
     python tools/long_cases.py build/results/test-*.xml     choose from the durations of a whole run of `make test`, and write the list
 
-A function with several cases gives up at most half of them, those that took longest and at least 0.75 s; those that notice a planted
+A function with several cases gives up at most half of them, those that took longest and at least 0.5 s; those that notice a planted
 defect (benchmarks/results/mutants.json) stay. Cases that are in the list already stay in it.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "long_cases.txt"
-SECONDS = 0.75
+SECONDS = 0.5
 
 
 def durations(results: Iterable[Path]) -> dict[str, float]:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining._backward import stage_backward_input
 
 from plait._torch.storage import is_view
 from plait._torch.units import parameter_groups, sharded_modules
@@ -57,6 +56,8 @@ def input_gradients(
     outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None, inputs: list[torch.Tensor], weights: Iterator[nn.Parameter]
 ) -> list[dict[str, Any]]:
     """Gradients of `inputs` only, into their `grad`; returns what the gradients of `weights` can be computed from later."""
+    from torch.distributed.pipelining._backward import stage_backward_input  # only here: it takes long to import
+
     # torch cuts the outputs off the graph in place at the end, which a view does not allow.
     outputs = [tensor.clone() if is_view(tensor) else tensor for tensor in outputs]
     return stage_backward_input(outputs, gradients, inputs, weights)[1]

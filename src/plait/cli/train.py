@@ -128,16 +128,17 @@ def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, no
 
 def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | None, max_restarts: int, standby: bool) -> int:
     """What a person runs: nothing is started before everything was checked."""
+    from plait.cli.launching.count import processes_of
     from plait.cli.planning.automatic import planned_file
     from plait.config.resolving.resolve import load
 
     settings.check(Settings(processes or 1, max_restarts=max_restarts, standby=standby))
     console = _console()
-    planned = planned_file(file, overrides, fresh=fresh, say=partial(console.print, soft_wrap=True))
+    planned = planned_file(file, overrides, processes=processes, fresh=fresh, say=partial(console.print, soft_wrap=True))
     if planned is not None:
         file, overrides = planned, []
     config = load(file, overrides)
-    processes = processes or _processes(config)
+    processes = processes or processes_of(config)
     checked = _check(config, world_size=processes, console=console, fresh=fresh)
     aside = checked.folder.set_aside() if fresh else None
     if aside is not None:
@@ -228,17 +229,6 @@ def _residuals(file: Path, checked: ValidatedRun, config: Config, console: Conso
     say = partial(console.print, soft_wrap=True)
     found = residual_of(file, checked, config, gpu=gpu, machine=machine_name(local), per_node=local, say=say)
     return (found,) if found is not None else ()
-
-
-def _processes(config: Config) -> int:
-    """How many to start: as the file says, else one a GPU; on a CPU as many as the layout names, or two."""
-    from plait.config.resolving.degrees import smallest_world
-
-    wanted = config.run.processes if config.run is not None else "auto"
-    if wanted != "auto":
-        return wanted
-    named = smallest_world(config.parallel)
-    return named if named > 1 and not device_count() else default_processes()
 
 
 def _announce(checked: ValidatedRun, console: Console, config: Config, *, processes: int) -> None:

@@ -244,6 +244,8 @@ def _schedules(model: Architecture, pp: int, offers: Offers, fixed: Mapping[str,
 def _shards(dp: int, fixed: Mapping[str, int]) -> list[tuple[int, int, int]]:
     """(stage, dp_replicate, dp_shard)."""
     found = [(0, dp, 1)]
+    if dp == 1 and fixed.get("stage"):  # one rank has all of the shards: it runs, and nothing is gained that would be proposed
+        found.append((fixed["stage"], 1, 1))
     inner = [d for d in divisors(dp) if d > 1 and (d == dp or d & (d - 1) == 0)]
     found += [(stage, dp // d, d) for stage in (1, 2, 3) for d in inner]
     if "dp_shard" in fixed and dp % fixed["dp_shard"] == 0 and fixed["dp_shard"] not in (1, *inner):

@@ -31,9 +31,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def planned(file: Path, *overrides: str, fresh: bool = False) -> tuple[Path | None, list[str]]:
+def planned(file: Path, *overrides: str, processes: int | None = None, fresh: bool = False) -> tuple[Path | None, list[str]]:
     said: list[str] = []
-    return planned_file(file, list(overrides), fresh=fresh, say=said.append), said
+    return planned_file(file, list(overrides), processes=processes, fresh=fresh, say=said.append), said
 
 
 def test_auto_is_planned_and_runs(file: Path) -> None:
@@ -52,6 +52,9 @@ def test_a_plan_is_kept_while_the_file_asks_for_the_same(file: Path) -> None:
     assert "planned before" in planned(file)[1][0] and path.read_text() == before
     assert "predicted" in planned(file, "run.steps=3")[1][-1] and path.read_text() != before
     assert "predicted" in planned(file, "run.steps=3", fresh=True)[1][-1]
+    path, said = planned(file, "run.steps=3", processes=4)
+    assert path is not None and "predicted" in said[-1]
+    assert resolve(load(path), world_size=4).layout.world_size == 4
 
 
 def test_nothing_open_is_left_alone(file: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.cli.main import main
+from plait.cluster.topology import default_processes
 from plait.config.resolving.resolve import load, resolve
 from plait.parallel.schedules.schedule import make_schedule
 from plait.planner.constants import unseen
@@ -123,6 +124,22 @@ def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFi
     before, after = json.loads(QUICKSTART.read_text()), json.loads(out.read_text())
     assert after["optimizer"] == before["optimizer"] and after["run"] == before["run"] and after["model"] == before["model"]
     assert after["train_batch_size"] == 8 and after["data"]["sequence_length"] == 128
+
+
+def test_without_devices_the_processes_are_planned_for_that_training_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capacities = []
+    for processes in (1, "auto", 4):
+        tree = json.loads(QUICKSTART.read_text())
+        tree["run"]["processes"] = processes
+        file = tmp_path / "run.json"
+        file.write_text(json.dumps(tree))
+        assert run(file, "--json", "--out", tmp_path / "planned.json") == 0
+        best = json.loads(capsys.readouterr().out)["sidecar"]
+        assert best["cluster"]["devices"] == (default_processes() if processes == "auto" else processes)
+        assert best["layout"]["stage"] == 2  # of a single process too, where it shards over one
+        assert resolve(load(tmp_path / "planned.json"), world_size=best["cluster"]["devices"]).data_parallel.stage == 2
+        capacities.append(best["cluster"]["memory_bytes"] * best["cluster"]["devices"])
+    assert capacities == pytest.approx([capacities[0]] * 3, rel=1e-6)  # processes share the machine's memory
 
 
 def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

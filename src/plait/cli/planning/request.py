@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.cli.launching.count import processes_of
 from plait.cli.planning.calibrations import from_history, live_devices, notes_on, runs_of_table
 from plait.cluster import accelerator
 from plait.cluster.machines import load
-from plait.cluster.topology import machine_name
+from plait.cluster.topology import default_processes, machine_name
 from plait.config.dialects.examine import at_path, examine
 from plait.config.reading.source import read
 from plait.errors import ConfigError, InputError, Problem
@@ -64,7 +65,7 @@ def read_request(
     """What is planned: for the values that a file gives (an option wins over the file, and a note says so), the rest open.
 
     Raises ConfigError for a file that cannot be run, InputError for what is missing or cannot be."""
-    gpus, fixed = _devices(world_size, nnodes, nproc_per_node, gpu), parse_fixed(fix or ())
+    devices, fixed = _devices(world_size, nnodes, nproc_per_node, gpu), parse_fixed(fix or ())
     options = {"batch": batch, "seq": seq}
     for name, value in options.items():
         if value is not None and not 1 <= value <= _MOST:
@@ -92,7 +93,9 @@ def read_request(
         raise InputError(
             "--model: nothing to plan for; name a public model (`plait plan models`), a config.json, or a training configuration"
         )
-    machines = cluster_for(gpus=gpus, gpu=gpu, per_node=nproc_per_node, file=cluster, memory_gib=memory_gib, network=network)
+    if devices is None and gpu is None and cluster is None:
+        devices = default_processes() if found is None else processes_of(found.config)
+    machines = cluster_for(gpus=devices, gpu=gpu, per_node=nproc_per_node, file=cluster, memory_gib=memory_gib, network=network)
     if precision is None and found is not None:
         precision = precision_of(found.config)
         if precision == "fp32":
@@ -228,12 +231,14 @@ def cluster_for(
             raise InputError(f"--gpu {gpu}: how many? add --world-size, for example --world-size 8")
         return hardware.cluster(gpu, gpus, devices_per_node=per_node, **changes)
     topology, name = live_devices()
-    if gpus is not None:
-        changes["memory_bytes"] = changes["memory_bytes"] or topology.memory_bytes
-        return hardware.cluster(
-            name, gpus, devices_per_node=per_node or min(gpus, topology.nodes[0].devices) if name != "cpu" else per_node or gpus, **changes
-        )
-    return hardware.cluster_of(topology, name, **changes)
+    if gpus is None:
+        return hardware.cluster_of(topology, name, **changes)
+    here, memory = topology.nodes[0].devices, topology.memory_bytes
+    each = per_node or (gpus if name == "cpu" else min(gpus, here))
+    if name == "cpu" and memory is not None:
+        memory = memory * here // each  # the processes of a machine share it
+    changes["memory_bytes"] = changes["memory_bytes"] or memory
+    return hardware.cluster(name, gpus, devices_per_node=each, **changes)
 
 
 def read_calibration(path: Path | None, request: Request) -> tuple[Calibration | None, list[str]]:
