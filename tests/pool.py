@@ -46,6 +46,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
     "torch.fx.experimental.symbolic_shapes",
     "transformers.trainer",
     *(
