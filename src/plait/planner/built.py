@@ -107,8 +107,11 @@ def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
     if config.get("model_type") in COUNTED_BY_FORMULA:
         return model
     found = sizes_of(config) if model.layers <= _MOST_BLOCKS else None
-    if found is None or not found.blocks:
+    if found is None:
         return model
+    if not found.blocks:  # none are found that are alike: those of the description, and what is left of the parameters outside
+        ends = max(found.outside - int(model.block_parameters), 1)
+        return replace(model, end_parameters=ends, uncut=found.uncut)
     layers = {"layers": found.blocks, "dense_layers": min(int(model.dense_layers), found.blocks)}
     sizes = {"layer_parameters": found.in_blocks / found.blocks, "end_parameters": found.outside}
     return replace(model, **layers, **sizes, uncut=found.uncut)

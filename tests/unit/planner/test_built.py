@@ -78,3 +78,10 @@ def test_blocks_of_two_lists_are_planned_without_a_pipeline() -> None:
     assert "the blocks are in 2 lists" in next(one.rule for one in space.excluded if one.region == "pp > 1")
     with pytest.raises(ConfigError, match="pp = 2: parallel.pp > 1: the blocks are in 2 lists"):
         space_of(request, {"pp": 2})
+
+
+def test_a_model_without_blocks_that_are_found_has_its_parameters_all_the_same() -> None:
+    config = {"model_type": "roc_bert", **SIZES, "intermediate_size": 96}
+    model, found = built.built(config, dropout=False), from_config(config)
+    assert not find_blocks(model) and "no list of equal blocks" in found.uncut
+    assert float(found.parameters) == sum(parameter.numel() for parameter in model.parameters())
