@@ -145,6 +145,8 @@ def test_a_wrong_input(arguments: list[str], words: str, folder: Path, capsys: p
         ("{", "line 2: is not JSON"),
         ("[]", "line 2: needs exactly one of prompt, token_ids, messages"),
         ('{"prompt": "a", "token_ids": [1]}', "needs exactly one"),
+        ('{"prompt": "a", "id": 1, "id": 2}', "line 2: has id twice; leave one of them out"),
+        ('{"prompt": "a", "of": {"x": 1, "x": 2}}', "line 2: has x twice"),
         ('{"token_ids": []}', "token_ids must be a list of token ids"),
         ('{"token_ids": [true]}', "must be a list of token ids"),
         ('{"messages": ["x"]}', "messages must be a list of objects with role and content"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,9 @@ from plait.sharded.assemble import Filler
 from plait.sharded.load_weights import INDEX, SINGLE, load_weights, opened, weight_files
 from plait.sharded.pretrained import generation_settings
 
+_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
+"""Of a model and its tokenizer."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -43,6 +47,17 @@ class Source:
     def name(self) -> str:
         """For messages."""
         return str(self.checkpoint.path if self.checkpoint is not None else self.folder)
+
+    def stamp(self) -> str:
+        """Another one when a file of the model, its tokenizer or its adapter is replaced."""
+        model = self.folder if self.checkpoint is None else Path(str(self.checkpoint.path))
+        folders = [model, self.tokenizer_folder, None if self.adapter is None else self.adapter.folder]
+        digest = hashlib.sha256()
+        for path in (path for folder in folders if folder is not None for path in sorted(folder.iterdir())):
+            if path.suffix in _FILES and not path.name.endswith(".partial.json") and path.is_file():
+                found = path.stat()
+                digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
 
     def model(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The model on meta, with its generation settings and its adapter. `dtype` None is the one that it was saved in. Raises InputError
