@@ -40,6 +40,9 @@ AUTO = "auto"
 DEFAULT_TOKENS = 1024
 """Of keys and values of a request, where the command chooses a layout before it knows the prompts (a chat)."""
 
+GRACE_SECONDS = 10.0
+"""After a signal, for processes that have nothing to save: one may wait for another that has ended already."""
+
 
 class Dtype(StrEnum):
     """Of the weights, and of the computation."""
@@ -200,7 +203,7 @@ def generate_command(
     if asked.tp * asked.pp == 1:
         raise typer.Exit(_answers(asked, source, tokenizer, lines))
     with _told(asked, lines) as told:
-        raise typer.Exit(launch.run(["plait.cli.generate", str(told)], Settings(asked.tp * asked.pp)))
+        raise typer.Exit(launch.run(["plait.cli.generate", str(told)], Settings(asked.tp * asked.pp, grace_seconds=GRACE_SECONDS)))
 
 
 @contextmanager

@@ -68,11 +68,16 @@ class Source:
         return found
 
     def _without_adapter(self, dtype: torch.dtype | None = None) -> nn.Module:
+        settings: Path | None = self.folder
         if self.checkpoint is not None:
-            return described_model(self.checkpoint, dtype=dtype)
-        found = described(self.folder, dtype=dtype)
+            found = described_model(self.checkpoint, dtype=dtype)
+            run = None if self.tokenizer_folder is None else self.tokenizer_folder.parent
+            settings = run if run is not None and (run / "generation_config.json").is_file() else None
+        else:
+            found = described(self.folder, dtype=dtype)
         try:
-            found.generation_config = generation_settings(self.folder)
+            if settings is not None:
+                found.generation_config = generation_settings(settings)
         except Exception as error:  # of a file that is no JSON, and of values, each in its own way
             raise InputError(
                 f"--model {self.name}: the generation settings of generation_config.json, or of config.json where there is none, cannot be "
