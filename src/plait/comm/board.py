@@ -149,17 +149,13 @@ class Board:
 
 
 def _no_room(error: OSError, path: Path | None) -> InputError:
-    where = "in memory" if path is None else str(path)
+    what = "in which each of several processes says what it waits for"
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return InputError(
-            f"ulimit -f: processes may write files of {limit:,} bytes at most, and each of several has one of {BYTES:,} ({where}) in which "
-            "it says what it waits for; raise the limit: ulimit -f unlimited"
-        )
-    return InputError(
-        f"{where}: no room for {BYTES:,} bytes ({error.strerror}), in which each of several processes says what it waits for; make room, "
-        "or name another folder for temporary files with TMPDIR"
-    )
+        rule = f"processes may write files of {limit:,} bytes at most, and need one of {BYTES:,}, {what}"
+        return InputError(f"ulimit -f: {rule}; raise the limit: ulimit -f unlimited")
+    where, remedy = "memory" if path is None else str(path.parent), "make room, or name another folder for temporary files with TMPDIR"
+    return InputError(f"{where}: no room for {BYTES:,} bytes ({error.strerror}), {what}; {remedy}")
 
 
 def read(path: Path) -> Reading | None:
