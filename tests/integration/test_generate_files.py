@@ -187,6 +187,15 @@ def kept(tmp_path: Path, lines: list[Line]) -> Path:
     return tmp_path / "out.partial"
 
 
+def test_prompts_that_are_no_utf_8(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
+    with pytest.raises(InputError, match=r"prompts.jsonl, line 2: byte 16 is 0xe9, which is no UTF-8; save the file as UTF-8$"):
+        read_prompts(prompts)
+    prompts.write_bytes(b'{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r{"prompt": "c"}')
+    assert [(line.prompt, line.name[-1]) for line in read_prompts(prompts)] == [("a", "1"), ("b", "3"), ("c", "4")]
+
+
 def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
     """Or of another command, or without a sign of which; or that somebody has changed."""
     lines = lines_of(tmp_path, GOOD * 2)

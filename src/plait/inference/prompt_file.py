@@ -30,9 +30,13 @@ class Line:
 def read_prompts(path: Path) -> list[Line]:
     """Raises InputError, naming the line, for what is no prompt."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts {path}: {getattr(error, 'strerror', None) or error}; name a readable JSONL file") from None
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
+        raise InputError(f"--prompts {path}: {error.strerror}; name a readable JSONL file") from None
+    except UnicodeDecodeError as error:
+        before, byte = error.object[: error.start].split(b"\n"), error.object[error.start]
+        where = f"--prompts {path}, line {len(before)}: byte {len(before[-1]) + 1}"
+        raise InputError(f"{where} is {byte:#04x}, which is no UTF-8; save the file as UTF-8") from None
     found = [_line(row, f"--prompts {path}, line {number}") for number, row in enumerate(text.split("\n"), 1) if row.strip()]
     if not found:
         raise InputError(f'--prompts {path}: has no line; write one JSON object a line, such as {{"prompt": "Once"}}')

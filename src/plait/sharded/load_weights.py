@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -125,6 +126,10 @@ def _mapped(target: torch.Tensor) -> int:
     return (rows.stop - rows.start) * math.prod(target.shape[1:]) * target.element_size()
 
 
+_OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+"""Ends of names of buffers, which models make themselves, to what they were stored as."""
+
+
 def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:
     """Name in `wanted` to stored name: the same, or the other name of a tied parameter (safetensors stores one of them). Raises
     CheckpointError where a tensor is missing or left over."""
@@ -139,16 +144,28 @@ def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[st
         else:
             source[name] = stored
     left = sorted(set(files) - known - set(source.values()) - {other for group in ties.values() for other in group})
+    is_left_out = _is_left_out(model)
+    left = [name for name in left if not is_left_out(name)]
     if missing or left:
+        found = [f"lack {len(missing)} of its tensors ({', '.join(missing[:3])})"] if missing else []
+        found += [f"hold tensors that it does not have ({len(left)}: {', '.join(left[:3])})"] if left else []
         raise CheckpointError(
-            f"{folder} is not of this model: the files lack {len(missing)} of its tensors ({', '.join(missing[:3]) or 'none'}) and hold "
-            f"{len(left)} that it does not have ({', '.join(left[:3]) or 'none'}); "
+            f"{folder} is not of this model: the files {' and '.join(found)}; "
             'check "model_type" in its config.json; where Transformers converts the files of this family while it loads them, load it in '
             "Python with plait.from_pretrained, which lets it do so, in full in every process"
         )
     for group in tied_names(model):
         _refuse_unequal([name for name in group if name in files], files)
     return source
+
+
+def _is_left_out(model: nn.Module) -> Callable[[str], bool]:
+    """Whether files may hold a tensor of this name that the model does not have, by Transformers' rules: layers that its class says it does
+    not use, and buffers that older releases stored."""
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns |= {pattern for end, pattern in _OLD_BUFFERS.items() if any(name.endswith(end) for name in buffers)}
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
