@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from plait.cli import generate as command
+from plait.cli.launching.settings import Settings
 from plait.cli.main import main
 from plait.cluster import ending
 from plait.errors import InputError
@@ -239,7 +240,8 @@ def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.M
     """Longer ones than the kernel takes for an argument, which all users of a machine may read."""
     long, given = "\u00e9" * 100_000, []
 
-    def launched(words: list[str], _: Any) -> int:
+    def launched(words: list[str], settings: Settings) -> int:
+        assert settings.processes == 2 and settings.grace_seconds <= 10  # one may wait for another that a signal has ended
         given.append((words, json.loads(Path(words[1]).read_text(encoding="utf-8"))))
         return 0
 

@@ -38,7 +38,10 @@ def weight_files(folder: Path) -> dict[str, Path]:
     Transformers reads SINGLE where there is one, and leaves it, or INDEX, when it saves another model in the other way."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.is_file() and not single.is_file():
-        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; give a folder written by save_pretrained")
+        remedy = "give a folder written by save_pretrained"
+        if pickled := next((path.name for path in sorted(folder.glob("pytorch_model*.bin*"))), None):
+            remedy = f"{pickled} is a pickle, which can run code as it is read: {remedy}, from a model that Transformers has loaded"
+        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; {remedy}")
     table = _weight_map(index) if index.is_file() else {}
     missing = sorted({name for name in table.values() if not (folder / name).is_file()})
     if table and not missing and single.is_file() and set(table.values()) != {SINGLE}:

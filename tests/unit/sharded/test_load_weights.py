@@ -114,6 +114,14 @@ def test_tensors_that_the_model_does_not_have(tmp_path: Path) -> None:
             load()
 
 
+def test_a_folder_of_pickles(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors is there; pytorch_model.bin is a pickle, .*: give a folder written by save"
+    ):
+        module.weight_files(tmp_path)
+
+
 def test_a_folder_that_two_models_were_saved_to(tmp_path: Path) -> None:
     """In one file, and in several: what Transformers leaves of the first is not read for the second."""
     first, second = small_llama(), small_llama()
