@@ -145,6 +145,8 @@ def test_a_wrong_input(arguments: list[str], words: str, folder: Path, capsys: p
         ("{", "line 2: is not JSON"),
         ("[]", "line 2: needs exactly one of prompt, token_ids, messages"),
         ('{"prompt": "a", "token_ids": [1]}', "needs exactly one"),
+        ('{"prompt": "a", "id": 1, "id": 2}', "line 2: has id twice; leave one of them out"),
+        ('{"prompt": "a", "of": {"x": 1, "x": 2}}', "line 2: has x twice"),
         ('{"token_ids": []}', "token_ids must be a list of token ids"),
         ('{"token_ids": [true]}', "must be a list of token ids"),
         ('{"messages": ["x"]}', "messages must be a list of objects with role and content"),
@@ -324,11 +326,12 @@ def test_a_disk_in_the_middle(what: str, words: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["--tp", "--pp"])
 def test_a_rank_that_is_killed(folder: Path, tmp_path: Path, layout: str) -> None:
-    """The command ends within ten seconds with an error that names the process; nothing is left, nor in the folder of temporary files."""
+    """The command ends within ten seconds with an error that names the process; finished answers are kept, and nothing is left in the
+    folder of temporary files."""
     (tmp_path / "temporary").mkdir()
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "def read"}) + "\n" for _ in range(4000)), encoding="utf-8")
     files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
-    temporary = tmp_path / ".out.jsonl.tmp"
+    partial = tmp_path / "out.jsonl.partial"
     options = [layout, "2", "--max-new-tokens", "200", "--temperature", "0", "--batch-size", "2"]
     command = [sys.executable, "-m", "plait", "generate", "--model", str(folder), *files, *options]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
@@ -336,7 +339,7 @@ def test_a_rank_that_is_killed(folder: Path, tmp_path: Path, layout: str) -> Non
     try:
         ranks = []
         end = time.monotonic() + 60
-        while not (temporary.exists() and temporary.stat().st_size):  # answers are written
+        while not (partial.exists() and partial.stat().st_size):  # answers are written
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         ranks = [one for one in psutil.Process(process.pid).children(recursive=True) if "plait.cli.generate" in " ".join(one.cmdline())]
@@ -347,7 +350,10 @@ def test_a_rank_that_is_killed(folder: Path, tmp_path: Path, layout: str) -> Non
         assert time.monotonic() - killed < 10 and process.returncode not in (0, None)
         assert re.search(r"rank 1", said) and "SIGKILL" in said
         assert not [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-        assert not (tmp_path / "out.jsonl").exists() and not temporary.exists() and not list((tmp_path / "temporary").iterdir())
+        assert not (tmp_path / "out.jsonl").exists() and not list((tmp_path / "temporary").iterdir())
+        kept = partial.read_text(encoding="utf-8")
+        assert kept.endswith("\n") and all(json.loads(line)["finish_reason"] for line in kept.splitlines())
+        assert f"{len(kept.splitlines())} of 4000 answers are finished, and kept in {partial}" in said
     finally:
         process.kill()
         process.wait()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -16,14 +18,18 @@ from typing import Any
 import pytest
 
 from plait.cli import generate as command
+from plait.cli.launching.settings import Settings
 from plait.cli.main import main
 from plait.cluster import ending
 from plait.errors import InputError
-from plait.inference.prompt_file import Line, results_file
+from plait.inference.answer_file import AnswerFile, answer_file
+from plait.inference.prompt_file import Line, read_prompts
 from plait.inference.requests import Generation
 from tests.integration.model_folder import model_folder
 
 GOOD = '{"prompt": "def read"}\n'
+MADE = Generation([1], [2], [-0.5], "stop", "b")
+ANSWER = {"prompt": "def read", "text": "b", "token_ids": [2], "finish_reason": "stop"}
 
 
 @pytest.fixture(scope="module")
@@ -76,43 +82,166 @@ def test_a_template_that_takes_no_such_conversation(folder: Path, tmp_path: Path
     assert "line 1: the model's chat template does not take this conversation (turns must alternate)" in capsys.readouterr().err
 
 
-def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are read once, and may begin with a byte order mark; several processes would each read them."""
-    pipe, out = tmp_path / "pipe", tmp_path / "out.jsonl"
+def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read once, also for several processes, and may begin with a byte order mark."""
+    pipe, out, given = tmp_path / "pipe", tmp_path / "out.jsonl", list[list[Line]]()
+
+    def launched(words: list[str], _: Any) -> int:
+        given.append(read_prompts(Path(json.loads(Path(words[1]).read_text(encoding="utf-8"))["prompts"])))
+        return 0
+
+    monkeypatch.setattr(command.launch, "run", launched)
     os.mkfifo(pipe)
-    for options, code in ((["--tp", "2"], 2), ([], 0)):
+    for options in (["--tp", "2"], []):
         writer = Thread(target=pipe.write_text, args=(GOOD * 2,), kwargs={"encoding": "utf-8-sig"}, daemon=True)
         writer.start()
-        run(folder, "--prompts", str(pipe), "--out", str(out), "--max-new-tokens", "2", *options, code=code)
+        run(folder, "--prompts", str(pipe), "--out", str(out), "--max-new-tokens", "2", *options)
         writer.join(timeout=60)
-        said = capsys.readouterr().err
-        assert ("can be read once, and each of 2 processes (tp 2 x pp 1) reads it; write it to a file" in said) == bool(code), said
     assert len(out.read_text(encoding="utf-8").splitlines()) == 2
+    assert [line.fields for line in given[0]] == [json.loads(GOOD)] * 2
+
+
+def test_no_room_for_what_processes_are_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    run(folder, "--prompt", "a", "--tp", "2", "--max-new-tokens", "2", code=2)
+    assert "No space left on device; several processes read there what they are to do" in capsys.readouterr().err
+
+
+def lines_of(tmp_path: Path, text: str = GOOD) -> list[Line]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(text, encoding="utf-8")
+    return read_prompts(prompts)
 
 
 def test_another_command_writes_the_answers(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text(GOOD, encoding="utf-8")
-    (tmp_path / ".out.jsonl.tmp").write_text("of a command that was killed", encoding="utf-8")
-    with results_file(out):
+    lines, prompts, out = lines_of(tmp_path), tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    with answer_file(out, lines, {}) as answers:
         run(folder, "--prompts", str(prompts), "--out", str(out), code=2)
         assert f"--out {out}: another command writes it now; wait for its end" in capsys.readouterr().err
-        assert (tmp_path / ".out.jsonl.tmp").exists()
-    assert out.read_text(encoding="utf-8") == ""
-    with pytest.raises(InputError, match="exists; give another name"), results_file(out):
+        answers.add([MADE])
+    assert json.loads(out.read_text(encoding="utf-8")) == ANSWER
+    with pytest.raises(InputError, match="exists; give another name"), answer_file(out, lines, {}):
         pass
     assert sorted(tmp_path.iterdir()) == [out, prompts]
-    (tmp_path / ".other.tmp").symlink_to(prompts)
-    with pytest.raises(InputError, match="symbolic links; give a file"), results_file(tmp_path / "other"):
+    (tmp_path / "other.partial").symlink_to(prompts)
+    with pytest.raises(InputError, match="symbolic links; give a file"), answer_file(tmp_path / "other", lines, {}):
         pass
     assert prompts.read_text(encoding="utf-8") == GOOD
+
+
+def write_one(out: Path, lines: list[Line], command: dict[str, Any] | None = None, then: Callable[[], object] = lambda: None) -> None:
+    """One answer, and what happens after it."""
+    with answer_file(out, lines, command or {}) as answers:
+        answers.add([MADE])
+        then()
+        answers.add([MADE] * (len(lines) - 1))
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(143), InputError("a disk that fails")])
+def test_a_command_goes_on_after_finished_answers(
+    end: BaseException, sampled: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the tokens of a command that was not interrupted, in other batches."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    lines_of(tmp_path, "".join(json.dumps({"prompt": "def " * (1 + number % 3), "id": number}) + "\n" for number in range(5)))
+    common = ["--prompts", str(prompts), "--max-new-tokens", "4", *(["--seed", "5", "--temperature", "1"] if sampled else [])]
+    run(folder, *common, "--out", str(tmp_path / "whole.jsonl"))
+    add, code = AnswerFile.add, {KeyboardInterrupt: 130, SystemExit: 143}.get(type(end), 2)
+
+    def interrupted(answers: AnswerFile, made: Sequence[Generation]) -> None:
+        if answers.done:
+            os.write(answers._file.fileno(), b'{"half')
+            raise end
+        add(answers, made)
+
+    monkeypatch.setattr(AnswerFile, "add", interrupted)
+    run(folder, *common, "--out", str(out), "--batch-size", "2", code=code)
+    partial = out.with_name("out.jsonl.partial")
+    said = f"2 of 5 answers are finished, and kept in {partial}; the same command goes on after them"
+    assert said in capsys.readouterr().err and not out.exists()
+    assert [json.loads(line)["id"] for line in partial.read_text(encoding="utf-8").splitlines()] == [0, 1]
+    monkeypatch.setattr(AnswerFile, "add", add)
+    with open(partial, "ab") as file:
+        file.write(b'{"of a process that was killed')
+    run(folder, *common, "--out", str(out), "--max-new-tokens", "5", code=2)
+    assert "finished answers of another command (--max-new-tokens was 4 and is 5); give another --out, or" in capsys.readouterr().err
+    run(folder, *common, "--out", str(out), "--batch-size", "3")
+    assert f"2 of 5 answers are in {partial} already" in capsys.readouterr().err
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl", "whole.jsonl"]
+
+
+def kept(tmp_path: Path, lines: list[Line]) -> Path:
+    """One of two answers."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_one(tmp_path / "out", lines, {"--seed": 1}, interrupt)
+    return tmp_path / "out.partial"
+
+
+def test_prompts_that_are_no_utf_8(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
+    with pytest.raises(InputError, match=r"prompts.jsonl, line 2: byte 16 is 0xe9, which is no UTF-8; save the file as UTF-8$"):
+        read_prompts(prompts)
+    prompts.write_bytes(b'{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r{"prompt": "c"}')
+    assert [(line.prompt, line.name[-1]) for line in read_prompts(prompts)] == [("a", "1"), ("b", "3"), ("c", "4")]
+
+
+def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
+    """Or of another command, or without a sign of which; or that somebody has changed."""
+    lines = lines_of(tmp_path, GOOD * 2)
+    partial, described = kept(tmp_path, lines), tmp_path / "out.partial.json"
+    before = partial.read_bytes()
+    for change, other, words in (
+        (lines[:1], {"--seed": 1}, "its --prompts are others"),
+        (lines, {"--seed": 2}, "--seed was 1 and is 2"),
+        (lines, {"--seed": 1, "--top-k": 3}, "--top-k was not given and is 3"),
+    ):
+        with pytest.raises(InputError, match=words), answer_file(tmp_path / "out", change, other):
+            pass
+        assert partial.read_bytes() == before
+    partial.write_bytes(before.replace(b"def", b"abc"))
+    with (
+        pytest.raises(InputError, match=r"out.partial, line 1: is no answer to .*line 1; remove"),
+        answer_file(tmp_path / "out", lines, {"--seed": 1}),
+    ):
+        pass
+    partial.write_bytes(before)
+    described.unlink()
+    with pytest.raises(InputError, match="out.partial.json does not say of what"), answer_file(tmp_path / "out", lines, {"--seed": 1}):
+        pass
+    assert partial.read_bytes() == before
+
+
+def test_a_full_disk_keeps_finished_answers(tmp_path: Path) -> None:
+    """Of a file that may have so many bytes, the lines that are in it to their end."""
+    lines = lines_of(tmp_path, GOOD * 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    most = len(json.dumps(ANSWER)) + 20
+    try:
+        with pytest.raises(InputError, match="out: File too large"):
+            write_one(tmp_path / "out", lines, then=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1])))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert json.loads((tmp_path / "out.partial").read_text(encoding="utf-8")) == ANSWER
 
 
 def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer ones than the kernel takes for an argument, which all users of a machine may read."""
     long, given = "\u00e9" * 100_000, []
 
-    def launched(words: list[str], _: Any) -> int:
+    def launched(words: list[str], settings: Settings) -> int:
+        assert settings.processes == 2 and settings.grace_seconds <= 10  # one may wait for another that a signal has ended
         given.append((words, json.loads(Path(words[1]).read_text(encoding="utf-8"))))
         return 0
 
@@ -124,7 +253,7 @@ def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("hang_up_ends")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_nothing(
+def test_a_signal_before_the_first_answer_leaves_nothing(
     number: signal.Signals, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the model is loaded, with the file of answers begun."""
@@ -132,7 +261,7 @@ def test_a_signal_leaves_nothing(
     prompts.write_text(GOOD, encoding="utf-8")
 
     def loaded(*_: Any) -> None:
-        assert (tmp_path / ".out.jsonl.tmp").exists() and signal.getsignal(number) is not signal.SIG_DFL
+        assert (tmp_path / "out.jsonl.partial").exists() and signal.getsignal(number) is not signal.SIG_DFL
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(command, "_loaded", loaded)
@@ -149,25 +278,22 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match="out: No space left on device"), results_file(tmp_path / "out"):
-        pass
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "in").mkdir()
+    lines = lines_of(tmp_path / "in")
+    monkeypatch.setattr("plait.inference.answer_file.write_whole", lambda *_: None)
+    with pytest.raises(InputError, match="out: No space left on device"):
+        write_one(tmp_path / "out", lines)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.partial"]
 
 
 def test_a_file_that_another_program_has_made_meanwhile(tmp_path: Path) -> None:
     """It is left as it is, and so are the answers."""
-    out, kept = tmp_path / "out", tmp_path / ".out.tmp"
-    made = Generation([1], [2], [-0.5], "stop", "b")
+    lines, out = lines_of(tmp_path), tmp_path / "out"
 
-    def write_both() -> None:
-        with results_file(out) as write:
-            write([Line("a", {"prompt": "a"}, "line 1")], [made])
-            out.write_text("of another program", encoding="utf-8")
-
-    with pytest.raises(InputError, match="another program has made it meanwhile; the answers are in .*out.tmp: rename"):
-        write_both()
+    with pytest.raises(InputError, match="another program has made it meanwhile; the answers are in .*out.partial: rename"):
+        write_one(out, lines, then=lambda: out.write_text("of another program", encoding="utf-8"))
     assert out.read_text(encoding="utf-8") == "of another program"
-    assert json.loads(kept.read_text(encoding="utf-8")) == {"prompt": "a", "text": "b", "token_ids": [2], "finish_reason": "stop"}
+    assert json.loads((tmp_path / "out.partial").read_text(encoding="utf-8")) == ANSWER
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EPIPE, 128 + signal.SIGPIPE), (errno.ENOSPC, 1)])

@@ -41,30 +41,39 @@ def export_command(
 ) -> None:
     """Write the model of a run of `plait train`, whatever layout trained it, as config.json, safetensors and the tokenizer.
 
-    One file of weights is in memory at a time; the checkpoint is verified first. Exit code 4 for a damaged checkpoint."""
+    One file of weights is in memory at a time; the checkpoint is verified first. Exit code 4 for a damaged checkpoint, and where --verify
+    finds a difference: then there is no folder."""
     import torch
 
     from plait.checkpoint.inspect import open_one
     from plait.checkpoint.places import place_of
-    from plait.train.export import compare_generated, compare_reloaded, export
+    from plait.train.export import export
+    from plait.train.exported import Compared, compare_generated, compare_reloaded
     from plait.units import format_bytes
 
     found = open_one(place_of(source, "FOLDER"))
     above = (Path(source), *found.path.parents) if isinstance(found.path, Path) else ()
     run = next((folder for folder in above if (folder / "tokenizer").is_dir()), None)
+    settings = None if run is None or not (run / "generation_config.json").is_file() else run / "generation_config.json"
+    compared: list[tuple[int, Compared]] = []
+
+    def compare(folder: Path) -> None:
+        compared.append((compare_reloaded(found, folder), compare_generated(found, folder)))
+
     with ending_in_order(), progress_bar(f"export {found.path.name}") as progress:
         done = export(
             found,
             out,
             dtype=None if dtype is Dtype.stored else getattr(torch, dtype.value),
             tokenizer=run / "tokenizer" if run is not None else None,
+            generation=settings,
+            verify=compare if verify else None,
             progress=progress,
         )
     typer.echo(f"wrote {done.folder}: step {done.step:,}, {done.tensors} tensors, {format_bytes(done.size)}")
     if run is None:
         typer.echo("no tokenizer/ beside the checkpoint: save one into the folder, if it is to generate text")
-    if verify:
-        typer.echo(f"Transformers opens it, and all {compare_reloaded(found, out)} tensors are the checkpoint's")
-        compared = compare_generated(found, out)
-        typer.echo(f"{compared.tokens} greedy tokens are the same, and logits within {compared.logits:.1e}")
+    for tensors, of_both in compared:
+        typer.echo(f"Transformers opens it, and all {tensors} tensors are the checkpoint's")
+        typer.echo(f"{of_both.tokens} greedy tokens are the same, and logits within {of_both.logits:.1e}")
     typer.echo(f"serve it: vllm serve {out}    or, to try it on one device: plait serve --model {out}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,12 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.cli import launch
+from plait.cli import answer_lines, launch
 from plait.cli.chat_lines import lines_said
 from plait.cli.interrupts import ending_in_order
 from plait.cli.launching.settings import Settings
 from plait.cli.options import Adapters, in_panel, one_adapter, refuse_given
-from plait.cli.progress import progress_bar
 from plait.cli.stdout import close_stdout
 from plait.cluster.topology import place
 from plait.errors import InputError
@@ -30,7 +30,8 @@ from plait.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-    from plait.inference.prompt_file import Line, Write
+    from plait.inference.prompt_file import Line
+    from plait.inference.requests import Generation
     from plait.inference.source import Source
     from plait.sharded.model import ShardedModel
 
@@ -38,6 +39,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 AUTO = "auto"
 DEFAULT_TOKENS = 1024
 """Of keys and values of a request, where the command chooses a layout before it knows the prompts (a chat)."""
+
+GRACE_SECONDS = 10.0
+"""After a signal, for processes that have nothing to save: one may wait for another that has ended already."""
 
 
 class Dtype(StrEnum):
@@ -198,14 +202,27 @@ def generate_command(
     )
     if asked.tp * asked.pp == 1:
         raise typer.Exit(_answers(asked, source, tokenizer, lines))
-    if prompts is not None and not prompts.resolve().is_file():
-        several = f"each of {asked.tp * asked.pp} processes (tp {asked.tp} x pp {asked.pp})"
-        raise InputError(f"--prompts {prompts}: can be read once, and {several} reads it; write it to a file first")
-    # A prompt may be longer than an argument of a process, and is nobody else's.
-    with TemporaryDirectory(prefix="plait-generate-") as folder:
-        told = Path(folder) / "asked.json"
-        told.write_text(json.dumps(asdict(asked)), encoding="utf-8")
-        raise typer.Exit(launch.run(["plait.cli.generate", str(told)], Settings(asked.tp * asked.pp)))
+    with _told(asked, lines) as told:
+        raise typer.Exit(launch.run(["plait.cli.generate", str(told)], Settings(asked.tp * asked.pp, grace_seconds=GRACE_SECONDS)))
+
+
+@contextmanager
+def _told(asked: Asked, lines: list[Line]) -> Iterator[Path]:
+    """A file with what each of several processes is to do, and the lines beside it: --prompts may be a pipe, or change meanwhile. A prompt
+    may also be longer than an argument of a process, and is nobody else's."""
+    with ExitStack() as stack:
+        try:
+            told = Path(stack.enter_context(TemporaryDirectory(prefix="plait-generate-"))) / "asked.json"
+            if asked.prompts is not None:
+                asked = replace(asked, prompts=str(told.with_name("prompts.jsonl")))
+                Path(str(asked.prompts)).write_text("".join(json.dumps(line.fields) + "\n" for line in lines), encoding="utf-8")
+            told.write_text(json.dumps(asdict(asked)), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"the folder for temporary files: {error.strerror}; several processes read there what they are to do: make room, or name "
+                "another one with TMPDIR"
+            ) from None
+        yield told
 
 
 def _longest(prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn.Module, tokenizer: Any) -> int:
@@ -259,23 +276,20 @@ def _answers(asked: Asked, source: Source, tokenizer: Any, lines: list[Line]) ->
     first = place().rank == 0
     with ending_in_order() if first else nullcontext():
         if asked.out is not None:
-            return _answer_file(asked, source, tokenizer, lines, Path(asked.out), first=first)
+            from plait.inference.generate import generate
+
+            def answer(sharded: ShardedModel, prompts: list[Any], seed: int | None) -> list[Generation]:
+                return generate(sharded, prompts, tokenizer=tokenizer, seed=seed, **_ways(asked))
+
+            command, several = _command(asked, source) if first else {}, asked.tp * asked.pp > 1
+            work = answer_lines.Work(lines, Path(asked.out), asked.batch_size, asked.seed, command, first, several)
+            answer_lines.answer_lines(work, lambda: _loaded(asked, source), answer)
+            return 0
         with closing(_loaded(asked, source)) as sharded:
             if asked.prompt is not None:
                 _answer(asked, sharded, tokenizer, asked.prompt, first=first)
             else:
                 _chat(asked, sharded, tokenizer, first=first)
-    return 0
-
-
-def _answer_file(asked: Asked, source: Source, tokenizer: Any, lines: list[Line], out: Path, *, first: bool) -> int:
-    from plait.inference.prompt_file import results_file
-
-    to = results_file(out) if first else nullcontext(lambda lines, made: None)
-    with to as write, closing(_loaded(asked, source)) as sharded:
-        count = _answer_lines(asked, sharded, tokenizer, lines, write)
-    if first:
-        print(f"wrote {out}: {len(lines)} answers, {count:,} tokens", file=sys.stderr)
     return 0
 
 
@@ -291,26 +305,17 @@ def _loaded(asked: Asked, source: Source) -> ShardedModel:
     return load_streamed(source, **of, dtype=dtype, quant=asked.quant, scratch=scratch)[0]
 
 
+def _command(asked: Asked, source: Source) -> dict[str, Any]:
+    """What the tokens of an answer follow from, by the names that a person knows."""
+    adapter = None if asked.adapter is None else str(Path(asked.adapter).resolve())
+    of_model = {"--model": str(Path(source.name).resolve()), "--adapter": adapter, "--dtype": asked.dtype, "--quant": asked.quant}
+    settings = {f"--{name.replace('_', '-').removesuffix('-strings')}": value for name, value in asked.settings.items()}
+    return {**of_model, "the model's files": source.stamp(), "--canonical": asked.canonical, "--seed": asked.seed, **settings}
+
+
 def _ways(asked: Asked) -> dict[str, Any]:
     """What every call of `generate` gets."""
     return {"canonical": asked.canonical, "offload_cache": asked.offload_cache, **asked.settings}
-
-
-def _answer_lines(asked: Asked, sharded: ShardedModel, tokenizer: Any, lines: list[Line], write: Write) -> int:
-    """Returns the number of new tokens."""
-    from plait.inference.generate import generate
-
-    count = 0
-    with progress_bar("generate") as progress:
-        for start in range(0, len(lines), asked.batch_size):
-            some = lines[start : start + asked.batch_size]
-            seed = None if asked.seed is None else asked.seed + start
-            texts = [line.prompt for line in some]
-            made = generate(sharded, texts, tokenizer=tokenizer, seed=seed, **_ways(asked))
-            write(some, made)
-            count += sum(len(one.token_ids) for one in made)
-            progress(start + len(some), len(lines))
-    return count
 
 
 def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *, first: bool) -> str:

@@ -7,16 +7,20 @@ share. Knows nothing of torch: the launcher reads boards too.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
 import os
+import resource
 import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from plait.errors import InputError
 
 BYTES = 16 * 1024
 _MAGIC = b"plait-1\0"
@@ -89,7 +93,11 @@ class Board:
         else:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self.path = path
-        os.ftruncate(self._descriptor, BYTES)
+        try:
+            os.posix_fallocate(self._descriptor, 0, BYTES)  # a file with holes on a full disk ends whoever writes to it, by SIGBUS
+        except OSError as error:
+            os.close(self._descriptor)
+            raise _no_room(error, path) from None
         self._memory = mmap.mmap(self._descriptor, BYTES)
         self.step, self.timeout_seconds = 0, timeout_seconds
         self.progress(0, START)
@@ -138,6 +146,16 @@ class Board:
         """Unmap it."""
         self._memory.close()
         os.close(self._descriptor)
+
+
+def _no_room(error: OSError, path: Path | None) -> InputError:
+    what = "in which each of several processes says what it waits for"
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        rule = f"processes may write files of {limit:,} bytes at most, and need one of {BYTES:,}, {what}"
+        return InputError(f"ulimit -f: {rule}; raise the limit: ulimit -f unlimited")
+    where, remedy = "memory" if path is None else str(path.parent), "make room, or name another folder for temporary files with TMPDIR"
+    return InputError(f"{where}: no room for {BYTES:,} bytes ({error.strerror}), {what}; {remedy}")
 
 
 def read(path: Path) -> Reading | None:

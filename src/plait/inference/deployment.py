@@ -16,7 +16,7 @@ from plait.cluster.topology import default_processes, device_count
 from plait.errors import InputError
 from plait.inference.capacity import ROOM, activation_bytes, compute_dtype, free_bytes
 from plait.inference.dry_cache import kept_of
-from plait.inference.kept import Asked, cache_bytes, growing_bytes, offloaded_cache
+from plait.inference.kept import Asked, Kept, cache_bytes, growing_bytes, offloaded_cache
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
 from plait.inference.quantised import product_bytes
@@ -165,7 +165,7 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
         way += f" (written to new files first: {written})"
     why = (
         f"{format_bytes(found.resident_bytes)} of weights stay {'on the GPU' if on.on_gpu else 'in memory'}, {way}; "
-        f"{format_bytes(cache + activations)} for keys, values and activations{_on_host(kept)}"
+        f"{format_bytes(cache + activations)} for keys, values and activations{_on_host(kept)}{_guessed(keeps)}"
     )
     account = Account(
         memory=budget,
@@ -207,7 +207,8 @@ def _placed(work: Work, on: Devices, *, tp: int | None, pp: int | None, devices:
         kept, copied = placed.tp * waiting.pinned, waiting.copied
         _left(on.host_bytes, kept)
     each = " on each" if placed.devices > 1 else ""
-    why = f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each}; {placed.why}{_on_host(kept)}"
+    why = f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each}; {placed.why}"
+    why += f"{_on_host(kept)}{_guessed(keeps)}"
     account = Account(int(memory * (1 - WORKSPACE)), placed.weight_bytes, placed.cache_bytes, cache_on_host=kept, cache_copied=copied)
     return Deployment(why, placed.tp, placed.pp, account=account)
 
@@ -229,6 +230,15 @@ def _left(host_bytes: int, kept: int) -> int:
 
 def _on_host(kept: int) -> str:
     return f"; {format_bytes(kept)} of keys and values in host memory" if kept else ""
+
+
+def _guessed(keeps: Kept) -> str:
+    if not keeps.guessed:
+        return ""
+    counted = "by the heads of the configuration, and may take more"
+    if not keeps.layers:
+        counted = "not at all, as the configuration says no heads"
+    return f"; keys and values are counted {counted}: the model could not be run without weights ({keeps.guessed})"
 
 
 def _free(on_gpu: bool) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.operators import TorchFunctionMode
-from plait.errors import PlaitError
+from plait.errors import PlaitError, first_line
 from plait.inference.kept import Kept, Layer, Tensor
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
@@ -35,15 +35,17 @@ _BY_MANY = (1023, 1024)
 """The same where a layer is of a kind that a family brings itself: it may add to what it keeps only once in many tokens."""
 
 
-def kept_of(model: nn.Module) -> Kept:
+def kept_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) -> Kept:
     """What `model` keeps, on any device and layout: a bare copy is run. Nothing of a model that is given no cache. Where its class cannot
-    be built of its configuration alone, or its code looks at values, what the configuration says of heads."""
+    be built of its configuration alone, or its code looks at values, what the configuration says of heads. `plan`: the user's own of
+    tensor parallelism (`parallel.plan`)."""
     base = _base(model)
     if not takes_cache(base):
         return Kept()
     config: Any = base.config
     kind: Any = next(one for one in type(base).__mro__ if not issubclass(one, FSDPModule))
-    return _kept(_Described(kind, json.dumps(config.to_dict(), sort_keys=True, default=str), config))
+    rules = None if plan is None else tuple(plan.items())
+    return _kept(_Described(kind, json.dumps(config.to_dict(), sort_keys=True, default=str), rules, config))
 
 
 def _base(model: nn.Module) -> nn.Module:
@@ -59,6 +61,7 @@ class _Described:
 
     kind: type[nn.Module]
     text: str
+    plan: tuple[tuple[str, str], ...] | None
     config: Any = field(compare=False)
 
 
@@ -66,12 +69,13 @@ class _Described:
 def _kept(described: _Described) -> Kept:
     try:
         twin = _bare(described)
-    except Exception:  # whatever a class raises that is not Transformers' own
-        return Kept(tuple(_by_configuration(described.config)))
+    except Exception as error:  # whatever a class raises that is not Transformers' own
+        return Kept(tuple(_by_configuration(described.config)), guessed=_named(error))
+    guessed, user = "", None if described.plan is None else dict(described.plan)
     try:
         layers = _layers(twin)
-    except Exception:  # whatever a model's code raises that looks at values
-        layers = _by_configuration(twin.config)
+    except Exception as error:  # whatever a model's code raises that looks at values
+        layers, guessed = _by_configuration(twin.config), _named(error)
     blocks = find_blocks(twin)
     written = [_written(twin.get_submodule(name)) for name in blocks]
     if not any(written) and len(blocks) == len(layers):
@@ -81,7 +85,7 @@ def _kept(described: _Described) -> Kept:
     @lru_cache(maxsize=16)
     def divided(tp: int) -> frozenset[int]:
         try:
-            plan = make_plan(twin, tp=tp, blocks=blocks)
+            plan = make_plan(twin, tp=tp, user=user, blocks=blocks)
         except PlaitError:  # the layout is refused, in its own words
             return frozenset()
         names = tuple(f"{name}." for name in blocks)
@@ -96,7 +100,11 @@ def _kept(described: _Described) -> Kept:
         except PlaitError:
             return ()  # it cannot be cut
 
-    return Kept(tuple(layers), dict(zip(blocks, written, strict=True)), divided, stages)
+    return Kept(tuple(layers), dict(zip(blocks, written, strict=True)), divided, stages, guessed)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"[:200]
 
 
 def _bare(described: _Described) -> nn.Module:

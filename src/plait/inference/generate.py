@@ -194,7 +194,7 @@ def _fits(sharded: ShardedModel, requests: Sequence[Request], batch_size: int | 
     dtype = compute or next(sharded.model.parameters()).dtype
     keys, tp = 0, mesh.layout.tp
     if use_cache:
-        kept = kept_of(sharded.model)
+        kept = kept_of(sharded.model, plan=sharded.config.tensor_parallel.plan)
         asked = Asked(at_once, max((request.most_seen for request in requests), default=0), dtype.itemsize)
         keys = cache_bytes(kept, asked, tp=tp, blocks=None if sharded.pipeline is None else sharded.parts.blocks)
         if offload_cache:

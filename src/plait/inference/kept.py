@@ -58,6 +58,8 @@ class Kept:
     """Of a degree of tensor parallelism, the layers whose heads it divides; ranks have all heads of the others."""
     stages: Callable[[int], tuple[int, ...]] = lambda pp: ()
     """Of a number of pipeline stages, how many blocks each of them has; none where the model cannot be cut."""
+    guessed: str = ""
+    """Why sizes are those that the configuration's heads have, and not those of a model that was run; "" where it was."""
 
 
 @dataclass(frozen=True)

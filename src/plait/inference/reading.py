@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from plait.cluster import huge_pages
+from plait.errors import CheckpointError
 from plait.inference.daemon_threads import DaemonThreads
 from plait.inference.stored import Stored, read_into
 
@@ -167,6 +168,7 @@ class FileReader:
         self._began[threading.get_ident()] = time.monotonic(), block
         try:
             self._read_block(block)
+            self._files[block.path].refuse_other_bytes(block.path)
         finally:
             del self._began[threading.get_ident()]
 
@@ -231,6 +233,7 @@ class _File:
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         self.cached = os.open(path, os.O_RDONLY)
+        self._written = self._last_write()
         self.direct: int | None = None
         """None where the file is read through the cache only."""
         if not direct or not hasattr(os, "O_DIRECT"):
@@ -251,6 +254,18 @@ class _File:
         found = np.empty(-(-size // PAGE), dtype=np.uint8)
         start, into = ctypes.c_void_p(self._pages.ctypes.data + low), ctypes.c_void_p(found.ctypes.data)
         return bool(_LIBC.mincore(start, ctypes.c_size_t(size), into) == 0 and (found & 1).all())
+
+    def refuse_other_bytes(self, path: Path) -> None:
+        """Raise CheckpointError where somebody has written to the file since it was opened: layers of one model and of another would
+        compute together. A file that another one has replaced is still the one that was opened."""
+        if self._last_write() != self._written:
+            raise CheckpointError(
+                f"{path} was written to while its layers were read from it for every token; wait until it is complete, and begin again"
+            )
+
+    def _last_write(self) -> tuple[int, int]:
+        found = os.fstat(self.cached)
+        return found.st_size, found.st_mtime_ns
 
     def close(self) -> None:
         """For good."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,9 @@ from plait.sharded.assemble import Filler
 from plait.sharded.load_weights import INDEX, SINGLE, load_weights, opened, weight_files
 from plait.sharded.pretrained import generation_settings
 
+_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
+"""Of a model and its tokenizer."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -44,6 +48,17 @@ class Source:
         """For messages."""
         return str(self.checkpoint.path if self.checkpoint is not None else self.folder)
 
+    def stamp(self) -> str:
+        """Another one when a file of the model, its tokenizer or its adapter is replaced."""
+        model = self.folder if self.checkpoint is None else Path(str(self.checkpoint.path))
+        folders = [model, self.tokenizer_folder, None if self.adapter is None else self.adapter.folder]
+        digest = hashlib.sha256()
+        for path in (path for folder in folders if folder is not None for path in sorted(folder.iterdir())):
+            if path.suffix in _FILES and not path.name.endswith(".partial.json") and path.is_file():
+                found = path.stat()
+                digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
     def model(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The model on meta, with its generation settings and its adapter. `dtype` None is the one that it was saved in. Raises InputError
         for an adapter of another model."""
@@ -53,11 +68,16 @@ class Source:
         return found
 
     def _without_adapter(self, dtype: torch.dtype | None = None) -> nn.Module:
+        settings: Path | None = self.folder
         if self.checkpoint is not None:
-            return described_model(self.checkpoint, dtype=dtype)
-        found = described(self.folder, dtype=dtype)
+            found = described_model(self.checkpoint, dtype=dtype)
+            run = None if self.tokenizer_folder is None else self.tokenizer_folder.parent
+            settings = run if run is not None and (run / "generation_config.json").is_file() else None
+        else:
+            found = described(self.folder, dtype=dtype)
         try:
-            found.generation_config = generation_settings(self.folder)
+            if settings is not None:
+                found.generation_config = generation_settings(settings)
         except Exception as error:  # of a file that is no JSON, and of values, each in its own way
             raise InputError(
                 f"--model {self.name}: the generation settings of generation_config.json, or of config.json where there is none, cannot be "

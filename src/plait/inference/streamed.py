@@ -31,7 +31,7 @@ from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.assemble import Filler, leaving_no_group, shard
 from plait.sharded.check import checked_model
-from plait.sharded.load_weights import weight_files
+from plait.sharded.load_weights import sources_of, weight_files
 from plait.sharded.model import ShardedModel
 from plait.units import format_bytes
 
@@ -96,6 +96,8 @@ def tensors_to_stream(source: Source | None, model: nn.Module, *, quantised: boo
     if source.checkpoint is not None:
         return expected_tensors(model), "the tensors of a checkpoint lie in parts"
     stored = tensors_of(source, model)
+    if source.adapter is None:
+        sources_of(model, model.state_dict(keep_vars=True), weight_files(source.folder), source.folder)
     for block in _movable(model):
         for leaf, parameter in brought(model, block).items():
             name = f"{block}.{leaf}"

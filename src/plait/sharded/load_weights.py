@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -29,6 +31,8 @@ MAPPED = 64 << 20
 """Bytes that are read before a file is opened anew: what was read of an open one stays mapped, and would take the memory twice."""
 _COMPARED = 4 << 20
 """Elements of two tensors that are compared at a time."""
+_TICK = 100_000_000
+"""Nanoseconds in which a file may change without another time of its last change, at most."""
 _AGAIN = "download or save the folder again"
 
 
@@ -37,7 +41,10 @@ def weight_files(folder: Path) -> dict[str, Path]:
     Transformers reads SINGLE where there is one, and leaves it, or INDEX, when it saves another model in the other way."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.is_file() and not single.is_file():
-        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; give a folder written by save_pretrained")
+        remedy = "give a folder written by save_pretrained"
+        if pickled := next((path.name for path in sorted(folder.glob("pytorch_model*.bin*"))), None):
+            remedy = f"{pickled} is a pickle, which can run code as it is read: {remedy}, from a model that Transformers has loaded"
+        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; {remedy}")
     table = _weight_map(index) if index.is_file() else {}
     missing = sorted({name for name in table.values() if not (folder / name).is_file()})
     if table and not missing and single.is_file() and set(table.values()) != {SINGLE}:
@@ -125,6 +132,10 @@ def _mapped(target: torch.Tensor) -> int:
     return (rows.stop - rows.start) * math.prod(target.shape[1:]) * target.element_size()
 
 
+_OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+"""Ends of names of buffers, which models make themselves, to what they were stored as."""
+
+
 def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:
     """Name in `wanted` to stored name: the same, or the other name of a tied parameter (safetensors stores one of them). Raises
     CheckpointError where a tensor is missing or left over."""
@@ -139,10 +150,13 @@ def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[st
         else:
             source[name] = stored
     left = sorted(set(files) - known - set(source.values()) - {other for group in ties.values() for other in group})
+    is_left_out = _is_left_out(model)
+    left = [name for name in left if not is_left_out(name)]
     if missing or left:
+        found = [f"lack {len(missing)} of its tensors ({', '.join(missing[:3])})"] if missing else []
+        found += [f"hold tensors that it does not have ({len(left)}: {', '.join(left[:3])})"] if left else []
         raise CheckpointError(
-            f"{folder} is not of this model: the files lack {len(missing)} of its tensors ({', '.join(missing[:3]) or 'none'}) and hold "
-            f"{len(left)} that it does not have ({', '.join(left[:3]) or 'none'}); "
+            f"{folder} is not of this model: the files {' and '.join(found)}; "
             'check "model_type" in its config.json; where Transformers converts the files of this family while it loads them, load it in '
             "Python with plait.from_pretrained, which lets it do so, in full in every process"
         )
@@ -151,12 +165,23 @@ def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[st
     return source
 
 
+def _is_left_out(model: nn.Module) -> Callable[[str], bool]:
+    """Whether files may hold a tensor of this name that the model does not have, by Transformers' rules: layers that its class says it does
+    not use, and buffers that older releases stored."""
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns |= {pattern for end, pattern in _OLD_BUFFERS.items() if any(name.endswith(end) for name in buffers)}
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
 def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
     """Raises CheckpointError where tied parameters, of which all of these are in files, have several values there."""
     for other in tied[1:]:
         paths = files[tied[0]], files[other]
         changed = tuple((path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
-        if not _are_equal(paths[0], tied[0], paths[1], other, changed):
+        is_new = time.time_ns() - max(when for when, _ in changed) < _TICK  # it may be written again at the same time
+        are_equal = _are_equal.__wrapped__ if is_new else _are_equal
+        if not are_equal(paths[0], tied[0], paths[1], other, changed):
             raise CheckpointError(
                 f"{paths[1]}: {tied[0]} and {other} are one parameter by config.json, and have two values in the files; set "
                 '"tie_word_embeddings": false in config.json, as Transformers does when it loads such a folder'

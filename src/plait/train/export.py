@@ -22,20 +22,11 @@ from plait.checkpoint.model_content import START
 from plait.checkpoint.windows import dtype_of
 from plait.errors import CheckpointError, InputError
 from plait.files import is_at, is_only_writer
-from plait.inference.generate import generate
-from plait.inference.load import load_model
-from plait.inference.source import Source
 from plait.model.described import require_transformers
 from plait.model.tied import tied_names
 
 FILE_BYTES = 4 << 30
 """Of one file of weights, and so of the memory that exporting takes."""
-
-
-PROMPT_TOKENS, GREEDY_TOKENS = 16, 64
-"""Of the comparison with Transformers; fewer where the model has fewer positions."""
-LOGITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""Most that a logit may differ, of the largest logit: the order of sums differs."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +46,17 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
+    generation: Path | None = None,
+    verify: Callable[[Path], None] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write the model of a checkpoint of `plait train`: config.json, safetensors with an index, and the tokenizer. The checkpoint is
-    verified first. `dtype`: of the weights; None keeps the checkpoint's. `progress` gets (bytes written, bytes in all).
+    """Write the model of a checkpoint of `plait train`: config.json, safetensors with an index, the tokenizer, and a file of settings of
+    generation (`generation`). The checkpoint is verified first. `dtype`: of the weights; None keeps the checkpoint's. `progress` gets
+    (bytes written, bytes in all). `verify` gets the finished folder before it has its name.
 
-    Raises InputError where `out` exists, CheckpointError for a damaged checkpoint or one that `plait train` did not write.
+    Raises InputError where `out` exists, CheckpointError for a damaged checkpoint, one that `plait train` did not write, and where `verify`
+    does: then no folder is left.
     """
     require_transformers("plait export")
     if out.exists():
@@ -102,7 +97,11 @@ def export(
         settings.save_pretrained(temporary)
         if tokenizer is not None and tokenizer.is_dir():
             shutil.copytree(tokenizer, temporary, dirs_exist_ok=True)  # several chat templates lie in a folder of their own
+        if generation is not None:
+            shutil.copyfile(generation, temporary / "generation_config.json")
         _sync(temporary)
+        if verify is not None:
+            _verify(verify, temporary, out)
         durable.publish(temporary, out)
         is_done = True
     except (OSError, SafetensorError) as error:
@@ -128,6 +127,13 @@ def _claimed(temporary: Path, out: Path) -> int:
     return held
 
 
+def _verify(verify: Callable[[Path], None], temporary: Path, out: Path) -> None:
+    try:
+        verify(temporary)
+    except CheckpointError as error:
+        raise CheckpointError(f"--out {out}: {error}; the folder was removed: without --verify it is kept") from error
+
+
 def _sync(folder: Path) -> None:
     """Put the files of a folder on the disk. Raises OSError."""
     for path in folder.rglob("*"):
@@ -144,67 +150,6 @@ def _why(error: Exception) -> str:
         source, _, reason = error.args[0][0]
         return f"{source}: {reason}"
     return getattr(error, "strerror", None) or str(error)
-
-
-def compare_reloaded(found: Found, out: Path) -> int:
-    """Open the folder as a user would, and compare every tensor with the checkpoint, in the dtype of the folder. Returns their number.
-    Raises CheckpointError, naming the first that differs."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
-    reader, count = Reader(found), 0
-    for name, tensor in model.state_dict().items():
-        if f"{START}{name}" not in reader.tensors:
-            raise CheckpointError(f"{out}: Transformers gives the model a tensor that the checkpoint does not have, {name}")
-        wanted = torch.empty_like(tensor)
-        reader.fill({f"{START}{name}": wanted})
-        if not torch.equal(wanted, tensor):
-            raise CheckpointError(f"{out}: {name} is not what the checkpoint holds after Transformers has loaded it")
-        count += 1
-    return count
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Plait's model of a checkpoint and Transformers' of the exported folder, on the same prompt."""
-
-    logits: float
-    """The largest difference of a logit."""
-    tokens: int
-    """Greedy ones, the same in both."""
-
-
-def compare_generated(found: Found, out: Path) -> Compared:
-    """Load the checkpoint as `plait generate` does and the folder as a user of Transformers does; compare the logits of a prompt and
-    `GREEDY_TOKENS` greedy tokens after it. Both models are in memory. Raises CheckpointError where tokens differ, or logits by more than
-    their dtype explains."""
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
-    config = theirs.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + GREEDY_TOKENS
-    length = min(PROMPT_TOKENS, positions // 2)
-    new = min(GREEDY_TOKENS, positions - length)
-    ids = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    ours = load_model(Source(out, found, None), dtype=theirs.dtype)
-    try:
-        here = ids.to(ours.device)
-        theirs.to(ours.device)
-        with torch.no_grad():
-            expected = theirs(input_ids=here).logits.float()
-        difference = float((ours.predict({"input_ids": here}).logits.float() - expected).abs().max())
-        made = generate(ours, here, max_new_tokens=new, temperature=0, eos_token_id=[config.vocab_size], pad_token_id=0)[0].token_ids
-        theirs.generation_config.eos_token_id = None
-        wanted = theirs.generate(here, attention_mask=torch.ones_like(here), max_new_tokens=new, do_sample=False, pad_token_id=0)
-    finally:
-        ours.close()
-    most = LOGITS[theirs.dtype] * max(1.0, float(expected.abs().max()))
-    if not difference <= most:
-        raise CheckpointError(f"{out}: Transformers' logits differ by {difference:.2g} from those of the checkpoint, and {most:.2g} may be")
-    differing = [at for at, (one, other) in enumerate(zip(made, wanted[0, length:].tolist(), strict=True)) if one != other]
-    if differing:
-        raise CheckpointError(f"{out}: of {new} greedy tokens, number {differing[0] + 1} differs from that of the checkpoint")
-    return Compared(difference, new)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -2,7 +2,7 @@
 
     config.json     the resolved configuration of the last start     tokenizer/      opens in AutoTokenizer.from_pretrained
     metrics.jsonl   everything that happened, one event a line       checkpoints/    unless run.checkpoints is elsewhere
-    links.json      measured links, where there was a choice
+    links.json      measured links, where there was a choice          generation_config.json   of the model that it began with
 
 A folder goes on only with the model, the text and the seed it was begun with.
 """
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from plait.config.resolving.resolve import Resolved
+
+
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,14 @@ class RunFolder:
         was, now = (_flat(json.loads(text)) for text in ((self.path / "config.json").read_text(), resolved.model_dump_json()))
         return [f"{name}: {was.get(name)} to {now.get(name)}" for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
 
-    def write(self, resolved: Resolved, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep the configuration and the tokenizer next to the checkpoints."""
+    def write(self, resolved: Resolved, tokenizer: PreTrainedTokenizerBase, weights: Path | None) -> None:
+        """Keep the configuration and the tokenizer next to the checkpoints, with the settings of generation of the model that it begins
+        with (`weights`): the end of an answer, and what its authors sample with."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "config.json", resolved.model_dump_json(indent=2) + "\n")
         tokenizer.save_pretrained(self.path / "tokenizer")
+        if weights is not None and (weights / GENERATION).is_file():
+            write_whole(self.path / GENERATION, (weights / GENERATION).read_text(encoding="utf-8"))
 
     def claim(self) -> BinaryIO:
         """Hold the folder until the file is closed or the process ends. Raises InputError where another run holds it: two would overwrite

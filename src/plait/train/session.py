@@ -241,7 +241,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
         if position.step:  # of an older checkpoint, where the newest is damaged
             position = _load(engine, checked, loader, notes)
         if engine.rank == 0:
-            checked.folder.write(resolved, checked.data.tokenizer)
+            checked.folder.write(resolved, checked.data.tokenizer, checked.built.weights)
 
         callbacks = load_callbacks(section.callbacks)
 

@@ -43,7 +43,7 @@ def test_every_verb_is_there_and_explains_itself(verb: str, capsys: pytest.Captu
 
 def test_no_verb_is_left_out() -> None:
     files = Path(command.__file__).parent.glob("*.py")
-    shared = ("__init__", "main", "options", "progress", "stdout", "chat_lines", "interrupts")
+    shared = ("__init__", "main", "options", "progress", "stdout", "chat_lines", "answer_lines", "interrupts")
     modules = {f"plait.cli.{file.stem}" for file in files if file.stem not in shared}
     assert modules == {module for module, _ in command.VERBS.values()}
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import time
 from pathlib import Path
 
-from plait.comm.board import FORWARD, Board, read
+import pytest
+
+from plait.comm.board import BYTES, FORWARD, Board, read
 from plait.comm.hang import SIGN_SECONDS, condition
+from plait.errors import InputError
 
 
 def test_a_rank_that_never_gave_a_sign_holds_the_interpreters_lock(tmp_path: Path) -> None:
@@ -18,3 +24,26 @@ def test_a_rank_that_never_gave_a_sign_holds_the_interpreters_lock(tmp_path: Pat
     said = condition(reading, time.monotonic() + SIGN_SECONDS + 1, state="S")
     assert "a call holds the interpreter's lock" in said
     board.close()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_limit_of_the_size_of_files(in_memory: bool, tmp_path: Path) -> None:
+    """`ulimit -f` holds for files in memory, too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(InputError, match=f"^ulimit -f: processes may write files of 4,096 bytes at most, .* {BYTES:,}, .*unlimited$"):
+            Board(rank=0, timeout_seconds=5, path=None if in_memory else tmp_path / "board")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told, where a store to a file with holes would end the process."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(InputError, match=r": no room for .* \(No space left on device\).* TMPDIR$"):
+        Board(rank=0, timeout_seconds=5, path=tmp_path / "board")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from plait.errors import InputError
 from plait.inference import deployment
 from plait.inference.deployment import Devices, Work, deploy, deploy_streamed
+from plait.inference.dry_cache import kept_of
+from plait.inference.kept import Kept
 from plait.inference.placement import DoesNotFit
 from plait.inference.source import open_source
 from plait.inference.stored import Stored
@@ -41,6 +44,19 @@ def test_what_no_layout_holds_is_streamed(work: Work, monkeypatch: pytest.Monkey
     for chosen in ({"tp": 1}, {"pp": 1}, {"devices": 1}):
         with pytest.raises(DoesNotFit, match="the model does not fit: at tp = 1, pp = 1 a device would hold"):
             deploy(work, **{"tp": None, "pp": None, "devices": None, **chosen})  # type: ignore[arg-type]
+
+
+def test_a_cache_that_is_guessed_is_told(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the line that `plait generate`, `plait serve` and `plait plan infer` print."""
+    kept = kept_of(work.model)
+    for guess, words in (
+        (replace(kept, guessed="ValueError: no"), "by the heads of the configuration, and may take more"),
+        (Kept(guessed="ValueError: no"), "not at all, as the configuration says no heads"),
+    ):
+        monkeypatch.setattr(deployment, "kept_of", lambda *_, guess=guess: guess)
+        for found in (deploy(work, tp=None, pp=None, devices=None), deploy_streamed(work, cpu_budget=1 << 30)):
+            told = f"; keys and values are counted {words}: the model could not be run without weights (ValueError: no)"
+            assert found.why.endswith(told)
 
 
 def test_budgets(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

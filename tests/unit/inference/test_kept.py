@@ -101,5 +101,20 @@ def test_a_users_own_class_keeps_every_head_on_every_rank() -> None:
     assert cache_bytes(keeps, asked) == cache_bytes(keeps, asked, tp=2, pp=2) == cache_bytes(kept_of(model_of("llama", "meta")), asked)
 
 
+def test_a_users_own_plan_divides_other_heads() -> None:
+    """`parallel.plan`, used alone: attention that it does not name has all heads on every rank."""
+    model, asked = model_of("llama", "meta"), Asked(requests=2, tokens=7, itemsize=4)
+    mlp = {f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")} | {"model.layers.*.mlp.down_proj": "rowwise"}
+    heads = {f"model.layers.*.self_attn.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
+    full = cache_bytes(kept_of(model), asked)
+    assert cache_bytes(kept_of(model, plan=mlp), asked, tp=2) == full
+    assert cache_bytes(kept_of(model, plan=heads), asked, tp=2) == full // 2 == cache_bytes(kept_of(model), asked, tp=2)
+
+
+def test_sizes_that_are_guessed_say_why() -> None:
+    assert kept_of(model_of("llama", "meta")).guessed == ""
+    assert kept_of(Own()).guessed == "AttributeError: type object 'Own' has no attribute '_from_config'"
+
+
 def test_what_keeps_nothing_takes_nothing() -> None:
     assert cache_bytes(kept_of(nn.Linear(2, 2)), Asked(requests=4, tokens=100, itemsize=4), tp=2, pp=2) == 0

@@ -110,3 +110,22 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(make: Callable[[bool], Mad
     with pytest.raises(CheckpointError, match="cannot be read at byte 123: Input/output error"):
         reader.read(parts)
     assert reader._buffers.qsize() == reading.IN_FLIGHT
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_file_that_is_written_to(make: Callable[[bool], Made], keeps: bool) -> None:
+    """Of other bytes nothing computes; a file that replaces it is another one."""
+    reader, parts, content = make(keeps)
+    path = parts[0].stored.path
+    other = path.with_name("other")
+    other.write_bytes(b"other")
+    path.rename(path.with_name("first"))
+    other.rename(path)
+    reader.read(parts)
+    assert torch.equal(parts[0].memory, content[parts[0].offset : parts[0].end])
+    with open(path.with_name("first"), "r+b") as file:
+        file.seek(parts[-1].offset)
+        file.write(b"1")
+    os.utime(path.with_name("first"), ns=(0, 1))  # the kernel's clock may not have gone on since it was made
+    with pytest.raises(CheckpointError, match=f"^{path} was written to while its layers were read .*; wait until it is complete"):
+        reader.read(parts[:1])

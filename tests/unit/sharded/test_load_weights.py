@@ -16,6 +16,7 @@ from plait.errors import CheckpointError
 from plait.inference.generate import generate
 from plait.inference.load import load_model
 from plait.inference.source import open_source
+from plait.inference.streamed import tensors_to_stream
 from plait.sharded import load_weights as module
 from plait.sharded.load_weights import load_weights
 
@@ -89,6 +90,36 @@ def test_tied_parameters_with_two_values(rows: int, tmp_path: Path, monkeypatch:
     assert torch.equal(whole.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
     load_weights(model := small_llama(tied=False), tmp_path)
     assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+
+
+def test_tensors_that_the_model_does_not_have(tmp_path: Path) -> None:
+    """Those that Transformers leaves out by a rule are left out: buffers that older releases stored, and layers that a class does not use.
+    Others are refused, in memory and streamed."""
+    small_llama(tied=False).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1), "model.mtp.weight": torch.ones(2)}
+    save_file(stored | old, path, metadata={"format": "pt"})
+    model = small_llama(tied=False)
+    model._keys_to_ignore_on_load_unexpected = {r"^model\.mtp\."}
+    load_weights(model, tmp_path)
+    assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+    words = r"is not of this model: the files hold tensors that it does not have \(1: model.mtp.weight\); check"
+    source = open_source(tmp_path)
+    for load in (
+        lambda: load_weights(small_llama(tied=False), tmp_path),
+        lambda: tensors_to_stream(source, source.model(), quantised=False),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            load()
+
+
+def test_a_folder_of_pickles(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors is there; pytorch_model.bin is a pickle, .*: give a folder written by save"
+    ):
+        module.weight_files(tmp_path)
 
 
 def test_a_folder_that_two_models_were_saved_to(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from plait.checkpoint.windows import TensorRecord
 from plait.errors import CheckpointError, InputError
 from plait.inference.source import open_source
 from plait.train import export as export_module
+from plait.train import exported
 from tests.unit.inference.models import saved
 
 
@@ -126,18 +127,43 @@ def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.Monk
     shutil.copytree(right, wrong)
     config = json.loads((right / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    monkeypatch.setattr(export_module, "Source", lambda *_: open_source(right))
-    found = export_module.compare_generated(mock.Mock(), right)
-    assert found.tokens == 64 and found.logits < 1e-4
-    with pytest.raises(CheckpointError, match=r"wrong: Transformers' logits differ by .* from those of the checkpoint, and .* may be"):
-        export_module.compare_generated(mock.Mock(), wrong)
-    generate = export_module.generate
+    of_others = shutil.copytree(right, tmp_path / "of_others")
+    (of_others / "generation_config.json").write_text('{"do_sample": true, "repetition_penalty": 3.0, "eos_token_id": [1, 2, 3, 4]}')
+    monkeypatch.setattr(exported, "Source", lambda *_: open_source(right))
+    for folder in (right, of_others):
+        found = exported.compare_generated(mock.Mock(), folder)
+        assert found.tokens == 64 and found.logits < 1e-4
+    with pytest.raises(CheckpointError, match=r"^Transformers' logits differ by .* from those of the checkpoint, and .* may be"):
+        exported.compare_generated(mock.Mock(), wrong)
+    generate = exported.generate
 
     def other(*args: Any, **settings: Any) -> list[Any]:
         made = generate(*args, **settings)
         made[0].token_ids[8] += 1
         return made
 
-    monkeypatch.setattr(export_module, "generate", other)
-    with pytest.raises(CheckpointError, match="of 64 greedy tokens, number 9 differs from that of the checkpoint"):
-        export_module.compare_generated(mock.Mock(), right)
+    monkeypatch.setattr(exported, "generate", other)
+    with pytest.raises(CheckpointError, match="^of 64 greedy tokens, number 9 differs from that of the checkpoint"):
+        exported.compare_generated(mock.Mock(), right)
+    (wrong / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"^Transformers cannot open it \(ValueError: Unrecognized model"):
+        exported.compare_generated(mock.Mock(), wrong)
+
+
+def test_what_was_not_verified_has_no_name(tmp_path: Path, small: None) -> None:
+    """The folder is complete when it is compared, and gone where it is not what it should be."""
+    (tmp_path / "settings.json").write_text('{"eos_token_id": [1, 2]}')
+    seen = []
+
+    def verify(folder: Path) -> None:
+        seen.append((folder.name, sorted(path.name for path in folder.iterdir())))
+        raise CheckpointError("its weights differ")
+
+    found = mock.Mock()
+    found.manifest.metadata = {"global_steps": 3}
+    with pytest.raises(CheckpointError, match=r"^--out .*out: its weights differ; the folder was removed: without --verify it is kept$"):
+        export_module.export(found, tmp_path / "out", generation=tmp_path / "settings.json", verify=verify)
+    assert seen == [(".out.tmp", ["config.json", "generation_config.json", "model.safetensors"])]
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+    export_module.export(found, tmp_path / "out", generation=tmp_path / "settings.json", verify=lambda folder: None)
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,6 +66,19 @@ def test_starting_over_keeps_what_was_there(tmp_path: Path) -> None:
         assert not run.path.exists()
     state = json.loads((tmp_path / "run.old-1" / "checkpoints" / "step-7" / "manifest.json").read_text())
     assert state["metadata"]["client_state"]["step"] == 1
+
+
+def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
+    """Those of the model that a run begins with; a run of new weights has none."""
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    resolved, run = Mock(model_dump_json=lambda indent: "{}"), RunFolder(tmp_path / "run")
+    for began_with in (None, weights):
+        run.write(resolved, Mock(), began_with)
+        assert not (run.path / "generation_config.json").exists()
+    (weights / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    run.write(resolved, Mock(), weights)
+    assert (run.path / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""What a source says of a model before it is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from plait.errors import InputError
+from plait.inference import source
+from plait.inference.source import Source, open_source
+from tests.unit.inference.kept_models import model_of
+from tests.unit.inference.models import saved
+
+
+def test_a_run_has_the_settings_of_the_model_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its tokenizer. Without them they are those that its configuration has."""
+    monkeypatch.setattr(source, "described_model", lambda *_, **__: model_of("llama", "meta"))
+    run = Source(tmp_path, mock.Mock(path=tmp_path / "checkpoints" / "step-1"), tmp_path / "tokenizer")
+    assert run.model().generation_config.eos_token_id is None
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4], "top_k": 7}')
+    assert (found := run.model().generation_config).eos_token_id == [3, 4] and found.top_k == 7
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(InputError, match="generation settings of generation_config.json.* cannot be read"):
+        run.model()
+
+
+def test_a_stamp_follows_the_files(tmp_path: Path) -> None:
+    """Of the model, and not of what else is written into its folder."""
+    folder = tmp_path / "model"
+    saved(folder)
+    before = open_source(folder).stamp()
+    for name in ("answers.jsonl", "answers.jsonl.partial", "answers.jsonl.partial.json"):
+        (folder / name).write_text("{}")
+    assert open_source(folder).stamp() == before
+    weights = folder / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1000))
+    assert open_source(folder).stamp() != before
