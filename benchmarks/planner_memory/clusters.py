@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from plait.cli.planning.dry_run import dry_run
+from plait.planner.dropouts import DROPOUTS
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, find_model
@@ -26,10 +28,11 @@ TRIED = [
 
 def _request(model: str, gpu: str, gpus: int, batch: int, sequence: int) -> Request:
     found = find_model(model, sequence=sequence)
-    section = dict(found.section)
-    if section["config"]["model_type"] == "gpt2":  # as the engine's memory is predicted: without dropout
+    section, architecture = dict(found.section), found.architecture
+    if section["config"]["model_type"] == "gpt2":  # as the published runs' kernels do: without masks of attention in memory
         section["config"] = section["config"] | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    return Request(Model(found.architecture, section), cluster(gpu, gpus), batch, sequence)
+        architecture = replace(architecture, **dict.fromkeys(DROPOUTS, 0))
+    return Request(Model(architecture, section), cluster(gpu, gpus), batch, sequence)
 
 
 def tried(tell: Callable[[str], None] = print) -> list[dict[str, Any]]:

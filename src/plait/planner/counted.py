@@ -34,6 +34,9 @@ TOO_LOW = {
     **dict.fromkeys(("glm4", "olmo2", "apertus", "exaone4", "flex_olmo"), "up to a quarter"),
 }
 """Families of which formulas leave out so much of what a block keeps."""
+_LOW_IF_RECOMPUTED = {"falcon_mamba": 0.57}
+"""Families of which a plan with full recomputation was so much of what a dry run held: while a block is computed again, its recurrence has
+more in memory than is counted of a few tokens."""
 _MOST_BLOCKS = 8
 """That are run: enough for the patterns in which families mix kinds of blocks."""
 
@@ -96,6 +99,17 @@ def not_counted(section: Mapping[str, Any], kind: str, *, sequence: int, precisi
     much = TOO_LOW.get(kind)
     direction = f"leaves out {much} of what they keep" if much else "may be too low"
     return f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}), which {direction}"
+
+
+def low_if_recomputed(kind: str) -> str | None:
+    """What to tell of a family that needs more where its blocks are computed again than is planned; None for others."""
+    share = _LOW_IF_RECOMPUTED.get(kind)
+    if share is None:
+        return None
+    return (
+        f"{kind}: with parallel.recompute the planned memory was {share:.0%} of what a dry run held, because its recurrence goes token by "
+        "token and is counted for a few; run `plait dryrun` before you trust a plan that recomputes"
+    )
 
 
 def _of_folder(path: Any) -> Mapping[str, Any] | None:

@@ -50,7 +50,9 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
             number = int(value) if value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS else -1
             least, most = _BOUNDS.get(key, (1, 10**_MOST_DIGITS - 1))
             if not least <= number <= most:
-                raise ConfigError(Problem(name, value, f"not a whole number from {least} to {most}", "write for example tp=4"))
+                raise ConfigError(
+                    Problem(name, value, f"not a whole number from {least} to {most}", f"write for example {name}={max(least, 1)}")
+                )
         if found.get(key, number) != number:
             raise ConfigError(Problem(name, value, "is asked for a second time, with another value", "keep one of them"))
         found[key] = number

@@ -10,12 +10,13 @@ two.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from plait.planner.hardware import Numbers
-from plait.planner.job import RECOMPUTE, SCHEDULES, Job
+from plait.planner.holdings import Holding, Holdings
+from plait.planner.job import RECOMPUTE, Job
 from plait.planner.own import (
     block_backward,
     deferred_bytes,
@@ -33,8 +34,6 @@ from plait.planner.own import (
 
 _REDUCED = 4
 """Bytes of a gradient that is added up and reduced: float32."""
-
-_INTERLEAVED = [SCHEDULES.index("interleaved"), SCHEDULES.index("interleaved-zb")]
 
 Terms = dict[str, Numbers]
 
@@ -54,12 +53,8 @@ class Units:
     """Bytes of a weight in forward and backward."""
     sharded: Numbers
     """Whether `fully_shard` is used at all; otherwise weights and gradients are unsharded and stay allocated."""
-    in_flight: Numbers
-    """Micro-batches whose activations are held at most, in units of all layers of the rank."""
-    deferred: tuple[Numbers, Numbers]
-    """(in flight, those with deferred gradients of weights), in the same units, at the point with most of the second."""
-    losses: Numbers
-    """Micro-batches whose loss is held besides the one in backward."""
+    held: Holdings
+    """What its stages hold for micro-batches in flight."""
     embeds: Numbers = 0.0
     """1 on a rank that makes hidden states of tokens."""
 
@@ -99,10 +94,8 @@ class _Rank:
     logits: Numbers
     head_sums: Numbers
     """Gradients of the head, added up over the chunks of a loss."""
-    boundary: Numbers
-    """Boundary activations that the rank's stages received and sent, and keep until the gradient has passed."""
-    ahead: Numbers
-    """A message that arrives before it is needed."""
+    message: Numbers
+    """A boundary activation, which is kept until the gradient has passed; one arrives before it is needed."""
     shards: Numbers
     stage: Numbers
     several: Numbers
@@ -121,8 +114,6 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     kind = np.asarray(at.recompute).astype(int)
     kept = np.choose(kind, np.broadcast_arrays(none, none, full, operators, full + at.kept_operators * (operators - full)))
     shards = np.asarray(at.dp_shard)
-    # In a block that computes itself again a stage's input is what the block keeps.
-    whole_blocks = kind == RECOMPUTE.index("full")
     by_operators, by_all = kept_while_recomputed(job)
     spent = np.choose(kind, np.broadcast_arrays(0.0, 0.0, by_all, by_operators, by_operators))
     message = np.where(np.asarray(at.pp) > 1, job.element_bytes * job.tokens * hidden_width(job), 0)
@@ -138,8 +129,7 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
         spent=spent * job.tokens,
         logits=logits_bytes(job),
         head_sums=head_sums_bytes(job, width=units.width) * units.head,
-        boundary=np.where(whole_blocks, np.asarray(at.vpp), 2 * np.asarray(at.vpp) - 1) * message,
-        ahead=message,
+        message=message,
         shards=shards,
         stage=np.asarray(at.stage),
         several=np.asarray(at.accumulation) > 1,
@@ -168,55 +158,102 @@ def moments(job: Job, held: Terms, units: Units) -> Iterator[tuple[int, Terms]]:
 
 
 def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
-    units = rank.units
-    layers, flight = units.layers, units.in_flight
-    alone = _kept(rank, layers) + rank.boundary + units.embeds * embedding_mask(rank.job) * rank.job.tokens
-    deepest = flight * alone + rank.ahead + units.losses * kept_of_ends(rank.job) * rank.job.tokens
-    adds_up = _adds_up(rank)
-    # The first backward of as many micro-batches as are in flight finds nothing added up yet.
-    fresh = np.asarray(rank.job.layouts.accumulation) <= flight
-    yield from _loss(rank, np.where(fresh, np.maximum(deepest - alone, alone), deepest), adds_up)
-    yield from _backward(rank, np.where(fresh, np.maximum(deepest - alone, alone), deepest), adds_up)
-    if np.any(fresh & rank.several):
-        yield from _loss(rank, deepest, np.where(fresh, 0.0, adds_up))
-        yield from _backward(rank, deepest, np.where(fresh, 0.0, adds_up))
-    held, deferred = units.deferred
-    if np.any(deferred > 0):
-        ends = np.where(np.asarray(units.head) > 0, deferred_bytes_of_ends(rank.job), 0.0)
-        more = deferred * (layers * deferred_bytes(rank.job) + ends) * rank.job.tokens
-        yield from _backward(rank, np.where(deferred > 0, held * alone + rank.ahead + more, alone), adds_up)
-    if np.any((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3)):
+    held = rank.units.held
+    headed, other = _largest(rank, held.headed), _largest(rank, held.others)
+    if np.any(headed.running):
+        yield from _with(headed, _loss(rank, headed))
+        yield from _with(headed, _backward(rank, headed))
+    if np.any(other.running):
+        yield from _with(other, _backward(rank, other))
+    staged = np.asarray(rank.job.layouts.pp) > 1
+    if np.any(staged & (rank.stage == 3)):
         # Where stages alternate, the block that is computed and the two to come are gathered in a forward too.
         transient = (6 * rank.job.model.hidden + 7 * hidden_width(rank.job)) * rank.job.element_bytes / 2 * rank.job.tokens
-        forward = {"gradients": adds_up, "gathered": _gathered(rank, left=2, ahead=2), "activations": deepest, "working": transient}
-        yield "forward of a block", _where((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3), forward)
-    for done in (0, 1, np.maximum(layers - 2, 0), layers - 1):
-        yield from _block(rank, alone, adds_up, done=done, last=True)
-    yield from _ends(rank, alone, adds_up, last=True)
+        for holding in (headed, other):
+            forward = {"gradients": _added(rank, holding), "gathered": _gathered(rank, left=2, ahead=2)}
+            forward |= {"activations": _activations(rank, holding), "working": transient}
+            yield "forward of a block", _where(staged & (rank.stage == 3) & (holding.running > 0), forward)
+    closing = held.closing
+    for done in (0, 1, np.maximum(closing.running - 2, 0), closing.running - 1):
+        yield from _block(rank, closing, done=done, last=True)
+    yield from _ends(rank, closing, last=True)
+    if np.any(np.asarray(rank.job.layouts.vpp) > 1):
+        ending = _largest(rank, held.endings)
+        for done in (0, 1):
+            yield from _block(rank, ending, done=done, last=True)
+        yield from _ends(rank, ending, last=True)
     yield "optimizer step", {"gradients": _shard_bytes(rank)}
 
 
-def _loss(rank: _Rank, activations: Numbers, added: Numbers) -> Iterator[tuple[str, Terms]]:
-    """With `activations` kept and gradients `added` up."""
-    headed = np.asarray(rank.units.head) > 0
-    if not np.any(headed):
-        return
-    loss = {"gradients": added + rank.head_sums, "gathered": _gathered(rank, left=rank.units.layers, ahead=0), "activations": activations}
-    yield "loss", _where(headed, loss | {"logits": rank.logits})
+def _largest(rank: _Rank, among: tuple[Holding, ...]) -> Holding:
+    """The one of most bytes, of every candidate."""
+    sums = np.stack(np.broadcast_arrays(*[_activations(rank, one) + _added(rank, one) + _there(rank, one) for one in among]))
+    most = np.argmax(sums, axis=0)
+    shape = most.shape
+
+    def chosen(name: str) -> Numbers:
+        return np.choose(most, [np.broadcast_to(getattr(one, name), shape) for one in among])
+
+    return Holding(**{f.name: chosen(f.name) for f in fields(Holding)})
 
 
-def _backward(rank: _Rank, activations: Numbers, added: Numbers) -> Iterator[tuple[str, Terms]]:
-    """Of a micro-batch that is not the last, with `activations` kept and gradients `added` up."""
+def _there(rank: _Rank, holding: Holding) -> Numbers:
+    """Gathered weights of the blocks whose stages have not ended."""
+    return _gathered(rank, left=rank.units.layers - holding.ended, ahead=1)
+
+
+def _with(holding: Holding, points: Iterator[tuple[str, Terms]]) -> Iterator[tuple[str, Terms]]:
+    for name, part in points:
+        yield name, _where(holding.running > 0, part)
+
+
+def _activations(rank: _Rank, holding: Holding) -> Numbers:
+    """Saved tensors that are held, with what passes between stages."""
+    job, units, tokens = rank.job, rank.units, rank.job.tokens
+    # In a block that computes itself again a stage's input is what the block keeps.
+    whole_blocks = np.asarray(job.layouts.recompute) == RECOMPUTE.index("full")
+    messages: Numbers = np.where(whole_blocks, holding.inputs, holding.messages)
+    blocks = holding.blocks / np.maximum(units.layers, 1) * _kept(rank, units.layers)
+    held = blocks + messages * rank.message + holding.fronts * embedding_mask(job) * tokens
+    held = held + holding.losses * kept_of_ends(job) * tokens
+    if not np.any(holding.deferred > 0):
+        return held
+    return held + (holding.deferred * deferred_bytes(job) + holding.late_losses * deferred_bytes_of_ends(job)) * tokens
+
+
+def _added(rank: _Rank, holding: Holding) -> Numbers:
+    """Gradients that are there before a backward: unsharded, where they are added up until a stage's last, else shards."""
     units = rank.units
-    headed = np.asarray(units.head) > 0
-    if np.any(headed):
-        norm = {"gradients": added + units.width * units.head, "gathered": _gathered(rank, left=units.layers, ahead=1)}
-        norm |= {"activations": activations, "working": last_norm_backward(rank.job) * rank.job.tokens}
-        yield "backward of the last norm", _where(headed, norm)
-    yield from _block(rank, activations, added, done=0, last=False)
-    yield from _block(rank, activations, added, done=1, last=False)
+    growing = holding.growing * units.block + holding.root * units.root
+    ended = holding.ended * units.block + holding.root_ended * units.root
+    shard = (1 - rank.held["offloaded"]) * _REDUCED / rank.shards
+    return np.where(rank.stage <= 1, _REDUCED * growing + shard * ended, shard * (growing + ended))
+
+
+def _loss(rank: _Rank, holding: Holding) -> Iterator[tuple[str, Terms]]:
+    """Of the model's last stage."""
+    yield (
+        "loss",
+        {
+            "gradients": _added(rank, holding) + rank.head_sums,
+            "gathered": _gathered(rank, left=rank.units.layers - holding.ended, ahead=0),
+            "activations": _activations(rank, holding),
+            "logits": rank.logits,
+        },
+    )
+
+
+def _backward(rank: _Rank, holding: Holding) -> Iterator[tuple[str, Terms]]:
+    """Of a micro-batch that is not the last."""
+    units, added = rank.units, _added(rank, holding)
+    if np.any(holding.head):
+        norm = {"gradients": added + units.width * units.head, "gathered": _gathered(rank, left=units.layers - holding.ended, ahead=1)}
+        norm |= {"activations": _activations(rank, holding), "working": last_norm_backward(rank.job) * rank.job.tokens}
+        yield "backward of the last norm", norm
+    yield from _block(rank, holding, done=0, last=False)
+    yield from _block(rank, holding, done=1, last=False)
     if np.any(_reduces(rank, last=False)):
-        yield from _ends(rank, activations, added, last=False)
+        yield from _ends(rank, holding, last=False)
 
 
 def _kept(rank: _Rank, blocks: Numbers) -> Numbers:
@@ -234,15 +271,6 @@ def _where(there: Numbers, part: Terms) -> Terms:
 def _shard_bytes(rank: _Rank) -> Numbers:
     units = rank.units
     return (1 - rank.held["offloaded"]) * _REDUCED * (units.layers * units.block + units.root) / rank.shards
-
-
-def _adds_up(rank: _Rank) -> Numbers:
-    """Gradients that are there before the last backward."""
-    units, at = rank.units, rank.job.layouts
-    # With no more micro-batches than ranks, interleaved stages end their steps one after the other.
-    turns = np.isin(np.asarray(at.schedule), _INTERLEAVED) & (np.asarray(at.accumulation) <= at.pp)
-    whole = _REDUCED * (units.layers * units.block / np.where(turns, at.vpp, 1) + units.root)
-    return np.where(rank.several, np.where(rank.stage <= 1, whole, _shard_bytes(rank)), 0.0)
 
 
 def _gathered(rank: _Rank, *, left: Numbers, ahead: int) -> Numbers:
@@ -263,33 +291,36 @@ def _buffers(rank: _Rank, elements: Numbers, *, added: Numbers) -> Numbers:
     return elements * (_REDUCED + np.where(rank.wide, _REDUCED, source))
 
 
-def _block(rank: _Rank, activations: Numbers, added: Numbers, *, done: Numbers, last: bool) -> Iterator[tuple[str, Terms]]:
-    """The backward of a block when `done` have had theirs, and the reduction at its end."""
+def _block(rank: _Rank, holding: Holding, *, done: Numbers, last: bool) -> Iterator[tuple[str, Terms]]:
+    """The backward of a block of the running stage when `done` have had theirs, and the reduction at its end."""
     units, tokens = rank.units, rank.job.tokens
-    added, done = np.asarray(added), np.asarray(done)
+    added, done, running = np.asarray(_added(rank, holding)), np.asarray(done), np.asarray(holding.running)
     reduces = _reduces(rank, last)
-    there = (done < units.layers) & ((done == 0) | reduces)
+    there = (done < running) & ((done == 0) | reduces)
     if not np.any(there):
         return
-    sums = (rank.stage <= 1) & (added > 0)  # unsharded gradients, which a block's reduction frees
+    sums = (rank.stage <= 1) & (np.asarray(holding.growing) > 0)  # unsharded gradients, which a block's reduction frees
     shards = (1 - rank.held["offloaded"]) * _REDUCED * units.block / rank.shards
     change = np.where(sums, -_REDUCED * units.block, 0.0) + np.where((added > 0) & ~sums, 0.0, shards)
-    head = units.width * units.head
+    of_head = holding.head * units.width * units.head  # which has just been made
     freed = last | (rank.stage == 3)
-    left = units.layers - 1 - done
-    stays = activations - (_kept(rank, units.layers) - _kept(rank, left))
+    left, gathered = running - 1 - done, units.layers - holding.ended
+    stays = _activations(rank, holding) - (_kept(rank, running) - _kept(rank, left))
     working = rank.block_working + np.where(left % rank.job.layouts.every == 0, rank.spent, 0.0)
     before = np.where(reduces & (done > 0), _REDUCED * units.block, 0.0)  # the row of the block before is still there
-    gathered = _gathered(rank, left=units.layers - np.where(freed, done, 0), ahead=2) + before
-    grads = added + np.where(reduces, done * change, 0.0) + head + rank.block_weights
-    terms = {"gradients": grads, "gathered": gathered, "activations": stays, "working": working}
+    terms = {
+        "gradients": added + np.where(reduces, done * change, 0.0) + of_head + rank.block_weights,
+        "gathered": _gathered(rank, left=gathered - np.where(freed, done, 0), ahead=2) + before,
+        "activations": stays,
+        "working": working,
+    }
     yield "backward of a block", _where(there, terms)
     if not np.any(there & reduces):
         return
     again = np.where((added > 0) & ~sums, shards, 0.0)  # the new shards, before they are added
     terms = {
-        "gradients": added + (done + 1) * change + again + head,
-        "gathered": _gathered(rank, left=units.layers - np.where(freed, done + 1, 0), ahead=1)
+        "gradients": added + (done + 1) * change + again + of_head,
+        "gathered": _gathered(rank, left=gathered - np.where(freed, done + 1, 0), ahead=1)
         + _buffers(rank, units.block, added=np.where(sums, added, 0)),
         "activations": stays,
         "working": rank.job.element_bytes * tokens * hidden_width(rank.job),
@@ -297,16 +328,24 @@ def _block(rank: _Rank, activations: Numbers, added: Numbers, *, done: Numbers, 
     yield "reduction of a block", _where(there & reduces, terms)
 
 
-def _ends(rank: _Rank, activations: Numbers, added: Numbers, *, last: bool) -> Iterator[tuple[str, Terms]]:
+def _ends(rank: _Rank, holding: Holding, *, last: bool) -> Iterator[tuple[str, Terms]]:
     """The reduction of what is outside of the blocks."""
-    units, added = rank.units, np.asarray(added)
+    units, added = rank.units, np.asarray(_added(rank, holding))
     sums = (rank.stage <= 1) & (added > 0)
-    again = np.where((added > 0) & ~sums & (np.asarray(rank.held["offloaded"]) < 1), _REDUCED * units.root / rank.shards, 0.0)
+    shard = (1 - rank.held["offloaded"]) * _REDUCED / rank.shards
+    again = np.where((added > 0) & ~sums, shard * units.root, 0.0)
+    others = units.layers - holding.running - holding.ended
+    # Unsharded gradients of stages that have not ended, which add up until they have.
+    apart = np.where(sums, np.minimum(others, np.maximum(holding.growing - holding.running, 0)), 0.0)
     freed = last | (rank.stage == 3)
+    left = np.where(freed, others, units.layers - holding.ended)
+    whole = np.where(freed & (np.asarray(left) == 0), 0.0, _gathered(rank, left=left, ahead=0))
     terms = {
-        "gradients": _shard_bytes(rank) + again,
-        "gathered": np.where(freed, 0.0, _gathered(rank, left=units.layers, ahead=0))
-        + _buffers(rank, units.root, added=np.where(sums, added, 0)),
-        "activations": np.maximum(activations - _kept(rank, units.layers), 0.0),
+        "gradients": shard * ((units.layers - others) * units.block + units.root)
+        + np.where(sums, _REDUCED, shard) * apart * units.block
+        + again,
+        "gathered": whole + _buffers(rank, units.root, added=np.where(sums, added, 0)),
+        "activations": np.maximum(_activations(rank, holding) - _kept(rank, holding.running), 0.0),
     }
-    yield "reduction of embedding and head", _where(_reduces(rank, last), terms)
+    there = holding.ends_root if last else holding.head + (holding.fronts > 0)
+    yield "reduction of embedding and head", _where(_reduces(rank, last) & (there > 0), terms)

@@ -1,7 +1,8 @@
 """Idle time and micro-batches in flight of pipeline schedules, in closed form.
 
 Published formulas and, for schedules of torch, figures read from its own action lists; an event simulation of the schedule's table refines
-the best candidates. Units: the time and the activations of one micro-batch in one stage.
+the best candidates. Micro-batches in flight are those of other frameworks' runs; what Plait's own ranks hold is read from their actions
+(`holdings`). Units: the time and the activations of one micro-batch in one stage.
 """
 
 from __future__ import annotations
@@ -63,16 +64,3 @@ def in_flight_last(layouts: Layouts) -> Numbers:
         pp + 0.5,
     ]
     return np.minimum(np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), m)
-
-
-def deferred_backwards(layouts: Layouts) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
-    """Of the first and of the last rank: (micro-batches held, those of them with deferred gradients of weights), in full stages, at the
-    peak; read from torch's action lists. 0 for schedules that defer none."""
-    pp, vpp, m = layouts.pp, layouts.vpp, layouts.accumulation
-    kind = np.asarray(layouts.schedule)
-    names = [SCHEDULES.index(name) for name in ("interleaved-zb", "zbv", "dualpipev")]
-    splits = np.isin(kind, names)
-    first = np.where(splits, np.minimum(pp, m), 0.0), np.where(splits, 1 / np.asarray(vpp, float), 0.0)
-    late = np.select([kind == names[0], kind == names[1], kind == names[2]], [pp / vpp, pp - 0.5, pp / 2], 0.0)
-    held = np.select([kind == names[0], kind == names[1], kind == names[2]], [pp, pp - 0.5, pp / 2], 0.0)
-    return first, (np.minimum(held, m), np.minimum(late, m))

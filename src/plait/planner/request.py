@@ -10,7 +10,7 @@ import numpy as np
 
 from plait.errors import InputError, Problem, refuse
 from plait.planner.constants import Rates
-from plait.planner.counted import counted, not_counted
+from plait.planner.counted import counted, low_if_recomputed, not_counted
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.frameworks import plait, with_compiled_blocks
 from plait.planner.hardware import PRECISIONS, Cluster
@@ -101,10 +101,21 @@ def job_of(request: Request, layouts: Layouts) -> Job:
     )
 
 
-def formula_note(request: Request) -> str | None:
-    """What to tell of a model whose blocks are priced by formula, though no formula knows its family."""
-    kind = str(request.model.architecture.model_type)
-    return not_counted(request.model.section, kind, compiled=request.compile, **_counting(request))
+def formula_notes(request: Request) -> list[str]:
+    """What to tell of a model that formulas do not price as it runs: blocks that are not counted, scores of attention in memory, a
+    recurrence token by token, and dropout on CPU cores."""
+    model, counting = request.model.architecture, _counting(request)
+    kind = str(model.model_type)
+    notes = [not_counted(request.model.section, kind, compiled=request.compile, **counting), low_if_recomputed(kind)]
+    found = None if request.compile else counted(request.model.section, kind, **counting)
+    if found is not None and found.none.scores > float(model.heads) * request.sequence:
+        notes.append(
+            f"{kind}: its attention has scores in memory, of {found.none.scores / 1024:.4g} KiB a token and block: they are in the bytes, "
+            "and the time to write and read them is not in the seconds, which are those of one kernel and too low; measure a step first"
+        )
+    if counting["on_cores"] and float(model.dropout):
+        notes.append(f"{kind} drops hidden states: the random numbers that CPU cores draw for it are not in the seconds")
+    return [note for note in notes if note]
 
 
 def _counting(request: Request) -> dict[str, Any]:

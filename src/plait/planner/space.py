@@ -241,11 +241,12 @@ def _schedules(model: Architecture, pp: int, offers: Offers, fixed: Mapping[str,
     return [(schedule, v) for schedule, v in found if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", v) == v]
 
 
-def _shards(dp: int, fixed: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """(stage, dp_replicate, dp_shard)."""
+def _shards(dp: int, fixed: Mapping[str, int], *, alone: bool) -> list[tuple[int, int, int]]:
+    """(stage, dp_replicate, dp_shard); `alone`: of the only device."""
     found = [(0, dp, 1)]
-    if dp == 1 and fixed.get("stage"):  # one rank has all of the shards: it runs, and nothing is gained that would be proposed
-        found.append((fixed["stage"], 1, 1))
+    if alone or (dp == 1 and fixed.get("stage")):
+        # One rank has all of the shards: the only device, because stage 0 has no optimizer on the host; and the stage that is asked for.
+        found.append((fixed.get("stage") or 1, 1, 1))
     inner = [d for d in divisors(dp) if d > 1 and (d == dp or d & (d - 1) == 0)]
     found += [(stage, dp // d, d) for stage in (1, 2, 3) for d in inner]
     if "dp_shard" in fixed and dp % fixed["dp_shard"] == 0 and fixed["dp_shard"] not in (1, *inner):
@@ -337,7 +338,7 @@ def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
     ends = asked.reliefs.ends
     lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("schedule", "vpp"): _schedules(model, pp, offers, fixed),
-        ("stage", "dp_replicate", "dp_shard"): _shards(dp, fixed),
+        ("stage", "dp_replicate", "dp_shard"): _shards(dp, fixed, alone=cluster.devices == 1),
         ("sp",): [(value,) for value in sequence],
         ("context",): [(kind,) for kind in _contexts(asked, tp, cp)],
         ("ep",): [(degree,) for degree in _expert_degrees(asked, tp, dp * cp * tp)],
@@ -371,6 +372,8 @@ def _runnable(asked: _Asked, values: Mapping[str, Any], pp: int) -> Any:
     whole = ~splits_backward(values["schedule"])  # in which tokens can be exchanged
     keep = (values["ep"] == 1) | ((stage > 0) & whole)
     keep &= relieves(Layouts(**values))
+    if "stage" not in asked.fixed:  # with one shard all stages are the same, but that stage 0 has its optimizer on the device
+        keep &= (stage == 0) | (values["dp_shard"] > 1) | (values["offload"] > 0)
     if pp == 1:
         return keep
     third = stage == 3

@@ -19,10 +19,11 @@ from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.pipeline.balance import cut
 from plait.parallel.precision.mixed_precision import Precision
 from plait.planner.architecture import Architecture
-from plait.planner.hardware import PRECISIONS, Numbers
+from plait.planner.hardware import PRECISIONS
+from plait.planner.holdings import Holdings, found, holdings
 from plait.planner.job import SCHEDULES, Job, Layouts
 from plait.planner.peak import States, Units
-from plait.planner.pipeline import deferred_backwards, in_flight, in_flight_last
+from plait.planner.pipeline import in_flight
 
 _MASTER_BYTES = 4
 """Plait's optimizer updates float32 parameters unless `model.dtype` says otherwise."""
@@ -251,11 +252,7 @@ def account_states(
         taken["offloaded"] = off
         return taken
 
-    gpipe = np.broadcast_to(np.asarray(at.schedule) == SCHEDULES.index("gpipe"), (size,))
-
-    def units(
-        layers: np.ndarray, on: dict[str, np.ndarray], flight: np.ndarray, late: tuple[Numbers, Numbers], embeds: np.ndarray
-    ) -> Units:
+    def units(layers: np.ndarray, on: dict[str, np.ndarray], flight: Holdings, embeds: np.ndarray) -> Units:
         def elements(entry: dict[str, np.ndarray]) -> np.ndarray:
             return entry["weights"] / _MASTER_BYTES * shards
 
@@ -267,13 +264,11 @@ def account_states(
             head=head * on["norm"],
             width=2 if compute else 4,
             sharded=sharded,
-            in_flight=flight,
-            deferred=late,
-            losses=np.where(gpipe, np.maximum(flight - 1, 0), 0.0) * on["norm"],
+            held=flight,
             embeds=embeds,
         )
 
-    first_layers, last_layers, inner_layers, inner_flight = _layers_of_ranks(job, size, inner)
+    (first_layers, first_held), (last_layers, last_held), (inner_layers, inner_held) = _ranks(job, size, inner)
     v_shaped = np.broadcast_to(np.isin(np.asarray(at.schedule), [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")]), (size,)) & ~single
     one, none = np.ones(size), np.zeros(size)
     both = single | v_shaped  # a V ends where it began
@@ -285,48 +280,45 @@ def account_states(
         "norm": np.where(v_shaped, none, one),
         "head": np.where(v_shaped, none, one),
     }
-    flights = [np.broadcast_to(np.where(single, 1.0, value), (size,)) for value in (in_flight(at), in_flight_last(at), inner_flight)]
-    late_first, late_last = deferred_backwards(at)
     inner_on = dict.fromkeys(first_on, none)
     return States(
         held(first_layers, first_on),
         held(last_layers, last_on),
         held(inner_layers, inner_on),
         units={
-            "first": units(first_layers, first_on, flights[0], late_first, one),
-            "last": units(last_layers, last_on, flights[1], late_last, single * one),
-            "inner": units(inner_layers, inner_on, flights[2], late_first, none),
+            "first": units(first_layers, first_on, first_held, one),
+            "last": units(last_layers, last_on, last_held, single * one),
+            "inner": units(inner_layers, inner_on, inner_held, none),
         },
     )
 
 
-def _layers_of_ranks(job: Job, size: int, inner: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Layers of the first and of the last rank of a pipeline, and layers and micro-batches in flight of `inner`, by default of the rank
-    between them that keeps most. Cut as the engine cuts: alike blocks, and the head's product on the last stage (`stages.forward_costs`, in
-    elements)."""
+def _ranks(job: Job, size: int, inner: int | None) -> list[tuple[np.ndarray, Holdings]]:
+    """(layers, what is held) of the first and of the last rank of a pipeline, and of `inner`, by default of the rank between them that
+    keeps most. Cut as the engine cuts: alike blocks, and the head's product on the last stage (`stages.forward_costs`, in elements)."""
     model, at = job.model, job.layouts
     rows = [np.broadcast_to(np.asarray(x, dtype=np.int64), (size,)) for x in (at.pp, at.vpp, at.schedule, at.accumulation)]
     block = float(model.block_parameters / model.layers) - float(model.small_parameters)
     kinds, inverse = np.unique(np.stack(rows, axis=1), axis=0, return_inverse=True)
     cuts: dict[int, Sequence[int]] = {}
-    found = np.zeros((len(kinds), 4))
-    for index, (ranks, chunks, kind, micro_batches) in enumerate(kinds.tolist()):
+    of_ranks: list[list[tuple[int, ...]]] = [[], [], []]
+    held: list[list[np.ndarray]] = [[], [], []]
+    for ranks, chunks, kind, micro_batches in kinds.tolist():
         stages = ranks * chunks
-        if ranks == 1:
-            found[index] = int(model.layers), int(model.layers), 0, 0
-            continue
         if stages not in cuts:
             even = stages > model.layers  # priced for comparison; no engine runs it
             weights = [block] * int(model.layers)
-            cuts[stages] = (
-                [-(-int(model.layers) // stages)] * stages if even else cut(weights, stages, last=float(model.vocab * model.hidden))
-            )
+            last = float(model.vocab * model.hidden)
+            cuts[stages] = [-(-int(model.layers) // stages)] * stages if even else cut(weights, stages, last=last)
         counts = cuts[stages]
         in_a_v = SCHEDULES[kind] in ("zbv", "dualpipev")
-        layers = [counts[r] + counts[-1 - r] if in_a_v else sum(counts[r::ranks]) for r in range(ranks)]
-        one = Layouts(pp=ranks, vpp=chunks, schedule=kind, accumulation=micro_batches)
-        flights = in_flight(one, np.arange(ranks))
-        between = {r: (layers[r], float(flights[r])) for r in range(1, ranks - 1)}
-        chosen = between.get(inner) if inner is not None else max(between.values(), key=lambda held: held[0] * held[1], default=None)
-        found[index] = layers[0], layers[-1], *(chosen or (0, 0))
-    return tuple(found[inverse.ravel(), column] for column in range(4))
+        blocks = [(counts[r], counts[-1 - r]) if in_a_v and ranks > 1 else tuple(counts[r::ranks]) for r in range(ranks)]
+        between = [inner] if inner is not None else range(1, ranks - 1)
+        flights = in_flight(Layouts(pp=ranks, vpp=chunks, schedule=kind, accumulation=micro_batches), np.arange(ranks))
+        fullest = max((r for r in between if 0 < r < ranks - 1), key=lambda r: sum(blocks[r]) * flights[r], default=0)
+        for index, rank in enumerate((0, ranks - 1, fullest)):
+            of_ranks[index].append(blocks[rank])
+            held[index].append(found(kind, ranks, micro_batches, rank, blocks[rank]))
+    of_all = inverse.ravel()
+    layers = [np.array([sum(blocks) for blocks in one], dtype=float)[of_all] for one in of_ranks]
+    return [(count, holdings(rows, of_all)) for count, rows in zip(layers, held, strict=True)]

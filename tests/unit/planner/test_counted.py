@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from plait.planner import counted as module
-from plait.planner.counted import counted, not_counted
+from plait.planner.counted import counted, low_if_recomputed, not_counted
+from plait.planner.hardware import cluster
+from plait.planner.models import Model, from_config
+from plait.planner.request import Request, formula_notes
 
 pytest.importorskip("transformers")
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 96}
@@ -47,3 +50,18 @@ def test_a_dropout_of_scores_in_memory_is_counted_for_gpus_too() -> None:
     scores = SIZES["num_attention_heads"] * ASKED["sequence"]
     assert not gpu.dropping and gpu.none.scores and gpu.dropped_scores == pytest.approx(3 * scores)
     assert cores.dropping and not cores.dropped_scores and cores.none.scores - gpu.none.scores == pytest.approx(4 * scores)
+
+
+def test_what_formulas_do_not_price_is_told() -> None:
+    """Scores in memory, recurrences that are computed again, and random numbers of cores; nothing of a family that is priced as it runs."""
+
+    def told(fields: dict[str, Any], device: str) -> list[str]:
+        return formula_notes(Request(Model(from_config(fields), {"config": fields}), cluster(device, 1), 2, 64))
+
+    gptj = {"model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 64, "rotary_dim": 16}
+    (scores,) = told(gptj | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "h100")
+    assert "gptj: its attention has scores in memory, of " in scores and "too low" in scores
+    assert told({"model_type": "llama", **SIZES}, "h100") == []
+    (drops,) = told({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 64}, "cpu")
+    assert "gpt2 drops hidden states" in drops
+    assert low_if_recomputed("llama") is None and "57%" in str(low_if_recomputed("falcon_mamba"))

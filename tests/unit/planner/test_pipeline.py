@@ -1,11 +1,8 @@
 import numpy as np
 import pytest
 
-from plait.parallel.schedules.schedule import make_schedule
-from plait.parallel.schedules.timeline import peak_in_flight
 from plait.planner.job import SCHEDULES, Layouts
-from plait.planner.offers import SCHEDULE_NAMES
-from plait.planner.pipeline import chunks_apart, deferred_backwards, idle_share, in_flight, in_flight_last
+from plait.planner.pipeline import chunks_apart, idle_share, in_flight, in_flight_last
 
 
 def at(schedule, *, pp=8, m=16, vpp=1):
@@ -48,19 +45,3 @@ def test_the_last_stage_of_1f1b_holds_one():
 
 def test_never_more_in_flight_than_there_are():
     assert in_flight(at("1f1b", m=3))[0] == 3
-
-
-@pytest.mark.parametrize(("pp", "m"), [(4, 8), (4, 16), (8, 32), (3, 12)])
-@pytest.mark.parametrize(
-    ("schedule", "vpp"),
-    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved-zb", 2), ("zbv", 2), ("dualpipev", 2)],
-)
-def test_in_flight_is_what_the_table_holds(schedule, vpp, pp, m):
-    """Rank 0 has the first stage; the last is on the last rank, or on rank 0 where stages form a V."""
-    table = make_schedule(SCHEDULE_NAMES[schedule], pp=pp, microbatches=m, stages_per_rank=vpp)
-    peaks, layouts = peak_in_flight(table), at(schedule, pp=pp, m=m, vpp=vpp)
-    for rank in range(pp - 1):
-        assert in_flight(layouts, rank)[0] == pytest.approx(peaks[rank])
-    # Micro-batches whose gradients of weights are put off are held until these are done.
-    last = max(in_flight_last(layouts)[0], deferred_backwards(layouts)[1][0].max())
-    assert last == pytest.approx(peaks[table.stage_ranks[-1]])

@@ -21,7 +21,7 @@ from plait.planner.built import why_refused
 from plait.planner.calibrate import Calibration, calibrate
 from plait.planner.fixed import parse_fixed, written
 from plait.planner.models import find_model, named, unknown_layers
-from plait.planner.request import Request, formula_note
+from plait.planner.request import Request, formula_notes
 from plait.planner.unpriced import unpriced
 from plait.units import GIB
 
@@ -116,8 +116,7 @@ def read_request(
     if described and (refusal := why_refused(described)):
         notes.append(f"`plait train` refuses this model: {refusal}")
     request = Request(planned, machines, batch, sequence, precision, compiled, everything)
-    by_formula = formula_note(request)
-    notes += [by_formula] if by_formula else []
+    notes += formula_notes(request)
     if found is None:
         return Asked(request, {}, {}, fixed, notes)
     request = with_settings_of(found.config, request)
