@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,3 +77,11 @@ def model_of(name: str, device: str = "cpu") -> Any:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
     model.generation_config.eos_token_id = None
     return model
+
+
+def tensors(cache: Any) -> Iterator[torch.Tensor]:
+    """That a cache keeps, each once."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            several = value.values() if isinstance(value, dict) else [value]
+            yield from (one for one in several if isinstance(one, torch.Tensor) and one.ndim)

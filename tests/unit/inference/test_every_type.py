@@ -19,7 +19,7 @@ from plait.planner.built import as_built
 from plait.planner.models import from_config
 from plait.sharded.cache import takes_cache
 from tests.measured.model_types import make_small
-from tests.unit.inference.test_kept import tensors
+from tests.unit.inference.kept_models import tensors
 
 TYPES = {
     name: found

@@ -3,7 +3,6 @@ layers keep different things: keys of every head or of one, latent ones, windows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,19 +12,11 @@ from torch import nn
 from plait.inference.dry_cache import kept_of
 from plait.inference.kept import Asked, cache_bytes, growing_bytes, offloaded_cache
 from plait.sharded.cache import new_cache
-from tests.unit.inference.kept_models import KINDS, model_of
+from tests.unit.inference.kept_models import KINDS, model_of, tensors
 
 DIVIDED = {"llama": 2, "mistral": 2, "gpt2": 1, "falcon": 1, "falcon, every head": 4, "gpt_oss": 1, "deepseek_v3": 1}
 """Ranks that a layer's keys and values are shared between at most. GPT-2's, Falcon's and GPT-OSS's compute all heads, DeepSeek's keep what
 all heads are made of."""
-
-
-def tensors(cache: Any) -> Iterator[torch.Tensor]:
-    """That a cache keeps, each once."""
-    for layer in cache.layers:
-        for value in vars(layer).values():
-            several = value.values() if isinstance(value, dict) else [value]
-            yield from (one for one in several if isinstance(one, torch.Tensor) and one.ndim)
 
 
 @pytest.mark.parametrize("name", list(KINDS))
