@@ -168,7 +168,7 @@ def _walked(
     begun, over = ended > 0, ended >= whole
     size, is_first, is_last = np.array(blocks), np.array(stages) == 0, np.array(stages) == last
     ends = is_first | is_last
-    # A stage that hands on to another of its rank shares with it what it hands on.
+    # A stage that sends to another of its rank shares with it what it sends.
     message = 2 - is_first - is_last - np.array([stage - 1 in stages for stage in stages])
     halves = kinds == Kind.WEIGHT  # which have no loss in memory
     ends_stage = np.isin(kinds, (Kind.BACKWARD, Kind.WEIGHT)) & (ended[np.arange(len(row)), at] == whole[at] - 1)
