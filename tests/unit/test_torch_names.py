@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +195,19 @@ def test_function_modes_that_are_on() -> None:
         assert operators.function_modes() == [mode]
         torch.zeros(1).sin()
     assert seen[-1] == []  # off where it runs itself
+
+
+def test_failed_operators_of_fake_tensors_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)  # torch's loggers have handlers of their own
+    try:
+        with operators.FakeTensorMode():
+            for shown, around in ((0, operators.without_failed_operators()), (1, nullcontext())):
+                with around, pytest.raises(RuntimeError, match="k not in range"):
+                    torch.empty(3).topk(5)
+                assert len(caplog.records) == shown
+    finally:
+        log.removeHandler(caplog.handler)
 
 
 def test_operators_that_dispatch_modes_do_not_see() -> None:

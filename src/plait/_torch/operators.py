@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,6 +27,17 @@ INT8_PRODUCT_INPUTS = 64
 without_dispatch_modes = torch._C._DisableTorchDispatch
 """A context in which operators on plain tensors are not seen by dispatch modes."""
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+
+
+@contextmanager
+def without_failed_operators() -> Iterator[None]:
+    """Log nothing of operators that fail on fake tensors: torch logs each with its traceback, also where the error is caught."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def operator_named(name: str) -> Any | None:

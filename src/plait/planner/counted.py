@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from plait._torch.operators import TorchFunctionMode, without_failed_operators
 from plait.dryrun.dry_model import DryModel, StageTrace, token_batch
 from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
@@ -34,9 +35,6 @@ TOO_LOW = {
     **dict.fromkeys(("glm4", "olmo2", "apertus", "exaone4", "flex_olmo"), "up to a quarter"),
 }
 """Families of which formulas leave out so much of what a block keeps."""
-_LOW_IF_RECOMPUTED = {"falcon_mamba": 0.57}
-"""Families of which a plan with full recomputation was so much of what a dry run held: while a block is computed again, its recurrence has
-more in memory than is counted of a few tokens."""
 _MOST_BLOCKS = 8
 """That are run: enough for the patterns in which families mix kinds of blocks."""
 
@@ -101,17 +99,6 @@ def not_counted(section: Mapping[str, Any], kind: str, *, sequence: int, precisi
     return f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}), which {direction}"
 
 
-def low_if_recomputed(kind: str) -> str | None:
-    """What to tell of a family that needs more where its blocks are computed again than is planned; None for others."""
-    share = _LOW_IF_RECOMPUTED.get(kind)
-    if share is None:
-        return None
-    return (
-        f"{kind}: with parallel.recompute the planned memory was {share:.0%} of what a dry run held, because its recurrence goes token by "
-        "token and is counted for a few; run `plait dryrun` before you trust a plan that recomputes"
-    )
-
-
 def _of_folder(path: Any) -> Mapping[str, Any] | None:
     try:
         found: Mapping[str, Any] = json.loads((Path(str(path)) / "config.json").read_text(encoding="utf-8"))
@@ -123,7 +110,8 @@ def _of_folder(path: Any) -> Mapping[str, Any] | None:
 @lru_cache(maxsize=64)
 def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> Counted | None:
     try:
-        return _count(json.loads(config), sequence, precision, on_cores)
+        with without_failed_operators():
+            return _count(json.loads(config), sequence, precision, on_cores)
     except Exception:  # what Transformers or the dry run refuses they tell where the model is built
         return None
 
@@ -143,7 +131,7 @@ def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool
 
 def _count_one(model: nn.Module, sequence: int, precision: str, *, dropping: bool) -> Counted:
     blocks, shares = _first_of_each(model)
-    lengths = _lengths(model, sequence)
+    lengths = _lengths(model, blocks, sequence, precision)
     long, short = (_run(model, blocks, "none", length, precision) for length in lengths)
     results = _run(model, blocks, "selective", lengths[0], precision)
     inputs = _run(model, blocks, "full", lengths[0], precision)
@@ -159,16 +147,31 @@ def _count_one(model: nn.Module, sequence: int, precision: str, *, dropping: boo
 def _kept(model: nn.Module, sequence: int, precision: str) -> Kept:
     """Without recomputation."""
     blocks, shares = _first_of_each(model)
-    lengths = _lengths(model, sequence)
+    lengths = _lengths(model, blocks, sequence, precision)
     long, short = (_run(model, blocks, "none", length, precision).kept(shares) for length in lengths)
     return _line(long, short, lengths, sequence)
 
 
-def _lengths(model: nn.Module, sequence: int) -> tuple[int, int]:
-    """Two, of which the bytes tell what grows with the sequence. Transformers computes some recurrences token by token."""
-    by_token = any(hasattr(module, "slow_forward") for module in model.modules())
-    most = min(sequence, _BY_TOKEN) if by_token else sequence
+def _lengths(model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str) -> tuple[int, int]:
+    """Two, of which the bytes tell what grows with the sequence. Some of Transformers' recurrences, without kernels of their own, call
+    operators for every token: of a whole sequence a count would take minutes to hours."""
+    calls = []
+    for length in (4, 8):
+        with _Calls() as mode:
+            _run(model, blocks, "none", length, precision)
+        calls.append(mode.count)
+    most = min(sequence, _BY_TOKEN) if calls[1] > calls[0] else sequence
     return most, max(most // 2, 1)
+
+
+class _Calls(TorchFunctionMode):
+    """Counts calls of torch's functions."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _first_of_each(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
@@ -198,8 +201,12 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _line(at_long: float, at_short: float, lengths: tuple[int, int], sequence: int) -> Kept:
-    """From two lengths, what grows with the sequence and what does not."""
+    """From bytes a token at two lengths those at the planned one: what grows with the sequence and what does not. Of a recurrence, which is
+    run of a few tokens, nothing grows, and what it has once a sequence is a part of them that becomes less."""
     long, short = lengths
+    if long < sequence:
+        each = (at_long * long - at_short * short) / max(long - short, 1)
+        return Kept(each + (at_long - each) * long / sequence, 0.0)
     each = max((at_long - at_short) / max(long - short, 1), 0.0)
     return Kept(at_long - each * long, each * sequence)
 

@@ -143,7 +143,7 @@ _LEARNED_POSITIONS = {
     "biogpt": "max_position_embeddings",
 }
 _LAYER_NORM = _TWO_MATRICES - {"falcon", "nemotron", "arcee", "apertus", "nanochat"}
-_STRUCTURE = {"mamba", "mamba2", "rwkv", "t5", "bart", "bert", "roberta", "vit", "whisper", "clip"}
+_STRUCTURE = {"mamba", "mamba2", "falcon_mamba", "rwkv", "t5", "bart", "bert", "roberta", "vit", "whisper", "clip"}
 
 
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")

@@ -10,7 +10,7 @@ import numpy as np
 
 from plait.errors import InputError, Problem, refuse
 from plait.planner.constants import Rates
-from plait.planner.counted import counted, low_if_recomputed, not_counted
+from plait.planner.counted import counted, not_counted
 from plait.planner.estimate import Estimate, estimate
 from plait.planner.frameworks import plait, with_compiled_blocks
 from plait.planner.hardware import PRECISIONS, Cluster
@@ -102,11 +102,11 @@ def job_of(request: Request, layouts: Layouts) -> Job:
 
 
 def formula_notes(request: Request) -> list[str]:
-    """What to tell of a model that formulas do not price as it runs: blocks that are not counted, scores of attention in memory, a
-    recurrence token by token, and dropout on CPU cores."""
+    """What to tell of a model that formulas do not price as it runs: blocks that are not counted, scores of attention in memory, and
+    dropout on CPU cores."""
     model, counting = request.model.architecture, _counting(request)
     kind = str(model.model_type)
-    notes = [not_counted(request.model.section, kind, compiled=request.compile, **counting), low_if_recomputed(kind)]
+    notes = [not_counted(request.model.section, kind, compiled=request.compile, **counting)]
     found = None if request.compile else counted(request.model.section, kind, **counting)
     if found is not None and found.none.scores > float(model.heads) * request.sequence:
         notes.append(

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from plait.model.blocks import find_blocks
 from plait.planner import counted as module
-from plait.planner.counted import counted, low_if_recomputed, not_counted
+from plait.planner.built import built
+from plait.planner.counted import counted, not_counted
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, from_config
 from plait.planner.request import Request, formula_notes
@@ -52,8 +54,33 @@ def test_a_dropout_of_scores_in_memory_is_counted_for_gpus_too() -> None:
     assert cores.dropping and not cores.dropped_scores and cores.none.scores - gpu.none.scores == pytest.approx(4 * scores)
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "lengths"),
+    [
+        ("jamba", {"num_experts": 2, "num_key_value_heads": 2}, (32, 16)),
+        ("recurrent_gemma", {}, (32, 16)),
+        ("gemma2", {"num_key_value_heads": 2, "head_dim": 16}, (4096, 2048)),
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}, (4096, 2048)),
+    ],
+)
+def test_a_recurrence_that_goes_token_by_token_is_counted_of_a_few(kind: str, more: dict[str, Any], lengths: tuple[int, int]) -> None:
+    """Of 4,096 tokens it would take a quarter of an hour."""
+    model = built(section(kind, **more)["config"], dropout=False)
+    assert module._lengths(model, find_blocks(model), 4096, "bf16") == lengths
+
+
+@pytest.mark.proof
+def test_bytes_of_a_recurrence_are_those_of_a_longer_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = section("recurrent_gemma")["config"]
+    few = module._count_one(built(config, dropout=False), 96, "bf16", dropping=False)
+    monkeypatch.setattr(module, "_BY_TOKEN", 96)
+    found = module._count_one(built(config, dropout=False), 96, "bf16", dropping=False)
+    assert few.none.linear == pytest.approx(found.none.linear + found.none.scores, rel=1e-3)
+    assert few.working.linear == pytest.approx(found.working.linear + found.working.scores, rel=0.03)
+
+
 def test_what_formulas_do_not_price_is_told() -> None:
-    """Scores in memory, recurrences that are computed again, and random numbers of cores; nothing of a family that is priced as it runs."""
+    """Scores in memory, and random numbers of cores; nothing of a family that is priced as it runs."""
 
     def told(fields: dict[str, Any], device: str) -> list[str]:
         return formula_notes(Request(Model(from_config(fields), {"config": fields}), cluster(device, 1), 2, 64))
@@ -64,4 +91,3 @@ def test_what_formulas_do_not_price_is_told() -> None:
     assert told({"model_type": "llama", **SIZES}, "h100") == []
     (drops,) = told({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 64}, "cpu")
     assert "gpt2 drops hidden states" in drops
-    assert low_if_recomputed("llama") is None and "57%" in str(low_if_recomputed("falcon_mamba"))
