@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +40,8 @@ block keeps for a backward: for each the moment with most is remembered."""
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds at one moment of a step, as a backward begins; arrays with one entry a candidate. `blocks` and what is counted in
-    blocks are sums over micro-batches, of stages that may have different numbers of them."""
+    """What a rank holds at one moment of a step, as a backward begins; arrays with one entry a candidate, or of several moments [COUNT,
+    candidates]. `blocks` and what is counted in blocks are sums over micro-batches, of stages that may have different numbers of them."""
 
     blocks: Numbers
     """Blocks whose saved tensors are held."""
@@ -72,6 +73,8 @@ class Holding:
     """1 where that backward is the last one of what is outside of the blocks."""
 
 
+_USUAL = 2
+"""Of _WEIGHTS."""
 COUNT = len(_WEIGHTS)
 """Holdings of a rank, of each kind."""
 _PLACE = {field.name: index for index, field in enumerate(fields(Holding))}
@@ -82,21 +85,27 @@ _FIELDS = len(_PLACE)
 class Holdings:
     """What a rank may hold at its peak."""
 
-    headed: tuple[Holding, ...]
-    """While the model's last stage is in its backward; zeros on a rank without it."""
-    others: tuple[Holding, ...]
-    """While another stage is."""
-    endings: tuple[Holding, ...]
-    """While a stage is in its last backward of the step, after which its gradients are complete."""
+    headed: Holding
+    """While the model's last stage is in its backward, COUNT moments; zeros on a rank without it."""
+    others: Holding
+    """While another stage is, COUNT moments."""
+    endings: Holding
+    """While a stage is in its last backward of the step, after which its gradients are complete, COUNT moments."""
     closing: Holding
     """In the last backward of the rank."""
 
 
-def holdings(rows: Sequence[NDArray[np.float64]], of: NDArray[np.int64]) -> Holdings:
-    """For every candidate the row, by `found`, that `of` names."""
+def holdings(rows: Sequence[NDArray[np.float64]], of: NDArray[np.int64], *, every_moment: bool = True) -> Holdings:
+    """For every candidate the row, by `found`, that `of` names. Without `every_moment` of each kind the one moment that is the peak most
+    often, for a first look at very many candidates."""
     table = np.stack(rows, axis=-1)  # [kinds, COUNT, fields, rows]
-    headed, others, endings, closing = (tuple(Holding(*(one[of] for one in kind[index])) for index in range(COUNT)) for kind in table)
-    return Holdings(headed, others, endings, closing[0])
+    among = slice(None) if every_moment else slice(_USUAL, _USUAL + 1)
+
+    def chosen(moments: NDArray[np.float64]) -> Holding:
+        return Holding(*(np.take(moments[..., place, :], of, axis=-1) for place in range(_FIELDS)))
+
+    headed, others, endings = (chosen(kind[among]) for kind in table[:3])
+    return Holdings(headed, others, endings, chosen(table[3, 0]))
 
 
 @lru_cache(maxsize=100_000)
@@ -151,11 +160,10 @@ def _walked(
     table: str, pp: int, microbatches: int, rank: int, stages: tuple[int, ...], blocks: tuple[int, ...]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The same of a schedule with a table, as every backward of the rank begins."""
-    row = row_of(table, pp=pp, microbatches=_as_many(table, pp, microbatches), stages_per_rank=len(stages), rank=rank)
-    places, last = np.arange(len(stages)), pp * len(stages) - 1
-    at = np.array([stages.index(action.stage) for action in row])
-    one = at[:, None] == places
-    kinds = np.array([action.kind for action in row])
+    of_row, kinds = _row(table, pp, _as_many(table, pp, microbatches), len(stages), rank)
+    last = pp * len(stages) - 1
+    one = of_row[:, None] == np.array(stages)
+    at = one.argmax(axis=1)
 
     def before(*which: Kind) -> NDArray[np.int64]:
         """By stage, how many of these have ended as an action begins."""
@@ -171,12 +179,12 @@ def _walked(
     # A stage that sends to another of its rank shares with it what it sends.
     message = 2 - is_first - is_last - np.array([stage - 1 in stages for stage in stages])
     halves = kinds == Kind.WEIGHT  # which have no loss in memory
-    ends_stage = np.isin(kinds, (Kind.BACKWARD, Kind.WEIGHT)) & (ended[np.arange(len(row)), at] == whole[at] - 1)
+    index = np.arange(len(kinds))
+    ends_stage = np.isin(kinds, (Kind.BACKWARD, Kind.WEIGHT)) & (ended[index, at] == whole[at] - 1)
     head = is_last[at] & ~halves
     root_over = over[:, ends].all(axis=1) & ends.any()
     still_open = (~over & ends).sum(axis=1)
-    index = np.arange(len(row))
-    early = index < len(row) - 1
+    early = index < len(kinds) - 1
     columns = [
         held @ size, deferred @ size, held @ message + early, held.sum(axis=1) + early, held @ is_first,
         np.maximum((held - deferred) @ is_last - head, 0), deferred @ is_last, (begun & ~over) @ size, over @ size,
@@ -184,6 +192,13 @@ def _walked(
     ]  # fmt: skip
     moments = np.stack(columns, axis=1).astype(float)
     return moments[kinds != Kind.FORWARD], moments[ends_stage]
+
+
+@lru_cache(maxsize=10_000)
+def _row(table: str, pp: int, microbatches: int, each: int, rank: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """(stages, kinds) of a rank's actions, in their order."""
+    row = row_of(table, pp=pp, microbatches=microbatches, stages_per_rank=each, rank=rank)
+    return np.array([action.stage for action in row]), np.array([action.kind for action in row])
 
 
 def _as_many(table: str, pp: int, microbatches: int) -> int:

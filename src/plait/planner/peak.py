@@ -94,8 +94,16 @@ class _Rank:
     logits: Numbers
     head_sums: Numbers
     """Gradients of the head, added up over the chunks of a loss."""
+    hidden: Numbers
+    """Hidden states."""
     message: Numbers
     """A boundary activation, which is kept until the gradient has passed; one arrives before it is needed."""
+    mask: Numbers
+    """Kept by the embedding."""
+    kept_by_loss: Numbers
+    """Kept by what is behind the last block."""
+    deferred: tuple[Numbers, Numbers]
+    """For gradients of weights that come later: a token of a block, and of what is behind the last."""
     shards: Numbers
     stage: Numbers
     several: Numbers
@@ -108,6 +116,16 @@ class _Rank:
     """Whether a reduction takes a second full buffer: a copy that torch makes where there is no other rank to reduce with, or gloo's."""
 
 
+@dataclass(frozen=True)
+class _Point:
+    """What a rank holds at one moment, in bytes."""
+
+    holding: Holding
+    activations: Numbers
+    added: Numbers
+    """Gradients."""
+
+
 def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     at = job.layouts
     none, operators, full = (np.asarray(value) * job.tokens for value in kept_bytes(job))
@@ -116,7 +134,7 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     shards = np.asarray(at.dp_shard)
     by_operators, by_all = kept_while_recomputed(job)
     spent = np.choose(kind, np.broadcast_arrays(0.0, 0.0, by_all, by_operators, by_operators))
-    message = np.where(np.asarray(at.pp) > 1, job.element_bytes * job.tokens * hidden_width(job), 0)
+    hidden = job.element_bytes * job.tokens * hidden_width(job)
     width = np.where(units.sharded, units.width, _REDUCED)
     worst = [(width * moment.weights, moment.token_bytes * job.tokens) for moment in block_backward(job)]
     shape = np.broadcast_shapes(*(np.shape(a + b) for a, b in worst))
@@ -129,7 +147,11 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
         spent=spent * job.tokens,
         logits=logits_bytes(job),
         head_sums=head_sums_bytes(job, width=units.width) * units.head,
-        message=message,
+        hidden=hidden,
+        message=np.where(np.asarray(at.pp) > 1, hidden, 0),
+        mask=embedding_mask(job) * job.tokens,
+        kept_by_loss=kept_of_ends(job) * job.tokens,
+        deferred=(deferred_bytes(job), deferred_bytes_of_ends(job)),
         shards=shards,
         stage=np.asarray(at.stage),
         several=np.asarray(at.accumulation) > 1,
@@ -159,42 +181,40 @@ def moments(job: Job, held: Terms, units: Units) -> Iterator[tuple[int, Terms]]:
 
 def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
     held = rank.units.held
-    headed, other = _largest(rank, held.headed), _largest(rank, held.others)
-    if np.any(headed.running):
-        yield from _with(headed, _loss(rank, headed))
-        yield from _with(headed, _backward(rank, headed))
-    if np.any(other.running):
-        yield from _with(other, _backward(rank, other))
+    running = []
+    for among in (held.headed, held.others):
+        if not np.any(among.running):
+            continue
+        point = _point(rank, _largest(rank, among))
+        running.append(point)
+        if among is held.headed:
+            yield from _with(point, _loss(rank, point))
+        yield from _with(point, _backward(rank, point))
     staged = np.asarray(rank.job.layouts.pp) > 1
     if np.any(staged & (rank.stage == 3)):
         # Where stages alternate, the block that is computed and the two to come are gathered in a forward too.
-        transient = (6 * rank.job.model.hidden + 7 * hidden_width(rank.job)) * rank.job.element_bytes / 2 * rank.job.tokens
-        for holding in (headed, other):
-            forward = {"gradients": _added(rank, holding), "gathered": _gathered(rank, left=2, ahead=2)}
-            forward |= {"activations": _activations(rank, holding), "working": transient}
-            yield "forward of a block", _where(staged & (rank.stage == 3) & (holding.running > 0), forward)
-    closing = held.closing
-    for done in (0, 1, np.maximum(closing.running - 2, 0), closing.running - 1):
+        transient = 3 * rank.job.model.hidden * rank.job.element_bytes * rank.job.tokens + 3.5 * rank.hidden
+        for point in running:
+            forward = {"gradients": point.added, "gathered": _gathered(rank, left=2, ahead=2)}
+            forward |= {"activations": point.activations, "working": transient}
+            yield "forward of a block", _where(staged & (rank.stage == 3) & (point.holding.running > 0), forward)
+    closing = _point(rank, held.closing)
+    for done in (0, 1, np.maximum(held.closing.running - 2, 0), held.closing.running - 1):
         yield from _block(rank, closing, done=done, last=True)
     yield from _ends(rank, closing, last=True)
     if np.any(np.asarray(rank.job.layouts.vpp) > 1):
-        ending = _largest(rank, held.endings)
+        ending = _point(rank, _largest(rank, held.endings))
         for done in (0, 1):
             yield from _block(rank, ending, done=done, last=True)
         yield from _ends(rank, ending, last=True)
     yield "optimizer step", {"gradients": _shard_bytes(rank)}
 
 
-def _largest(rank: _Rank, among: tuple[Holding, ...]) -> Holding:
-    """The one of most bytes, of every candidate."""
-    sums = np.stack(np.broadcast_arrays(*[_activations(rank, one) + _added(rank, one) + _there(rank, one) for one in among]))
-    most = np.argmax(sums, axis=0)
-    shape = most.shape
-
-    def chosen(name: str) -> Numbers:
-        return np.choose(most, [np.broadcast_to(getattr(one, name), shape) for one in among])
-
-    return Holding(**{f.name: chosen(f.name) for f in fields(Holding)})
+def _largest(rank: _Rank, among: Holding) -> Holding:
+    """Of COUNT moments the one of most bytes, of every candidate."""
+    sums = _activations(rank, among) + _added(rank, among) + _there(rank, among)
+    most = np.argmax(sums, axis=0)[None]
+    return Holding(*(np.take_along_axis(getattr(among, field.name), most, axis=0)[0] for field in fields(Holding)))
 
 
 def _there(rank: _Rank, holding: Holding) -> Numbers:
@@ -202,23 +222,27 @@ def _there(rank: _Rank, holding: Holding) -> Numbers:
     return _gathered(rank, left=rank.units.layers - holding.ended, ahead=1)
 
 
-def _with(holding: Holding, points: Iterator[tuple[str, Terms]]) -> Iterator[tuple[str, Terms]]:
-    for name, part in points:
-        yield name, _where(holding.running > 0, part)
+def _point(rank: _Rank, holding: Holding) -> _Point:
+    return _Point(holding, _activations(rank, holding), _added(rank, holding))
+
+
+def _with(point: _Point, parts: Iterator[tuple[str, Terms]]) -> Iterator[tuple[str, Terms]]:
+    for name, part in parts:
+        yield name, _where(point.holding.running > 0, part)
 
 
 def _activations(rank: _Rank, holding: Holding) -> Numbers:
     """Saved tensors that are held, with what passes between stages."""
-    job, units, tokens = rank.job, rank.units, rank.job.tokens
+    job, units = rank.job, rank.units
     # In a block that computes itself again a stage's input is what the block keeps.
     whole_blocks = np.asarray(job.layouts.recompute) == RECOMPUTE.index("full")
     messages: Numbers = np.where(whole_blocks, holding.inputs, holding.messages)
     blocks = holding.blocks / np.maximum(units.layers, 1) * _kept(rank, units.layers)
-    held = blocks + messages * rank.message + holding.fronts * embedding_mask(job) * tokens
-    held = held + holding.losses * kept_of_ends(job) * tokens
+    held = blocks + messages * rank.message + holding.fronts * rank.mask + holding.losses * rank.kept_by_loss
     if not np.any(holding.deferred > 0):
         return held
-    return held + (holding.deferred * deferred_bytes(job) + holding.late_losses * deferred_bytes_of_ends(job)) * tokens
+    block, ends = rank.deferred
+    return held + (holding.deferred * block + holding.late_losses * ends) * job.tokens
 
 
 def _added(rank: _Rank, holding: Holding) -> Numbers:
@@ -230,30 +254,33 @@ def _added(rank: _Rank, holding: Holding) -> Numbers:
     return np.where(rank.stage <= 1, _REDUCED * growing + shard * ended, shard * (growing + ended))
 
 
-def _loss(rank: _Rank, holding: Holding) -> Iterator[tuple[str, Terms]]:
+def _loss(rank: _Rank, point: _Point) -> Iterator[tuple[str, Terms]]:
     """Of the model's last stage."""
     yield (
         "loss",
         {
-            "gradients": _added(rank, holding) + rank.head_sums,
-            "gathered": _gathered(rank, left=rank.units.layers - holding.ended, ahead=0),
-            "activations": _activations(rank, holding),
+            "gradients": point.added + rank.head_sums,
+            "gathered": _gathered(rank, left=rank.units.layers - point.holding.ended, ahead=0),
+            "activations": point.activations,
             "logits": rank.logits,
         },
     )
 
 
-def _backward(rank: _Rank, holding: Holding) -> Iterator[tuple[str, Terms]]:
+def _backward(rank: _Rank, point: _Point) -> Iterator[tuple[str, Terms]]:
     """Of a micro-batch that is not the last."""
-    units, added = rank.units, _added(rank, holding)
-    if np.any(holding.head):
-        norm = {"gradients": added + units.width * units.head, "gathered": _gathered(rank, left=units.layers - holding.ended, ahead=1)}
-        norm |= {"activations": _activations(rank, holding), "working": last_norm_backward(rank.job) * rank.job.tokens}
+    units, added = rank.units, point.added
+    if np.any(point.holding.head):
+        norm = {
+            "gradients": added + units.width * units.head,
+            "gathered": _gathered(rank, left=units.layers - point.holding.ended, ahead=1),
+        }
+        norm |= {"activations": point.activations, "working": last_norm_backward(rank.job) * rank.job.tokens}
         yield "backward of the last norm", norm
-    yield from _block(rank, holding, done=0, last=False)
-    yield from _block(rank, holding, done=1, last=False)
+    yield from _block(rank, point, done=0, last=False)
+    yield from _block(rank, point, done=1, last=False)
     if np.any(_reduces(rank, last=False)):
-        yield from _ends(rank, holding, last=False)
+        yield from _ends(rank, point, last=False)
 
 
 def _kept(rank: _Rank, blocks: Numbers) -> Numbers:
@@ -291,21 +318,21 @@ def _buffers(rank: _Rank, elements: Numbers, *, added: Numbers) -> Numbers:
     return elements * (_REDUCED + np.where(rank.wide, _REDUCED, source))
 
 
-def _block(rank: _Rank, holding: Holding, *, done: Numbers, last: bool) -> Iterator[tuple[str, Terms]]:
+def _block(rank: _Rank, point: _Point, *, done: Numbers, last: bool) -> Iterator[tuple[str, Terms]]:
     """The backward of a block of the running stage when `done` have had theirs, and the reduction at its end."""
-    units, tokens = rank.units, rank.job.tokens
-    added, done, running = np.asarray(_added(rank, holding)), np.asarray(done), np.asarray(holding.running)
+    units = rank.units
+    added, done, running = np.asarray(point.added), np.asarray(done), np.asarray(point.holding.running)
     reduces = _reduces(rank, last)
     there = (done < running) & ((done == 0) | reduces)
     if not np.any(there):
         return
-    sums = (rank.stage <= 1) & (np.asarray(holding.growing) > 0)  # unsharded gradients, which a block's reduction frees
+    sums = (rank.stage <= 1) & (np.asarray(point.holding.growing) > 0)  # unsharded gradients, which a block's reduction frees
     shards = (1 - rank.held["offloaded"]) * _REDUCED * units.block / rank.shards
     change = np.where(sums, -_REDUCED * units.block, 0.0) + np.where((added > 0) & ~sums, 0.0, shards)
-    of_head = holding.head * units.width * units.head  # which has just been made
+    of_head = point.holding.head * units.width * units.head  # which has just been made
     freed = last | (rank.stage == 3)
-    left, gathered = running - 1 - done, units.layers - holding.ended
-    stays = _activations(rank, holding) - (_kept(rank, running) - _kept(rank, left))
+    left, gathered = running - 1 - done, units.layers - point.holding.ended
+    stays = point.activations - (_kept(rank, running) - _kept(rank, left))
     working = rank.block_working + np.where(left % rank.job.layouts.every == 0, rank.spent, 0.0)
     before = np.where(reduces & (done > 0), _REDUCED * units.block, 0.0)  # the row of the block before is still there
     terms = {
@@ -323,29 +350,29 @@ def _block(rank: _Rank, holding: Holding, *, done: Numbers, last: bool) -> Itera
         "gathered": _gathered(rank, left=gathered - np.where(freed, done + 1, 0), ahead=1)
         + _buffers(rank, units.block, added=np.where(sums, added, 0)),
         "activations": stays,
-        "working": rank.job.element_bytes * tokens * hidden_width(rank.job),
+        "working": rank.hidden,
     }
     yield "reduction of a block", _where(there & reduces, terms)
 
 
-def _ends(rank: _Rank, holding: Holding, *, last: bool) -> Iterator[tuple[str, Terms]]:
+def _ends(rank: _Rank, point: _Point, *, last: bool) -> Iterator[tuple[str, Terms]]:
     """The reduction of what is outside of the blocks."""
-    units, added = rank.units, np.asarray(_added(rank, holding))
+    units, added = rank.units, np.asarray(point.added)
     sums = (rank.stage <= 1) & (added > 0)
     shard = (1 - rank.held["offloaded"]) * _REDUCED / rank.shards
     again = np.where((added > 0) & ~sums, shard * units.root, 0.0)
-    others = units.layers - holding.running - holding.ended
+    others = units.layers - point.holding.running - point.holding.ended
     # Unsharded gradients of stages that have not ended, which add up until they have.
-    apart = np.where(sums, np.minimum(others, np.maximum(holding.growing - holding.running, 0)), 0.0)
+    apart = np.where(sums, np.minimum(others, np.maximum(point.holding.growing - point.holding.running, 0)), 0.0)
     freed = last | (rank.stage == 3)
-    left = np.where(freed, others, units.layers - holding.ended)
+    left = np.where(freed, others, units.layers - point.holding.ended)
     whole = np.where(freed & (np.asarray(left) == 0), 0.0, _gathered(rank, left=left, ahead=0))
     terms = {
         "gradients": shard * ((units.layers - others) * units.block + units.root)
         + np.where(sums, _REDUCED, shard) * apart * units.block
         + again,
         "gathered": whole + _buffers(rank, units.root, added=np.where(sums, added, 0)),
-        "activations": np.maximum(_activations(rank, holding) - _kept(rank, holding.running), 0.0),
+        "activations": np.maximum(point.activations - _kept(rank, point.holding.running), 0.0),
     }
-    there = holding.ends_root if last else holding.head + (holding.fronts > 0)
+    there = point.holding.ends_root if last else point.holding.head + (point.holding.fronts > 0)
     yield "reduction of embedding and head", _where(_reduces(rank, last) & (there > 0), terms)

@@ -132,8 +132,10 @@ def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
     return estimate(job, rates, states_of(request, job))
 
 
-def states_of(request: Request, job: Job, *, inner: int | None = None) -> States:
+def states_of(request: Request, job: Job, *, inner: int | None = None, every_moment: bool = True) -> States:
     """Bytes of model states of its candidates, from the techniques' own accounts; `inner` is the rank to price between the ends of a
-    pipeline, by default the one that keeps most."""
+    pipeline, by default the one that keeps most. Without `every_moment` a peak is of few moments of a step: it may be too low, never too
+    high, and takes a fraction of the time."""
     compute = _DTYPES[request.precision] if request.precision != "fp32" else None
-    return account_states(job, compute=compute, reduce=_DTYPES[request.reduce], inner=inner, form=request.optimizer_states)
+    reduce, form = _DTYPES[request.reduce], request.optimizer_states
+    return account_states(job, compute=compute, reduce=reduce, inner=inner, form=form, every_moment=every_moment)

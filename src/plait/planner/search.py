@@ -135,7 +135,7 @@ def _priced(request: Request, layouts: Layouts, rates: Rates) -> Priced:
     for start in range(0, size, _CHUNK):
         part = slice(start, min(start + _CHUNK, size))
         job = job_of(request, layouts.take(part))
-        states = states_of(request, job)
+        states = states_of(request, job, every_moment=False)  # those that are chosen are priced again
         found = estimate(job, rates, states)
         seconds[part] = found.seconds
         # What the host cannot hold does not fit either, whatever the device has.

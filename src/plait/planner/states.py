@@ -154,29 +154,36 @@ def account_rows(job: Job) -> States:
 
 
 def _stacked(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
-    """Parts of the same form put together, each at its places: of dataclasses, mappings and tuples, down to their arrays."""
+    """Parts of the same form put together, each at its places: of dataclasses and mappings, down to their arrays, whose last
+    dimension it is."""
     shape = parts[0][1]
     if isinstance(shape, Mapping):
         return {name: _stacked([(index, part[name]) for index, part in parts], size) for name in shape}
-    if isinstance(shape, tuple):
-        return tuple(_stacked([(index, part[place]) for index, part in parts], size) for place in range(len(shape)))
     if is_dataclass(shape):
         stacked = {f.name: _stacked([(index, getattr(part, f.name)) for index, part in parts], size) for f in fields(shape)}
         return replace(shape, **stacked)  # type: ignore[type-var]
-    whole = np.zeros(size, dtype=np.asarray(shape).dtype)
+    array = np.asarray(shape)
+    whole = np.zeros((*array.shape[:-1], size), dtype=array.dtype)
     for index, part in parts:
-        whole[index] = part
+        whole[..., index] = part
     return whole
 
 
 def account_states(
-    job: Job, *, compute: str | None = "bfloat16", reduce: str = "float32", inner: int | None = None, form: str = "own"
+    job: Job,
+    *,
+    compute: str | None = "bfloat16",
+    reduce: str = "float32",
+    inner: int | None = None,
+    form: str = "own",
+    every_moment: bool = True,
 ) -> States:
     """Bytes of weights, gradients, optimizer states and gathered copies on the first, the last and an inner rank, for every candidate of
     one model.
 
     `compute` is the dtype of forward and backward, `reduce` that of the reduction; None computes in float32. `inner` is the rank to price
-    between the ends; by default the one that keeps most; `form` is what AdamW's averages are kept in.
+    between the ends; by default the one that keeps most; `form` is what AdamW's averages are kept in; `every_moment`: see
+    `holdings.holdings`.
     """
     at, model = job.layouts, job.model
     size = max(np.size(x) for x in (at.tp, at.dp_replicate, at.dp_shard, at.stage, at.accumulation, at.pp, at.cp, at.ep))
@@ -268,7 +275,7 @@ def account_states(
             embeds=embeds,
         )
 
-    (first_layers, first_held), (last_layers, last_held), (inner_layers, inner_held) = _ranks(job, size, inner)
+    (first_layers, first_held), (last_layers, last_held), (inner_layers, inner_held) = _ranks(job, size, inner, every_moment=every_moment)
     v_shaped = np.broadcast_to(np.isin(np.asarray(at.schedule), [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")]), (size,)) & ~single
     one, none = np.ones(size), np.zeros(size)
     both = single | v_shaped  # a V ends where it began
@@ -293,7 +300,7 @@ def account_states(
     )
 
 
-def _ranks(job: Job, size: int, inner: int | None) -> list[tuple[np.ndarray, Holdings]]:
+def _ranks(job: Job, size: int, inner: int | None, *, every_moment: bool) -> list[tuple[np.ndarray, Holdings]]:
     """(layers, what is held) of the first and of the last rank of a pipeline, and of `inner`, by default of the rank between them that
     keeps most. Cut as the engine cuts: alike blocks, and the head's product on the last stage (`stages.forward_costs`, in elements)."""
     model, at = job.model, job.layouts
@@ -321,4 +328,4 @@ def _ranks(job: Job, size: int, inner: int | None) -> list[tuple[np.ndarray, Hol
             held[index].append(found(kind, ranks, micro_batches, rank, blocks[rank]))
     of_all = inverse.ravel()
     layers = [np.array([sum(blocks) for blocks in one], dtype=float)[of_all] for one in of_ranks]
-    return [(count, holdings(rows, of_all)) for count, rows in zip(layers, held, strict=True)]
+    return [(count, holdings(rows, of_all, every_moment=every_moment)) for count, rows in zip(layers, held, strict=True)]
