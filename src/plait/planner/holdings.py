@@ -89,14 +89,14 @@ class Holdings:
     """While the model's last stage is in its backward, COUNT moments; zeros on a rank without it."""
     others: Holding
     """While another stage is, COUNT moments."""
-    endings: Holding
-    """While a stage is in its last backward of the step, after which its gradients are complete, COUNT moments."""
+    endings: Holding | None
+    """While a stage is in its last backward of the step, after which its gradients are complete, COUNT moments; None in a first look."""
     closing: Holding
     """In the last backward of the rank."""
 
 
 def holdings(rows: Sequence[NDArray[np.float64]], of: NDArray[np.int64], *, every_moment: bool = True) -> Holdings:
-    """For every candidate the row, by `found`, that `of` names. Without `every_moment` of each kind the one moment that is the peak most
+    """For every candidate the row, by `found`, that `of` names. Without `every_moment` of some kinds the one moment that is the peak most
     often, for a first look at very many candidates."""
     table = np.stack(rows, axis=-1)  # [kinds, COUNT, fields, rows]
     among = slice(None) if every_moment else slice(_USUAL, _USUAL + 1)
@@ -104,8 +104,8 @@ def holdings(rows: Sequence[NDArray[np.float64]], of: NDArray[np.int64], *, ever
     def chosen(moments: NDArray[np.float64]) -> Holding:
         return Holding(*(np.take(moments[..., place, :], of, axis=-1) for place in range(_FIELDS)))
 
-    headed, others, endings = (chosen(kind[among]) for kind in table[:3])
-    return Holdings(headed, others, endings, chosen(table[3, 0]))
+    headed, others = (chosen(kind[among]) for kind in table[:2])
+    return Holdings(headed, others, chosen(table[2]) if every_moment else None, chosen(table[3, 0]))
 
 
 @lru_cache(maxsize=100_000)

@@ -202,7 +202,7 @@ def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
     for done in (0, 1, np.maximum(held.closing.running - 2, 0), held.closing.running - 1):
         yield from _block(rank, closing, done=done, last=True)
     yield from _ends(rank, closing, last=True)
-    if np.any(np.asarray(rank.job.layouts.vpp) > 1):
+    if held.endings is not None and np.any(np.asarray(rank.job.layouts.vpp) > 1):
         ending = _point(rank, _largest(rank, held.endings))
         for done in (0, 1):
             yield from _block(rank, ending, done=done, last=True)
