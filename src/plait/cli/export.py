@@ -49,12 +49,13 @@ def export_command(
     from plait.checkpoint.places import place_of
     from plait.train.export import export
     from plait.train.exported import Compared, compare_generated, compare_reloaded
+    from plait.train.folder import GENERATION
     from plait.units import format_bytes
 
     found = open_one(place_of(source, "FOLDER"))
     above = (Path(source), *found.path.parents) if isinstance(found.path, Path) else ()
     run = next((folder for folder in above if (folder / "tokenizer").is_dir()), None)
-    settings = None if run is None or not (run / "generation_config.json").is_file() else run / "generation_config.json"
+    settings = run / GENERATION if run is not None and (run / GENERATION).is_file() else None
     compared: list[tuple[int, Compared]] = []
 
     def compare(folder: Path) -> None:

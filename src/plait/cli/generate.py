@@ -214,8 +214,9 @@ def _told(asked: Asked, lines: list[Line]) -> Iterator[Path]:
         try:
             told = Path(stack.enter_context(TemporaryDirectory(prefix="plait-generate-"))) / "asked.json"
             if asked.prompts is not None:
-                asked = replace(asked, prompts=str(told.with_name("prompts.jsonl")))
-                Path(str(asked.prompts)).write_text("".join(json.dumps(line.fields) + "\n" for line in lines), encoding="utf-8")
+                beside = told.with_name("prompts.jsonl")
+                beside.write_text("".join(json.dumps(line.fields) + "\n" for line in lines), encoding="utf-8")
+                asked = replace(asked, prompts=str(beside))
             told.write_text(json.dumps(asdict(asked)), encoding="utf-8")
         except OSError as error:
             raise InputError(

@@ -55,8 +55,6 @@ class Units:
     """Whether `fully_shard` is used at all; otherwise weights and gradients are unsharded and stay allocated."""
     held: Holdings
     """What its stages hold for micro-batches in flight."""
-    embeds: Numbers = 0.0
-    """1 on a rank that makes hidden states of tokens."""
 
 
 RANKS = ("first", "last", "inner")
@@ -106,8 +104,6 @@ class _Rank:
     """For gradients of weights that come later: a token of a block, and of what is behind the last."""
     shards: Numbers
     stage: Numbers
-    several: Numbers
-    """Whether a step has several micro-batches."""
     block_weights: Numbers
     """Gradients of its weights at the peak of a block's backward."""
     block_working: Numbers
@@ -154,7 +150,6 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
         deferred=(deferred_bytes(job), deferred_bytes_of_ends(job)),
         shards=shards,
         stage=np.asarray(at.stage),
-        several=np.asarray(at.accumulation) > 1,
         block_weights=np.choose(most, [np.broadcast_to(a, shape) for a, _ in worst]),
         block_working=np.choose(most, [np.broadcast_to(b, shape) for _, b in worst]),
         wide=reduces_on_host(job) | (shards == 1),

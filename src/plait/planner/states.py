@@ -259,7 +259,7 @@ def account_states(
         taken["offloaded"] = off
         return taken
 
-    def units(layers: np.ndarray, on: dict[str, np.ndarray], flight: Holdings, embeds: np.ndarray) -> Units:
+    def units(layers: np.ndarray, on: dict[str, np.ndarray], flight: Holdings) -> Units:
         def elements(entry: dict[str, np.ndarray]) -> np.ndarray:
             return entry["weights"] / _MASTER_BYTES * shards
 
@@ -272,7 +272,6 @@ def account_states(
             width=2 if compute else 4,
             sharded=sharded,
             held=flight,
-            embeds=embeds,
         )
 
     (first_layers, first_held), (last_layers, last_held), (inner_layers, inner_held) = _ranks(job, size, inner, every_moment=every_moment)
@@ -293,9 +292,9 @@ def account_states(
         held(last_layers, last_on),
         held(inner_layers, inner_on),
         units={
-            "first": units(first_layers, first_on, first_held, one),
-            "last": units(last_layers, last_on, last_held, single * one),
-            "inner": units(inner_layers, inner_on, inner_held, none),
+            "first": units(first_layers, first_on, first_held),
+            "last": units(last_layers, last_on, last_held),
+            "inner": units(inner_layers, inner_on, inner_held),
         },
     )
 

@@ -24,6 +24,7 @@ from plait.errors import CheckpointError, InputError
 from plait.files import is_at, is_only_writer
 from plait.model.described import require_transformers
 from plait.model.tied import tied_names
+from plait.train.folder import GENERATION
 
 FILE_BYTES = 4 << 30
 """Of one file of weights, and so of the memory that exporting takes."""
@@ -98,7 +99,7 @@ def export(
         if tokenizer is not None and tokenizer.is_dir():
             shutil.copytree(tokenizer, temporary, dirs_exist_ok=True)  # several chat templates lie in a folder of their own
         if generation is not None:
-            shutil.copyfile(generation, temporary / "generation_config.json")
+            shutil.copyfile(generation, temporary / GENERATION)
         _sync(temporary)
         if verify is not None:
             _verify(verify, temporary, out)
