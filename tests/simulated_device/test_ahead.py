@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from plait.data.loader import Loader
 from plait.data.packing import Sequences, Stream
 from plait.errors import CheckpointError
 from plait.events import Event, RunStarted, StepDone
+from plait.observe.metrics import MetricsFile, read
 from plait.parallel.micro_batches import to_device
 from plait.train.clock import StepClock
 from plait.train.loop import Position, TrainingContext, train
@@ -248,14 +250,14 @@ def waiting(rank: int, world: int, config: dict[str, Any]) -> tuple[list[int], i
     engine._writer._unsettled = Future()
     micro, waited = config["gradient_accumulation_steps"], []
     for step in cases.ragged_steps(engine.dp_size * micro, steps=4):
-        before = _device().copies()["waited"]
+        before = _device().blocked()["drained"]
         engine.train_batch(list(step[engine.dp_rank * micro : (engine.dp_rank + 1) * micro]))
-        waited.append(_device().copies()["waited"] - before)
+        waited.append(_device().blocked()["drained"] - before)
     engine._writer._unsettled = None
-    before = _device().copies()["waited"]
+    before = _device().blocked()["all"]
     with StopRequest() as stop:
         stop.shared(device=engine.device)
-    return waited, _device().copies()["waited"] - before
+    return waited, _device().blocked()["all"] - before
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -263,6 +265,54 @@ def test_a_step_waits_for_nothing(simulated: SimulatedPool, stage: int) -> None:
     """The program runs ahead of the device; a number that is copied from memory that is not pinned would stop it."""
     for steps, asked in simulated.run(2, waiting, config_of(2, stage, parallel={})):
         assert steps[1:] == [0, 0, 0] and asked == 0, (steps, asked)
+
+
+def ahead(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[list[int], list[int], list[float]]:
+    """Run `plait train`'s loop with a metrics file over a model of Transformers. Runs in a worker.
+
+    Returns:
+        By step, how often the program has waited for the device, and how often so that the device
+        had no work left; and the losses that the metrics file has.
+    """
+    model = cases.build("llama", tied=True, dtype=torch.float32)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    sequences = Sequences(Stream(np.arange(100, dtype=np.uint16).repeat(8), np.array([800])), 8, padding=0)
+    metrics = MetricsFile(Path(folder) / f"metrics-{rank}.jsonl")
+    blocked: list[dict[str, int]] = []
+
+    def emit(event: Event) -> None:
+        metrics(event)
+        if isinstance(event, StepDone):
+            blocked.append(_device().blocked())
+
+    with StopRequest() as stop:
+        job = TrainingContext(
+            engine=engine,
+            section=RunSection(steps=8, validate_every=0, checkpoint_every=0),
+            loader=Loader(sequences, 4, seed=0, dp_rank=engine.dp_rank, dp_size=engine.dp_size),
+            validation=lambda: iter([]),
+            sample=None,
+            checkpoints=Path(folder),
+            client_state={},
+            started=RunStarted(0, 8, world, 10, "two processes", folder),
+            stop=stop,
+            emit=emit,
+        )
+        train(job, Position())
+    waits, idle = ([after[kind] - before[kind] for before, after in pairwise(blocked)] for kind in ("all", "drained"))
+    losses = [row["loss"] for row in read(Path(folder) / f"metrics-{rank}.jsonl") if row["event"] == "step"]
+    return waits, idle, losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_with_metrics_never_lets_the_device_idle(simulated: SimulatedPool, stage: int, tmp_path: Path) -> None:
+    """The numbers of a step are read while the next one is queued, and nothing else is waited for."""
+    config = config_of(2, stage, parallel={}) | {"gradient_accumulation_steps": 1}
+    for waits, idle, losses in simulated.run(2, ahead, config, str(tmp_path)):
+        # The first steps measure and allocate. The numbers of the last two are read together, at the end.
+        assert idle[2:6] == [0, 0, 0, 0], (waits, idle)
+        assert waits[2:6] == [2, 2, 2, 2], "for the numbers and for the end of the step before"
+        assert len(losses) == 8 and losses[-1] < losses[0]
 
 
 def meshes(rank: int, world: int) -> list[float]:

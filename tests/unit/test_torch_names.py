@@ -156,6 +156,13 @@ def test_windows_and_locals() -> None:
     assert dtensor.local_tensor(plain) is plain
 
 
+def test_grouped_by_device_and_dtype() -> None:
+    """The order of the groups does not depend on that of the tensors."""
+    wide, narrow, far = torch.ones(2, dtype=torch.float64), torch.ones(0), torch.ones(1, device="meta")
+    assert operators.grouped_by_device_and_dtype([wide, narrow, far, narrow, wide]) == [[1, 3], [0, 4], [2]]
+    assert operators.grouped_by_device_and_dtype([far, wide, narrow]) == [[2], [1], [0]]
+
+
 def test_kernels_for_many_tensors() -> None:
     """Norms, products in place, and a product with more digits than its tensors have (also on GPUs, where a 0-dimensional factor would be
     rounded to them)."""

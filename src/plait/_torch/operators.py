@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,6 +20,19 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without rounding it to theirs.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Group tensors that one foreach kernel can take: indices into `tensors`, ascending in each group.
+
+    Empty tensors belong to the groups too. The order of the groups follows from the types alone, so
+    that it is the same on all ranks.
+    """
+    groups = torch._C._group_tensors_by_device_and_dtype([list(tensors)], True)
+    by_name = sorted(groups.items(), key=lambda group: (group[0][0].type, str(group[0][1])))
+    return [indices for _, (_, indices) in by_name]
+
+
 int8_product = torch._weight_int8pack_mm
 """(x [rows, in], codes [out, in] int8, scales [out]) to [rows, out], on a CPU; x and scales of 16 bits, x contiguous."""
 INT8_PRODUCT_INPUTS = 64

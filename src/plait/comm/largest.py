@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
 from plait.cluster import accelerator
+from plait.cluster.host_copy import HostCopy
 
 
 class Largest:
@@ -16,24 +15,20 @@ class Largest:
 
     def __init__(self, number: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """`group` None: there are no other ranks."""
-        self._flag = torch.full((1,), number, dtype=torch.uint8, device=device)  # a kernel: a copy would wait
-        self._wait: Callable[[], object] = _nothing
-        if group is None:
-            return
-        work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        assert work is not None
-        if not accelerator.is_one(device):
-            self._wait = work.wait
-            return
-        work.wait()  # the stream does, not this thread
-        self._flag = torch.empty(1, dtype=torch.uint8, pin_memory=True).copy_(self._flag, non_blocking=True)
-        self._wait = accelerator.current_stream(device).record_event().synchronize
+        flag = torch.full((1,), number, dtype=torch.uint8, device=device)  # a kernel: a copy would wait
+        self._work: dist.Work | None = None
+        if group is not None:
+            self._work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            if accelerator.is_one(device):
+                self._finish()  # the stream waits, not this thread
+        self._flag = HostCopy(flag)
 
     def value(self) -> int:
         """The largest."""
-        self._wait()
-        return int(self._flag)
+        self._finish()
+        return int(self._flag.values())
 
-
-def _nothing() -> None:
-    pass
+    def _finish(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None

@@ -8,7 +8,6 @@ device, not of a formula. Nothing is communicated, allocated or changed. A model
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from plait._torch.operators import FakeTensorMode, tree_leaves, tree_map
 from plait.dryrun.recorder import BACKWARD, DryRecorder, watch, when_gradient_comes
 from plait.errors import ModelError
 from plait.losses.loss import Loss
+from plait.model.positions import rows_are_sequences
 from plait.parallel.accounting.activations import StageMode
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
 from plait.parallel.micro_batches import Forward
@@ -273,19 +273,3 @@ def _explained(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} cannot be run without data: its code looks at values ({type(error).__name__}), so what it keeps is "
             "not known beforehand; choose parallel.recompute.mode yourself in place of a budget"
         ) from error
-
-
-@contextmanager
-def rows_are_sequences() -> Iterator[None]:
-    """Transformers looks at position ids for several sequences in a row, and builds a mask where it cannot look. Rows of one sequence,
-    which the real model finds, need none."""
-    masking = sys.modules.get("transformers.masking_utils")
-    looks = getattr(masking, "find_packed_sequence_indices", None)
-    if masking is None or looks is None:
-        yield
-        return
-    masking.__dict__["find_packed_sequence_indices"] = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking.__dict__["find_packed_sequence_indices"] = looks

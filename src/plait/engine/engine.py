@@ -6,7 +6,8 @@ samples are cut over ranks and micro-batches); the three calls take DeepSpeed's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from plait.inference.score import score
 from plait.losses.balance_loss import without_balance_loss
 from plait.losses.loss import Loss, checked_total
 from plait.losses.weight_check import WeightCheck
+from plait.model.positions import call_model
 from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import refuse_own_batches
 from plait.sharded.model import ShardedModel
@@ -110,29 +112,38 @@ class Engine(EngineFacts):
 
     def _train_batch(self, loss_fn: Loss, batch: Any) -> StepResult:
         pieces = self.sharded.micro_batches(batch)
-        weight = Pending(self._weight_sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)  # overlaps with the first forward
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        # Overlaps with the first forward.
+        weight = Pending(self._sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)
+        checks_weight = self._weight_check.applies_to(loss_fn)
+        totals: list[torch.Tensor] = []
+        returned_weights: list[Any] = []
+        factors: dict[torch.dtype, torch.Tensor] = {}
 
-        def factor() -> torch.Tensor:
-            # A step without a single target has gradient 0, not 0 / 0.
-            return self.sharded.loss_scale / torch.clamp(weight.value(), min=torch.finfo(torch.float64).tiny)
+        def factor(dtype: torch.dtype) -> torch.Tensor:
+            if dtype not in factors:
+                # A step without a single target has gradient 0, not 0 / 0.
+                divisor = torch.clamp(weight.value(), min=torch.finfo(torch.float64).tiny)
+                factors[dtype] = (self.sharded.loss_scale / divisor).to(dtype)
+            return factors[dtype]
 
         def scaled(output: Any, piece: Any) -> torch.Tensor:
-            nonlocal totals
-            total, seen = checked_total(loss_fn(output, piece))
-            self._weight_check.note(seen)
-            totals += torch.stack([total.detach().double(), self._there(seen, torch.float64)])
-            return total * factor().to(total.dtype)
+            total, returned_weight = checked_total(loss_fn(output, piece))
+            totals.append(total.detach())
+            if checks_weight:
+                self._weight_check.note(returned_weight)
+                returned_weights.append(returned_weight)
+            return total * factor(total.dtype)
 
         self.sharded.train_microbatches(pieces, scaled, loss_fn=without_balance_loss(loss_fn))
-        own = totals.clone()
-        everywhere = Pending(totals, self._loss_group)  # only the last stage of a pipeline has a loss; overlaps with the norm
+        # Only the last stage of a pipeline has a loss. The sum overlaps with the norm.
+        sums = [self._sum(totals), self._sum(returned_weights)] if checks_weight else [self._sum(totals)]
+        everywhere = Pending(torch.stack(sums) if checks_weight else sums[0].reshape(1), self._loss_group)
         scale, rate = self.sharded.loss_scale, self.get_lr()[0]
-        outcome = self._update(loss=lambda: everywhere.value()[0], own_loss=lambda: float(own[0]))
+        outcome = self._update(loss=lambda: everywhere.value()[0], own_loss=lambda: math.fsum(map(float, totals)))
         targets = weight.value()
-        total, returned = everywhere.value()
-        self._weight_check(loss_fn, divided_by=targets, returned=returned, step=self.global_steps)
-        loss = total / targets
+        if checks_weight:
+            self._weight_check(divided_by=targets, returned=everywhere.value()[1], step=self.global_steps)
+        loss = everywhere.value()[0] / targets
         return StepResult(loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self.exposed_communication_seconds, self._decided)
 
     @torch.no_grad()
@@ -193,11 +204,17 @@ class Engine(EngineFacts):
             )
         return self.loss_fn
 
-    def _weight_sum(self, weights: list[Any]) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for weight in weights:
-            total = total + weight
-        return total
+    def _sum(self, values: Sequence[Any]) -> torch.Tensor:
+        """Return the sum of numbers and 0-dimensional tensors: a new tensor, 0-dimensional, float64, on the device."""
+        tensors = [value.reshape(()) for value in values if isinstance(value, torch.Tensor)]
+        number = sum(value for value in values if not isinstance(value, torch.Tensor))
+        if not tensors:
+            return accelerator.tensor_of(number, dtype=torch.float64, device=self.device)
+        if len(tensors) == 1:
+            total = tensors[0].to(self.device, torch.float64, copy=True)
+        else:
+            total = torch.stack([tensor.to(self.device) for tensor in tensors]).sum(dtype=torch.float64)
+        return total + number if number else total
 
     def _there(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
         """A weight of a loss, a tensor or a number, 0-dimensional on the device."""
@@ -241,7 +258,7 @@ class Engine(EngineFacts):
         if torch.is_grad_enabled():
             self.sharded.before_microbatch(last=self.is_gradient_accumulation_boundary())
         with self._guard.running("forward"):
-            return self.model(*args, **kwargs)
+            return call_model(self.model, *args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None) -> torch.Tensor:
         """Backward of one micro-batch. `loss` is its mean. Called several times before `step`, gradients add up, as in one process.
@@ -276,7 +293,7 @@ class Engine(EngineFacts):
         self._boundary = None
         if boundary:
             self._step_began = self._micro_step
-            divisor = float(Pending(self._weight_sum(self._weights), self._dp_group).value()) if self._weights else 1.0
+            divisor = float(Pending(self._sum(self._weights), self._dp_group).value()) if self._weights else 1.0
             self._weights = []
             with self._guard.running("step"):
                 self._update(divisor=divisor or 1.0)

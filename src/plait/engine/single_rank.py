@@ -28,12 +28,13 @@ from plait.cluster.layout import AXES, EXPERT_AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.record import Call, call_of
 from plait.config.resolving.resolve import Resolved
-from plait.dryrun.dry_model import handed_on, rows_are_sequences
+from plait.dryrun.dry_model import handed_on
 from plait.dryrun.storage_tracker import LiveStorages
 from plait.errors import InputError, ModelError
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import causal_lm_loss
 from plait.model.experts import find_experts
+from plait.model.positions import rows_are_sequences
 from plait.optim.fake_states import make_states
 from plait.optim.optimizer import build_optimizer
 from plait.parallel import materialise

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plait.cluster import accelerator
+from plait.cluster.host_copy import HostCopy
 from plait.errors import InputError
 from plait.losses.chunked_loss import ChunkedCausalLMLoss
 from plait.losses.loss import CausalLMLoss, Loss, PerSample
@@ -26,28 +26,29 @@ class WeightCheck:
 
     def __init__(self) -> None:
         self._tolerance = _ROUNDING
-        self._copying: tuple[torch.Tensor, Any, int] | None = None
+        self._copied: tuple[HostCopy, int] | None = None
+        """Weights of the step before, and its number."""
+
+    def applies_to(self, loss_fn: Loss) -> bool:
+        """Return whether a loss could count otherwise in its sum than in its `weight`."""
+        return type(loss_fn) not in _CONSISTENT
 
     def note(self, weight: Any) -> None:
         """A weight of coarse numbers is known to their digits only."""
         if isinstance(weight, torch.Tensor) and weight.is_floating_point():
             self._tolerance = max(self._tolerance, 2 * torch.finfo(weight.dtype).eps)
 
-    def __call__(self, loss_fn: Loss, *, divided_by: torch.Tensor, returned: torch.Tensor, step: int) -> None:
+    def __call__(self, *, divided_by: torch.Tensor, returned: torch.Tensor, step: int) -> None:
         """Both weights are 0-dimensional, summed over all ranks. Raises InputError, on all ranks."""
-        if type(loss_fn) in _CONSISTENT:
-            return
         if divided_by.device.type == "cpu":
             self._compare(float(divided_by), float(returned), step)
             return
-        before = self._copying
-        host = torch.empty(2, dtype=torch.float64, pin_memory=True)
-        host.copy_(torch.stack([divided_by.double(), returned.double()]), non_blocking=True)
-        self._copying = host, accelerator.current_stream(divided_by.device).record_event(), step
+        before = self._copied
+        weights = torch.stack([divided_by.double(), returned.double()])
+        self._copied = HostCopy(weights), step
         if before is not None:
-            numbers, copied, earlier = before
-            copied.synchronize()
-            self._compare(float(numbers[0]), float(numbers[1]), earlier)
+            copy, earlier = before
+            self._compare(*copy.values().tolist(), earlier)
 
     def _compare(self, divided_by: float, returned: float, step: int) -> None:
         if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):

@@ -6,39 +6,66 @@ wider copy of what it adds up wider, so long tensors are processed there in chun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from plait._torch.operators import foreach_mul_, foreach_norm, foreach_unscale_
+from plait._torch.operators import foreach_mul_, foreach_norm, foreach_unscale_, grouped_by_device_and_dtype
 from plait.cluster import accelerator
 
 _PIECE = 1 << 20
 """Elements that a CPU widens at a time: 4 MiB in float32."""
 
 
-def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Euclidean norm of every plain tensor: 0-dimensional, on its device, float32 or wider."""
-    if all(tensor.dtype.itemsize >= 4 for tensor in tensors):
-        return list(foreach_norm(tensors, 2.0))
-    return [_norm(tensor) for tensor in tensors]
+def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the Euclidean norm of every plain tensor: 0-dimensional, on its device, float32 or wider."""
+    norms: dict[int, torch.Tensor] = {}
+    for indices in grouped_by_device_and_dtype(tensors):
+        alike = [tensors[index] for index in indices]
+        norms.update(zip(indices, _norms_of_alike(alike), strict=True))
+    return [norms[index] for index in range(len(tensors))]
 
 
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype.itemsize >= 4:
-        return torch.linalg.vector_norm(tensor, 2.0)
-    if tensor.device.type != "cpu" or tensor.numel() <= _PIECE:
+def joined_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all elements of which `norms` are the norms of parts: 0-dimensional, float64.
+
+    Args:
+        norms: 0-dimensional tensors, at least one. They may be on several devices; the result is on
+            the device of the first.
+    """
+    stacks = [torch.stack([norms[index] for index in indices]) for indices in grouped_by_device_and_dtype(norms)]
+    # One cast for all parameters. A cast per parameter would be as many kernels.
+    joined = [torch.linalg.vector_norm(stack, 2.0, dtype=torch.float64) for stack in stacks]
+    if len(joined) == 1:
+        return joined[0]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in joined]), 2.0)
+
+
+def _norms_of_alike(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the norms of tensors of one device and dtype."""
+    if tensors[0].dtype.itemsize >= 4:
+        return foreach_norm(tensors, 2.0)
+    if tensors[0].device.type != "cpu":
+        return foreach_norm(tensors, 2.0, dtype=torch.float32)
+    return [_norm_in_float32(tensor) for tensor in tensors]
+
+
+def _norm_in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() <= _PIECE:
         return torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32)
     pieces = tensor.reshape(-1).split(_PIECE)
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece, 2.0, dtype=torch.float32) for piece in pieces]), 2.0)
 
 
-def multiply_all(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
+def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply plain tensors by one factor, in place, in as few kernels as possible."""
-    for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
-        same = [tensor for tensor in tensors if tensor.dtype == dtype and tensor.device == device]
+    for indices in grouped_by_device_and_dtype(tensors):
+        alike = [tensors[index] for index in indices]
+        dtype, device = alike[0].dtype, alike[0].device
         if dtype.itemsize < 4:
-            foreach_unscale_(same, torch.zeros((), dtype=torch.float32, device=device), _in_float32(factor, device))
+            foreach_unscale_(alike, torch.zeros((), dtype=torch.float32, device=device), _in_float32(factor, device))
         else:
-            foreach_mul_(same, factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor)
+            foreach_mul_(alike, factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor)
 
 
 def _in_float32(factor: torch.Tensor | float, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 
 from plait.cluster import accelerator
 from plait.errors import InputError
+from plait.model.positions import call_model
 from plait.parallel.containers import entries as entries_of
 from plait.parallel.containers import rebuilt, tensors_in
 
@@ -30,7 +31,7 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     """Mapping: every entry but `labels` and `shift_labels` by name. Tuple or list: every entry but the last (the target) in order. Anything
     else: as it is."""
     if isinstance(batch, Mapping):
-        return model(**{key: value for key, value in batch.items() if key not in (LABELS, SHIFTED)})
+        return call_model(model, **{key: value for key, value in batch.items() if key not in (LABELS, SHIFTED)})
     if isinstance(batch, tuple | list):
         return model(*batch[:-1])
     return model(batch)

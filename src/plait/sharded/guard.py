@@ -99,9 +99,8 @@ class Guard(StepHook):
 
     def check_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an update that does not do what it seems to."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed and (self._in_buckets or id(self._frozen[thawed[0]]) not in held):
+        if thawed and (self._in_buckets or not _holds(optimizer, self._frozen[thawed[0]])):
             raise InputError(
                 f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.initialize was called and requires a gradient now, "
                 "but it is not trained; call requires_grad_(True) before, and requires_grad_(False) afterwards where it shall rest"
@@ -131,6 +130,10 @@ class Guard(StepHook):
                 f"rank's alone; {remedy}"
             )
         self.backwards = 0
+
+
+def _holds(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    return any(each is parameter for group in optimizer.param_groups for each in group["params"])
 
 
 def _mixed(error: Exception, parts: Parts) -> str:

@@ -23,6 +23,7 @@ from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, refuse
 from plait.model.experts import wants_balance_loss
+from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.gradient_norm import clip_factor
 from plait.parallel.data.data_parallel import free_gathered
@@ -76,7 +77,7 @@ class ParallelModel(ShardedModel):
         if self.pipeline is not None:
             raise InputError(f"{self.why_called}: call sharded.forward_backward, or sharded.predict without gradients")
         self.guard.recover()
-        return self.model(*args, **kwargs)
+        return call_model(self.model, *args, **kwargs)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -48,7 +48,11 @@ class Stepper:
     non_finite: Literal["raise", "skip"]
     """What becomes of a step whose gradients or loss are not finite. A loss scaler skips it in any case."""
     asks: bool
-    """Whether that is asked before the update. On a GPU the program waits for the device then, once a step."""
+    """Whether the norm is read before the update, to decide about it.
+
+    On a GPU that is one wait for the device per step, between the backward and the update. fp16 needs
+    it by design: the program chooses the loss scale of the next step, and whether the learning rate
+    moves, from the answer. bf16.check_grad_overflow and faults.non_finite ask the same."""
     scheduler: Scheduler | None = None
     tier: DiskTier | None = None
     """Where gradients and optimizer states are, if not in memory."""
@@ -81,11 +85,16 @@ class Stepper:
         if self.in_backward is not None:
             return self._after_backward(self.in_backward, divisor)
         inverse = 1.0 / (self.loss_scale * divisor)
-        held = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = [p.grad for p in held]
-        counted = [p.grad for p in held if p not in self.counted_by_others]
-        norm = global_norm(counted, self.mesh, tier=self.tier) * inverse
-        skipped = self.asks and not math.isfinite((norm if loss is None else norm + 0 * loss()).item())  # one wait for a device
+        updated = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in updated]
+        counted = grads
+        if self.counted_by_others:
+            counted = [p.grad for p in updated if p not in self.counted_by_others]
+        norm = global_norm(counted, self.mesh, tier=self.tier)
+        if inverse != 1.0:
+            norm = norm * inverse
+
+        skipped = self.asks and not _are_finite(norm, loss)
         if skipped and self.scaler is None and self.non_finite == "raise" and error is not None:
             raise error(norm.item())
         if not skipped:
@@ -101,8 +110,7 @@ class Stepper:
         return Outcome(norm, skipped)
 
     def zero_grad(self) -> None:
-        """Forget all gradients, also those of parameters that the optimizer does not hold."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Drop all gradients, also those of parameters that the optimizer does not hold."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -120,10 +128,13 @@ class Stepper:
             self.scheduler.step()
         return Outcome(norm, skipped=False)
 
+    @torch.no_grad()  # else torch builds a graph for the local part of every gradient
     def _rescale(self, grads: list[torch.Tensor], norm: torch.Tensor, inverse: float) -> None:
         factor: torch.Tensor | float = inverse
         if self.clipping > 0:
-            factor = clip_factor(norm, self.clipping) * inverse
+            factor = clip_factor(norm, self.clipping)
+            if inverse != 1.0:
+                factor = factor * inverse
             # Reading a scalar is free on a CPU and saves a pass over all gradients; on a GPU it would stall the queue.
             factor = factor.item() if factor.device.type == "cpu" else factor
         if self.tier is not None and not self.before_update:
@@ -132,3 +143,11 @@ class Stepper:
             locals_ = [local_tensor(grad) for grad in grads]
             for some in [locals_] if self.tier is None else self.tier.walk(locals_, write=True):
                 multiply_all(some, factor)
+
+
+def _are_finite(norm: torch.Tensor, loss: Callable[[], torch.Tensor] | None) -> bool:
+    """Return whether the norm and, where it is given, the loss are finite. Waits for the device once."""
+    if loss is None:
+        return math.isfinite(norm.item())
+    # Two reads would stall the stream twice.
+    return all(map(math.isfinite, torch.stack([norm, loss()]).tolist()))

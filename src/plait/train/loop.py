@@ -2,6 +2,16 @@
 
 Every rank runs it with the same numbers and takes the same decisions: what one rank alone knows (a signal) is agreed on first. The data of
 a step is a function of the position, so a run that was resumed computes what an uninterrupted one would.
+
+Note [Reading a step's numbers]
+    A GPU works behind the program. If the loop read the loss of a step at once, the device would
+    idle until the program has queued the next step. The numbers are therefore copied to pinned
+    memory behind the step, and read when the next step is queued. That wait ends with the copy
+    (`.item()` would wait for the next step too), and it keeps the program at most one step ahead.
+
+    Listeners hear of a step one step late. Where something depends on the numbers (validation, a
+    checkpoint, the end), all of them are read first, so a checkpoint never holds a step whose
+    numbers nobody has looked at. All ranks read at the same positions, so they stop at the same one.
 """
 
 from __future__ import annotations
@@ -17,6 +27,7 @@ import torch
 
 from plait.checkpoint.folder import remove_old
 from plait.checkpoint.places import Place
+from plait.cluster.host_copy import HostCopy
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Batches
 from plait.errors import NumbersError
@@ -90,9 +101,9 @@ def train(context: TrainingContext, start: Position) -> int:
     section, began, clock = context.section, time.perf_counter(), StepClock(context.engine.device)
     position, stopped_by = start, 0
     validated = saved = start.step
-    # On a GPU the numbers of a step are read while the next one is queued, so that the device never waits for the reader.
+    # See Note [Reading a step's numbers].
     behind = 0 if context.engine.device.type == "cpu" else 1
-    unread: deque[_Taken] = deque()
+    unread: deque[_QueuedStep] = deque()
     steps_seconds, waited = 0.0, Counter[str]()
     context.emit(context.started)
     saving = _Saving(context)
@@ -105,19 +116,20 @@ def train(context: TrainingContext, start: Position) -> int:
             error.samples = position.samples
             raise
         position = Position(position.step + 1, position.samples + context.loader.batch)
-        unread.append(_Taken(position.step, result, context.stop.shared(device=context.engine.device), clock.mark()))
+        stop = context.stop.shared(device=context.engine.device)
+        unread.append(_QueuedStep(position.step, result, _copied(result, stop), clock.mark()))
         validates = _due(position.step, section.validate_every)
         saves = _due(position.step, section.checkpoint_every)
         pause = validates or saves or position.step == section.steps
         while len(unread) > (0 if pause or stopped_by else behind):
-            taken = unread.popleft()
-            stopped_by = stopped_by or int(taken.stop.item())  # waits for the step
-            done = _step_done(taken, context, seconds=clock.seconds(taken.ended))
+            queued = unread.popleft()
+            done, stop_number = _step_done(queued, context, clock)
+            stopped_by = stopped_by or stop_number
             context.emit(done)
             steps_seconds += done.seconds
             waited.update(done.exposed_communication_seconds)
-            if taken.result.decided:
-                context.emit(CommunicationDecided(taken.step, taken.result.decided))
+            if queued.result.decided:
+                context.emit(CommunicationDecided(queued.step, queued.result.decided))
         if validates:
             _validate(context, position.step)
             validated = position.step
@@ -142,32 +154,46 @@ def train(context: TrainingContext, start: Position) -> int:
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """A step whose numbers were not read yet."""
+class _QueuedStep:
+    """A step that the device may still be computing."""
 
     step: int
     result: Any
-    stop: torch.Tensor
+    """Result of `train_batch`."""
+    numbers: HostCopy
+    """Loss, gradient norm, weight and stop request, which the device computes."""
     ended: Any
-    """As the clock marked it."""
+    """End of the step, as the clock marked it."""
+
+
+def _copied(result: Any, stop: torch.Tensor) -> HostCopy:
+    """Start the copy of a step's numbers to the host, all of them in one tensor [4] of float64."""
+    numbers = (result.loss, result.grad_norm, result.weight, stop)
+    return HostCopy(torch.cat([number.reshape(1).double() for number in numbers]))
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _step_done(taken: _Taken, context: TrainingContext, *, seconds: float) -> StepDone:
-    result = taken.result
+def _step_done(queued: _QueuedStep, context: TrainingContext, clock: StepClock) -> tuple[StepDone, int]:
+    """Wait for a step, and no other, and return its event and the stop request that ranks agreed on in it.
+
+    Raises:
+        NumbersError: The loss or the gradients are not finite, and such steps are not skipped.
+    """
+    loss, grad_norm, weight, stop = queued.numbers.values().tolist()
+    result = queued.result
     event = StepDone(
-        step=taken.step,
-        loss=float(result.loss),
-        grad_norm=float(result.grad_norm),
+        step=queued.step,
+        loss=loss,
+        grad_norm=grad_norm,
         learning_rate=float(result.learning_rate),
         loss_scale=float(result.loss_scale),
         skipped=bool(result.skipped),
-        weight=float(result.weight),
+        weight=weight,
         tokens=context.loader.batch * context.loader.length,
-        seconds=seconds,
+        seconds=clock.seconds(queued.ended),
         memory_bytes=peak_memory_bytes(context.engine.device),
         exposed_communication_seconds=dict(result.exposed_communication_seconds),
     )
@@ -178,7 +204,7 @@ def _step_done(taken: _Taken, context: TrainingContext, *, seconds: float) -> St
             "checkpoint; lower the learning rate or set gradient_clipping, and run the command again to go on from the last one in "
             f"{context.checkpoints}"
         )
-    return event
+    return event, int(stop)
 
 
 def _validate(context: TrainingContext, step: int) -> None:

@@ -14,8 +14,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from plait.cluster import accelerator
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Schedulers send SIGUSR1 before a limit of time."""
 ASKED = 1
@@ -51,11 +49,15 @@ class StopRequest:
         self.number = self.number or ASKED
 
     def shared(self, *, device: torch.device) -> torch.Tensor:
-        """The signal that asked any process of the default group, ASKED, or 0: a tensor [1] on `device`, so that reading it can wait.
+        """Return the request of all processes of the default group. Collective.
 
-        Every process calls this in every step. One number is sent; without a group the answer is this process's own.
+        Every process calls this in every step. Without a group the answer is this process's own.
+
+        Returns:
+            The signal that asked any process, ASKED, or 0, as a float64 tensor [1] on `device`, which
+            the loop reads together with the other numbers of the step.
         """
-        answer = accelerator.tensor_of([self.number], dtype=torch.float32, device=device)
+        answer = torch.full((1,), self.number, dtype=torch.float64, device=device)  # a kernel, no copy
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         return answer

@@ -23,6 +23,7 @@ def load() -> Any:
             ("set_stream", None, [index, whole]),
             ("memory", whole, [index, index]),
             ("copies", ctypes.c_uint64, [index]),
+            ("blocked", ctypes.c_uint64, [index]),
             ("race", ctypes.c_char_p, [index]),
             ("set_clock", None, [ctypes.c_double]),
             ("elapsed", ctypes.c_double, [ctypes.c_void_p, ctypes.c_void_p]),

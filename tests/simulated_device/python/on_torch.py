@@ -43,6 +43,15 @@ def copies() -> dict[str, int]:
     return {name: library.simulated_copies(index) for index, name in enumerate(("deferred", "pageable", "waited"))}
 
 
+def blocked() -> dict[str, int]:
+    """Return how often the program has waited for a stream so far.
+
+    Queries that do not block are not counted. `drained` counts the waits with nothing queued behind
+    the point that was waited for, after which the device has no work.
+    """
+    return {"all": library.simulated_blocked(0), "drained": library.simulated_blocked(1)}
+
+
 def behind() -> int:
     """Streams of the current device with work that the host has not waited for."""
     return int(library.simulated_behind(_index()))

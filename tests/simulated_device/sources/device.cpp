@@ -47,10 +47,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const Stream& stream) const override { return reached(now_on(from_torch(stream))); }
-  void synchronizeStream(const Stream& stream) const override { host_waits(now_on(from_torch(stream))); }
-  void synchronizeDevice(const DeviceIndex device) const override {
-    for (int stream : streams_of(device)) host_waits(now_on(stream));
-  }
+  void synchronizeStream(const Stream& stream) const override { host_blocks(now_on(from_torch(stream))); }
+  void synchronizeDevice(const DeviceIndex device) const override { host_blocks_for(device); }
 
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag flag) const override {
     if (!*event) *event = new Event;
@@ -62,7 +60,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return !event || reached(event_of(event)->moment); }
   void synchronizeEvent(void* event) const override {
-    if (event) host_waits(event_of(event)->moment);
+    if (event) host_blocks(event_of(event)->moment);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete event_of(event); }
   double elapsedTime(void* start, void* end, const DeviceIndex) const override {
@@ -175,7 +173,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return simulated::default_generator(device); }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override { return simulated::make_generator(device); }
   void deviceSynchronize(c10::DeviceIndex device) const override {
-    for (int stream : simulated::streams_of(device)) simulated::host_waits(simulated::now_on(stream));
+    simulated::host_blocks_for(device);
   }
 };
 namespace at {

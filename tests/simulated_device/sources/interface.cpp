@@ -19,9 +19,7 @@ void simulated_set_device(int device) {
 }
 int64_t simulated_current_stream(int device) { return id_of_stream(current_stream(device)); }
 void simulated_set_stream(int device, int64_t id) { set_current_stream(stream_of_id(device, id)); }
-void simulated_synchronize(int device) {
-  for (int stream : streams_of(device)) host_waits(now_on(stream));
-}
+void simulated_synchronize(int device) { host_blocks_for(device); }
 int simulated_behind(int device) {
   Locked held(lock());
   int count = 0;
@@ -44,6 +42,8 @@ uint64_t simulated_copies(int which) {
   uint64_t values[] = {copies().deferred, copies().pageable, copies().waited};
   return values[which];
 }
+
+uint64_t simulated_blocked(int which) { return which ? blocked().drained : blocked().all; }
 
 void simulated_set_clock(double seconds) { set_clock(seconds); }
 

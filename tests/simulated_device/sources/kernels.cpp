@@ -146,7 +146,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
   }
   if (!within && !inside_kernel) {
     copies().waited++;
-    host_waits(now_on(stream));
+    host_blocks(now_on(stream));
   }
   return self;
 }
@@ -166,7 +166,7 @@ at::Scalar item(const at::Tensor& tensor) {
   int stream = stream_for(tensor);
   begin_kernel(stream);
   touch(stream, tensor, false, "item");
-  host_waits(now_on(stream));
+  host_blocks(now_on(stream));
   return at::native::_local_scalar_dense_cpu(as_cpu(tensor));
 }
 

@@ -86,7 +86,7 @@ struct SimulatedWork : Work {
   Tensors result() override { return outputs; }
   void synchronize() override {
     simulated::stream_waits(simulated::current_stream(device), moment);
-    if (host_waits) simulated::host_waits(moment);
+    if (host_waits) simulated::host_blocks(moment);
     outputs.clear();
   }
   bool wait(std::chrono::milliseconds) override {
@@ -98,7 +98,12 @@ struct SimulatedWork : Work {
     simulated::finish(moment.stream, moment.position);
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                            std::vector<c10::Device>{c10::Device(c10::kCUDA, device)});
+    // Who waits for the future waits on its stream for this work, as with NCCL: the future records
+    // its events on the current streams.
+    int before = simulated::current_stream(device);
+    simulated::set_current_stream(moment.stream);
     future->markCompleted(c10::IValue(outputs));
+    simulated::set_current_stream(before);
     return future;
   }
 };

@@ -221,6 +221,25 @@ void host_waits(const Moment& moment) {
   merge(host(), moment.clock);
 }
 
+Blocked& blocked() {
+  static auto* counted = new Blocked;
+  return *counted;
+}
+
+void host_blocks(const Moment& moment) {
+  Locked held(lock());
+  if (moment.stream < 0) return;
+  blocked().all++;
+  if (moment.position >= streams()[moment.stream].position) blocked().drained++;
+  host_waits(moment);
+}
+
+void host_blocks_for(int device) {
+  blocked().all++;
+  blocked().drained++;
+  for (int stream : streams_of(device)) host_waits(now_on(stream));
+}
+
 bool ordered_before(int stream, int earlier, uint64_t position) {
   return stream == earlier || at(streams()[stream].clock, earlier) >= position;
 }

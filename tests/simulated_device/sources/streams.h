@@ -63,6 +63,14 @@ void finish(int stream);
 bool is_open(const Moment& moment);
 void stream_waits(int stream, const Moment& moment);
 void host_waits(const Moment& moment);
+// How often the program blocked until a stream had reached a point. `drained`: nothing was queued behind that point, so the device idled.
+struct Blocked {
+  uint64_t all = 0;
+  uint64_t drained = 0;
+};
+Blocked& blocked();
+void host_blocks(const Moment& moment);  // host_waits, counted
+void host_blocks_for(int device);        // for all of its streams, counted once
 bool ordered_before(int stream, int earlier, uint64_t position);  // what `stream` begins now is after it
 bool host_ordered_before(int earlier, uint64_t position);
 bool is_touched(const Range& range);               // by something that was put off

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from plait._torch.operators import TorchDispatchMode
 from plait.optim import gradient_math
-from plait.optim.gradient_math import multiply_all, norms_of
+from plait.optim.gradient_math import joined_norm, multiply_all, norms_of
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -59,3 +62,29 @@ def test_other_kinds_of_tensors() -> None:
     found = norms_of(tensors)
     assert [norm.dtype for norm in found] == [torch.float64, torch.float32, torch.float32]
     assert [float(norm) for norm in found] == pytest.approx([3**-0.5, 2, 2**0.5], rel=1e-7)
+
+
+def test_a_joined_norm_is_that_of_all_elements() -> None:
+    """Also of norms with different digits, and of elements that are not finite."""
+    tensors = [torch.randn(50), torch.randn(7, 3, dtype=torch.float64), torch.zeros(0), torch.randn(9)]
+    expected = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).norm()
+    found = joined_norm(norms_of(tensors))
+    assert found.dtype == torch.float64 and float(found) == pytest.approx(float(expected), rel=1e-6)
+    assert joined_norm(norms_of([torch.ones(2), torch.full((2,), torch.inf)])).isinf()
+
+
+def test_operators_of_a_norm_do_not_grow_with_the_tensors() -> None:
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for number in (2, 60):
+        names: list[str] = []
+        tensors = [torch.ones(3) for _ in range(number)]
+        with Operators():
+            norm = joined_norm(norms_of(tensors))
+            multiply_all(tensors, 1 / norm)
+        counts.append(names)
+    assert counts[0] == counts[1]

@@ -186,14 +186,14 @@ def test_weights_that_differ_are_found() -> None:
     """A16: what the loss returned against what the step was divided by, to the digits that they have."""
     loss = Weighted(lambda o, b: (o, 1), lambda b: 1)
     check, one = WeightCheck(), torch.tensor(1024.0, dtype=torch.float64)
-    check(loss, divided_by=one, returned=one, step=1)
+    check(divided_by=one, returned=one, step=1)
     with pytest.raises(InputError, match=r"step 2: the loss returned weights that add up to 1023, and its weight function .* said 1024"):
-        check(loss, divided_by=one, returned=one - 1, step=2)
+        check(divided_by=one, returned=one - 1, step=2)
     check.note(torch.tensor(1.0, dtype=torch.bfloat16))
-    check(loss, divided_by=one, returned=one - 1, step=3)
+    check(divided_by=one, returned=one - 1, step=3)
     with pytest.raises(InputError, match="add up to nan"):
-        check(loss, divided_by=one, returned=one * float("nan"), step=4)
-    check(causal_lm_loss, divided_by=one, returned=one - 1, step=5)  # its two are one number; never read
+        check(divided_by=one, returned=one * float("nan"), step=4)
+    assert check.applies_to(loss) and not check.applies_to(causal_lm_loss), "the two of a loss of Plait's are one number"
 
 
 class Half(StepHook):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from plait.cluster.host_copy import HostCopy
 from plait.config.schema.sections import RunSection, SampleSection
 from plait.data.loader import Loader
 from plait.data.packing import Sequences, Stream
@@ -239,33 +240,16 @@ def test_a_skipped_step_may_overflow(tmp_path: Path) -> None:
 def test_on_a_gpu_numbers_are_read_one_step_late_and_none_is_lost(tmp_path: Path) -> None:
     """The engine only says that it is on a GPU; what counts is when its results are read."""
     reads: list[tuple[int, int]] = []
-    engine = FakeEngine()
+    engine = FakeEngine(loss=float, device=torch.device("meta"))
 
-    class Loss(float):
-        step = 0
+    class RecordedCopy(HostCopy):
+        def values(self) -> torch.Tensor:
+            found = super().values()
+            reads.append((int(found[0]), len(engine.batches)))
+            return found
 
-        def __float__(self) -> float:
-            reads.append((self.step, len(engine.batches)))
-            return 1.0
-
-    def train_batch(batch: Any) -> Any:
-        engine.batches.append([])
-        loss = Loss()
-        loss.step = len(engine.batches)
-        return SimpleNamespace(
-            loss=loss,
-            weight=1.0,
-            grad_norm=1.0,
-            skipped=False,
-            learning_rate=0.1,
-            loss_scale=1.0,
-            exposed_communication_seconds={},
-            decided="",
-        )
-
-    engine.train_batch = train_batch  # type: ignore[method-assign]
-    engine.device = torch.device("meta")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plait.train.loop.HostCopy", RecordedCopy)
         patch.setattr(StopRequest, "shared", lambda self, device: torch.tensor([float(self.number)]))
         patch.setattr("plait.train.loop.peak_memory_bytes", lambda device: 0)
         _, events = _run(tmp_path, engine, steps=5, checkpoint_every=3)

@@ -79,7 +79,8 @@ class Fp16Section(Policy):
     """Computation in float16 with a loss scale. The parameters that the optimizer updates stay in their own dtype."""
 
     enabled: FlagOrAuto = False
-    """Compute in float16. "auto": off, unless the caller (a Transformers TrainingArguments) says otherwise."""
+    """Compute in float16. "auto": off, unless the caller (a Transformers TrainingArguments) says otherwise. The gradients of a step decide
+    the loss scale of the next one, so on a GPU the program waits for the device once per step."""
     loss_scale: SizeOrAuto = 0.0
     """A constant loss scale; 0 adapts it to the gradients."""
     initial_scale_power: PowerOrAuto = 16
@@ -100,7 +101,8 @@ class Bf16Section(Policy):
     enabled: FlagOrAuto = False
     """Compute in bfloat16. "auto": off, unless the caller (a Transformers TrainingArguments) says otherwise."""
     check_grad_overflow: FlagOrAuto = True
-    """Skip an optimizer step whose gradients are not finite."""
+    """Skip an optimizer step whose gradients are not finite. The program then reads the norm before the update, so on a GPU it waits for
+    the device once per step; false saves the wait where non-finite gradients may end the run."""
 
 
 class DataTypesSection(Policy):
