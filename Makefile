@@ -15,6 +15,7 @@
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
+#   make step-counts   docs/step_counts.md: kernels, copies, collectives and waits of a step beside plain torch, minutes (needs a C++ compiler)
 #   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
 #   make faults        plants faults in runs and checkpoints and checks what becomes of them, minutes; ARGS=nightly for all (docs/faults.md)
 #   make coverage-docs docs/coverage.md from the last test runs
@@ -27,7 +28,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving bitsandbytes torchao versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types combinations lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving bitsandbytes torchao versions mutants proof lint format types layers bench-step step-counts bench-pipeline faults coverage-docs model-types combinations lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -100,6 +101,9 @@ layers: environment
 
 bench-step: environment
 	$(RUN) -m benchmarks.training_step $(ARGS)
+
+step-counts: environment
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN) -m benchmarks.step_counts $(ARGS)
 
 bench-pipeline: environment
 	$(RUN) -m benchmarks.pipeline_step $(ARGS)
