@@ -30,7 +30,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 _WITHOUT_A_KERNEL = frozenset(
     {
         "_unsafe_view",
-        "_local_scalar_dense",  # a copy to the host, counted as such
+        "_local_scalar_dense",  # a read by the program, counted as a wait
         "empty",
         "empty_like",
         "empty_strided",

@@ -249,7 +249,8 @@ def waiting(rank: int, world: int, config: dict[str, Any]) -> tuple[list[int], i
     engine = plait.initialize(cases.build("llama", tied=True), config, loss_fn=loss)
     engine._writer._unsettled = Future()
     micro, waited = config["gradient_accumulation_steps"], []
-    for step in cases.ragged_steps(engine.dp_size * micro, steps=4):
+    # Transformers reads a mask that it is given, to see whether it hides anything.
+    for step in cases.ragged_steps(engine.dp_size * micro, steps=4, keys=()):
         before = _device().blocked()["drained"]
         engine.train_batch(list(step[engine.dp_rank * micro : (engine.dp_rank + 1) * micro]))
         waited.append(_device().blocked()["drained"] - before)
