@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch import (
@@ -632,6 +632,29 @@ def test_sum_before_reading() -> None:
     with CommDebugMode() as seen:
         float(total)
     assert seen.get_total_counts() == 1
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_of_uneven_splits(dim: int) -> None:
+    """A gradient is split and laid out as its parameter is, without communication."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    dtensor.keep_uneven_gradients_split()
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(21.0).view(3, 7) if dim else torch.arange(21.0).view(7, 3)
+    split = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+    assert split.to_local().shape[dim] == 3, "the second of two ranks"
+    parameter = nn.Parameter(split)
+    with CommDebugMode() as seen:
+        for _ in range(2):
+            local = parameter.to_local()
+            (local.t() * torch.arange(9.0).view(3, 3)).sum().backward()
+    assert seen.get_total_counts() == 0
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor) and gradient.placements == (Shard(dim),)
+    assert gradient.stride() == parameter.stride()
+    assert gradient.to_local().is_contiguous()
+    assert torch.equal(gradient.to_local(), 2 * torch.arange(9.0).view(3, 3).t())
 
 
 def test_forget_meshes() -> None:
