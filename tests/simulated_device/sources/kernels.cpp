@@ -277,8 +277,8 @@ Copies& copies() {
 // to libtorch_cpu and serve every device.
 //
 // The other parts of the device (guard, allocators, hooks, profiler) are registered after those of
-// libtorch_cuda, and with a higher priority where torch has priorities. Sparse, nested and quantized
-// tensors keep the kernels of the build, which the simulated device has never supported.
+// libtorch_cuda, and with a higher priority where torch has priorities. Kernels for sparse, nested and
+// quantized tensors stay: the simulated device does not support these tensors in either build.
 namespace {
 using c10::DispatchKey;
 
