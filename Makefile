@@ -2,7 +2,7 @@
 #
 #   make quickstart    train the small model of examples/quickstart.json
 #   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
-#   make simulated     the tests on a simulated CUDA device, which is built first (needs a C++ compiler)
+#   make simulated     the tests on a simulated CUDA device (needs a C++ compiler); RUN=/path/to/python for another torch, with CUDA or without
 #   make simulated-docs   docs/simulated_device.md from these tests and more (half an hour)
 #   make waits         docs/waits.md: takes every wait for a device out, one at a time, and reports which of these tests notices
 #   make validate-gpus   Plait on this machine's GPUs: parity, memory, times (a quarter of an hour; ARGS="--minutes 5"); exit code 6 without
@@ -48,7 +48,7 @@ test: environment
 
 simulated: environment
 	@mkdir -p $(RESULTS)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device --junitxml=$(RESULTS)/simulated.xml $(ARGS)
+	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device --junitxml=$(RESULTS)/simulated.xml $(ARGS)
 
 simulated-docs: environment
 	@mkdir -p $(RESULTS)
