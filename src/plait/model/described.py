@@ -10,10 +10,10 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from plait.errors import ConfigError, InputError, Problem, refuse
+from plait.errors import ConfigError, Problem, refuse
+from plait.importing import require_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,9 +24,8 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 def require_transformers(what: str) -> None:
-    """Raise InputError where the optional extra is not installed; `what` is the field or option that needs it."""
-    if find_spec("transformers") is None:
-        raise InputError(f"{what}: this needs Hugging Face Transformers, which is not installed; run pip install 'plait[hf]'")
+    """Raise MissingExtraError where Transformers is not installed; `what` is the field or option that needs it."""
+    require_extra(what, "hf", transformers="Hugging Face Transformers")
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
