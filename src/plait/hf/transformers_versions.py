@@ -34,8 +34,9 @@ def require_supported_trainer() -> None:
     """
     if not has_supported_trainer():
         raise InputError(
-            f"plait.hf.Trainer: Transformers {transformers.__version__} is installed, and its Trainer lacks methods that "
-            f"Plait overrides; run pip install 'transformers>={OLDEST_TRAINER}', or train with plait.initialize"
+            f"plait.hf.Trainer: Transformers {transformers.__version__} is installed, and Plait overrides methods of the "
+            f"Trainer as {OLDEST_TRAINER} and newer have them; run pip install 'transformers>={OLDEST_TRAINER}', or train with "
+            "plait.initialize"
         )
 
 
