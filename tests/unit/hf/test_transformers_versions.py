@@ -50,15 +50,14 @@ def test_an_older_trainer_is_refused(version: str, monkeypatch: pytest.MonkeyPat
 
 def test_an_older_trainer_keeps_its_arguments() -> None:
     """Plait takes `deepspeed=` and `fsdp=` from TrainingArguments only where its Trainer can train."""
-    script = f"""
+    script = """
 import transformers
-transformers.__version__ = VERSION
+transformers.__version__ = "5.16.1"
 own = transformers.TrainingArguments.__post_init__
 import plait.hf
-assert (transformers.TrainingArguments.__post_init__ is own) == (VERSION != "{OLDEST_TRAINER}")
+assert transformers.TrainingArguments.__post_init__ is own
 """
-    for version in ("5.16.1", OLDEST_TRAINER):
-        subprocess.run([sys.executable, "-c", script.replace("VERSION", repr(version))], check=True)
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_loss_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
