@@ -78,7 +78,7 @@ def test_fsdp_in_a_file(tmp_path: Path) -> None:
         ("hybrid_shard", {"version": 1}, "set parallel.dp_shard"),
         ("full_shards", {}, "is no option of fsdp"),
         ("full_shard", {"reshard": True}, "unknown key of fsdp_config"),
-        (True, {"activation_checkpointing": True}, "activation_checkpointing"),
+        (True, {"activation_checkpointing": True}, RECOMPUTE),
     ],
 )
 def test_fsdp_that_cannot_be_honoured(tmp_path: Path, fsdp: Any, section: dict[str, Any], said: str) -> None:
