@@ -13,6 +13,8 @@
 #   make bitsandbytes     adapters on weights of bitsandbytes (QLoRA) with the library, in an environment of its own beside .venv
 #   make torchao       the recorded numbers of low-bit optimizer states beside torchao's own, in an environment of its own beside .venv
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
+#   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml allows, in environments of
+#                      their own; docs/versions-packages.md
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
@@ -27,7 +29,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving bitsandbytes torchao versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types combinations lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving bitsandbytes torchao versions versions-lowest versions-newest mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types combinations lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -76,6 +78,9 @@ torchao: environment
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)
+
+versions-lowest versions-newest:
+	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/packages.sh $(@:versions-%=%) $(ARGS)
 
 mutants: environment
 	$(RUN) -m tools.mutants $(ARGS)

@@ -31,13 +31,13 @@ from plait.optim.gradient_norm import global_norm
 from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.data.data_parallel import free_after_evaluation, free_gathered
 from plait.parallel.hooks import Hooks, StepEnd
-from plait.parallel.micro_batches import Forward, micro_batches, to_device, with_cache
+from plait.parallel.micro_batches import CACHES, Forward, micro_batches, to_device, with_cache
 from plait.parallel.pipeline.cut_check import LossFunction
 from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.precision.loss_scale import LossScaler
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
-from plait.sharded.cache import new_cache
+from plait.sharded.cache import cache_argument, new_cache
 from plait.sharded.finite import not_finite
 from plait.sharded.guard import Guard
 from plait.sharded.misuse import refuse_cache
@@ -239,7 +239,7 @@ class ShardedModel:
         self.refuse_within("predict")
         if cache is not None:
             refuse_cache(self.parts, self.mesh, cache)
-            batch = with_cache(batch, cache)
+            batch = with_cache(batch, cache, argument=cache_argument(self.model) or CACHES[0])
         output = self.output(self.prepared(batch), passes_on=passes_on)
         return self.hooks.joined(output, batch) if self.holds_output else output
 

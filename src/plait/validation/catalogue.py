@@ -71,7 +71,9 @@ def _on(machine: Machine, gpus: int, row: Row) -> Row:
     if row.without:
         return row
     if not machine.transformers and not row.name.startswith("links/"):
-        return replace(row, without="Transformers is not installed, which makes the models of the checks; pip install 'plait[hf]'")
+        # Not `install_line`, which names a folder: the validation's document has no paths.
+        missing = "Transformers is not installed, which makes the models of the checks; pip install '.[hf]' in a clone"
+        return replace(row, without=missing)
     on_one = -(-row.ranks // gpus)
     if on_one > 1 and not machine.simulated and machine.memory_bytes < on_one * RANK_BYTES:
         needed = f"{on_one} ranks on a GPU need {on_one * RANK_BYTES / GIB:.0f} GiB"

@@ -32,7 +32,7 @@ from plait.parallel.context.layout import SequenceLayout
 from plait.parallel.context.traffic import context_traffic
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.hooks import StepHook
-from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED, explicit
+from plait.parallel.micro_batches import CACHES, IGNORED, LABELS, SHIFTED, explicit
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.technique import Context, Parts, Technique
@@ -112,8 +112,8 @@ class ContextParallel(Technique):
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             raise InputError("parallel.cp: a batch is a mapping with `input_ids` [batch, seq]; a batch in another form cannot be cut")
-        if batch.get("past_key_values") is not None or batch.get("use_cache"):
-            raise InputError("parallel.cp: a cache would hold a part of each sequence; leave past_key_values and use_cache out")
+        if batch.get("use_cache") or any(batch.get(name) is not None for name in CACHES):
+            raise InputError(f"parallel.cp: a cache would hold a part of each sequence; leave {', '.join(CACHES)} and use_cache out")
         if batch.get("output_attentions"):
             raise InputError("parallel.cp: attention weights are never computed in full; leave output_attentions out")
         starts = visible.document_starts(batch)
