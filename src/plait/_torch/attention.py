@@ -67,9 +67,7 @@ class FusedAttention:
 def _cpu_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, band.right == 0, scale=scale
-    )
+    output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, band.right == 0, scale=scale)
     return output, log_sum_exp
 
 

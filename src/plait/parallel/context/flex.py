@@ -33,9 +33,7 @@ class Scores:
     softcap: float | None
 
 
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention; differentiable.
 
     Args:
@@ -105,9 +103,7 @@ def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _position_mask(
-    device: torch.device, queries: int, keys: int, query_at: int, key_at: int, window: int | None
-) -> Any:
+def _position_mask(device: torch.device, queries: int, keys: int, query_at: int, key_at: int, window: int | None) -> Any:
     return _new_mask(device, queries, keys, query_at, key_at, window, None)
 
 
@@ -124,9 +120,7 @@ def _new_mask(
     first_query = torch.full((), query_at, device=device)
     first_key = torch.full((), key_at, device=device)
 
-    def seen(
-        batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor
-    ) -> torch.Tensor:
+    def seen(batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor) -> torch.Tensor:
         place, other = query_index + first_query, key_index + first_key
         visible = other <= place
         if window is not None:

@@ -100,9 +100,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kernel_for(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], rule: Rule, *, documents: bool
-) -> tuple[Kernel, str]:
+def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], rule: Rule, *, documents: bool) -> tuple[Kernel, str]:
     """Choose the kernel of a layer.
 
     Args:
@@ -301,9 +299,7 @@ def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients)
             into.add(seen, *_tile_gradients(seen, rule, outputs))
 
 
-def sink_gradient(
-    sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor
-) -> torch.Tensor | None:
+def sink_gradient(sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of `sinks` [heads] from these queries. `grad` is of `output`; both results are those of `finished`."""
     if sinks is None:
         return None

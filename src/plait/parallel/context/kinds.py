@@ -143,9 +143,7 @@ def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[tor
     return whole[..., : key.shape[3]], whole[..., key.shape[3] :]
 
 
-def _pieces(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, place: Place
-) -> Iterator[Piece]:
+def _pieces(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, place: Place) -> Iterator[Piece]:
     """Each chunk of the queries with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
         start, end = chunk.local, chunk.local + chunk.size
@@ -209,9 +207,7 @@ class _RingOfParts:
     another rank are either before or after all of this one's chunks. A window or documents need each pair of chunks by itself.
     """
 
-    def __init__(
-        self, query: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, rule: Rule
-    ) -> None:
+    def __init__(self, query: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, rule: Rule) -> None:
         self._query, self._width, self._starts, self._layout = query, width, starts, place.layout
         self._in_pairs = starts is not None or rule.window is not None
         tokens = query.shape[2]
