@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import get_args
 
-import pytest
-
 from benchmarks.context_kernels.counts import kernels_by_hand, kernels_of_layer
 from plait.parallel.context.kinds import Kind
 
 
-@pytest.mark.parametrize("kind", get_args(Kind))
-def test_at_most_a_fifth_more_than_by_hand(kind: Kind) -> None:
-    """Forward and backward of a layer, 8,192 to 1,048,576 tokens, 2 to 32 ranks; the first rank, the last, and one between."""
+def test_at_most_a_fifth_more_than_by_hand() -> None:
+    """Forward and backward of a layer, from 8,192 tokens on 2 ranks to 1,048,576 on 32; the last rank, and on few ranks the first."""
     found = {}
-    for tokens in (8192, 32768, 1048576):
-        for ranks in (2, 8, 32):
-            for rank in {0, ranks // 2, ranks - 1}:
-                counted, by_hand = kernels_of_layer(kind, tokens, ranks, rank), kernels_by_hand(tokens, ranks, rank)
-                found[tokens, ranks, rank] = counted.total() / by_hand.total()
+    for tokens, ranks, rank in ((8192, 2, 0), (8192, 2, 1), (32768, 8, 0), (32768, 8, 7), (1048576, 32, 31)):
+        by_hand = kernels_by_hand(tokens, ranks, rank).total()
+        for kind in get_args(Kind):
+            found[kind, tokens, ranks, rank] = kernels_of_layer(kind, tokens, ranks, rank).total() / by_hand
     assert max(found.values()) <= 1.2, found
 
 
