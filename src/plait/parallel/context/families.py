@@ -24,6 +24,8 @@ FAMILIES = (
 """`config.model_type` of the causal language models that are compared with one process."""
 WITHOUT_DOCUMENTS = ("gpt_oss",)
 """Those whose masks Transformers makes without `position_ids`: documents in one row see each other, which one process does not tell."""
+WITH_CAPPED_SCORES = ("gemma2",)
+"""Families whose attention caps scores, which on GPUs FlexAttention computes."""
 KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
 """What computes attention: SDPA's kernels, products and a softmax, FlexAttention, or FlashAttention."""
 WITHOUT_FLEX_BACKWARD = ("cpu",)
