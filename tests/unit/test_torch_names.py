@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch import (
+    attention,
     dtensor,
     gathering,
     groups,
@@ -39,6 +40,7 @@ from plait._torch import (
 )
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.errors import InputError
+from tests import fused_attention
 from tests.measured.storage_tracker import StorageTracker
 
 
@@ -831,3 +833,71 @@ def test_started_by() -> None:
     assert [handler.proc is given for handler in [*handlers, later]] == [True, False, False]
     assert [handler.proc.wait() for handler in [*handlers, later]] == [0, 0, 0]
     assert asked == [([sys.executable, "-c", "print(1)"], "x", (None, None))] * 2
+
+
+@pytest.mark.parametrize("band", [attention.Band(), attention.Band(None, 0), attention.Band(5, None), attention.Band(4, 2)], ids=str)
+def test_flash_attention_has_the_shapes_of_its_reference(band: attention.Band) -> None:
+    """The operator for CUDA, on meta: outputs, log-sum-exp and gradients have the shapes and dtypes that the tests' reference has."""
+    shapes = {"query": (2, 4, 10, 20), "key": (2, 2, 13, 20), "value": (2, 2, 13, 12)}
+    found = []
+    with fused_attention.registered("CPU"):
+        for device in ("meta", "cpu"):
+            query, key, value = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes.values())
+            output, log_sum_exp = attention.FLASH.forward(query, key, value, band, 0.5)
+            gradients = attention.FLASH.backward(output, query, key, value, output, log_sum_exp, band, 0.5)
+            found.append([(x.shape, x.dtype, x.stride()) for x in (output, log_sum_exp)] + [(x.shape, x.dtype) for x in gradients])
+    assert found[0] == found[1]
+    assert found[0][1][:2] == ((2, 4, 10), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype) -> None:
+    """The same; the log-sum-exp that the operator returns is padded to 32 queries."""
+    found, raw = [], []
+    with fused_attention.registered("CPU"):
+        for device in ("meta", "cpu"):
+            query, key = (torch.zeros(2, 4, 10, 20, dtype=dtype, device=device) for _ in range(2))
+            value = torch.zeros(2, 4, 10, 12, dtype=dtype, device=device)
+            aligned = [torch.zeros(*x.shape[:3], 24, dtype=dtype, device=device) for x in (query, key)]
+            raw.append(torch.ops.aten._scaled_dot_product_efficient_attention(*aligned, aligned[1], None, True, 0.0, True, scale=0.5)[1].shape)
+            output, log_sum_exp = attention.EFFICIENT.forward(query, key, value, attention.Band(None, 0), 0.5)
+            arguments = output, query, key, value, output, log_sum_exp, attention.Band(None, 0), 0.5
+            gradients = attention.EFFICIENT.backward(*arguments)
+            found.append([(x.shape, x.dtype) for x in (output, log_sum_exp, *gradients)])
+    assert found[0] == found[1] and raw == [(2, 4, 32)] * 2
+
+
+def test_kernels_that_a_device_lacks_are_named() -> None:
+    """Each reason says what is missing; without a GPU, a fake tensor stands for a device that has every kernel."""
+    device = torch.device("cuda", 0)
+    with fused_attention.registered("CUDA"):
+        assert attention.why_not_flash(device, torch.bfloat16, 128) == attention.why_not_efficient(torch.float32) == ""
+        assert "float32" in attention.why_not_flash(device, torch.float32, 128)
+        assert "not 264" in attention.why_not_flash(device, torch.bfloat16, 264)
+        assert "float64" in attention.why_not_efficient(torch.float64) and "float64" in attention.why_not_flex(torch.float64, 64)
+        assert "not 8" in attention.why_not_flex(torch.bfloat16, 8)
+        torch.backends.cuda.enable_flash_sdp(False)
+        try:
+            assert "enable_flash_sdp" in attention.why_not_flash(device, torch.bfloat16, 128)
+        finally:
+            torch.backends.cuda.enable_flash_sdp(True)
+    if torch.version.cuda is None:
+        assert "no FlashAttention" in attention.why_not_flash(device, torch.bfloat16, 128)
+
+
+def test_attention_of_cpus_computes_parts() -> None:
+    """The backward takes the output and the log-sum-exp of a softmax over more keys: gradients of both halves are those of the whole."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.5)
+    gradients = torch.autograd.grad(expected, (query, key, value), torch.ones_like(expected))
+    with torch.no_grad():
+        output, log_sum_exp = attention.CPU.forward(query, key, value, attention.Band(), 0.5)
+        halves = [
+            attention.CPU.backward(torch.ones_like(output), query, *tensors, output, log_sum_exp, attention.Band(), 0.5)
+            for tensors in zip(key.split(3, 2), value.split(3, 2), strict=True)
+        ]
+    torch.testing.assert_close(halves[0][0] + halves[1][0], gradients[0])
+    for mine, right in zip(zip(*halves, strict=True), gradients, strict=True):
+        if right is not gradients[0]:
+            torch.testing.assert_close(torch.cat(mine, 2), right)
