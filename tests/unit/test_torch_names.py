@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -332,6 +332,33 @@ def test_custom_reduce_scatter() -> None:
         module.set_custom_reduce_scatter(Counted())
     model(torch.ones(1, 4)).sum().backward()
     assert sorted(calls) == [16, 20], "both units, rows padded to both ranks"
+
+
+def test_unused_parameters_of_accumulated_steps() -> None:
+    """Gradients are reduced in float32 where micro-batches of bfloat16 use different parameters."""
+    unit = HalfUsed()
+    unit.late = nn.Linear(3, 3)
+    unit.forward = lambda x, late: unit.late(x) if late else unit.used(x)  # type: ignore[method-assign]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    units.reduce_unused_parameters(unit)
+    units.reduce_unused_parameters(unit)
+    sent: list[torch.Tensor] = []
+
+    class Recorded(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            sent.append(input_tensor.clone())
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    unit.set_custom_reduce_scatter(Recorded())
+    x = torch.full((1, 3), 2.0)
+    for uses in ((False, False), (False, True), (True, True)):
+        for index, late in enumerate(uses):
+            unit.set_requires_gradient_sync(index == 1)
+            unit(x, late).sum().backward()
+    assert [buffer.dtype for buffer in sent] == [torch.float32] * 3
+    # Sums of the gradients of nine weights (2 each) and three biases (1 each), before the division.
+    assert [float(buffer.sum()) for buffer in sent] == [2 * (9 * 2 + 3)] * 3
 
 
 @pytest.mark.parametrize("own_dtype", [False, True])
