@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -162,6 +163,52 @@ def test_sharded_state() -> None:
     units.reduce_unused_parameters(model)
 
 
+@dataclasses.dataclass
+class Hidden:
+    states: torch.Tensor
+    others: list[torch.Tensor]
+
+
+class ReturnsDataclass(nn.Module):
+    """Returns tensors in a dataclass, some of them in a list, as pytrees do not open it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(self.first(x).cos(), [self.second(x).cos()])
+
+
+class ReadsDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = ReturnsDataclass(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, nested: bool) -> Hidden:
+        hidden = self.inner(x * self.head.weight.sum())
+        return Hidden(hidden.others[0] if nested else hidden.states, [])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_outputs_in_dataclasses(nested: bool) -> None:
+    """The backward of a unit that returned a dataclass gathers the unit before it computes."""
+    model, mesh = ReadsDataclass(), init_device_mesh("cpu", (2,))
+    fully_shard(model.inner, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    seen: list[str] = []
+    for unit in units.sharded_modules(model):
+        watched_shards.watch_shards(unit)
+        gathering.on_shard_reads(unit, lambda when: seen.append(when[0]), lambda: None)
+    loss = model(torch.ones(1, 4), nested=nested).states.sum()
+    assert seen == ["forward"] * 2
+    loss.backward()
+    assert seen[2:] == ["backward"] * 2
+    assert units.unsharded_parameter_bytes(model) == 0
+    used = (model.inner.second if nested else model.inner.first, model.head)
+    assert all(layer.weight.grad is not None for layer in used)
+
+
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -283,6 +330,65 @@ def test_custom_reduce_scatter() -> None:
         module.set_custom_reduce_scatter(Counted())
     model(torch.ones(1, 4)).sum().backward()
     assert sorted(calls) == [16, 20], "both units, rows padded to both ranks"
+
+
+def test_unused_parameters_of_accumulated_steps() -> None:
+    """Gradients are reduced in float32 where micro-batches of bfloat16 use different parameters."""
+    unit = HalfUsed()
+    unit.late = nn.Linear(3, 3)
+    unit.forward = lambda x, late: unit.late(x) if late else unit.used(x)  # type: ignore[method-assign]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    units.reduce_unused_parameters(unit)
+    units.reduce_unused_parameters(unit)
+    sent: list[torch.Tensor] = []
+
+    class Recorded(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            sent.append(input_tensor.clone())
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    unit.set_custom_reduce_scatter(Recorded())
+    x = torch.full((1, 3), 2.0)
+    for uses in ((False, False), (False, True), (True, True)):
+        for index, late in enumerate(uses):
+            unit.set_requires_gradient_sync(index == 1)
+            unit(x, late).sum().backward()
+    assert [buffer.dtype for buffer in sent] == [torch.float32] * 3
+    # Sums of the gradients of nine weights (2 each) and three biases (1 each), before the division.
+    assert [float(buffer.sum()) for buffer in sent] == [2 * (9 * 2 + 3)] * 3
+
+
+@pytest.mark.parametrize("own_dtype", [False, True])
+def test_order_of_reduced_gradients(own_dtype: bool) -> None:
+    """Gradients are sent in the order of `reduced_shapes`, shards in that of `gathered_shapes`."""
+    unit = nn.Module()
+    sizes = {"first": (2, 3), "second": (4,), "third": (2, 5), "fourth": (6, 1)}
+    for name, size in sizes.items():
+        unit.register_parameter(name, nn.Parameter(torch.ones(size)))
+    if own_dtype and hasattr(torch.Tensor, "grad_dtype"):
+        unit.second.grad_dtype = torch.float64  # type: ignore[union-attr]
+    unit.fourth.requires_grad_(False)  # type: ignore[operator]
+    unit.forward = lambda: (  # type: ignore[method-assign]
+        unit.first.sum() * 1 + unit.second.sum() * 2 + unit.third.sum() * 3 + unit.fourth.sum()
+    )
+    fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+    sent: list[torch.Tensor] = []
+
+    class Recorded(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            sent.append(input_tensor.clone())
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    unit.set_custom_reduce_scatter(Recorded())  # type: ignore[operator]
+    unit().backward()
+    runs = torch.unique_consecutive(sent[0].view(2, -1)[0], return_counts=True)[1].tolist()
+    shapes = [numel for _, numel, trainable in units.reduced_shapes(unit) if trainable]  # type: ignore[arg-type]
+    assert shapes == runs
+    if not own_dtype:
+        assert units.reduced_shapes(unit) == units.gathered_shapes(unit)  # type: ignore[arg-type]
+    gathered = [(dimensions, numel) for dimensions, numel, _ in units.gathered_shapes(unit)]  # type: ignore[arg-type]
+    assert gathered == [(2, 3), (1, 2), (2, 5), (2, 3)]
 
 
 def test_schedule_actions() -> None:

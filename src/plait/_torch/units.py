@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,13 +56,30 @@ def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], tor
         p.sharded_param._local_tensor = buffer.view(p.padded_sharded_param_size).narrow(dim, 0, p.sharded_param._local_tensor.shape[dim])
 
 
-def shard_shapes(module: FSDPModule) -> list[tuple[int, int, bool]]:
-    """(dimensions, elements of this rank's padded shard, trainable) of one unit's parameters, in the order in which their shards are
-    laid out for collectives."""
-    return [
-        (len(p.padded_sharded_param_size), p.padded_sharded_param_size.numel(), bool(p.sharded_param.requires_grad))
-        for p in sharded_parameters(module)
-    ]
+ShardShape = tuple[int, int, bool]
+"""Dimensions of a parameter, elements of this rank's padded shard of it, and whether it trains."""
+
+
+def gathered_shapes(module: FSDPModule) -> list[ShardShape]:
+    """Parameters of one unit, in the order in which an all-gather sends their shards."""
+    return [_shape_of(p) for p in sharded_parameters(module)]
+
+
+def reduced_shapes(module: FSDPModule) -> list[ShardShape]:
+    """Parameters of one unit, in the order in which a reduce-scatter sends their gradients.
+
+    Since torch 2.15 parameters are grouped by the dtype of their gradients (`Tensor.grad_dtype`),
+    in the order in which the dtypes appear. Before, the order is that of the all-gather.
+    """
+    parameters = sharded_parameters(module)
+    dtypes = [getattr(p, "sharded_grad_dtype", None) for p in parameters]
+    order = sorted(range(len(parameters)), key=lambda index: dtypes.index(dtypes[index]))
+    return [_shape_of(parameters[index]) for index in order]
+
+
+def _shape_of(p: Any) -> ShardShape:
+    size = p.padded_sharded_param_size
+    return len(size), size.numel(), bool(p.sharded_param.requires_grad)
 
 
 def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -140,26 +157,38 @@ def unsharded_gradient_bytes(model: nn.Module) -> int:
 def reduce_unused_parameters(model: nn.Module) -> None:
     """Make units reduce zeros for parameters that a backward did not reach, so that ranks that used others issue the same collective."""
     for module in sharded_modules(model):
-        if hasattr(module, "set_reduce_scatter_unused_params"):
+        if not _ACCUMULATES_APART:
             module.set_reduce_scatter_unused_params(True, recurse=False)
             continue
         for group in parameter_groups(module):
-            _reduce_zeros(group)
+            _reduce_every_gradient(group)
 
 
-def _reduce_zeros(group: Any) -> None:
-    """Do for a group what `set_reduce_scatter_unused_params` does, which torch has since 2.13."""
-    if hasattr(group, "reduce_scatter_unused_params"):
+def _reduce_every_gradient(group: Any) -> None:
+    """Make a group reduce gradients of one dtype for all parameters that train.
+
+    torch 2.11 and 2.12 reduce no zeros. torch 2.13 and 2.14 reduce zeros of the computation's dtype,
+    and fail where gradients of earlier micro-batches are kept in the reduction's dtype.
+    """
+    if getattr(group, "reduce_scatter_unused_params", False):
         return
     group.reduce_scatter_unused_params = True
     post_backward = group.post_backward
 
-    def post_backward_with_zeros(*unused: Any) -> None:
+    def complete_and_reduce(*unused: Any) -> None:
         if group.reduce_grads:
-            for p in group.fsdp_params:
-                gathered = getattr(p, "_unsharded_param", None)
-                if gathered is not None and gathered.requires_grad and not _unsharded_gradients(p):
-                    gathered.grad = torch.zeros_like(gathered)
+            _complete_gradients(group.fsdp_params)
         post_backward(*unused)
 
-    group.post_backward = post_backward_with_zeros
+    group.post_backward = complete_and_reduce
+
+
+def _complete_gradients(parameters: Iterable[Any]) -> None:
+    gathered = [p for p in parameters if hasattr(p, "_unsharded_param")]
+    trainable = [p for p in gathered if p._unsharded_param.requires_grad]
+    accumulates = any(p.unsharded_accumulated_grad is not None for p in trainable)
+    for p in trainable:
+        if not _unsharded_gradients(p):
+            p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+        if accumulates and p.unsharded_accumulated_grad is None:
+            p.to_accumulated_grad_if_needed()
