@@ -51,11 +51,12 @@ def test_an_older_trainer_is_refused(version: str, monkeypatch: pytest.MonkeyPat
 def test_an_older_trainer_keeps_its_arguments() -> None:
     """Plait takes `deepspeed=` and `fsdp=` from TrainingArguments only where its Trainer can train."""
     script = """
-import transformers
-transformers.__version__ = "5.16.1"
-own = transformers.TrainingArguments.__post_init__
+import sys
+from transformers import TrainingArguments
+sys.modules["transformers"].__version__ = "5.16.1"  # what `import transformers` binds here is replaced
+own = TrainingArguments.__post_init__
 import plait.hf
-assert transformers.TrainingArguments.__post_init__ is own
+assert TrainingArguments.__post_init__ is own
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
