@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Any
 
 import transformers
@@ -23,7 +24,7 @@ RECOMPUTE_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
 
 def has_supported_trainer() -> bool:
     """Return whether the installed Trainer is one that Plait was run with."""
-    return Version(transformers.__version__).release >= Version(OLDEST_TRAINER).release
+    return Version(version("transformers")).release >= Version(OLDEST_TRAINER).release
 
 
 def require_supported_trainer() -> None:
@@ -34,7 +35,7 @@ def require_supported_trainer() -> None:
     """
     if not has_supported_trainer():
         raise InputError(
-            f"plait.hf.Trainer: Transformers {transformers.__version__} is installed, and Plait overrides methods of the "
+            f"plait.hf.Trainer: Transformers {version('transformers')} is installed, and Plait overrides methods of the "
             f"Trainer as {OLDEST_TRAINER} and newer have them; run pip install 'transformers>={OLDEST_TRAINER}', or train with "
             "plait.initialize"
         )
