@@ -714,7 +714,9 @@ def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype)
             query, key = (torch.zeros(2, 4, 10, 20, dtype=dtype, device=device) for _ in range(2))
             value = torch.zeros(2, 4, 10, 12, dtype=dtype, device=device)
             aligned = [torch.zeros(*x.shape[:3], 24, dtype=dtype, device=device) for x in (query, key)]
-            raw.append(torch.ops.aten._scaled_dot_product_efficient_attention(*aligned, aligned[1], None, True, 0.0, True, scale=0.5)[1].shape)
+            raw.append(
+                torch.ops.aten._scaled_dot_product_efficient_attention(*aligned, aligned[1], None, True, 0.0, True, scale=0.5)[1].shape
+            )
             output, log_sum_exp = attention.EFFICIENT.forward(query, key, value, attention.Band(None, 0), 0.5)
             arguments = output, query, key, value, output, log_sum_exp, attention.Band(None, 0), 0.5
             gradients = attention.EFFICIENT.backward(*arguments)

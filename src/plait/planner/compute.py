@@ -223,12 +223,14 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
 def _attention_of_parts(job: Job, rates: Rates, forward: Numbers, backward: Numbers) -> tuple[Numbers, Numbers]:
     """(forward, backward) of attention where sequences are cut on GPUs, in `parallel.context`.
 
-    The fused kernel takes `forward` and `backward`, with values padded to the width of queries. FlexAttention, which computes capped scores,
-    runs its forward again in the backward. Around the kernels element-wise ones combine results, per token of this rank:
+    The fused kernel takes `forward` and `backward`, with values padded to the width of queries.
+    FlexAttention, which computes capped scores, runs its forward again in the backward. Around the
+    kernels, element-wise ones combine results, per token of this rank:
 
-    - ring: an output in float32 is merged with that of each other rank, of half the queries where the keys are after the first chunk, so of
-      three quarters on average; gradients are added up in float32.
-    - all-gather-kv: keys and values of all ranks are put in order, and their gradients added up in float32 and put back.
+    - ring: an output in float32 is merged with that of each other rank. Of later ranks half of the
+      queries take part, so on average three quarters. Gradients are added up in float32.
+    - all-gather-kv: keys and values of all ranks are put in order, and their gradients are added up
+      in float32 and put back.
     - ulysses: queries, keys, values and outputs are packed for the exchange and unpacked.
     """
     model, at, b = job.model, job.layouts, job.element_bytes

@@ -90,7 +90,7 @@ def check(
     keys, values, queries = GradientSum(key), GradientSum(value), GradientSum(query)
     total = None if sinks is None else torch.zeros_like(sinks)
     with torch.no_grad():
-        for rank, chunk in ((rank, chunk) for rank in (0, 1) for chunk in SequenceLayout(2, rank, zigzag).chunks(half)):
+        for chunk in (chunk for rank in (0, 1) for chunk in SequenceLayout(2, rank, zigzag).chunks(half)):
             rows = slice(chunk.at, chunk.at + chunk.size)
             own = None if starts is None else starts[:, rows]
             halves = [
