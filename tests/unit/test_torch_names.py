@@ -724,8 +724,9 @@ def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype)
     assert found[0] == found[1] and raw == [(2, 4, 32)] * 2
 
 
-def test_kernels_that_a_device_lacks_are_named() -> None:
-    """Each reason says what is missing; without a GPU, a fake tensor stands for a device that has every kernel."""
+def test_kernels_that_a_device_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reason says what is missing, whatever device this machine has."""
+    monkeypatch.setattr(attention, "_capability", lambda device: (9, 0))
     device = torch.device("cuda", 0)
     with fused_attention.registered("CUDA"):
         assert attention.why_not_flash(device, torch.bfloat16, 128) == attention.why_not_efficient(torch.float32) == ""
@@ -738,6 +739,11 @@ def test_kernels_that_a_device_lacks_are_named() -> None:
             assert "enable_flash_sdp" in attention.why_not_flash(device, torch.bfloat16, 128)
         finally:
             torch.backends.cuda.enable_flash_sdp(True)
+        monkeypatch.setattr(attention, "_capability", lambda device: (8, 9))
+        assert "8.9" in attention.why_not_flash(device, torch.bfloat16, 200)
+        assert attention.why_not_flash(device, torch.bfloat16, 256) == ""
+        monkeypatch.setattr(attention, "_capability", lambda device: (7, 0))
+        assert "8.0" in attention.why_not_flash(device, torch.float16, 128)
     if torch.version.cuda is None:
         assert "no FlashAttention" in attention.why_not_flash(device, torch.bfloat16, 128)
 

@@ -141,9 +141,11 @@ class PartialSoftmax:
     """Output and log-sum-exp of a softmax over the keys that were added so far."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
-        """Args:
-        query: [batch, heads, queries, head_dim], all queries of this softmax.
-        width: Of a value.
+        """Start with no keys.
+
+        Args:
+            query: [batch, heads, queries, head_dim], all queries of this softmax.
+            width: Width of a value.
         """
         self._query, self._width = query, width
         self._output: torch.Tensor | None = None
@@ -215,9 +217,12 @@ class GradientSum:
     """The gradient of one tensor, a sum over pieces, in the dtype of `wide` once there is more than one."""
 
     def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
-        """Args:
-        like: The tensor whose gradient this is.
-        total: Where the sum is made. None: the first gradient that covers all tokens is the sum so far.
+        """Start with a sum of zero.
+
+        Args:
+            like: The tensor whose gradient this is.
+            total: Tensor of zeros in which the sum is made. None: the first gradient that covers all
+                tokens is the sum so far.
         """
         self.like, self._total = like, total
 
