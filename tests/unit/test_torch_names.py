@@ -764,3 +764,11 @@ def test_attention_of_cpus_computes_parts() -> None:
     for mine, right in zip(zip(*halves, strict=True), gradients, strict=True):
         if right is not gradients[0]:
             torch.testing.assert_close(torch.cat(mine, 2), right)
+
+
+def test_views_know_what_they_are_views_of() -> None:
+    """Through several views, with and without gradients."""
+    tensor = torch.zeros(2, 1, 6)
+    with torch.no_grad():
+        assert operators.viewed(tensor[:, 0]) is tensor
+    assert operators.viewed(tensor[:, 0, 2:]) is tensor and operators.viewed(tensor) is tensor
