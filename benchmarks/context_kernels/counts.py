@@ -37,7 +37,9 @@ class CountKernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def kernels_of_layer(kind: Kind, tokens: int, ranks: int, rank: int, *, window: int | None = None, kernel: Kernel = "flash") -> Counter[str]:
+def kernels_of_layer(
+    kind: Kind, tokens: int, ranks: int, rank: int, *, window: int | None = None, kernel: Kernel = "flash"
+) -> Counter[str]:
     """Count the kernels of a layer of Plait on one rank.
 
     Args:

@@ -886,7 +886,9 @@ def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype)
             query, key = (torch.zeros(2, 4, 10, 20, dtype=dtype, device=device) for _ in range(2))
             value = torch.zeros(2, 4, 10, 12, dtype=dtype, device=device)
             aligned = [torch.zeros(*x.shape[:3], 24, dtype=dtype, device=device) for x in (query, key)]
-            raw.append(torch.ops.aten._scaled_dot_product_efficient_attention(*aligned, aligned[1], None, True, 0.0, True, scale=0.5)[1].shape)
+            raw.append(
+                torch.ops.aten._scaled_dot_product_efficient_attention(*aligned, aligned[1], None, True, 0.0, True, scale=0.5)[1].shape
+            )
             output, log_sum_exp = attention.EFFICIENT.forward(query, key, value, attention.Band(None, 0), 0.5)
             arguments = output, query, key, value, output, log_sum_exp, attention.Band(None, 0), 0.5
             gradients = attention.EFFICIENT.backward(*arguments)
@@ -894,8 +896,9 @@ def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype)
     assert found[0] == found[1] and raw == [(2, 4, 32)] * 2
 
 
-def test_kernels_that_a_device_lacks_are_named() -> None:
-    """Each reason says what is missing; without a GPU, a fake tensor stands for a device that has every kernel."""
+def test_kernels_that_a_device_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reason says what is missing, whatever device this machine has."""
+    monkeypatch.setattr(attention, "_capability", lambda device: (9, 0))
     device = torch.device("cuda", 0)
     with fused_attention.registered("CUDA"):
         assert attention.why_not_flash(device, torch.bfloat16, 128) == attention.why_not_efficient(torch.float32) == ""
@@ -908,6 +911,11 @@ def test_kernels_that_a_device_lacks_are_named() -> None:
             assert "enable_flash_sdp" in attention.why_not_flash(device, torch.bfloat16, 128)
         finally:
             torch.backends.cuda.enable_flash_sdp(True)
+        monkeypatch.setattr(attention, "_capability", lambda device: (8, 9))
+        assert "8.9" in attention.why_not_flash(device, torch.bfloat16, 200)
+        assert attention.why_not_flash(device, torch.bfloat16, 256) == ""
+        monkeypatch.setattr(attention, "_capability", lambda device: (7, 0))
+        assert "8.0" in attention.why_not_flash(device, torch.float16, 128)
     if torch.version.cuda is None:
         assert "no FlashAttention" in attention.why_not_flash(device, torch.bfloat16, 128)
 
@@ -928,3 +936,11 @@ def test_attention_of_cpus_computes_parts() -> None:
     for mine, right in zip(zip(*halves, strict=True), gradients, strict=True):
         if right is not gradients[0]:
             torch.testing.assert_close(torch.cat(mine, 2), right)
+
+
+def test_views_know_what_they_are_views_of() -> None:
+    """Through several views, with and without gradients."""
+    tensor = torch.zeros(2, 1, 6)
+    with torch.no_grad():
+        assert operators.viewed(tensor[:, 0]) is tensor
+    assert operators.viewed(tensor[:, 0, 2:]) is tensor and operators.viewed(tensor) is tensor

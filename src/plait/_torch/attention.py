@@ -229,8 +229,12 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     if not torch.backends.cuda.flash_sdp_enabled():
         return "torch.backends.cuda.enable_flash_sdp(False) was called"
     capability = _capability(device)
+    version = f"{capability[0]}.{capability[1]}"
     if capability < (8, 0):
-        return f"FlashAttention needs compute capability 8.0, and the device has {capability[0]}.{capability[1]}"
+        return f"FlashAttention needs compute capability 8.0, and the device has {version}"
+    # SDPA refuses the same: the backward needs more shared memory than these devices have.
+    if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
+        return f"FlashAttention's backward takes no head dimension of {head_dim} on compute capability {version}"
     return ""
 
 

@@ -216,26 +216,29 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     cut = job.is_plait & (np.asarray(at.cp) > 1) & ~np.asarray(job.device.on_cpu)
     if not np.any(cut):
         return forward, backward
-    cut_forward, cut_backward = _attention_of_parts(job, rates, forward, backward)
+    cut_forward, cut_backward = _attention_of_parts(job, rates, forward)
     return np.where(cut, cut_forward, forward), np.where(cut, cut_backward, backward)
 
 
-def _attention_of_parts(job: Job, rates: Rates, forward: Numbers, backward: Numbers) -> tuple[Numbers, Numbers]:
+def _attention_of_parts(job: Job, rates: Rates, forward: Numbers) -> tuple[Numbers, Numbers]:
     """(forward, backward) of attention where sequences are cut on GPUs, in `parallel.context`.
 
-    The fused kernel takes `forward` and `backward`, with values padded to the width of queries. FlexAttention, which computes capped scores,
-    runs its forward again in the backward. Around the kernels element-wise ones combine results, per token of this rank:
+    The fused kernel takes `forward`, where values are not padded to the width of queries.
+    FlexAttention, which computes capped scores, runs its forward again in the backward. Around the
+    kernels, element-wise ones combine results, per token of this rank:
 
-    - ring: an output in float32 is merged with that of each other rank, of half the queries where the keys are after the first chunk, so of
-      three quarters on average; gradients are added up in float32.
-    - all-gather-kv: keys and values of all ranks are put in order, and their gradients added up in float32 and put back.
+    - ring: an output in float32 is merged with that of each other rank. Of later ranks half of the
+      queries take part, so on average three quarters. Gradients are added up in float32.
+    - all-gather-kv: keys and values of all ranks are put in order, and their gradients are added up
+      in float32 and put back.
     - ulysses: queries, keys, values and outputs are packed for the exchange and unpacked.
     """
     model, at, b = job.model, job.layouts, job.element_bytes
     tp, cp = (1 if job.whole_attention else at.tp), np.asarray(at.cp)
     padding = 2 * np.maximum(model.head_dim, model.value_width) / (model.head_dim + model.value_width)
     by_flex = np.isin(np.asarray(model.model_type), WITH_CAPPED_SCORES)
-    kernel, kernel_backward = padding * forward, padding * backward + by_flex * forward
+    kernel = padding * forward
+    kernel_backward = 2.5 * kernel + by_flex * kernel  # five products of one width in place of two
 
     queries, outputs = model.heads * model.head_dim / tp, model.heads * model.value_width / tp
     kv_heads = np.maximum(model.kv_heads / tp, 1)

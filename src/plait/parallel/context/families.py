@@ -111,8 +111,8 @@ def _unfit(config: Any) -> Iterator[str]:
 def implementation_of(model: nn.Module) -> str:
     """Return Transformers' name of the attention that a model is to compute.
 
-    GPT-OSS and Gemma 2 support no "sdpa" in Transformers, whose SDPA knows neither sinks nor caps, so "eager" is not their user's choice.
-    Plait computes both with fused kernels.
+    Transformers gives GPT-OSS and Gemma 2 no "sdpa", because its SDPA knows neither sinks nor caps. So
+    "eager" is not their user's choice, and Plait computes both with fused kernels.
     """
     config: Any = model.config
     chosen = str(config._attn_implementation)
@@ -120,7 +120,7 @@ def implementation_of(model: nn.Module) -> str:
 
 
 def why_in_tiles(config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:
-    """Return why attention of parts of sequences is computed in tiles of matrix products on a GPU; empty if a fused kernel computes it.
+    """Return why attention is computed in tiles of matrix products on a GPU.
 
     Args:
         config: The model's.
@@ -128,6 +128,9 @@ def why_in_tiles(config: Any, implementation: str, device: torch.device, dtype: 
         device: Of the model.
         dtype: That attention is computed in.
         documents: Whether sequences are made of several documents.
+
+    Returns:
+        The reason, empty if a fused kernel computes attention.
     """
     if device.type == "cpu" or implementation in IMPLEMENTATIONS:
         return ""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from plait._torch.operators import viewed
+
 _document_masks: Any = WeakIdKeyDictionary()
 """Block masks of each micro-batch, by the tensor of its document starts: they are the same in all layers."""
 
@@ -94,8 +96,7 @@ def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
     starts = scores.starts
     if starts is None:
         return _position_mask(query.device, *sizes)
-    base = starts if starts._base is None else starts._base
-    masks = _document_masks.setdefault(base, {})
+    masks = _document_masks.setdefault(viewed(starts), {})
     if sizes not in masks:
         # A copy: what the mask refers to must not keep the key of its own entry alive.
         masks[sizes] = _new_mask(query.device, *sizes, starts.clone())

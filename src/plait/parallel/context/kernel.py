@@ -1,8 +1,9 @@
-"""Attention of some queries to some keys, as a part of a softmax over more keys: outputs, log-sum-exps and gradients.
+"""Attention of some queries to some keys, as a part of a softmax over more keys.
 
-Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU one fused kernel computes a whole piece.
-Where the kernel does not support its shape, the piece is divided into parts that are fully visible or causal, or into tiles that are small
-enough for a mask. Scores are computed in float32 or wider. Nothing is communicated here.
+Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU one
+fused kernel computes a whole piece. If the kernel does not support its shape, the piece is divided into
+parts that are fully visible or causal, or into tiles that are small enough for a mask. Scores are
+computed in float32 or wider. Nothing is communicated here.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Rule:
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
     kernel: Kernel = "sdpa"
-    """What computes attention. "sdpa" stands for the best one that the device has (`kernel_for`); "products" are matrix products in
-    tiles."""
+    """What computes attention. "sdpa" stands for the best one that the device has (`kernel_for`);
+    "products" are matrix products in tiles."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,21 @@ class PartialSoftmax:
     """Output and log-sum-exp of a softmax over the keys that were added so far."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
-        """Args:
-        query: [batch, heads, queries, head_dim], all queries of this softmax.
-        width: Of a value.
+        """Start with no keys.
+
+        Args:
+            query: [batch, heads, queries, head_dim], all queries of this softmax.
+            width: Width of a value.
         """
         self._query, self._width = query, width
         self._output: torch.Tensor | None = None
         self._log_sum_exp: torch.Tensor | None = None
 
     def add(self, row: int, output: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
-        """Add the softmax over other keys for the queries from index `row` on. Both tensors may be changed later."""
+        """Add the softmax over other keys for the queries from index `row` on.
+
+        Both tensors may be changed later.
+        """
         count, dtype = output.shape[2], wide(self._query.dtype)
         if self._output is None or self._log_sum_exp is None:
             if count == self._query.shape[2]:
@@ -169,8 +175,8 @@ class PartialSoftmax:
         """Return the output in the dtype of the queries, and the log-sum-exp, of the softmax over all keys.
 
         Args:
-            sinks: [heads], the score of one more key of each head, whose value is 0. It counts once, after the parts of the sequence
-                are combined.
+            sinks: [heads], the score of one more key of each head, whose value is 0. It counts once,
+                after the parts of the sequence are combined.
         """
         output, log_sum_exp = self._output, self._log_sum_exp
         assert output is not None and log_sum_exp is not None  # each token sees itself
@@ -182,7 +188,7 @@ class PartialSoftmax:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the backward reads of queries: the gradient of their output, the output, and the log-sum-exp over all keys."""
+    """What the backward reads of queries. Output and log-sum-exp are over all keys."""
 
     grad: torch.Tensor
     output: torch.Tensor
@@ -190,8 +196,10 @@ class Outputs:
     _rows: dict[tuple[int, int], Outputs] = field(default_factory=dict)
 
     def rows(self, start: int, end: int) -> Outputs:
-        """Return those of some of the queries, without gaps between tokens, as fused kernels read them. They are kept for the next
-        piece of the same queries."""
+        """Return those of some of the queries, without gaps between tokens, as fused kernels read them.
+
+        They are kept for the next piece of the same queries.
+        """
         if (start, end) == (0, self.output.shape[2]):
             return self
         if (start, end) not in self._rows:
@@ -209,9 +217,12 @@ class GradientSum:
     """The gradient of one tensor, a sum over pieces, in the dtype of `wide` once there is more than one."""
 
     def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
-        """Args:
-        like: The tensor whose gradient this is.
-        total: Where the sum is made. None: the first gradient that covers all tokens is the sum so far.
+        """Start with a sum of zero.
+
+        Args:
+            like: The tensor whose gradient this is.
+            total: Tensor of zeros in which the sum is made. None: the first gradient that covers all
+                tokens is the sum so far.
         """
         self.like, self._total = like, total
 
@@ -270,7 +281,10 @@ def attend(piece: Piece, rule: Rule, into: PartialSoftmax) -> None:
 
 
 def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients) -> None:
-    """Add the gradients that go through these keys. `outputs` are of all queries that `piece.row` counts from."""
+    """Add the gradients that go through these keys.
+
+    `outputs` are of all queries that `piece.row` counts from.
+    """
     visible = _visible(piece, rule)
     if visible is None:
         return
@@ -300,7 +314,10 @@ def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients)
 
 
 def sink_gradient(sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of `sinks` [heads] from these queries. `grad` is of `output`; both results are those of `finished`."""
+    """Return the gradient of `sinks` [heads] from these queries.
+
+    `grad` is of `output`; `output` and `log_sum_exp` are what `PartialSoftmax.finished` returned.
+    """
     if sinks is None:
         return None
     weights = torch.exp(sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp)
@@ -314,7 +331,10 @@ def _kernel(piece: Piece, rule: Rule) -> Kernel:
 
 
 def _visible(piece: Piece, rule: Rule) -> Piece | None:
-    """The piece without keys that no query sees, and without last queries whose window is behind all keys; None if nothing is left."""
+    """The piece without keys that no query sees, and without queries whose window is behind all keys.
+
+    None if nothing is left.
+    """
     count = piece.query.shape[2]
     low, high = piece.key_at, min(piece.key_at + piece.key.shape[2], piece.query_at + count)
     if rule.window is not None:

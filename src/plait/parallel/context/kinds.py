@@ -187,8 +187,8 @@ class _Ring(torch.autograd.Function):
             grad_queries.append(GradientSum(query[:, :, start:end]))
         exchange: _Exchange | None = None
         for source, both in _going_round(torch.cat([key, value], -1), place):
-            # The gradients of a part follow it from rank to rank. They arrive while this rank's share of them is computed, and after as
-            # many steps as there are ranks they are at home.
+            # The gradients of a part follow it from rank to rank. They arrive while this rank's share
+            # of them is computed, and after as many steps as there are ranks they are at home.
             travelling = _TravellingGradients(both, exchange)
             sums = _SumsOfTravelling(travelling, 0, width), _SumsOfTravelling(travelling, width, both.shape[3])
             for run, piece in ring.pieces(both, source):
@@ -204,8 +204,9 @@ class _Ring(torch.autograd.Function):
 class _RingOfParts:
     """The pieces of this rank's queries with the keys of each rank.
 
-    Where only the order of tokens decides what is seen, one kernel computes all pieces of a step: a rank's tokens are in order, and those of
-    another rank are either before or after all of this one's chunks. A window or documents need each pair of chunks by itself.
+    Where only the order of tokens decides what is seen, one kernel computes all pieces of a step: the
+    tokens of a rank are in order, and what it sees of another rank is fully visible (see
+    `SequenceLayout.block`). A window or documents need each pair of chunks by itself.
     """
 
     def __init__(self, query: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, rule: Rule) -> None:
@@ -226,7 +227,7 @@ class _RingOfParts:
         if block is None:
             return
         held = both[:, :, : block.keys]
-        # Positions by order alone: this rank's tokens are causal among themselves, and see all keys of the block otherwise.
+        # Positions by order alone: tokens of this rank are causal, and see all of another rank's block.
         query_at = 0 if source == self._layout.rank else block.keys
         key, value = held[..., : self._width], held[..., self._width :]
         yield 0, Piece(self._query[:, :, block.first_query :], key, value, query_at, 0, row=block.first_query)

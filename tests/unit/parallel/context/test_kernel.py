@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from itertools import product
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from plait.parallel.context import kernel
+from plait.parallel.context import flex, kernel
 from plait.parallel.context.kernel import (
     Gradients,
     GradientSum,
@@ -90,7 +91,7 @@ def check(
     keys, values, queries = GradientSum(key), GradientSum(value), GradientSum(query)
     total = None if sinks is None else torch.zeros_like(sinks)
     with torch.no_grad():
-        for rank, chunk in ((rank, chunk) for rank in (0, 1) for chunk in SequenceLayout(2, rank, zigzag).chunks(half)):
+        for chunk in (chunk for rank in (0, 1) for chunk in SequenceLayout(2, rank, zigzag).chunks(half)):
             rows = slice(chunk.at, chunk.at + chunk.size)
             own = None if starts is None else starts[:, rows]
             halves = [
@@ -168,3 +169,17 @@ def test_kernels_of_cuda(kv_heads: int, width: int, value_width: int, window: in
             Rule(0.3, window, kernel=name),
             zigzag=zigzag,
         )
+
+
+def test_block_masks_of_documents_are_shared_by_layers() -> None:
+    """FlexAttention's mask is made once for a micro-batch, and dropped with it."""
+    starts, rule = documents(), Rule(0.3, kernel="flex")
+    query, key, value = random()
+    before = len(flex._document_masks)
+    with torch.no_grad():
+        for _layer in range(3):
+            softmax_of([Piece(query[:, :, 8:], key, value, 8, 0, starts[:, 8:])], rule)
+    assert len(flex._document_masks) == before + 1 and len(flex._document_masks[starts]) == 1
+    del starts
+    gc.collect()
+    assert len(flex._document_masks) == before
