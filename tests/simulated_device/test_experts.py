@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import plait
-from plait.comm.host_copy import HostCopy
+from plait.cluster.host_copy import HostCopy
 from plait.parallel.experts import dispatch
 from plait.verify.parity import compare, worst
 from tests.parity.experts import Case, build, configured, reference, steps, train
@@ -42,9 +42,9 @@ def waits(rank: int, world: int, case: Case) -> tuple[int, int, int]:
     read: list[bool] = []
 
     class Counted(HostCopy):
-        def read(self) -> Any:
-            read.append(self._event is not None)
-            return super().read()
+        def values(self) -> Any:
+            read.append(self._arrived is not None)
+            return super().values()
 
     engine = plait.initialize(build(case), configured(case), loss_fn=plait.causal_lm_loss)
     first, second = steps(case, 2 * engine.dp_size)

@@ -76,5 +76,6 @@ def graph_task() -> int | None:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that is running now keeps the graph for another one (`retain_graph=True`)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    """Whether the backward pass that is running now keeps the graph for another one (`retain_graph=True`). True under
+    `torch.compile`, which traces a backward before anyone runs it."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()

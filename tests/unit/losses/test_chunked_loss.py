@@ -176,6 +176,20 @@ def test_a_head_with_adapters() -> None:
     torch.testing.assert_close(plain, pieces, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+def test_compiled() -> None:
+    """In a function of the user that torch.compile traces."""
+    head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    hidden, labels = data()
+
+    def total(states: torch.Tensor) -> torch.Tensor:
+        return plait.chunked_causal_lm_loss(states.tanh(), head, labels, chunk_tokens=4)[0] * 0.5
+
+    leaves = [hidden.requires_grad_(), *head.parameters()]
+    found = [torch.autograd.grad(run(hidden), leaves) for run in (torch.compile(total, backend="aot_eager"), total)]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
 def test_a_split_backward() -> None:
     """As in zero-bubble pipelines: the gradient of the input first, those of weights later."""
     head, first = (nn.Linear(WIDTH, width, dtype=torch.float64) for width in (VOCABULARY, WIDTH))

@@ -95,7 +95,7 @@ class ContextParallel(Technique):
         if installed is None:
             return []
         summed = [p for p in parts.model.parameters() if p.requires_grad and "cp" in parts.reduction(p).summed]
-        return [SequenceParts(parts.model, self, installed, summed)]
+        return [SequenceParts(parts.model, self, installed, summed, device=mesh.device)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """The traffic of attention and of gradients; nothing where cp is 1."""
@@ -180,7 +180,17 @@ class Installed:
 class SequenceParts(StepHook):
     """This rank's part of every sequence, and the sums of gradients over all parts."""
 
-    def __init__(self, model: nn.Module, technique: ContextParallel, installed: Installed, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        technique: ContextParallel,
+        installed: Installed,
+        parameters: Sequence[nn.Parameter],
+        *,
+        device: torch.device,
+    ) -> None:
+        """`device`: where micro-batches go. What is decided by their values is decided before, while they are on the host."""
+        self.device = device
         self.model, self.technique, self.before, self.parameters = model, technique, installed.before, parameters
         self._compared = False
         self.layout, self.group = installed.place.layout, installed.place.group
@@ -192,7 +202,8 @@ class SequenceParts(StepHook):
         self._compare(batch)
         config = getattr(self.model, "config", None)
         keeps_cache, family = bool(getattr(config, "use_cache", False)), str(getattr(config, "model_type", ""))
-        return self.technique.part(batch, self.layout, keeps_cache=keeps_cache, family=family)
+        part = self.technique.part(batch, self.layout, keeps_cache=keeps_cache, family=family)
+        return interface.on_device(self.model, part, self.device)
 
     def _compare(self, batch: Any) -> None:
         """The first batch is the same on all ranks: each cuts its part from what it is given, and a loader may give them different rows."""
@@ -202,7 +213,7 @@ class SequenceParts(StepHook):
         self._compared = True
         weights = torch.arange(1, ids.numel() + 1, device=ids.device)
         digest = (ids.reshape(-1) * weights).sum() * 31 + ids.shape[-1]
-        largest = torch.stack([digest, -digest])
+        largest = torch.stack([digest, -digest]).to(self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         if int(largest[0]) != -int(largest[1]):
             raise InputError(

@@ -18,9 +18,9 @@ from plait._torch.dtensor import local_tensor
 from plait._torch.modules import HookKind, hooks_of, own_parameters
 from plait._torch.operators import FakeTensor
 from plait.cluster.fake_group import is_fake
+from plait.cluster.host_copy import HostCopy
 from plait.comm.collectives import gather, shard_range, split
 from plait.comm.exchange import exchange_counts, exchange_rows
-from plait.comm.host_copy import HostCopy
 from plait.parallel.activations.decisions import decided_once
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.styles import Region, own_values
@@ -126,7 +126,7 @@ class _Plan:
     def rows(self) -> Sizes:
         """Waits for the device when it is first called."""
         if self._copy is not None:
-            sent, received = self._copy.read().tolist()
+            sent, received = self._copy.values().tolist()
             self._sizes, self._copy = (sent, received), None
         return self._sizes
 
