@@ -62,6 +62,15 @@ def test_after_backward() -> None:
     assert order == ["gradient", "after"]
 
 
+def test_keeps_graph() -> None:
+    x = torch.ones(1, requires_grad=True)
+    y, found = x * x, list[bool]()
+    y.register_hook(lambda grad: found.append(passes.keeps_graph()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert found == [True, False]
+
+
 def test_graph_task() -> None:
     """One number in a backward, another one in a backward inside of it, none outside."""
     x, found = torch.ones(2, requires_grad=True), []

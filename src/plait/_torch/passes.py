@@ -91,3 +91,9 @@ def graph_task() -> int | None:
     of any."""
     task = torch._C._current_graph_task_id()
     return None if task < 0 else task
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that is running now keeps the graph for another one (`retain_graph=True`). True under
+    `torch.compile`, which traces a backward before anyone runs it."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()

@@ -113,8 +113,7 @@ def _projections(job: Job, rates: Rates, each: Products) -> tuple[Numbers, Numbe
 def head_cost(job: Job, rates: Rates) -> Numbers:
     """Head and loss, forward and backward, of a micro-batch: three products in 16 bits, and the logits that pass through memory."""
     tokens, columns = job.tokens, job.model.vocab / job.layouts.tp
-    products = 6 + 2 * (np.asarray(job.layouts.loss_chunk) > 0)  # in chunks the backward computes the logits again
-    flops = products * tokens * job.model.hidden * columns
+    flops = 6 * tokens * job.model.hidden * columns
     seconds = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
     moved = 2 * job.framework.logits * tokens * columns  # each of the buffers is written and read
     return seconds + moved / (memory_rate(job, rates))

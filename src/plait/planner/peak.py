@@ -25,6 +25,7 @@ from plait.planner.own import (
     head_sums_bytes,
     hidden_width,
     kept_bytes,
+    kept_head_gradient_bytes,
     kept_of_ends,
     kept_while_recomputed,
     last_norm_backward,
@@ -101,7 +102,7 @@ class _Rank:
     kept_by_loss: Numbers
     """Kept by what is behind the last block."""
     deferred: tuple[Numbers, Numbers]
-    """For gradients of weights that come later: a token of a block, and of what is behind the last."""
+    """For gradients of weights that come later: a token of a block, and what is behind the last block."""
     shards: Numbers
     stage: Numbers
     block_weights: Numbers
@@ -135,6 +136,7 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     worst = [(width * moment.weights, moment.token_bytes * job.tokens) for moment in block_backward(job)]
     shape = np.broadcast_shapes(*(np.shape(a + b) for a, b in worst))
     most = np.argmax(np.stack([np.broadcast_to(a + b, shape) for a, b in worst]), axis=0)
+    head_gradient = kept_head_gradient_bytes(job, width=units.width) * units.head
     return _Rank(
         job=job,
         held=held,
@@ -146,8 +148,8 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
         hidden=hidden,
         message=np.where(np.asarray(at.pp) > 1, hidden, 0),
         mask=embedding_mask(job) * job.tokens,
-        kept_by_loss=kept_of_ends(job) * job.tokens,
-        deferred=(deferred_bytes(job), deferred_bytes_of_ends(job)),
+        kept_by_loss=kept_of_ends(job) * job.tokens + head_gradient,
+        deferred=(deferred_bytes(job), deferred_bytes_of_ends(job) * job.tokens + head_gradient),
         shards=shards,
         stage=np.asarray(at.stage),
         block_weights=np.choose(most, [np.broadcast_to(a, shape) for a, _ in worst]),
@@ -237,7 +239,7 @@ def _activations(rank: _Rank, holding: Holding) -> Numbers:
     if not np.any(holding.deferred > 0):
         return held
     block, ends = rank.deferred
-    return held + (holding.deferred * block + holding.late_losses * ends) * job.tokens
+    return held + holding.deferred * block * job.tokens + holding.late_losses * ends
 
 
 def _added(rank: _Rank, holding: Holding) -> Numbers:

@@ -99,7 +99,7 @@ class ContextParallel(Technique):
             return []
         summed = [p for p in parts.model.parameters() if p.requires_grad and "cp" in parts.reduction(p).summed]
         dtype = parts.shard.compute_dtype or next(parts.model.parameters()).dtype
-        return [SequenceParts(parts.model, self, installed, summed, dtype)]
+        return [SequenceParts(parts.model, self, installed, summed, dtype, device=mesh.device)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """The traffic of attention and of gradients; nothing where cp is 1."""
@@ -191,7 +191,11 @@ class SequenceParts(StepHook):
         installed: Installed,
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
+        *,
+        device: torch.device,
     ) -> None:
+        """`device`: where micro-batches go. What is decided by their values is decided before, while they are on the host."""
+        self.device = device
         self.model, self.technique, self.before, self.parameters = model, technique, installed.before, parameters
         self._compared = False
         self.layout, self.group = installed.place.layout, installed.place.group
@@ -206,7 +210,7 @@ class SequenceParts(StepHook):
     def _why_in_tiles(self, *, documents: bool) -> str:
         if not self.parameters:
             return ""
-        return why_in_tiles(self.model.config, self._implementation, self._device(), self._dtype, documents=documents)
+        return why_in_tiles(self.model.config, self._implementation, self.device, self._dtype, documents=documents)
 
     def transform(self, batch: Any) -> Any:
         """Labels are shifted and positions written already."""
@@ -219,7 +223,7 @@ class SequenceParts(StepHook):
             reason = self._why_in_tiles(documents=True)
             if reason and not self._tiles:
                 warn(f"parallel.cp: rows have several documents, and {IN_TILES}: {reason}")
-        return part
+        return interface.on_device(self.model, part, self.device)
 
     def _compare(self, batch: Any) -> None:
         """The first batch is the same on all ranks: each cuts its part from what it is given, and a loader may give them different rows."""
@@ -229,7 +233,7 @@ class SequenceParts(StepHook):
         self._compared = True
         weights = torch.arange(1, ids.numel() + 1, device=ids.device)
         digest = (ids.reshape(-1) * weights).sum() * 31 + ids.shape[-1]
-        largest = torch.stack([digest, -digest])
+        largest = torch.stack([digest, -digest]).to(self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         if int(largest[0]) != -int(largest[1]):
             raise InputError(
@@ -259,7 +263,7 @@ class SequenceParts(StepHook):
         if not self.parameters:
             return
         used = [p.grad is not None for p in self.parameters]
-        flags = accelerator.tensor_of(used, dtype=torch.uint8, device=self._device())
+        flags = accelerator.tensor_of(used, dtype=torch.uint8, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         # Only a rank that missed one has to look, and wait for its device: where it used all, all are used.
         wanted = [True] * len(used) if all(used) or is_fake() else flags.tolist()
