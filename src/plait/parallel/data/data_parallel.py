@@ -34,6 +34,7 @@ from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
 from plait.comm.waits import Waits
 from plait.model.facts import ModelFacts
+from plait.model.outer_units import OuterUnits, outer_units
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
 from plait.parallel.accounting.expert_view import is_sharded, of_experts
 from plait.parallel.accounting.ledger import Array, Ledger, local_rows, part_of
@@ -73,10 +74,10 @@ class DataParallel(CollectiveSettings):
     update_in_backward: bool = False
     """Update a parameter when its gradient is complete, inside of the backward, and free the gradient."""
 
-    def check(self, context: Context) -> None:
-        """Raise ModelError for parameters that cannot be trained so."""
+    def check(self, context: Context) -> OuterUnits | None:
+        """Find the outer units while their layers are as the model defines them. Raise ModelError for parameters that cannot be trained."""
         if context.model is None:
-            return
+            return None
         layout, offloads = context.layout, (context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device)
         cast, offloaded = context.chosen(Precision).compute is not None, set(offloads) != {"none"}
         # Be it on one rank only.
@@ -84,6 +85,7 @@ class DataParallel(CollectiveSettings):
         moved = layout.tp > 1 or any(p.device.type != context.device_type for p in context.model.parameters())
         refuse_quantised(context.model, moved=moved or offloaded, cast=cast, several=layout.world_size > 1)
         refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1)
+        return outer_units(context.model, context.blocks)
 
     def groups(self, context: Context) -> Groups:
         """The machines of the axis whose collectives go by them."""
@@ -331,11 +333,12 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
     """Bytes of the gradients that exist at the same time where parameters are updated in the backward: those of the largest unit, which
     are reduced together; where nothing is sharded, the largest parameter's."""
     zero = np.zeros_like(ledger.dp_shard)
-    units: dict[int, Array] = {}
+    units: dict[int | str, Array] = {}
     largest = zero
     for parameter in facts.trainable:
         part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
-        units[parameter.unit] = units.get(parameter.unit, zero) + part.padded * part.row * parameter.itemsize
+        unit = facts.sharding_unit(parameter)
+        units[unit] = units.get(unit, zero) + part.padded * part.row * parameter.itemsize
         largest = np.maximum(largest, part.rows * part.row * parameter.itemsize)
     return np.where(sharded, np.max([zero, *units.values()], axis=0), largest)
 

@@ -1,4 +1,5 @@
-"""The units that torch gathers and reduces at once: blocks, the experts of a block over a mesh of their own, and the rest of the model."""
+"""The units that torch gathers and reduces at once: blocks, the experts of a block over a mesh of their own, the embeddings and the head,
+and the rest of the model."""
 
 from __future__ import annotations
 
@@ -7,15 +8,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from plait._torch.outer_units import follow_root
 from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
+from plait.model.outer_units import OuterUnits
 from plait.parallel.parameter_checks import quantised_by_bitsandbytes, refuse_several_dtypes
 from plait.parallel.technique import Parts
 
 
 def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
-    """Shard the blocks and what is outside of them, in place. `free_after_forward`: a block's parameters are freed after its forward; a
-    number keeps them in shards over that many ranks. Raises ModelError for what torch cannot shard."""
+    """Shard the blocks and what is outside of them, in place.
+
+    Args:
+        parts: The model, with the outer units that `DataParallel.check` has found.
+        mesh: The mesh of all ranks.
+        free_after_forward: Whether the parameters of a block are freed after its forward. A number keeps them in shards over that many
+            ranks.
+
+    Raises:
+        ModelError: If torch cannot shard a parameter.
+    """
     _refuse_unshardable(parts)
     _make_contiguous(parts.model)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
@@ -40,8 +52,23 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
         shard(name, own, apart, unit, free=free_after_forward)
     for name in parts.blocks:
         shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
-    # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
+    # A pipeline gathers what is outside of the blocks for each computation of a stage, so there it stays one unit.
+    outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
+    outer = outer or OuterUnits()
+    heads = [outer.head] if outer.head is not None else []
+    for name in outer.embeddings:
+        shard(name, mesh.sub(*axes), policy, "", free=bool(free_after_forward))
+    for name in heads:
+        shard(name, mesh.sub(*axes), policy, "", free=False)
+    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered from forward to the end of backward.
     shard("", mesh.sub(*axes), policy, "", free=False)
+    if outer != OuterUnits():
+        model = parts.model
+        follow_root(
+            model,
+            embeddings=[model.get_submodule(name) for name in outer.embeddings],
+            heads=[model.get_submodule(name) for name in heads],
+        )
 
 
 def _make_contiguous(model: nn.Module) -> None:
