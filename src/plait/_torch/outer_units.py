@@ -1,17 +1,20 @@
-"""Patched behaviour of `fully_shard`: units outside of the blocks that are gathered as surely as the root and freed earlier.
+"""Patched behaviour of `fully_shard`: units outside of the blocks that are gathered as surely as the
+root and freed earlier.
 
 Note [Life of an outer unit]:
-The root unit of `fully_shard` is gathered in every forward of the model, whatever the batch makes the model do. Ranks may therefore use
-different layers outside of the blocks. A plain unit is gathered when its own forward runs, so ranks would wait for each other forever.
-Outer units keep the guarantee of the root: an embedding is gathered with the root, and a head at the end of the model's forward at the
-latest.
+The root unit of `fully_shard` is gathered in every forward of the model, whatever the batch makes the
+model do. Ranks may therefore use different layers outside of the blocks. A plain unit is gathered when
+its own forward runs, and ranks that run different layers would wait for each other forever. Outer units
+keep the guarantee of the root: an embedding is gathered with the root, and a head at the end of the
+model's forward at the latest.
 
-An embedding is freed when its forward has run, because its backward does not read the weight. A head stays gathered until the backward of
-its first call in the forward has ended; by then the backwards of all later uses have ended too, because autograd runs the nodes that were
-made last first.
+An embedding is freed when its forward has run, because its backward does not read the weight. A head
+stays gathered until the backward of its first call in the forward has ended. The backwards of all later
+uses have ended by then, because autograd runs the nodes that were made last first.
 
-Other code of the model may read a unit's parameter, for example to multiply with the transposed weight of the embedding. Such a read gathers
-the unit, and from then on the unit is handled as the root is: it stays gathered until the end of the backward, and is reduced there.
+Other code of the model may read a unit's parameter, for example to multiply with the transposed weight
+of the embedding. Such a read gathers the unit. From then on the unit is handled as the root is: it stays
+gathered until the end of the backward, and is reduced there.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def follow_root(root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Se
     early = units[: len(embeddings)]
     for unit in early:
         unit.group.unshard_in_backward = False
-    state = root._get_fsdp_state()
+    state: Any = root._get_fsdp_state()
     root_pre_backward = state._pre_backward
 
     def before_forward(*_: object) -> None:
@@ -91,7 +94,7 @@ class _OuterUnit:
         self.group.pre_forward, self.group.post_forward = self._before_call, self._after_call
         self.group.post_backward, self.group._register_post_backward_hook = self._after_backward, self._watch_inputs
         module._parameters = _WatchedParameters(module._parameters, self._before_read)
-        state = module._get_fsdp_state()
+        state: Any = module._get_fsdp_state()
 
         def watch_output(output: Any) -> Any:
             # As torch does, without its warning of in-place operations on a view: the unit is still gathered where they drop the hook.

@@ -1,7 +1,8 @@
-"""Which layers outside of the blocks are sharding units of their own: the embeddings and the head of a model.
+"""Which layers outside of the blocks are sharding units of their own: embeddings and the head.
 
-The backward of an embedding does not read its weight, so its parameters can be freed after the forward. The parameters of a head are
-needed from its forward to its own backward only. Everything else outside of the blocks is one unit, the root.
+The backward of an embedding does not read its weight, so its parameters can be freed after the forward.
+The parameters of a head are needed from its forward to its own backward only. Everything else outside of
+the blocks is one unit, the root.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from plait.model.layers import is_embedding, is_linear
 from plait.model.tied import tied_names
 
 LEAST_SHARE = 0.1
-"""Smallest share of the parameters outside of the blocks for which a unit, and with it one more collective in each direction, pays off."""
+"""Smallest share of the parameters outside of the blocks that makes a layer a unit. A unit costs one
+more collective in each direction."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class OuterUnits:
 def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
     """Find the outer units of an unsharded model whose repeated blocks are named `blocks`.
 
-    A layer must compute exactly a lookup or a linear map, so that it is known what its backward reads, and it must share no parameter with
-    another layer: tied weights stay in the root unit. The head is the layer that the model names (`get_output_embeddings`); in a model that
-    names none, it is the last linear layer outside of the blocks.
+    A layer must compute exactly a lookup or a linear map, so that it is known what its backward reads.
+    It must share no parameter with another layer: tied weights stay in the root unit. The head is the
+    layer that the model names (`get_output_embeddings`). In a model that names none, it is the last
+    linear layer outside of the blocks.
     """
     if not blocks:
         return OuterUnits()

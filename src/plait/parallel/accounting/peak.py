@@ -18,7 +18,6 @@ from plait.parallel.accounting.zero_rule import AfterBackward, of_block, of_root
 from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from plait.parallel.schedules.schedule import Schedule, destination, messages
 
-
 Unit = int | str
 """Index of a block, name of an outer unit, or ROOT."""
 
@@ -173,8 +172,9 @@ class _Walk:
             shared = self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch))
         self.now = Alive()
         blocks = self.blocks[action.stage]
-        for unit in (ROOT, *self.embeddings):
-            self._gather(unit, forward=True)
+        self._gather(ROOT, forward=True)
+        for name in self.embeddings:
+            self._gather(name, forward=True)
         for moment in stage.forward:
             if moment.unit >= 0:
                 self._gather(moment.unit, forward=True)
@@ -186,7 +186,8 @@ class _Walk:
             if moment.unit >= 0:
                 self.order.append(moment.unit)
             if self.zero == 3:
-                for unit in (moment.unit,) if moment.unit >= 0 else self.embeddings:
+                freed: Sequence[Unit] = (moment.unit,) if moment.unit >= 0 else self.embeddings
+                for unit in freed:
                     self.gathered.pop(unit, None)
         self.order.append(ROOT)
         self.last_gather = 0
@@ -256,9 +257,9 @@ class _Walk:
     def _during(self, moment: Moment, *, blocks: Sequence[int], shared: int, halves: bool = False) -> None:
         """A stretch of computation. `shared` bytes of its activations belong to the stage before, on this rank."""
         unit = moment.unit if not halves else blocks[0]  # the second half of a backward keeps the gradients of all blocks
-        owner = {BESIDE: ROOT, HEAD: self.head, LOSS: self.head}.get(unit, unit)
+        owner: Unit = self.head if unit in (HEAD, LOSS) else unit
         gone = self._adds(owner) or self.buckets
-        root_gone = any(self._adds(end) for end in (ROOT, *self.embeddings)) or self.buckets
+        root_gone = self._adds(ROOT) or any(self._adds(name) for name in self.embeddings) or self.buckets
         looked = [moment.peak] if gone else [moment.peak_with_gradients]
         if not gone and root_gone:
             looked = [moment.peak, replace(moment.peak_with_gradients, root_gradients=0)]
@@ -309,8 +310,8 @@ class _Walk:
         """The root unit's turn, then that of the embeddings, and the end of the flat buffers."""
         left = self.now.root_gradients
         of_embeddings = {name: min(self.units[name].made_gradients, left) for name in self.embeddings}
-        of_root = max(0, left - sum(of_embeddings.values()))
-        for unit, made in ((ROOT, of_root), *of_embeddings.items()):
+        made_by: dict[Unit, int] = {ROOT: max(0, left - sum(of_embeddings.values())), **of_embeddings}
+        for unit, made in made_by.items():
             self._gradients_made(unit, made, stage)
             left -= made
             self.now = replace(self.now, root_gradients=left)

@@ -6,7 +6,10 @@ A stage is a meaning, in bytes and in traffic (P: bytes of all parameters, k: mi
     0      nothing                            2 P   (one all-reduce)     parameters, full gradients
     1      optimizer states                   2 P                        gathered parameters, full gradients
     2      and gradients                      (k + 1) P                  gathered parameters, gradient shards
-    3      and parameters, freed after use    3 k P, less the root's kP  shards only
+    3      and parameters, freed after use    3 k P, less k P of O       shards only
+
+O is what is outside of the blocks, which is gathered once per micro-batch: the root unit stays gathered from forward to backward, the head
+from its forward to its own backward, and the backward of an embedding does not need the weight (`model.outer_units`).
 
 Mechanisms: replicated parameters in their own dtype use `reducer.Reducer`; everything else is torch's `fully_shard`, which keeps the master
 weights sharded and gathers a copy in the compute dtype. With `dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group

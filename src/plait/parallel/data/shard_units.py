@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from plait._torch.outer_units import follow_root
@@ -41,9 +41,9 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
     replicated = set(quantised_by_bitsandbytes(parts.model).values())
 
-    def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> None:
+    def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> FSDPModule:
         module = parts.model.get_submodule(name)
-        fully_shard(
+        return fully_shard(
             module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=replicated
         )
 
@@ -52,23 +52,17 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
         shard(name, own, apart, unit, free=free_after_forward)
     for name in parts.blocks:
         shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
+
     # A pipeline gathers what is outside of the blocks for each computation of a stage, so there it stays one unit.
     outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
     outer = outer or OuterUnits()
-    heads = [outer.head] if outer.head is not None else []
-    for name in outer.embeddings:
-        shard(name, mesh.sub(*axes), policy, "", free=bool(free_after_forward))
-    for name in heads:
-        shard(name, mesh.sub(*axes), policy, "", free=False)
+    free_embeddings = bool(free_after_forward)
+    embeddings = [shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings]
+    heads = [shard(outer.head, mesh.sub(*axes), policy, "", free=False)] if outer.head is not None else []
     # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered from forward to the end of backward.
-    shard("", mesh.sub(*axes), policy, "", free=False)
-    if outer != OuterUnits():
-        model = parts.model
-        follow_root(
-            model,
-            embeddings=[model.get_submodule(name) for name in outer.embeddings],
-            heads=[model.get_submodule(name) for name in heads],
-        )
+    root = shard("", mesh.sub(*axes), policy, "", free=False)
+    if embeddings or heads:
+        follow_root(root, embeddings=embeddings, heads=heads)
 
 
 def _make_contiguous(model: nn.Module) -> None:
