@@ -176,6 +176,3 @@ class _WatchedParameters(dict[str, Any]):
     def values(self) -> Any:
         self._before_read()
         return super().values()
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(super().items()),)

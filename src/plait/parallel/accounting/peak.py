@@ -309,7 +309,7 @@ class _Walk:
     def _end_backward(self, stage: int) -> None:
         """The root unit's turn, then that of the embeddings, and the end of the flat buffers."""
         left = self.now.root_gradients
-        of_embeddings = {name: min(self.units[name].made_gradients, left) for name in self.embeddings}
+        of_embeddings: dict[Unit, int] = {name: min(self.units[name].made_gradients, left) for name in self.embeddings}
         made_by: dict[Unit, int] = {ROOT: max(0, left - sum(of_embeddings.values())), **of_embeddings}
         for unit, made in made_by.items():
             self._gradients_made(unit, made, stage)
