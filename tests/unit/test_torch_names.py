@@ -31,6 +31,7 @@ from plait._torch import (
     learning_rates,
     modules,
     operators,
+    outer_units,
     passes,
     pipelining,
     starting,
@@ -714,6 +715,55 @@ def test_gather_in_place() -> None:
     with torch.no_grad():
         model(x)
     assert told.count((1, "give back")) == 1
+
+
+class Ends(nn.Module):
+    """An embedding and a head, and the gathered bytes at four points of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.reads = False
+        self.held: list[int] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.held.append(units.unsharded_parameter_bytes(self))
+        hidden = self.embed(ids) * self.scale
+        self.held.append(units.unsharded_parameter_bytes(self))
+        if self.reads:
+            hidden = hidden @ self.embed.weight.t() @ self.embed.weight
+        hidden.register_hook(lambda _: self.held.append(units.unsharded_parameter_bytes(self)))
+        return self.head(hidden[None]) + 1  # the head returns a view, and the model does not
+
+
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+def test_follow_root() -> None:
+    """An embedding is gathered with the root and freed after its forward, a head after its backward. An embedding that other code reads
+    stays gathered, also where another forward has freed it, and both are reduced."""
+    model = Ends()
+    embed, head = (fully_shard(module, reshard_after_forward=module is model.embed) for module in (model.embed, model.head))
+    root = fully_shard(model, reshard_after_forward=False)
+    outer_units.follow_root(root, embeddings=[embed], heads=[head])
+    table, layer, scale = 4 * 8 * 4, 4 * (8 * 4 + 8), 4 * 4
+
+    def step() -> list[int]:
+        model.held.clear()
+        loss = model(torch.arange(3)).sum()
+        model.held.insert(2, units.unsharded_parameter_bytes(model))
+        loss.backward()
+        return list(model.held)
+
+    assert step() == [table + scale, scale, layer + scale, scale]
+    model.reads = True
+    assert step() == [table + scale, scale, table + layer + scale, table + scale]
+    assert step() == [table + scale, table + scale, table + layer + scale, table + scale]
+    loss = model(torch.arange(3)).sum()
+    for module in (embed, head, root):
+        module.reshard()
+    loss.backward()
+    assert units.unsharded_parameter_bytes(model) == 0
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_watch_shards() -> None:
