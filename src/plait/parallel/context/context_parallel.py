@@ -280,9 +280,6 @@ class SequenceParts(StepHook):
         """The model's own attention."""
         interface.remove(self.model, self.before)
 
-    def _device(self) -> torch.device:
-        return local_tensor(self.parameters[0].detach()).device
-
 
 class _Sum:
     """A gradient on the way to the sum over all parts, in its own memory."""
