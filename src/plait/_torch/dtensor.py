@@ -17,6 +17,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 
 _READ = torch.ops.aten._local_scalar_dense.default
+_propagator: Any = ShardingPropagator
+_tensor_strategies: Any = _tensor_ops
 _NEW_EMPTY_STRIDED = torch.ops.aten.new_empty_strided.default
 
 
@@ -76,20 +78,19 @@ def keep_uneven_gradients_split() -> None:
 
     The change is for all DTensors of the process.
     """
-    if getattr(_tensor_ops, "is_tensor_evenly_shardable", _counts_as_even) is _counts_as_even:
+    if getattr(_tensor_strategies, "is_tensor_evenly_shardable", _counts_as_even) is _counts_as_even:
         return
-    _tensor_ops.is_tensor_evenly_shardable = _counts_as_even
-    adjust = ShardingPropagator._adjust_shape_and_stride_args
+    _tensor_strategies.is_tensor_evenly_shardable = _counts_as_even
+    adjust = _propagator._adjust_shape_and_stride_args
 
     def adjust_to_part(propagator: Any, meta: Any, schema: Any, spec: Any) -> Any:
         adjusted = adjust(propagator, meta, schema, spec)
         if schema.op is _NEW_EMPTY_STRIDED:
-            _, shape, _, *rest = adjusted.args_schema
-            stride = _dense_stride(shape, meta.stride)
-            adjusted.args_schema = (adjusted.args_schema[0], shape, stride, *rest)
+            like, shape, _, *rest = adjusted.args_schema
+            adjusted.args_schema = (like, shape, _dense_stride(shape, meta.stride), *rest)
         return adjusted
 
-    ShardingPropagator._adjust_shape_and_stride_args = adjust_to_part  # type: ignore[method-assign]
+    _propagator._adjust_shape_and_stride_args = adjust_to_part
 
 
 def _counts_as_even(*_: object) -> bool:
@@ -118,14 +119,14 @@ def forget_meshes() -> None:
 def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter `make()` wherever a DTensor's operator runs on its global shape, on fake tensors, to learn the result's shape."""
 
-    before = ShardingPropagator._propagate_tensor_meta_non_cached
+    before = _propagator._propagate_tensor_meta_non_cached
 
     def infer(propagator: Any, schema: Any) -> Any:
         with make():
             return before(propagator, schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = infer  # type: ignore[method-assign]
+    _propagator._propagate_tensor_meta_non_cached = infer
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = before  # type: ignore[method-assign]
+        _propagator._propagate_tensor_meta_non_cached = before

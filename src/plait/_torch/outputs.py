@@ -20,7 +20,7 @@ def watch_dataclasses(module: FSDPModule) -> None:
     """
     if hasattr(_common_utils, "collect_grad_tensors"):
         return
-    state = module._get_fsdp_state()
+    state: Any = module._get_fsdp_state()
     register = state._register_pre_backward_hook
 
     def register_in_dataclasses(output: Any) -> Any:
