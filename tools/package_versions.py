@@ -84,7 +84,8 @@ def page(rows: dict[str, Any]) -> str:
     header = ["run", "Python", "torch", "Transformers", "tests", "passed", "failed", "skipped"]
     parts = [INTRODUCTION, markdown(header, runs)]
 
-    bounds = {requirement.name: str(requirement.specifier) for requirement in requirements()}
+    # torch has a page of its own.
+    bounds = {requirement.name: str(requirement.specifier) for requirement in requirements() if requirement.name != "torch"}
     ends = [rows[name]["packages"] for name in ("lowest", "newest") if name in rows]
     versions = [[f"`{name}`", f"`{bound}`", *(end.get(name, "") for end in ends)] for name, bound in bounds.items()]
     versions.sort(key=lambda line: line[0].lower())
