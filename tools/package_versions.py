@@ -29,11 +29,13 @@ EXTRAS = ("hf", "peft", "trl", "viz")
 INTRODUCTION = """# Versions of Python, Transformers and other packages
 
 `make versions-lowest` and `make versions-newest` run a set of tests with the lowest and the newest packages that
-`pyproject.toml` allows, each in an environment of its own: the tests of the Trainer, the configuration, the command line and
-checkpoints, LoRA, TRL's SFT and DPO trainers, and the quickstart. `bash tools/packages.sh newest transformers==5.17.0` fixes one
-package. A lower bound in `pyproject.toml` is a version that passed here. Releases of torch are in [versions](versions.md).
+`pyproject.toml` allows, each in an environment of its own: models, generation, the configuration, the command line, checkpoints,
+the quickstart, the Trainer, LoRA, and TRL's SFT and DPO trainers. `bash tools/packages.sh newest transformers==5.20.0` fixes one
+package. The table has every run that was recorded, with the tests that it took. Releases of torch are in [versions](versions.md).
 
-The Trainer (`plait.hf.Trainer`) needs Transformers 5.17 or newer, and refuses an older one by name.
+Plait needs Transformers 5.17 or newer, and refuses an older one by name. With 5.0.0, 61 of 783 tests of models and generation
+failed: among others, tied weights stay apart in models that are built without memory. With 5.10.1, 29 failed: among others, the
+sizes of KV caches, and the tokens of models whose rotary frequencies follow the length.
 """
 
 
@@ -82,7 +84,8 @@ def page(rows: dict[str, Any]) -> str:
     header = ["run", "Python", "torch", "Transformers", "tests", "passed", "failed", "skipped"]
     parts = [INTRODUCTION, markdown(header, runs)]
 
-    bounds = {requirement.name: str(requirement.specifier) for requirement in requirements()}
+    # torch has a page of its own.
+    bounds = {requirement.name: str(requirement.specifier) for requirement in requirements() if requirement.name != "torch"}
     ends = [rows[name]["packages"] for name in ("lowest", "newest") if name in rows]
     versions = [[f"`{name}`", f"`{bound}`", *(end.get(name, "") for end in ends)] for name, bound in bounds.items()]
     versions.sort(key=lambda line: line[0].lower())

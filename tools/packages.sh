@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Run a set of tests with the lowest or the newest packages that pyproject.toml allows:
 #
-#   bash tools/packages.sh lowest                         models only: the Trainer needs a newer Transformers
-#   bash tools/packages.sh lowest transformers==5.17.0    with the Trainer; a pin fixes one package
+#   bash tools/packages.sh lowest
 #   bash tools/packages.sh newest                         pre-releases included
+#   bash tools/packages.sh newest transformers==5.20.0    the newest packages beside one that is fixed
 #
 # torch is that of requirements.lock, or $TORCH; its releases have `make versions`. Environments are kept in $VERSIONS
 # (default build/versions) and made anew each time. PYTHON chooses their interpreter; PIP_ARGS are pip's and uv's.
@@ -49,11 +49,8 @@ tests() { # name of the result, arguments of pytest
 }
 failed=0
 tests models tests/unit/{model,inference,config,cli,checkpoint} tests/integration/test_quickstart.py || failed=1
-# The Trainer needs a newer Transformers than models do, and refuses an older one.
-if PYTHONPATH=src "$environment/bin/python" -c 'from plait.hf.transformers_versions import require_supported_trainer as f; f()'; then
-    tests trainer tests/unit/hf tests/parity/test_trainer.py tests/parity/test_adapters.py || failed=1
-    # Importing TRL takes ten seconds, so its tests are marked as proof.
-    tests trl -m "proof or not proof" tests/parity/test_sft.py tests/parity/test_dpo.py || failed=1
-fi
+tests trainer tests/unit/hf tests/parity/test_trainer.py tests/parity/test_adapters.py || failed=1
+# Importing TRL takes ten seconds, so its tests are marked as proof.
+tests trl -m "proof or not proof" tests/parity/test_sft.py tests/parity/test_dpo.py || failed=1
 PYTHONPATH=src "$environment/bin/python" -m tools.package_versions "$row" "$environment"/*.xml
 exit $failed

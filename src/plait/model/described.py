@@ -26,8 +26,9 @@ _OLDER_NAMES = {"rope_theta", "rope_scaling", "partial_rotary_factor", "attn_imp
 _DTYPES = ("dtype", "torch_dtype")
 
 
-OLDEST_TRANSFORMERS = "5.10.1"
-"""Oldest release whose models were run on Plait. 5.0 leaves tied weights apart in models that are built on meta."""
+OLDEST_TRANSFORMERS = "5.17.0"
+"""Oldest release whose models were run on Plait. 5.0 leaves tied weights apart in models that are built on meta, and rotary
+embeddings by length gave other tokens with 5.10.1."""
 
 
 def require_transformers(what: str) -> None:
