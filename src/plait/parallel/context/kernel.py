@@ -159,6 +159,7 @@ class PartialSoftmax:
         count, dtype = output.shape[2], wide(self._query.dtype)
         if self._output is None or self._log_sum_exp is None:
             if count == self._query.shape[2]:
+                # Kept as it is: where one kernel computes everything, nothing is cast or merged.
                 self._output, self._log_sum_exp = output, log_sum_exp
                 return
             shape = self._query.shape[:3]
@@ -229,6 +230,7 @@ class GradientSum:
     def add(self, start: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the tokens from index `start` on; it may be changed later."""
         if self._total is None and gradient.shape[2] == self.like.shape[2]:
+            # Without a copy: where one kernel computes the gradient, nothing is added.
             self._total = gradient
             return
         self._total = self.total.to(wide(self.like.dtype))
@@ -265,7 +267,8 @@ def attend(piece: Piece, rule: Rule, into: PartialSoftmax) -> None:
         output, log_sum_exp = flex.attention(piece.query, piece.key, piece.value, _scores_of(piece, rule))
         into.add(piece.row, output, log_sum_exp.clamp_(min=LOWEST))
         return
-    fused, band = FUSED.get(kernel), _band(piece, rule)
+    fused = FUSED.get(kernel)
+    band = _band(piece, rule)
     if fused is not None and _supports(fused, piece, band):
         key, value = _heads_for(fused, piece)
         into.add(piece.row, *fused.forward(piece.query, key, value, band, rule.scale))
@@ -295,7 +298,8 @@ def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients)
         found = flex.gradients(own.grad, piece.query, piece.key, piece.value, own.output, own.log_sum_exp, scores)
         into.add(piece, *found)
         return
-    fused, band = FUSED.get(kernel), _band(piece, rule)
+    fused = FUSED.get(kernel)
+    band = _band(piece, rule)
     if fused is not None and _supports(fused, piece, band):
         key, value = _heads_for(fused, piece)
         own = outputs.rows(*rows)
@@ -354,6 +358,8 @@ def _visible(piece: Piece, rule: Rule) -> Piece | None:
 def _band(piece: Piece, rule: Rule) -> Band:
     """The keys that queries see by position and window."""
     queries, keys = piece.query.shape[2], piece.key.shape[2]
+    # Query i sees key j where i + ahead - window < j <= i + ahead, and a band counts from i + keys - queries.
+    # `_visible` has left no query without a key, so that neither limit is negative.
     ahead = piece.query_at - piece.key_at
     right = ahead - (keys - queries) if ahead < keys - 1 else None
     if rule.window is None:

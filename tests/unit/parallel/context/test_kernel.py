@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -183,3 +184,33 @@ def test_block_masks_of_documents_are_shared_by_layers() -> None:
     del starts
     gc.collect()
     assert len(flex._document_masks) == before
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_sums_of_16_bits_are_in_float32(name: Kernel) -> None:
+    """Parts in bf16 are as near to float64 as bf16 is, outputs stay in bf16, and sums over parts are in float32."""
+    tensors, rule, rows = random(width=8, value_width=8), Rule(0.3, kernel=name), slice(8, 16)
+    query, key, value = (x.bfloat16() for x in tensors)
+    exact = [x.bfloat16().double().requires_grad_() for x in tensors]
+    expected = at_once(*exact, rule)[:, :, rows]  # type: ignore[arg-type]
+    gradients = torch.autograd.grad(expected, exact, torch.ones_like(expected))
+    into = Gradients(GradientSum(query), GradientSum(key), GradientSum(value))
+    pieces = [
+        Piece(query[:, :, rows], key[:, :, low:high], value[:, :, low:high], 8, low, row=8, column=low) for low, high in ((8, 16), (0, 8))
+    ]
+    with torch.no_grad():
+        found = PartialSoftmax(query[:, :, rows], 8)
+        for piece in pieces:
+            attend(replace(piece, row=0), rule, found)
+        output, log_sum_exp = found.finished()
+        whole = [torch.zeros_like(query), torch.zeros_like(query), log_sum_exp.new_zeros(query.shape[:3])]
+        for target, source in zip(whole, (torch.ones_like(output), output, log_sum_exp), strict=True):
+            target[:, :, rows] = source
+        for piece in pieces:
+            attend_backward(piece, rule, Outputs(*whole), into)
+    assert output.dtype == torch.bfloat16 and log_sum_exp.dtype == torch.float32
+    torch.testing.assert_close(output.double(), expected, rtol=1e-2, atol=1e-2)
+    for total, right in zip((into.query.total, into.key.total, into.value.total), gradients, strict=True):
+        assert total.dtype == torch.float32
+        torch.testing.assert_close(total.double(), right, rtol=3e-2, atol=3e-2)
