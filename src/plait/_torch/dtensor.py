@@ -71,17 +71,14 @@ def forget_meshes() -> None:
 def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter `make()` wherever a DTensor's operator runs on its global shape, on fake tensors, to learn the result's shape."""
 
-    class Lock:
-        def __enter__(self) -> None:
-            self.inside = make()
-            self.inside.__enter__()
+    before = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def __exit__(self, *problem: Any) -> None:
-            self.inside.__exit__(*problem)
+    def infer(propagator: Any, schema: Any) -> Any:
+        with make():
+            return before(propagator, schema)
 
-    before = ShardingPropagator._fake_mode_lock
-    ShardingPropagator._fake_mode_lock = Lock()  # type: ignore[assignment]
+    ShardingPropagator._propagate_tensor_meta_non_cached = infer  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ShardingPropagator._fake_mode_lock = before
+        ShardingPropagator._propagate_tensor_meta_non_cached = before  # type: ignore[method-assign]

@@ -11,8 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from plait._torch.dtensor import local_tensor
+
+# Before torch 2.15, a gradient of the reduction's dtype is kept apart from the gathered parameter.
+# Since then the gathered parameter's own `grad` holds it, and a property of the old name reads it.
+_ACCUMULATES_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -22,7 +27,13 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
     """What torch gathers and reduces of one fully sharded unit."""
-    return module._get_fsdp_state()._fsdp_param_groups
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+
+    # torch 2.11 has one group per unit, and none for a unit without parameters.
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def sharded_parameters(module: FSDPModule) -> list[Any]:
@@ -65,8 +76,7 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
 def has_unreduced(model: nn.Module) -> bool:
     """Whether a unit of a sharded model keeps gradients of micro-batches that were not reduced over all ranks."""
     groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
-    held = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    kept = any(p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None for p in held)
+    kept = any(_unsharded_gradients(p) for p in _gathered(model))
     return kept or any(group._partial_reduce_output is not None for group in groups)
 
 
@@ -78,13 +88,23 @@ def drop_gradients(model: nn.Module) -> None:
         for group in parameter_groups(module):
             group._partial_reduce_output = None
             for held in group.fsdp_params:
-                held.sharded_param.grad = held.unsharded_accumulated_grad = None
+                held.sharded_param.grad = None
+                if _ACCUMULATES_APART:
+                    held.unsharded_accumulated_grad = None
                 if hasattr(held, "_unsharded_param"):
                     held._unsharded_param.grad = None
 
 
 def _gathered(model: nn.Module) -> list[Any]:
     return [p for module in sharded_modules(model) for p in sharded_parameters(module) if hasattr(p, "_unsharded_param")]
+
+
+def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
+    """Gradients that torch's record of a gathered parameter holds before their reduction."""
+    held = [p._unsharded_param.grad]
+    if _ACCUMULATES_APART:
+        held.append(p.unsharded_accumulated_grad)
+    return [gradient for gradient in held if gradient is not None]
 
 
 @contextmanager
@@ -113,11 +133,33 @@ def unsharded_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 def unsharded_gradient_bytes(model: nn.Module) -> int:
     """Bytes of gradients that are kept unsharded now, between micro-batches."""
-    grads = (grad for p in _gathered(model) for grad in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if grad is not None)
+    grads = [grad for p in _gathered(model) for grad in _unsharded_gradients(p)]
     return sum(local_tensor(grad).untyped_storage().nbytes() for grad in grads)
 
 
 def reduce_unused_parameters(model: nn.Module) -> None:
     """Make units reduce zeros for parameters that a backward did not reach, so that ranks that used others issue the same collective."""
     for module in sharded_modules(model):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+            continue
+        for group in parameter_groups(module):
+            _reduce_zeros(group)
+
+
+def _reduce_zeros(group: Any) -> None:
+    """Do for a group what `set_reduce_scatter_unused_params` does, which torch has since 2.13."""
+    if hasattr(group, "reduce_scatter_unused_params"):
+        return
+    group.reduce_scatter_unused_params = True
+    post_backward = group.post_backward
+
+    def post_backward_with_zeros(*unused: Any) -> None:
+        if group.reduce_grads:
+            for p in group.fsdp_params:
+                gathered = getattr(p, "_unsharded_param", None)
+                if gathered is not None and gathered.requires_grad and not _unsharded_gradients(p):
+                    gathered.grad = torch.zeros_like(gathered)
+        post_backward(*unused)
+
+    group.post_backward = post_backward_with_zeros

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from plait._torch.groups import give_backend, make_gloo
+from plait._torch.groups import give_backend, make_gloo, with_called_names
 from plait.cluster import accelerator
 from plait.cluster.meeting import store_of_next_group
 from plait.cluster.mesh import DEFAULT_TIMEOUT
@@ -73,6 +73,7 @@ _PythonGroup: Any = dist.ProcessGroup
 """Its stubs are those of groups in C++, with an overload for each form of a call."""
 
 
+@with_called_names
 class StagedGroup(_PythonGroup):
     """The group. Methods are those that torch.distributed calls, with its names and arguments."""
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from plait._torch.flat_collectives import all_gather_single
 from plait._torch.storage import is_view
 from plait.comm.reduce_scatter import reduce_scatter
 from plait.shards import shard_length, shard_size
@@ -76,7 +77,7 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
         padding[dim] = size - x.shape[dim]
         x = torch.cat([x, x.new_zeros(padding)], dim)
     stacked = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    dist.all_gather_single(stacked, x.contiguous(), group=group)
+    all_gather_single(stacked, x.contiguous(), group=group)
     whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
     # Only full shards come before a short one and only empty ones after it, so padding sits at the end.
     return whole if ranks * size == length else whole.narrow(dim, 0, length).contiguous()

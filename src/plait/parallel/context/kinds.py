@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from plait._torch.flat_collectives import all_gather_single
 from plait.comm.reduce_scatter import reduce_scatter
 from plait.parallel.context.kernel import Found, Gradients, Piece, Rule, attend, attend_backward, finished, merged, sink_gradient, wide
 from plait.parallel.context.layout import SequenceLayout
@@ -110,7 +111,7 @@ def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[tor
     own = torch.cat([key, value], -1)
     ranks = place.layout.ranks
     stacked = own.new_empty(ranks * own.shape[0], *own.shape[1:])
-    dist.all_gather_single(stacked, own, group=place.group)
+    all_gather_single(stacked, own, group=place.group)
     whole = place.layout.join(stacked.chunk(ranks), dim=2)
     return whole[..., : key.shape[3]], whole[..., key.shape[3] :]
 
