@@ -115,6 +115,12 @@ def require(*packages: str) -> None:
             raise NotRun(f"{package} is not installed")
 
 
+def require_compiler(context: Context) -> None:
+    """Raise NotRun on a simulated device, for which the compiler cannot generate kernels."""
+    if context.simulated:
+        raise NotRun("torch.compile cannot be simulated: it generates kernels for a real GPU")
+
+
 def timed(context: Context, result: Verdict) -> Verdict:
     """Return the verdict of a row about times. On a simulated device the row ran and shows nothing."""
     if context.simulated and result.outcome != "not run":

@@ -22,7 +22,7 @@ from plait.cluster import accelerator
 from plait.config.resolving.resolve import load
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
-from plait.validation.context import Context, require
+from plait.validation.context import Context, require, require_compiler
 from plait.validation.rows import Verdict, verdict
 from plait.verify.parity import Trace
 from plait.verify.plan import Pass, Plan, prepare
@@ -87,6 +87,8 @@ def planned(
 
 def layout(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Compare one layout in the passes of `settings["passes"]`, by default all."""
+    if settings["config"].get("compile", {}).get("enabled"):
+        require_compiler(context)
     passes = tuple(settings.get("passes", ("float64", "configured")))
     plan = planned(context, settings["config"], passes=passes, steps=STEPS)
     traces = run_layout(plan)
