@@ -22,7 +22,11 @@ from plait.validation.rows import Verdict, verdict
 
 LEAST_SHARE = 0.9
 """Share of the rate of plain copies from pinned memory that streaming must reach."""
-SIZES: Mapping[str, Mapping[str, Any]] = {"medium": {"workload": MEDIUM}, "tiny": {"workload": TINY}}
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "medium": {"workload": MEDIUM},
+    # With two layers, the places that streamed layers compute in would hold both of them.
+    "tiny": {"workload": TINY.with_layers(6)},
+}
 REQUIRED_BYTES = {"medium": 8 * GIB, "tiny": 0.25 * GIB}
 PROMPTS, PROMPT_TOKENS, TOKENS = 2, 12, 16
 _UNLIMITED = 1 << 62
@@ -50,6 +54,8 @@ def weights(context: Context, settings: Mapping[str, Any]) -> Verdict:
             same = streamed == resident and nbytes > 0
             problem = "other tokens than those of the model in the device's memory"
             return verdict([] if same else [problem], bytes_per_token=nbytes)
+    if not nbytes:
+        return verdict([f"no layer of {workload.layers} was streamed"])
     rate = TOKENS * nbytes / seconds
     link = copy_rate(context, min(nbytes, _MOST_COPIED_BYTES))
     numbers = {

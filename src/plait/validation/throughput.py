@@ -105,24 +105,32 @@ def first_workload(context: Context, accumulation: int = 1) -> Workload:
 def layers_that_fit(free_bytes: float, workload: Workload) -> int:
     """Return how many layers a training step on one GPU has room for.
 
-    States take 16 bytes per parameter (float32 weights, gradients and both moments), the gathered
-    embedding and head 4 (bfloat16 weights and gradients). Of a layer's activations, a token keeps
-    56 bytes per hidden element and 8 per element of the feed-forward part. Logits take 16 bytes per
-    token and vocabulary entry while the loss is computed; the gradients do not exist by then.
+    Two moments of a step decide. At the end of the forward there are 12 bytes per parameter
+    (float32 weights and both moments of Adam), the gathered embedding and head in bfloat16, the
+    activations (30 bytes per token and hidden element, 8 per element of the feed-forward part) and
+    16 bytes per token and vocabulary entry for the logits and the loss. In the update there are
+    16 bytes per parameter, and no activations.
 
     Raises:
         NotRun: Fewer than LEAST_LAYERS fit.
     """
     tokens = workload.length * workload.samples
     ends = 2 * workload.vocabulary * workload.hidden
-    fixed = 16 * ends + 4 * ends + 16 * tokens * workload.vocabulary
-    activations = tokens * (56 * workload.hidden + 8 * workload.ffn)
-    layer = 16 * workload.layer_parameters + activations
-    layers = int((MARGIN * free_bytes - fixed) / layer)
+    layer = workload.layer_parameters
+    activations = tokens * (30 * workload.hidden + 8 * workload.ffn)
+
+    usable = MARGIN * free_bytes
+    forward_fixed = 14 * ends + 16 * tokens * workload.vocabulary
+    forward_layer = 12 * layer + activations
+    in_forward = (usable - forward_fixed) / forward_layer
+    in_update = (usable - 18 * ends) / (16 * layer)
+
+    layers = int(min(in_forward, in_update))
     if layers < LEAST_LAYERS:
+        needed = (forward_fixed + LEAST_LAYERS * forward_layer) / MARGIN
         raise NotRun(
-            f"{LEAST_LAYERS} layers need {format_bytes((fixed + LEAST_LAYERS * layer) / MARGIN)}, "
-            f"and the device has {format_bytes(free_bytes)} free"
+            f"{LEAST_LAYERS} layers need {format_bytes(needed)}, and the device has "
+            f"{format_bytes(free_bytes)} free"
         )
     return min(layers, MOST_LAYERS)
 
