@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch import (
@@ -36,6 +37,7 @@ from plait._torch import (
     units,
     watched_shards,
 )
+from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.errors import InputError
 from tests.measured.storage_tracker import StorageTracker
 
@@ -78,21 +80,55 @@ def test_graph_task() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_reset_failed_step(keep: bool) -> None:
-    """After an exception in a forward all units are sharded again; gradients of micro-batches before stay where they shall."""
+    """After an exception in a forward all units are sharded, and earlier gradients stay if asked to.
+
+    The earlier micro-batches leave gradients of shards, and gradients that are not reduced.
+    """
     model = sharded()
     assert isinstance(model, FSDPModule)
     passes.reset_failed_step(model, keep_gradients=keep)  # nothing has run
+    model(torch.ones(2, 4)).sum().backward()
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, 4)).sum().backward()
+    reduced = [p.grad.to_local().clone() for p in model.parameters()]  # type: ignore[union-attr]
+    unreduced = units.unsharded_gradient_bytes(model)
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 5))
-    assert units.unsharded_parameter_bytes(model)
+    assert unreduced and units.unsharded_parameter_bytes(model)
+
     passes.reset_failed_step(model, keep_gradients=keep)
     assert not units.unsharded_parameter_bytes(model)
-    assert units.unsharded_gradient_bytes(model)
+    if keep:
+        assert units.unsharded_gradient_bytes(model) == unreduced
+        for p, gradient in zip(model.parameters(), reduced, strict=True):
+            assert torch.equal(p.grad.to_local(), gradient)  # type: ignore[union-attr]
     units.drop_gradients(model)
     assert not units.unsharded_gradient_bytes(model)
+    assert not units.has_unreduced(model)
     model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_reset_partial_reductions(keep: bool) -> None:
+    """Sums over the shards that wait for the sum over the replicas stay if asked to."""
+    model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(False)
+    model(torch.ones(2, 4)).sum().backward()
+    groups = [group for unit in units.sharded_modules(model) for group in units.parameter_groups(unit)]
+    partial = [group._partial_reduce_output for group in groups]
+    assert all(output is not None for output in partial) and units.has_unreduced(model)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    passes.reset_failed_step(model, keep_gradients=keep)
+    if keep:
+        assert [group._partial_reduce_output for group in groups] == partial
+    else:
+        units.drop_gradients(model)
+        assert not units.has_unreduced(model)
+    model.set_requires_all_reduce(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert not units.has_unreduced(model)
 
 
 def test_has_gradient_hooks() -> None:
@@ -103,10 +139,10 @@ def test_has_gradient_hooks() -> None:
     assert [modules.has_gradient_hooks(p) for p in (one, other, plain)] == [True, True, False]
 
 
-def sharded() -> nn.Module:
-    """A block and a root, 3 rows over 2 ranks."""
+def sharded(mesh: DeviceMesh | None = None) -> nn.Module:
+    """A block and a root, 3 rows over 2 ranks, or over the last dimension of `mesh`."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh or init_device_mesh("cpu", (2,))
     fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
@@ -127,6 +163,52 @@ def test_sharded_state() -> None:
     units.reduce_unused_parameters(model)
 
 
+@dataclasses.dataclass
+class Hidden:
+    states: torch.Tensor
+    others: list[torch.Tensor]
+
+
+class ReturnsDataclass(nn.Module):
+    """Returns tensors in a dataclass, some of them in a list, as pytrees do not open it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(self.first(x).cos(), [self.second(x).cos()])
+
+
+class ReadsDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = ReturnsDataclass(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, nested: bool) -> Hidden:
+        hidden = self.inner(x * self.head.weight.sum())
+        return Hidden(hidden.others[0] if nested else hidden.states, [])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_outputs_in_dataclasses(nested: bool) -> None:
+    """The backward of a unit that returned a dataclass gathers the unit before it computes."""
+    model, mesh = ReadsDataclass(), init_device_mesh("cpu", (2,))
+    fully_shard(model.inner, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    seen: list[str] = []
+    for unit in units.sharded_modules(model):
+        watched_shards.watch_shards(unit)
+        gathering.on_shard_reads(unit, lambda when: seen.append(when[0]), lambda: None)
+    loss = model(torch.ones(1, 4), nested=nested).states.sum()
+    assert seen == ["forward"] * 2
+    loss.backward()
+    assert seen[2:] == ["backward"] * 2
+    assert units.unsharded_parameter_bytes(model) == 0
+    used = (model.inner.second if nested else model.inner.first, model.head)
+    assert all(layer.weight.grad is not None for layer in used)
+
+
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,10 +223,18 @@ def test_zeros_are_reduced_for_unused_parameters() -> None:
     unit = HalfUsed()
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
     units.reduce_unused_parameters(unit)
+    reduced: list[torch.Tensor] = []
+
+    class Recorded(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            reduced.append(input_tensor.clone())
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    unit.set_custom_reduce_scatter(Recorded())
     unit(torch.ones(1, 3)).sum().backward()
-    grad = unit.unused.weight.grad
-    assert grad is not None and not grad.to_local().any()
-    assert unit.used.weight.grad is not None
+    # The fake group need not write the output of a reduce-scatter, so its numbers say nothing.
+    assert all(p.grad is not None for p in unit.parameters())
+    assert [buffer.count_nonzero() for buffer in reduced] == [unit.used.weight.numel() + unit.used.bias.numel()]
 
 
 def test_windows_and_locals() -> None:
@@ -227,8 +317,6 @@ def test_operators_that_dispatch_modes_do_not_see() -> None:
 
 def test_custom_reduce_scatter() -> None:
     """`fully_shard` calls it in place of the collective."""
-    from plait.comm.reduce_scatter import AllToAllReduceScatter
-
     assert issubclass(AllToAllReduceScatter, units.ReduceScatter)
     calls = []
 
@@ -242,6 +330,38 @@ def test_custom_reduce_scatter() -> None:
         module.set_custom_reduce_scatter(Counted())
     model(torch.ones(1, 4)).sum().backward()
     assert sorted(calls) == [16, 20], "both units, rows padded to both ranks"
+
+
+@pytest.mark.parametrize("own_dtype", [False, True])
+def test_order_of_reduced_gradients(own_dtype: bool) -> None:
+    """Gradients are sent in the order of `reduced_shapes`, shards in that of `gathered_shapes`."""
+    unit = nn.Module()
+    sizes = {"first": (2, 3), "second": (4,), "third": (2, 5), "fourth": (6, 1)}
+    for name, size in sizes.items():
+        unit.register_parameter(name, nn.Parameter(torch.ones(size)))
+    if own_dtype and hasattr(torch.Tensor, "grad_dtype"):
+        unit.second.grad_dtype = torch.float64  # type: ignore[union-attr]
+    unit.fourth.requires_grad_(False)  # type: ignore[operator]
+    unit.forward = lambda: (  # type: ignore[method-assign]
+        unit.first.sum() * 1 + unit.second.sum() * 2 + unit.third.sum() * 3 + unit.fourth.sum()
+    )
+    fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+    sent: list[torch.Tensor] = []
+
+    class Recorded(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            sent.append(input_tensor.clone())
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    unit.set_custom_reduce_scatter(Recorded())  # type: ignore[operator]
+    unit().backward()
+    runs = torch.unique_consecutive(sent[0].view(2, -1)[0], return_counts=True)[1].tolist()
+    shapes = [numel for _, numel, trainable in units.reduced_shapes(unit) if trainable]  # type: ignore[arg-type]
+    assert shapes == runs
+    if not own_dtype:
+        assert units.reduced_shapes(unit) == units.gathered_shapes(unit)  # type: ignore[arg-type]
+    gathered = [(dimensions, numel) for dimensions, numel, _ in units.gathered_shapes(unit)]  # type: ignore[arg-type]
+    assert gathered == [(2, 3), (1, 2), (2, 5), (2, 3)]
 
 
 def test_schedule_actions() -> None:
@@ -441,15 +561,16 @@ def test_process_group_of() -> None:
 
 def test_splits_named_alike() -> None:
     """By their ranks, a number and their order; torch's own names follow from the groups that a process is in."""
-    torchs = distributed_c10d._hash_ranks_to_str([0, 1])
+    naming = distributed_c10d._hash_ranks_to_str
+    torchs = naming([0, 1])
     with groups.splits_named_alike(3):
         first, second = (distributed_c10d._process_group_name([0, 1], use_hashed_name=True) for _ in range(2))
     with groups.splits_named_alike(3):
         again = distributed_c10d._process_group_name([0, 1], use_hashed_name=True)
     assert first == again and len({first, second, torchs}) == 3
-    assert distributed_c10d._hash_ranks_to_str([0, 1]) == torchs
+    assert distributed_c10d._hash_ranks_to_str is naming
     dist.new_group([0, 1])
-    assert distributed_c10d._hash_ranks_to_str([0, 1]) != torchs, "torch names splits alike on all ranks: the patch is not needed any more"
+    assert distributed_c10d._hash_ranks_to_str([0, 1]) != torchs, "groups of the same ranks need names of their own"
 
 
 def test_storage_tracker_counts_resizes() -> None:
@@ -472,12 +593,13 @@ def test_storage_tracker_counts_resizes() -> None:
 
 
 def test_delivered_at_once() -> None:
-    """Only inside."""
+    """A message to a rank that does not exist is complete inside. Since torch 2.15 it always is."""
     work = dist.isend(torch.zeros(2), 0)
-    assert work is not None and not work.is_completed()
+    assert work is not None
+    before = work.is_completed()
     with groups.delivered_at_once():
         assert work.is_completed()
-    assert not work.is_completed()
+    assert work.is_completed() == before
 
 
 def test_begin_sharded() -> None:
@@ -589,6 +711,29 @@ def test_sum_before_reading() -> None:
     with CommDebugMode() as seen:
         float(total)
     assert seen.get_total_counts() == 1
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_of_uneven_splits(dim: int) -> None:
+    """A gradient is split and laid out as its parameter is, without communication."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    dtensor.keep_uneven_gradients_split()
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(21.0).view(3, 7) if dim else torch.arange(21.0).view(7, 3)
+    split = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+    assert split.to_local().shape[dim] == 3, "the second of two ranks"
+    parameter = nn.Parameter(split)
+    with CommDebugMode() as seen:
+        for _ in range(2):
+            local = parameter.to_local()
+            (local.t() * torch.arange(9.0).view(3, 3)).sum().backward()
+    assert seen.get_total_counts() == 0
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor) and gradient.placements == (Shard(dim),)
+    assert gradient.stride() == parameter.stride()
+    assert gradient.to_local().is_contiguous()
+    assert torch.equal(gradient.to_local(), 2 * torch.arange(9.0).view(3, 3).t())
 
 
 def test_forget_meshes() -> None:

@@ -56,13 +56,30 @@ def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], tor
         p.sharded_param._local_tensor = buffer.view(p.padded_sharded_param_size).narrow(dim, 0, p.sharded_param._local_tensor.shape[dim])
 
 
-def shard_shapes(module: FSDPModule) -> list[tuple[int, int, bool]]:
-    """(dimensions, elements of this rank's padded shard, trainable) of one unit's parameters, in the order in which their shards are
-    laid out for collectives."""
-    return [
-        (len(p.padded_sharded_param_size), p.padded_sharded_param_size.numel(), bool(p.sharded_param.requires_grad))
-        for p in sharded_parameters(module)
-    ]
+ShardShape = tuple[int, int, bool]
+"""Dimensions of a parameter, elements of this rank's padded shard of it, and whether it trains."""
+
+
+def gathered_shapes(module: FSDPModule) -> list[ShardShape]:
+    """Parameters of one unit, in the order in which an all-gather sends their shards."""
+    return [_shape_of(p) for p in sharded_parameters(module)]
+
+
+def reduced_shapes(module: FSDPModule) -> list[ShardShape]:
+    """Parameters of one unit, in the order in which a reduce-scatter sends their gradients.
+
+    Since torch 2.15 parameters are grouped by the dtype of their gradients (`Tensor.grad_dtype`),
+    in the order in which the dtypes appear. Before, the order is that of the all-gather.
+    """
+    parameters = sharded_parameters(module)
+    dtypes = [getattr(p, "sharded_grad_dtype", None) for p in parameters]
+    order = sorted(range(len(parameters)), key=lambda index: dtypes.index(dtypes[index]))
+    return [_shape_of(parameters[index]) for index in order]
+
+
+def _shape_of(p: Any) -> ShardShape:
+    size = p.padded_sharded_param_size
+    return len(size), size.numel(), bool(p.sharded_param.requires_grad)
 
 
 def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
