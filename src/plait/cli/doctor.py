@@ -38,9 +38,7 @@ def doctor(
     nproc_per_node: Nproc = None,
     out: Annotated[Path | None, typer.Option(help="The file to write. (default: links.json, none with --json; validation.json)")] = None,
     seconds: Annotated[float | None, typer.Option(help="--links: about how long each group of links is measured. (default: 4)")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="--validate: time budget; rows that do not fit are not run. (default: 8)")
-    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="--validate: time budget; rows that do not fit are not run. (default: 8)")] = None,
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="--validate: rows to run, e.g. `waits/*`; may be repeated.")
     ] = None,
@@ -92,7 +90,9 @@ def _validate(gpus: int | None, out: Path | None, minutes: float | None, only: l
         raise InputError(f"--minutes {minutes}: not more than 0 and at most {24 * 60}")
     if claim(os.environ) is not None:
         raise InputError("--validate: starts its own processes; run it by itself, not under a launcher")
-    raise typer.Exit(validate(minutes=minutes or DEFAULT_MINUTES, only=only, out=out or Path("validation.json"), gpus=gpus, as_json=as_json))
+    raise typer.Exit(
+        validate(minutes=minutes or DEFAULT_MINUTES, only=only, out=out or Path("validation.json"), gpus=gpus, as_json=as_json)
+    )
 
 
 def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json: bool) -> None:

@@ -84,10 +84,7 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
     for pattern in only:
         if not any(_matches(row, pattern) for row in rows):
             checks = ", ".join(dict.fromkeys(row.name.split("/")[0] for row in rows))
-            raise InputError(
-                f"--only {pattern}: no row has this name; checks are {checks}, and "
-                "--only 'parity/*' takes all rows of one"
-            )
+            raise InputError(f"--only {pattern}: no row has this name; checks are {checks}, and --only 'parity/*' takes all rows of one")
     if only:
         chosen = [row for row in rows if any(_matches(row, pattern) for pattern in only)]
     else:
@@ -117,10 +114,7 @@ def _on_machine(machine: Machine, gpus: int, row: Row) -> Row:
     ranks_per_gpu = -(-row.ranks // gpus)
     needed = ranks_per_gpu * RANK_BYTES
     if ranks_per_gpu > 1 and not machine.simulated and machine.memory_bytes < needed:
-        reason = (
-            f"{ranks_per_gpu} ranks on a GPU need {needed / GIB:.0f} GiB, and it has "
-            f"{machine.memory_bytes / GIB:.1f} GiB"
-        )
+        reason = f"{ranks_per_gpu} ranks on a GPU need {needed / GIB:.0f} GiB, and it has {machine.memory_bytes / GIB:.1f} GiB"
         return replace(row, unavailable=reason)
     return row
 
@@ -262,9 +256,7 @@ def _on_several_gpus(gpus: int) -> list[Row]:
             unavailable=unavailable,
         )
 
-    def step(
-        name: str, title: str, contenders: Sequence[str], unavailable: str, accumulation: int = 1
-    ) -> Row:
+    def step(name: str, title: str, contenders: Sequence[str], unavailable: str, accumulation: int = 1) -> Row:
         return Row(
             f"nccl/step-{name}",
             f"step time of {title}",

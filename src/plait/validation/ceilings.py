@@ -32,14 +32,9 @@ def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
     nbytes = MIB if context.is_small else GIB
     where = context.device
 
-    source = torch.zeros(nbytes, dtype=torch.uint8, device=where)
-    target = torch.empty_like(source)
-    copied = 2 * nbytes / seconds_of(context, lambda: target.copy_(source))  # read and written
-    del source, target
-
+    copied = copies_on_device(context, nbytes)
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=where) for _ in range(2))
     flops = 2 * size**3 / seconds_of(context, lambda: torch.mm(left, right))
-    context.results["product_flops"] = flops
 
     bandwidth, peak = float(figures.memory_bandwidth), float(figures.flops.get("bf16", float("nan")))
     numbers = {
@@ -52,6 +47,13 @@ def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
     }
     problems = [too_slow("copy", copied, bandwidth), too_slow("product", flops, peak)]
     return timed(context, verdict([problem for problem in problems if problem], **numbers))
+
+
+def copies_on_device(context: Context, nbytes: int) -> float:
+    """Return the bytes per second that copies on the device read and write."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=context.device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / seconds_of(context, lambda: target.copy_(source))
 
 
 def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
@@ -80,7 +82,6 @@ def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
         "to_host": nbytes / seconds_of(context, to_host),
         "both": 2 * nbytes / seconds_of(context, both),
     }
-    context.results["host_link"] = rates["to_device"]
     problems = [too_slow(name, rates[name], figure) for name in ("to_device", "to_host")]
     numbers = {**rates, "datasheet": figure, "least_share": LEAST_SHARE}
     return timed(context, verdict([problem for problem in problems if problem], **numbers))

@@ -128,9 +128,7 @@ def timed(context: Context, result: Verdict) -> Verdict:
     return result
 
 
-def largest_size(
-    context: Context, sizes: Mapping[str, Mapping[str, Any]], *, required_bytes: Mapping[str, float]
-) -> Mapping[str, Any]:
+def largest_size(context: Context, sizes: Mapping[str, Mapping[str, Any]], *, required_bytes: Mapping[str, float]) -> Mapping[str, Any]:
     """Return the largest of `sizes` that fits into free device memory.
 
     Args:
@@ -147,9 +145,7 @@ def largest_size(
     for name, size in sizes.items():
         if required_bytes[name] <= free:
             return size
-    raise NotRun(
-        f"needs {min(required_bytes.values()) / GIB:.1f} GiB, and the device has {free / GIB:.1f} GiB free"
-    )
+    raise NotRun(f"needs {min(required_bytes.values()) / GIB:.1f} GiB, and the device has {free / GIB:.1f} GiB free")
 
 
 @contextmanager

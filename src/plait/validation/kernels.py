@@ -93,20 +93,15 @@ def attention(context: Context, workload: Workload) -> dict[str, dict[str, float
         shape = (batch, workload.heads, length, workload.head_dim)
         kv_shape = (batch, workload.kv_heads, length, workload.head_dim)
         query, key, value = (
-            torch.randn(of, dtype=torch.bfloat16, device=context.device, requires_grad=True)
-            for of in (shape, kv_shape, kv_shape)
+            torch.randn(of, dtype=torch.bfloat16, device=context.device, requires_grad=True) for of in (shape, kv_shape, kv_shape)
         )
 
-        def forward(
-            query: torch.Tensor = query, key: torch.Tensor = key, value: torch.Tensor = value
-        ) -> torch.Tensor:
+        def forward(query: torch.Tensor = query, key: torch.Tensor = key, value: torch.Tensor = value) -> torch.Tensor:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
         gradient = torch.randn_like(forward())
 
-        def both(
-            forward: Callable[[], torch.Tensor] = forward, gradient: torch.Tensor = gradient
-        ) -> None:
+        def both(forward: Callable[[], torch.Tensor] = forward, gradient: torch.Tensor = gradient) -> None:
             forward().backward(gradient)
 
         calls = max(2, 8192 // length)
@@ -127,9 +122,7 @@ def attention(context: Context, workload: Workload) -> dict[str, dict[str, float
 def norms(context: Context, workload: Workload) -> dict[str, float]:
     """Return seconds of RMSNorm with its backward, fused and as Transformers writes it."""
     rows = 64 if context.is_small else TOKENS
-    x = torch.randn(
-        rows, workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True
-    )
+    x = torch.randn(rows, workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True)
     weight = torch.ones(workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True)
     gradient = torch.randn_like(x)
 
@@ -151,9 +144,7 @@ def loss(context: Context, workload: Workload) -> dict[str, float]:
     """Return seconds of the cross entropy of bfloat16 logits in float32, with its backward."""
     rows = 64 if context.is_small else TOKENS
     vocabulary = workload.vocabulary
-    logits = torch.randn(
-        rows, vocabulary, dtype=torch.bfloat16, device=context.device, requires_grad=True
-    )
+    logits = torch.randn(rows, vocabulary, dtype=torch.bfloat16, device=context.device, requires_grad=True)
     targets = torch.randint(0, vocabulary, (rows,), device=context.device)
 
     def cross_entropy() -> None:
@@ -249,5 +240,3 @@ def planned_step(context: Context, figures: Device, calibration: Calibration) ->
             "terms": dict(shipped.terms),
         }
     }
-
-

@@ -55,13 +55,8 @@ def peaks(context: Context, settings: Mapping[str, Any]) -> Verdict:
     workload: Workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)["workload"]
     if context.world == 1:
         context.group()  # With one rank the prediction uses the real group, which stays.
-    cases = {
-        name: step_settings(config, workload, world=context.world)
-        for name, config in settings["cases"].items()
-    }
-    predictions = {
-        name: predicted(context, resolved, workload).peak for name, resolved in cases.items()
-    }
+    cases = {name: step_settings(config, workload, world=context.world) for name, config in settings["cases"].items()}
+    predictions = {name: predicted(context, resolved, workload).peak for name, resolved in cases.items()}
     context.group()
     numbers: dict[str, Any] = {"workload": workload.as_dict(), "allowed": ALLOWED}
     problems = []
@@ -99,9 +94,7 @@ def difference(predicted_bytes: float, measured_bytes: float) -> str:
     )
 
 
-def peak_of_step(
-    context: Context, build: Callable[[], nn.Module], resolved: Resolved, workload: Workload
-) -> tuple[int, int]:
+def peak_of_step(context: Context, build: Callable[[], nn.Module], resolved: Resolved, workload: Workload) -> tuple[int, int]:
     """Return (peak of the steps after the first, bytes that the process held before the model).
 
     The peak does not include what the process held before. `build` returns the model, on `meta` or
@@ -143,9 +136,7 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
     limit = min(free, MOST_BYTES)
     least = LEAST_SIMULATED_BYTES if context.is_small else LEAST_BYTES
     if limit < least:
-        raise NotRun(
-            f"the device has {format_bytes(free)} free, and this check needs {format_bytes(least)}"
-        )
+        raise NotRun(f"the device has {format_bytes(free)} free, and this check needs {format_bytes(least)}")
     if limit < free and not context.is_small:
         accelerator.limit_memory(context.device, limit)
     share, trains = settings["share"], settings["trains"]
@@ -221,5 +212,3 @@ def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Worklo
         layers += 1
         found = peak(layers)
     return shape.with_layers(layers), found
-
-

@@ -69,9 +69,7 @@ def measure(context: Context, workload: Workload, config: Mapping[str, Any]) -> 
     return seconds, peak
 
 
-def extrapolated(
-    context: Context, workload: Workload, peak: int, half: Workload, peak_of_half: int
-) -> dict[str, Any]:
+def extrapolated(context: Context, workload: Workload, peak: int, half: Workload, peak_of_half: int) -> dict[str, Any]:
     """Return bytes per layer, and the parameters of the largest model of this width."""
     layer_bytes = (peak - peak_of_half) / (workload.layers - half.layers)
     if layer_bytes <= 0:

@@ -62,9 +62,7 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **settings}
 
 
-def planned(
-    context: Context, settings: Mapping[str, Any], *, passes: tuple[Pass, ...], steps: int
-) -> Plan:
+def planned(context: Context, settings: Mapping[str, Any], *, passes: tuple[Pass, ...], steps: int) -> Plan:
     """Return rank 0's plan of the comparison. Collective."""
     require("transformers")
     context.group()
@@ -184,15 +182,11 @@ def judge_compressed(trace: Trace, exact: Trace) -> Verdict:
 
 def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Write a checkpoint asynchronously, load it on another layout, and compare the next losses."""
-    saving, loading = (
-        planned(context, settings[name], passes=("float64",), steps=4) for name in ("saving", "loading")
-    )
+    saving, loading = (planned(context, settings[name], passes=("float64",), steps=4) for name in ("saving", "loading"))
     # Each plan has the smallest model that its layout supports. Both use that of the layout that
     # splits the model more.
     larger = max((saving, loading), key=lambda plan: plan.resolved.layout.pp * plan.resolved.layout.tp)
-    saving, loading = (
-        replace(plan, tested=larger.tested, blocks=larger.blocks) for plan in (saving, loading)
-    )
+    saving, loading = (replace(plan, tested=larger.tested, blocks=larger.blocks) for plan in (saving, loading))
     if saving.micro_batches != loading.micro_batches:
         numbers = f"{saving.micro_batches} and {loading.micro_batches}"
         raise AssertionError(f"{numbers} micro-batches of a step cannot be compared")

@@ -87,12 +87,9 @@ class Block(nn.Module):
         normed = self.input_norm(x)
         # [batch, heads, tokens, head_dim]; under tensor parallelism a rank has a part of the heads.
         query, key, value = (
-            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
+            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        attention = F.scaled_dot_product_attention(
-            rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True, enable_gqa=True
-        )
+        attention = F.scaled_dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True, enable_gqa=True)
         x = x + self.output(attention.transpose(1, 2).flatten(2))
         normed = self.ffn_norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -175,9 +172,7 @@ def device_mesh(context: Context, shape: tuple[int, ...], names: tuple[str, ...]
     return init_device_mesh(context.device.type, shape, mesh_dim_names=names)
 
 
-def transformers_fsdp2(
-    context: Context, workload: Workload, *, compiled: bool = False, liger: bool = False
-) -> Trainer:
+def transformers_fsdp2(context: Context, workload: Workload, *, compiled: bool = False, liger: bool = False) -> Trainer:
     """Return FSDP2 with a Transformers Llama."""
     model = on_device(workload, context.device)
     if liger:
@@ -231,9 +226,7 @@ def deepspeed_zero_3(context: Context, workload: Workload) -> Trainer:
 
 STAGE_3: Mapping[str, Any] = {"zero_optimization": {"stage": 3}}
 TRAINERS: Mapping[str, TrainerFactory] = {
-    "plait": lambda context, workload: plait_trainer(
-        context, workload, {**STAGE_3, "parallel": {"dp_shard": context.world}}
-    ),
+    "plait": lambda context, workload: plait_trainer(context, workload, {**STAGE_3, "parallel": {"dp_shard": context.world}}),
     "plait-compiled": lambda context, workload: plait_trainer(
         context,
         workload,

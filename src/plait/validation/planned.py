@@ -45,9 +45,7 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
     figures = datasheet(context)
     workload: Workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)["workload"]
     memory = 80 * GIB if context.is_small else context.free_bytes()
-    cluster: Cluster = cluster_of(
-        str(figures.name), DEVICES, devices_per_node=DEVICES, memory_bytes=memory
-    )
+    cluster: Cluster = cluster_of(str(figures.name), DEVICES, devices_per_node=DEVICES, memory_bytes=memory)
     precision = "bf16" if "bf16" in figures.flops else "fp16"
     model = Model(from_config(workload.fields, source="the planned model"), {"config": workload.fields})
     request = Request(model, cluster, GLOBAL_BATCH, workload.length, precision)
@@ -87,11 +85,6 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
 def judge(measured: float, prediction: float, **numbers: Any) -> Verdict:
     """Fail if measured and planned seconds differ by more than FACTOR."""
     ratio = measured / prediction if prediction else float("inf")
-    problem = (
-        f"{measured:.4g} s, planned {prediction:.4g} s: {ratio:.2f} times, allowed {1 / FACTOR:.2f} "
-        f"to {FACTOR}"
-    )
+    problem = f"{measured:.4g} s, planned {prediction:.4g} s: {ratio:.2f} times, allowed {1 / FACTOR:.2f} to {FACTOR}"
     problems = [] if 1 / FACTOR <= ratio <= FACTOR else [problem]
-    return verdict(
-        problems, seconds=measured, planned_seconds=prediction, ratio=ratio, allowed=FACTOR, **numbers
-    )
+    return verdict(problems, seconds=measured, planned_seconds=prediction, ratio=ratio, allowed=FACTOR, **numbers)

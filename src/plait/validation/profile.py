@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
@@ -103,8 +104,8 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
     marks = sorted((event.begin, event.end) for event in events if event.place == "mark")
     busy = union((event.begin, event.end) for event in on_device)
     span = busy[-1][1] - busy[0][0] if busy else 0.0
-    gaps = [after[0] - before[1] for before, after in zip(busy, busy[1:], strict=False)]
-    between = [after[0] - before[1] for before, after in zip(marks, marks[1:], strict=False)]
+    gaps = [after[0] - before[1] for before, after in pairwise(busy)]
+    between = [after[0] - before[1] for before, after in pairwise(marks)]
     on_host = Counter(event.name for event in events if event.place == "host")
 
     by_kind: dict[Kind, list[Interval]] = defaultdict(list)
@@ -112,14 +113,8 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
     for event in on_device:
         by_kind[kind_of(event.name)].append((event.begin, event.end))
         by_name[event.name].append(event.end - event.begin)
-    computing = union(
-        interval for kind, found in by_kind.items() for interval in found if kind not in ("collectives", "copies")
-    )
-    exposed = {
-        kind: total(outside(union(by_kind[kind]), computing)) / steps
-        for kind in ("collectives", "copies")
-        if by_kind.get(kind)
-    }
+    computing = union(interval for kind, found in by_kind.items() for interval in found if kind not in ("collectives", "copies"))
+    exposed = {kind: total(outside(union(by_kind[kind]), computing)) / steps for kind in ("collectives", "copies") if by_kind.get(kind)}
     longest = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))[:_LONGEST]
     return {
         "steps": steps,
@@ -136,8 +131,7 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
         "seconds_per_step_by_kind": {kind: total(union(found)) / steps for kind, found in by_kind.items()},
         "exposed_seconds_per_step": exposed,
         "longest_kernels": [
-            {"name": name[:120], "per_step": len(found) / steps, "seconds_per_step": sum(found) / steps}
-            for name, found in longest
+            {"name": name[:120], "per_step": len(found) / steps, "seconds_per_step": sum(found) / steps} for name, found in longest
         ],
     }
 

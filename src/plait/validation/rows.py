@@ -86,10 +86,7 @@ def not_run(row: Row, reason: str) -> Result:
 
 def counts(results: Sequence[Result]) -> dict[str, int]:
     """Return the number of results of each outcome."""
-    return {
-        outcome: sum(result.outcome == outcome for result in results)
-        for outcome in ("passed", "failed", "not run")
-    }
+    return {outcome: sum(result.outcome == outcome for result in results) for outcome in ("passed", "failed", "not run")}
 
 
 def exit_code(results: Sequence[Result]) -> int:

@@ -134,11 +134,9 @@ class Runner:
             skipped.append(not_run(pending.pop(0), reason))
         return skipped
 
-    def _no_time_for(
-        self, row: Row, rows: Sequence[Row], later: Sequence[Row], *, launching: bool
-    ) -> str:
+    def _no_time_for(self, row: Row, rows: Sequence[Row], later: Sequence[Row], *, launching: bool) -> str:
         """Return why there is no time for a row. Empty if it fits. See Note [Which rows run]."""
-        more_valuable = set(row.name for row in rows[: rows.index(row)])
+        more_valuable = {other.name for other in rows[: rows.index(row)]}
         reserved = [other for other in later if other.name in more_valuable and not other.unavailable]
         launches = int(launching) + len({(other.ranks, other.own_process) for other in reserved})
         planned = row.planned_seconds + sum(other.planned_seconds for other in reserved)

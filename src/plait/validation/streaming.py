@@ -75,17 +75,10 @@ def _saved(context: Context, workload: Workload, folder: Path) -> Source:
     return open_source(folder)
 
 
-def _generated(
-    context: Context, source: Source, budget_bytes: int, host_bytes: int
-) -> tuple[list[list[int]], float, int]:
+def _generated(context: Context, source: Source, budget_bytes: int, host_bytes: int) -> tuple[list[list[int]], float, int]:
     """Return (tokens, seconds of the second generation, bytes that are streamed per token)."""
-    sharded, plan = load_streamed(
-        source, budget_bytes=budget_bytes, other_bytes=_OTHER_BYTES, host_bytes=host_bytes
-    )
-    prompts = [
-        [(7 * position + 3 * prompt) % 97 for position in range(PROMPT_TOKENS)]
-        for prompt in range(PROMPTS)
-    ]
+    sharded, plan = load_streamed(source, budget_bytes=budget_bytes, other_bytes=_OTHER_BYTES, host_bytes=host_bytes)
+    prompts = [[(7 * position + 3 * prompt) % 97 for position in range(PROMPT_TOKENS)] for prompt in range(PROMPTS)]
     settings: dict[str, Any] = {
         "max_new_tokens": TOKENS,
         "min_new_tokens": TOKENS,

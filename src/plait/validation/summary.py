@@ -47,13 +47,9 @@ def _parity(numbers: Numbers) -> str:
 
 
 def _throughput(numbers: Numbers) -> str:
-    parts = [
-        f"{name} {tokens:,.0f} tokens/s, MFU {numbers['mfu'][name]:.1%}"
-        for name, tokens in numbers["tokens_per_second"].items()
-    ]
+    parts = [f"{name} {tokens:,.0f} tokens/s, MFU {numbers['mfu'][name]:.1%}" for name, tokens in numbers["tokens_per_second"].items()]
     parts += [
-        f"step of {next(iter(numbers['seconds']))} / {name} {ratio['median']:.3f} "
-        f"({ratio['least']:.3f} to {ratio['most']:.3f})"
+        f"step of {next(iter(numbers['seconds']))} / {name} {ratio['median']:.3f} ({ratio['least']:.3f} to {ratio['most']:.3f})"
         for name, ratio in numbers["ratio"].items()
     ]
     if "layer" in numbers:
@@ -73,11 +69,7 @@ def _profile(numbers: Numbers) -> str:
 
 def _memory(numbers: Numbers) -> str:
     ranks = [
-        rank
-        for value in numbers.values()
-        if isinstance(value, list)
-        for rank in value
-        if isinstance(rank, Mapping) and "predicted" in rank
+        rank for value in numbers.values() if isinstance(value, list) for rank in value if isinstance(rank, Mapping) and "predicted" in rank
     ]
     errors = [rank["predicted"] / rank["measured"] - 1 for rank in ranks]
     worst = max(errors, key=abs)

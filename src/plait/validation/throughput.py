@@ -128,16 +128,11 @@ def layers_that_fit(free_bytes: float, workload: Workload) -> int:
     layers = int(min(in_forward, in_update))
     if layers < LEAST_LAYERS:
         needed = (forward_fixed + LEAST_LAYERS * forward_layer) / MARGIN
-        raise NotRun(
-            f"{LEAST_LAYERS} layers need {format_bytes(needed)}, and the device has "
-            f"{format_bytes(free_bytes)} free"
-        )
+        raise NotRun(f"{LEAST_LAYERS} layers need {format_bytes(needed)}, and the device has {format_bytes(free_bytes)} free")
     return min(layers, MOST_LAYERS)
 
 
-def first_visits(
-    context: Context, contenders: Sequence[str], workload: Workload
-) -> tuple[Workload, dict[str, Visit]]:
+def first_visits(context: Context, contenders: Sequence[str], workload: Workload) -> tuple[Workload, dict[str, Visit]]:
     """Visit each contender once, with fewer layers if one of them runs out of memory.
 
     Raises:
@@ -193,9 +188,7 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
     return Visit(max(context.gathered(seconds)), warm_seconds, peak, loss)
 
 
-def timed_steps(
-    context: Context, trainer: peers.Trainer, batch: Mapping[str, torch.Tensor]
-) -> tuple[float, float]:
+def timed_steps(context: Context, trainer: peers.Trainer, batch: Mapping[str, torch.Tensor]) -> tuple[float, float]:
     """Return (seconds per step, last loss). The host waits before the first step and after the last."""
     count = 1 if context.is_small else TIMED_STEPS
     context.synchronize()
@@ -209,9 +202,7 @@ def timed_steps(
     return (time.perf_counter() - started) / count, float(loss)
 
 
-def another_round_fits(
-    context: Context, rounds: Sequence[Mapping[str, Visit]], settings: Mapping[str, Any]
-) -> bool:
+def another_round_fits(context: Context, rounds: Sequence[Mapping[str, Visit]], settings: Mapping[str, Any]) -> bool:
     """Return whether the row's planned time lasts for one more round. Collective."""
     if context.is_small:
         return len(rounds) < 2
@@ -225,49 +216,33 @@ def another_round_fits(
     return context.seconds_left() > round_seconds + depths
 
 
-def comparison(
-    rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int
-) -> dict[str, Any]:
+def comparison(rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int) -> dict[str, Any]:
     """Return the numbers of rounds: per contender medians, and ratios to Plait by round."""
     names = list(rounds[0])
     first = names[0]
     seconds = {name: median(visits[name].seconds for visits in rounds) for name in names}
     # Peers with the model split over ranks compute a part of the FLOPs each; ranks share a batch.
     replicas = ranks if first in ("plait", "plait-compiled") else max(1, ranks // 2)
-    ratios = {
-        name: [visits[first].seconds / visits[name].seconds for visits in rounds] for name in names[1:]
-    }
+    ratios = {name: [visits[first].seconds / visits[name].seconds for visits in rounds] for name in names[1:]}
     return {
         "rounds": len(rounds),
         "seconds": seconds,
-        "tokens_per_second": {
-            name: replicas * workload.tokens / value for name, value in seconds.items()
-        },
-        "mfu": {
-            name: replicas * workload.flops / value / (ranks * peak) for name, value in seconds.items()
-        },
-        "ratio": {
-            name: {"median": median(values), "least": min(values), "most": max(values)}
-            for name, values in ratios.items()
-        },
+        "tokens_per_second": {name: replicas * workload.tokens / value for name, value in seconds.items()},
+        "mfu": {name: replicas * workload.flops / value / (ranks * peak) for name, value in seconds.items()},
+        "ratio": {name: {"median": median(values), "least": min(values), "most": max(values)} for name, values in ratios.items()},
         "peak_bytes": {name: max(visits[name].peak_bytes for visits in rounds) for name in names},
         "first_visit_seconds": {name: rounds[0][name].warm_seconds for name in names},
         "loss": {name: rounds[-1][name].loss for name in names},
     }
 
 
-def per_layer(
-    deep: Mapping[str, float], shallow: Mapping[str, float], workload: Workload, peak: float
-) -> dict[str, Any]:
+def per_layer(deep: Mapping[str, float], shallow: Mapping[str, float], workload: Workload, peak: float) -> dict[str, Any]:
     """Return seconds and MFU of a layer, from the step times of two depths. See Note [FLOPs]."""
     layers = workload.layers - 1
     seconds = {name: (deep[name] - shallow[name]) / layers for name in deep}
     return {
         "seconds": seconds,
-        "mfu": {
-            name: workload.layer_flops / value / peak if value > 0 else float("nan")
-            for name, value in seconds.items()
-        },
+        "mfu": {name: workload.layer_flops / value / peak if value > 0 else float("nan") for name, value in seconds.items()},
         "seconds_with_one_layer": dict(shallow),
     }
 

@@ -7,7 +7,6 @@ warnings, those of the backward's threads included, which autograd repeats on th
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from plait.validation.rows import Verdict, verdict
 
 STEPS = 5
 _WARM_STEPS = 2
+NO_WARNINGS = "a simulated device does not warn of waits; the steps ran to their end"
 _MESSAGE = "called a synchronizing CUDA operation"
 _PLACES = 10
 """Number of places that are reported, those with the most waits first."""
@@ -36,8 +36,16 @@ def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """
     require("transformers")
     context.group()
+    places = waits_of_config(context, settings["config"])
+    if context.is_small:
+        return Verdict("not run", NO_WARNINGS)
+    return judge(places, STEPS, settings["expected"])
+
+
+def waits_of_config(context: Context, config: Mapping[str, Any]) -> Counter[str]:
+    """Train a few steps of a configuration and return the waits of STEPS of them by place."""
     workload = TINY if context.is_small else STRUCTURE
-    resolved = step_settings(settings["config"], workload, world=context.world)
+    resolved = step_settings(config, workload, world=context.world)
     model = on_device(workload, context.device)
     engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=100)
     # The batch is on the device: what a data loader does is not part of the step.
@@ -46,14 +54,9 @@ def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
         for _ in range(_WARM_STEPS):
             engine.train_batch(batch)
         context.synchronize()
-        places = waits_of(lambda: engine.train_batch(batch), STEPS, context.device)
+        return waits_of(lambda: engine.train_batch(batch), STEPS, context.device)
     finally:
         engine.close()
-        del engine, model
-        gc.collect()
-    if context.is_small:
-        return Verdict("not run", "a simulated device does not warn of waits; the steps ran to their end")
-    return judge(places, STEPS, settings["expected"])
 
 
 def waits_of(step: Callable[[], object], steps: int, device: torch.device) -> Counter[str]:
@@ -67,11 +70,7 @@ def waits_of(step: Callable[[], object], steps: int, device: torch.device) -> Co
 
 def count_waits(caught: list[warnings.WarningMessage]) -> Counter[str]:
     """Count the warnings of waits by place; other warnings are left out."""
-    return Counter(
-        f"{_below_package(warning.filename)}:{warning.lineno}"
-        for warning in caught
-        if _MESSAGE in str(warning.message)
-    )
+    return Counter(f"{_below_package(warning.filename)}:{warning.lineno}" for warning in caught if _MESSAGE in str(warning.message))
 
 
 def judge(places: Counter[str], steps: int, expected: int) -> Verdict:

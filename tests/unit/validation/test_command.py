@@ -84,9 +84,7 @@ def test_nothing_ran(machine: list[Row]) -> None:
     assert run() == 1
 
 
-def test_a_full_disk(
-    machine: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk(machine: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A full disk ends the command with a sentence; the results so far are on the screen."""
 
     def full(path: Path, text: str) -> None:
@@ -111,16 +109,12 @@ def test_a_full_disk(
         (("--list", "--nproc-per-node", "9"), "a validation uses 1 to 8 GPUs"),
     ],
 )
-def test_wrong_input(
-    machine: list[Row], arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input(machine: list[Row], arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_row_that_does_not_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_row_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr(command, "machine_facts", lambda: dict(FACTS))
     assert run("--only", "parity/zero9", "--out", str(tmp_path / "x.json")) == 2
     shown = capsys.readouterr().err
@@ -139,9 +133,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--minutes", "3"), ("--only", "parity"), ("--list",)])
-def test_options_of_the_validation_alone(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_the_validation_alone(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["doctor", *arguments])
     assert end.value.code == 2 and "add --validate" in capsys.readouterr().err
@@ -158,9 +150,7 @@ def test_options_of_the_validation_alone(
         ({"accelerator": "xpu"}, "has the accelerator 'xpu'"),
     ],
 )
-def test_without_a_gpu(
-    changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_gpu(changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command ends with a code of its own and a sentence."""
     facts = json.dumps({**FACTS, "devices": [], **changed})
     process = command.subprocess.CompletedProcess([], 0, facts, "")

@@ -126,10 +126,14 @@ def test_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row("done"), row("long", "hang"), row("after")]
     generator = Runner(command, budget_seconds=600, began=began).run(rows, {})
     results: list[Result] = []
-    with pytest.raises(Interrupted):
+
+    def collect() -> None:
         for result in generator:
             running.clear()
             results.append(result)
+
+    with pytest.raises(Interrupted):
+        collect()
     assert [(result.outcome, result.reason) for result in results] == [
         ("passed", ""),
         ("not run", "interrupted"),

@@ -52,12 +52,10 @@ def test_the_hand_written_llama_is_the_llama_of_transformers() -> None:
     loss = torch.nn.functional.cross_entropy(loss[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
     loss.backward()
     own_loss = ours.logits(batch["input_ids"])
-    own_loss = torch.nn.functional.cross_entropy(
-        own_loss[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-    )
+    own_loss = torch.nn.functional.cross_entropy(own_loss[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
     own_loss.backward()
     # Both compute the angles of positions in float32, and the norms of Transformers are float32 too.
-    assert float(own_loss) == pytest.approx(float(loss), rel=1e-6)
+    assert own_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     for name, parameter in ours.named_parameters():
         expected = theirs.get_parameter(transformers_name(name)).grad
         assert expected is not None and parameter.grad is not None
@@ -111,8 +109,8 @@ def test_fewer_layers_after_memory_ran_out(context: Context, monkeypatch: pytest
     workload, visits = throughput.first_visits(context, ["plait", "fsdp2"], TINY.with_layers(8))
     assert workload.layers == 4 and set(visits) == {"plait", "fsdp2"}
     assert built == [8, 6, 4]
+    monkeypatch.setitem(throughput.TRAINERS, "fsdp2", never_fits)
     with pytest.raises(NotRun, match="out of memory with 2 layers"):
-        monkeypatch.setitem(throughput.TRAINERS, "fsdp2", never_fits)
         throughput.first_visits(context, ["fsdp2"], TINY.with_layers(3))
 
 

@@ -82,10 +82,7 @@ class Screen:
     def summary(self, results: Sequence[Result], out: Path, seconds: float) -> None:
         """Show the counts and the place of the document."""
         number = counts(results)
-        self._print(
-            f"\n{number['passed']} passed, {number['failed']} failed, {number['not run']} not run "
-            f"in {seconds:.0f} s"
-        )
+        self._print(f"\n{number['passed']} passed, {number['failed']} failed, {number['not run']} not run in {seconds:.0f} s")
         self._print(f"{out} has the numbers; docs/gpus.md says where to send it")
 
     def _print(self, line: str) -> None:

@@ -105,8 +105,7 @@ def run_row(context: Context, row: dict[str, Any], events: _Events) -> None:
 def _verdict_of_error(error: Exception) -> Verdict:
     lines = str(error).strip().splitlines() or [""]
     frames = [
-        f"{_without_folders(frame.filename)}:{frame.lineno} {frame.name}"
-        for frame in traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+        f"{_without_folders(frame.filename)}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     ]
     return Verdict("failed", f"{type(error).__name__}: {lines[0][:1000]}", {"stack": frames})
 
