@@ -77,10 +77,6 @@ class Context:
         gc.collect()
         accelerator.release_cached_memory(self.device)
 
-    def seconds_left(self) -> float:
-        """Return the rest of the row's planned time. It is rank 0's value on all ranks. Collective."""
-        return float(self.from_first_rank(self.row_deadline - time.monotonic()))
-
     def from_first_rank(self, value: Any) -> Any:
         """Return rank 0's value. Collective."""
         if self.world == 1:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -73,12 +73,15 @@ def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
     peak = float(datasheet(context).flops["bf16"])
     workload = first_workload(context, settings.get("accumulation", 1))
 
-    workload, first_round = first_visits(context, contenders, workload)
+    workload, first_round, errors = first_visits(context, contenders, workload)
+    contenders = [name for name in contenders if name in first_round]
+    report = {"workload": workload.as_dict(), "bfloat16_peak": peak, "allowed": SLOWEST, "errors": errors}
+    if not contenders:
+        return verdict(list(errors.values()), **report)
     rounds = [first_round]
-    report = {"workload": workload.as_dict(), "bfloat16_peak": peak, "allowed": SLOWEST}
     context.progress({**report, **comparison(rounds, workload, peak, context.world)})
     while another_round_fits(context, rounds, settings):
-        order = list(contenders) if len(rounds) % 2 == 0 else list(contenders)[::-1]
+        order = contenders if len(rounds) % 2 == 0 else contenders[::-1]
         rounds.append({name: visit(context, name, workload) for name in order})
         context.progress(comparison(rounds, workload, peak, context.world))
     numbers = {**report, **comparison(rounds, workload, peak, context.world)}
@@ -89,6 +92,8 @@ def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
         shallow = {name: visit(context, name, workload.with_layers(1)) for name in contenders}
         seconds = {name: one.seconds for name, one in shallow.items()}
         numbers["layer"] = per_layer(numbers["seconds"], seconds, workload, peak)
+    if any(name.endswith("-compiled") for name in contenders):
+        torch.compiler.reset()  # Compiled code of later rows is for other shapes.
     return timed(context, judge(numbers, contenders))
 
 
@@ -97,7 +102,8 @@ def first_workload(context: Context, accumulation: int = 1) -> Workload:
     if context.is_small:
         workload = TINY
     else:
-        layers = context.results.get(LAYERS) or layers_that_fit(context.free_bytes(), WIDE)
+        free = min(context.gathered(context.free_bytes()))
+        layers = context.results.get(LAYERS) or layers_that_fit(free, WIDE)
         workload = WIDE.with_layers(layers)
     return replace(workload, accumulation=accumulation)
 
@@ -132,38 +138,57 @@ def layers_that_fit(free_bytes: float, workload: Workload) -> int:
     return min(layers, MOST_LAYERS)
 
 
-def first_visits(context: Context, contenders: Sequence[str], workload: Workload) -> tuple[Workload, dict[str, Visit]]:
+def first_visits(context: Context, contenders: Sequence[str], workload: Workload) -> tuple[Workload, dict[str, Visit], dict[str, str]]:
     """Visit each contender once, with fewer layers if one of them runs out of memory.
+
+    Returns:
+        The workload that fits, the visits, and the errors of contenders that do not run.
 
     Raises:
         NotRun: Memory runs out with LEAST_LAYERS too.
     """
     while True:
         visits: dict[str, Visit] = {}
+        errors: dict[str, str] = {}
         for name in contenders:
             attempt = try_visit(context, name, workload)
             if attempt is None:
                 break
-            visits[name] = attempt
-        if len(visits) == len(contenders):
+            if isinstance(attempt, str):
+                errors[name] = f"{name}: {attempt}"
+            else:
+                visits[name] = attempt
+            context.progress({"first_visits": {name: asdict(one) for name, one in visits.items()}})
+        if len(visits) + len(errors) == len(contenders):
             context.results[LAYERS] = workload.layers
-            return workload, visits
+            return workload, visits, errors
         if workload.layers <= LEAST_LAYERS:
             raise NotRun(f"out of memory with {workload.layers} layers")
         workload = workload.with_layers(max(LEAST_LAYERS, workload.layers * 3 // 4))
+        torch.compiler.reset()  # Compiled code may keep memory of the models that did not fit.
+        context.release_memory()
 
 
-def try_visit(context: Context, name: str, workload: Workload) -> Visit | None:
-    """Return a visit, or None if a rank runs out of memory. Collective."""
-    found: Visit | None = None
+def try_visit(context: Context, name: str, workload: Workload) -> Visit | str | None:
+    """Return a visit, None if memory ran out, or the error of a contender that does not run.
+
+    With several ranks every error is raised: the others wait in a collective, so the launch ends.
+    """
+    result: Visit | str | None
     try:
-        found = visit(context, name, workload)
+        result = visit(context, name, workload)
     except torch.OutOfMemoryError:
         if context.world > 1:
-            raise  # The other ranks wait in a collective, so the launch has to end.
-    # The handler has ended: the error no longer keeps the frames and their tensors alive.
+            raise
+        result = None
+    except Exception as error:
+        if context.world > 1:
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        result = f"{type(error).__name__}: {lines[0][:500]}"
+    # The handlers have ended: no error keeps the frames and their tensors alive.
     context.release_memory()
-    return found
+    return result
 
 
 def visit(context: Context, name: str, workload: Workload) -> Visit:
@@ -213,7 +238,8 @@ def another_round_fits(context: Context, rounds: Sequence[Mapping[str, Visit]], 
     # A later visit does not compile again. Building takes seconds at most.
     round_seconds = sum(min(one.warm_seconds, 2 * one.seconds + 5) + steps * one.seconds for one in last)
     depths = 0.5 * round_seconds if settings.get("depths") else 0.0
-    return context.seconds_left() > round_seconds + depths
+    fits = context.row_deadline - time.monotonic() > round_seconds + depths
+    return bool(context.from_first_rank(fits))  # Clocks of ranks differ, and all must decide alike.
 
 
 def comparison(rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int) -> dict[str, Any]:
@@ -248,8 +274,10 @@ def per_layer(deep: Mapping[str, float], shallow: Mapping[str, float], workload:
 
 
 def judge(numbers: Mapping[str, Any], contenders: Sequence[str]) -> Verdict:
-    """Fail if a step of Plait takes more than SLOWEST times that of its first peer."""
-    peer = contenders[1]
-    ratio = numbers["ratio"][peer]["median"]
-    problem = f"a step takes {ratio:.2f} times that of {peer}, {SLOWEST} are allowed"
-    return verdict([] if ratio <= SLOWEST else [problem], **numbers)
+    """Fail if a contender does not run, or a step of Plait takes SLOWEST times its first peer's."""
+    problems = list(numbers.get("errors", {}).values())
+    for peer in contenders[1:2]:
+        ratio = numbers["ratio"][peer]["median"]
+        if not ratio <= SLOWEST:
+            problems.append(f"a step of {contenders[0]} takes {ratio:.2f} times that of {peer}, {SLOWEST} are allowed")
+    return verdict(problems, **numbers)

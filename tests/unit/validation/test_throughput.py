@@ -68,7 +68,10 @@ def test_a_comparison_on_the_cpu(context: Context) -> None:
     context.progress = reported.append
     settings = {"contenders": ["plait", "fsdp2", "ceiling"], "depths": True}
     numbers = throughput.compare(context, settings).numbers
-    assert numbers["rounds"] == 2 and len(reported) == 2
+    assert numbers["rounds"] == 2
+    # Each first visit is reported, then each round.
+    assert [list(found)[0] for found in reported][:3] == ["first_visits"] * 3
+    assert [found["rounds"] for found in reported[3:]] == [1, 2]
     assert set(numbers["seconds"]) == {"plait", "fsdp2", "ceiling"}
     for name, tokens in numbers["tokens_per_second"].items():
         assert tokens == pytest.approx(TINY.tokens / numbers["seconds"][name])
@@ -106,12 +109,25 @@ def test_fewer_layers_after_memory_ran_out(context: Context, monkeypatch: pytest
         return transformers_fsdp2(context, TINY)
 
     monkeypatch.setitem(throughput.TRAINERS, "fsdp2", runs_out)
-    workload, visits = throughput.first_visits(context, ["plait", "fsdp2"], TINY.with_layers(8))
-    assert workload.layers == 4 and set(visits) == {"plait", "fsdp2"}
+    contenders = ["plait", "fsdp2"]
+    workload, visits, errors = throughput.first_visits(context, contenders, TINY.with_layers(8))
+    assert workload.layers == 4 and set(visits) == {"plait", "fsdp2"} and not errors
     assert built == [8, 6, 4]
     monkeypatch.setitem(throughput.TRAINERS, "fsdp2", never_fits)
     with pytest.raises(NotRun, match="out of memory with 2 layers"):
         throughput.first_visits(context, ["fsdp2"], TINY.with_layers(3))
+
+
+def test_a_contender_that_does_not_run(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are compared, and the row fails with the error."""
+
+    def breaks(context: Context, workload: Workload) -> Trainer:
+        raise RuntimeError("no such kernel\nmore lines")
+
+    monkeypatch.setitem(throughput.TRAINERS, "ceiling", breaks)
+    result = throughput.compare(context, {"contenders": ["plait", "fsdp2", "ceiling"]})
+    assert result.outcome == "failed" and "ceiling: RuntimeError: no such kernel" in result.reason
+    assert set(result.numbers["seconds"]) == {"plait", "fsdp2"}
 
 
 def never_fits(context: Context, workload: Workload) -> Trainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from plait.validation.rows import NotRun, Verdict, verdict
 
 def passes(context: Context, settings: Any) -> Verdict:
     context.progress({"rounds": 1})
-    assert context.seconds_left() > 0
+    assert 0 < context.row_deadline - time.monotonic() <= 5
     return verdict([], settings=settings)
 
 
