@@ -20,6 +20,8 @@ from plait.validation.runner import LAUNCH_PLANNED_SECONDS
 MOST_GPUS = 8
 RANK_BYTES = 1.0 * GIB
 """Device memory per rank where several ranks share a GPU: context, libraries, a small model."""
+SIMULATED_LIMIT_SECONDS = 900.0
+"""Shortest time limit of a row on the simulated device, which computes on the CPU."""
 FACTS_PLANNED_SECONDS = 15.0
 """Planned time of the command itself and of the process that looks up versions and devices."""
 
@@ -106,6 +108,8 @@ def _matches(row: Row, pattern: str) -> bool:
 
 def _on_machine(machine: Machine, gpus: int, row: Row) -> Row:
     """Return the row with the reason why it cannot run on the machine, if it cannot."""
+    if machine.simulated:
+        row = replace(row, least_limit_seconds=SIMULATED_LIMIT_SECONDS)
     if row.unavailable:
         return row
     if not machine.transformers and not row.check.startswith(("ceilings:", "links:")):

@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 Outcome = Literal["passed", "failed", "not run"]
 
-LEAST_LIMIT_SECONDS = 60.0
-"""Shortest time limit of a row. First uses of a GPU load kernels, which can take seconds."""
 LIMIT_FACTOR = 3.0
 """A row is stopped after this many times its planned time."""
 
@@ -37,11 +35,13 @@ class Row:
     """Whether the row runs without `--only`."""
     unavailable: str = ""
     """Reason why the row cannot run on this machine. Empty for a row that can run."""
+    least_limit_seconds: float = 60.0
+    """Shortest time limit. First uses of a GPU load kernels, which can take seconds."""
 
     @property
     def limit_seconds(self) -> float:
         """Time after which the row is stopped."""
-        return max(LEAST_LIMIT_SECONDS, LIMIT_FACTOR * self.planned_seconds)
+        return max(self.least_limit_seconds, LIMIT_FACTOR * self.planned_seconds)
 
 
 @dataclass(frozen=True)

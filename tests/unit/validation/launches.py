@@ -80,8 +80,17 @@ def row(
     ranks: int = 1,
     own_process: bool = False,
     unavailable: str = "",
+    least_limit: float = 60.0,
 ) -> Row:
     """Return a row whose process takes this action."""
-    settings = {"action": action}
-    title = f"what {name} shows"
-    return Row(name, title, "none:none", ranks, planned, settings, own_process, True, unavailable)
+    return Row(
+        name,
+        f"what {name} shows",
+        "none:none",
+        ranks,
+        planned,
+        {"action": action},
+        own_process,
+        unavailable=unavailable,
+        least_limit_seconds=least_limit,
+    )

@@ -70,7 +70,7 @@ def test_a_comparison_on_the_cpu(context: Context) -> None:
     numbers = throughput.compare(context, settings).numbers
     assert numbers["rounds"] == 2
     # Each first visit is reported, then each round.
-    assert [list(found)[0] for found in reported][:3] == ["first_visits"] * 3
+    assert [next(iter(found)) for found in reported[:3]] == ["first_visits"] * 3
     assert [found["rounds"] for found in reported[3:]] == [1, 2]
     assert set(numbers["seconds"]) == {"plait", "fsdp2", "ceiling"}
     for name, tokens in numbers["tokens_per_second"].items():
