@@ -85,12 +85,12 @@ def events_of(recorded: profile) -> list[Event]:
     for event in recorded.events() or ():
         place: Literal["device", "mark", "host"] = "host"
         if event.device_type != DeviceType.CPU:
-            if not event.is_user_annotation:
-                place = "device"
-            elif event.name == STEP_MARK:
+            if event.name == STEP_MARK:
                 place = "mark"
-            else:
+            elif event.is_user_annotation:
                 continue  # Another range around kernels, such as one of FSDP's.
+            else:
+                place = "device"
         elif event.name not in (*_WAITS, *_LAUNCHES):
             continue
         begin, end = event.time_range.start / 1e6, event.time_range.end / 1e6
