@@ -92,8 +92,9 @@ def test_plait_takes_the_same_steps_as_fsdp2(context: Context) -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(1500)
 def test_compiled_contenders(context: Context) -> None:
-    """Each contender compiles its blocks, for which CPUs take a minute."""
+    """Each contender compiles its blocks, for which CPUs take minutes."""
     settings = {"contenders": ["plait-compiled", "fsdp2-compiled", "ceiling-compiled"]}
     assert throughput.compare(context, settings).numbers["rounds"] == 2
 
