@@ -5,7 +5,7 @@
 #   make simulated     the tests on a simulated CUDA device (needs a C++ compiler); RUN=/path/to/python for another torch, with CUDA or without
 #   make simulated-docs   docs/simulated_device.md from these tests and more (half an hour)
 #   make waits         docs/waits.md: takes every wait for a device out, one at a time, and reports which of these tests notices
-#   make validate-gpus   Plait on this machine's GPUs: parity, memory, times (a quarter of an hour; ARGS="--minutes 5"); exit code 6 without
+#   make validate-gpus   Plait on this machine's GPUs: waits, parity, throughput, memory (8 minutes; ARGS="--minutes 5"); exit code 6 without
 #   make lint types layers    formatting and lint, types, import layers
 #   make object-stores    checkpoints against a real S3 API (moto's server), in an environment of its own beside .venv
 #   make proof         the full test matrix (hours)
