@@ -2,10 +2,10 @@
 #
 #   make quickstart    train the small model of examples/quickstart.json
 #   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
-#   make simulated     the tests on a simulated CUDA device, which is built first (needs a C++ compiler)
+#   make simulated     the tests on a simulated CUDA device (needs a C++ compiler); RUN=/path/to/python for another torch, with CUDA or without
 #   make simulated-docs   docs/simulated_device.md from these tests and more (half an hour)
 #   make waits         docs/waits.md: takes every wait for a device out, one at a time, and reports which of these tests notices
-#   make validate-gpus   Plait on this machine's GPUs: parity, memory, times (a quarter of an hour; ARGS="--minutes 5"); exit code 6 without
+#   make validate-gpus   Plait on this machine's GPUs: waits, parity, throughput, memory (8 minutes; ARGS="--minutes 5"); exit code 6 without
 #   make lint types layers    formatting and lint, types, import layers
 #   make object-stores    checkpoints against a real S3 API (moto's server), in an environment of its own beside .venv
 #   make proof         the full test matrix (hours)
@@ -13,6 +13,8 @@
 #   make bitsandbytes     adapters on weights of bitsandbytes (QLoRA) with the library, in an environment of its own beside .venv
 #   make torchao       the recorded numbers of low-bit optimizer states beside torchao's own, in an environment of its own beside .venv
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
+#   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml allows, in environments of
+#                      their own; docs/versions-packages.md
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make step-counts   docs/step_counts.md: kernels, copies, collectives and waits of a step beside plain torch, minutes (needs a C++ compiler)
@@ -28,7 +30,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving bitsandbytes torchao versions mutants proof lint format types layers bench-step step-counts bench-pipeline faults coverage-docs model-types combinations lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving bitsandbytes torchao versions versions-lowest versions-newest mutants proof lint format types layers bench-step step-counts bench-pipeline faults coverage-docs model-types combinations lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -49,7 +51,7 @@ test: environment
 
 simulated: environment
 	@mkdir -p $(RESULTS)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device --junitxml=$(RESULTS)/simulated.xml $(ARGS)
+	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device --junitxml=$(RESULTS)/simulated.xml $(ARGS)
 
 simulated-docs: environment
 	@mkdir -p $(RESULTS)
@@ -77,6 +79,9 @@ torchao: environment
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)
+
+versions-lowest versions-newest:
+	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/packages.sh $(@:versions-%=%) $(ARGS)
 
 mutants: environment
 	$(RUN) -m tools.mutants $(ARGS)

@@ -11,21 +11,21 @@ wanted() { # what the environment was made from; the folder counts, because the 
 }
 
 suitable() { # an interpreter of a version that Plait runs on, able to make an environment
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
 find_python() {
     local candidate
     if [[ -n ${PYTHON:-} ]]; then
         suitable "$PYTHON" && { echo "$PYTHON"; return; }
-        echo "PYTHON=$PYTHON is not a Python 3.11 to 3.14 with the modules venv and ensurepip." >&2
+        echo "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip." >&2
         return 1
     fi
-    for candidate in python3.11 python3.12 python3.13 python3.14 python3 python; do
+    for candidate in python3.11 python3.12 python3.13 python3 python; do
         command -v "$candidate" >/dev/null 2>&1 && suitable "$candidate" && { echo "$candidate"; return; }
     done
     {
-        echo "Plait needs Python 3.11 to 3.14 with the modules venv and ensurepip, and found none; python3 is: $(python3 -V 2>&1 || echo missing)."
+        echo "Plait needs Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip, and found none; python3 is: $(python3 -V 2>&1 || echo missing)."
         echo "Install one (Debian, Ubuntu: apt install python3.11 python3.11-venv) or name it: make PYTHON=/path/to/python3.11 ..."
     } >&2
     return 1

@@ -6,10 +6,7 @@ Run: PYTHONPATH=src:. python tools/trainer_fields.py [--write]; tests/unit/hf/te
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
 from pathlib import Path
-
-from transformers import Seq2SeqTrainingArguments
 
 from benchmarks.common.table import markdown
 from plait.hf.fields import FIELDS, SEQ2SEQ, TRL, Field
@@ -19,10 +16,9 @@ END = "<!-- end -->\n"
 
 
 def tables() -> dict[str, str]:
-    """By their first lines in the document, as markdown: that of Transformers in its order, that of TRL in Plait's."""
-    known = FIELDS | SEQ2SEQ
-    theirs = {field.name: known[field.name] for field in fields(Seq2SeqTrainingArguments) if field.name in known}
-    return {"<!-- tools/trainer_fields.py -->\n": _table(theirs), "<!-- tools/trainer_fields.py: TRL -->\n": _table(TRL)}
+    """Return the tables as markdown, keyed by the line that stands before each in the document."""
+    trainer = _table(FIELDS | SEQ2SEQ)
+    return {"<!-- tools/trainer_fields.py -->\n": trainer, "<!-- tools/trainer_fields.py: TRL -->\n": _table(TRL)}
 
 
 def _table(known: dict[str, Field]) -> str:

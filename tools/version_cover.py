@@ -1,11 +1,14 @@
-"""Every technique on the torch of the environment that runs this: two steps and one from a checkpoint, losses against one process.
+"""Run every technique on the torch of this environment, and compare its losses with one process.
 
-    python tools/version_cover.py                 one torch: writes benchmarks/results/versions/torch-VERSION.json
-    python tools/version_cover.py "zero-3"        cases whose name has it; the others stay as they were written
-    python tools/version_cover.py --page          docs/versions.md from what was written
+    python tools/version_cover.py                 write benchmarks/results/versions/torch-VERSION.json
+    python tools/version_cover.py "zero-3"        run the cases whose name contains the text only
+    python tools/version_cover.py --suite A.xml   add the numbers of tests in pytest's result files
+    python tools/version_cover.py --page          write docs/versions.md from the recorded results
 
-tools/versions.sh makes the environments and calls this. Processes are forks of this one, so torch is imported once. The losses of all
-steps are compared in float64, to three digits where a technique rounds. A case that does not end within SECONDS counts as failed.
+tools/versions.sh makes the environments and calls this. A case trains two steps, saves a checkpoint
+and trains a third step from it. The losses are compared in float64, or to three digits where a
+technique rounds. A case that does not end within SECONDS counts as failed. The processes of a case
+are forks of this one, so that torch is imported once.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,6 +36,7 @@ import torch.distributed as dist
 
 import plait
 import plait.engine.build  # before the forks
+from benchmarks.common.table import markdown
 from plait.parallel.schedules.schedule import SCHEDULES
 from tests.parity import cases
 
@@ -71,6 +76,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "loss in chunks": (2, {"parallel": {"loss_chunk_tokens": 8}}),
     "zero-2, after a step that failed": (2, {"zero_optimization": {"stage": 2}}),
+    "zero-2, unused parameters": (2, {"zero_optimization": {"stage": 2}}),
     "compile": (2, {"compile": {"enabled": True, "backend": "aot_eager"}}),
     "checkpoint of zero-3, then tensor": (2, {"zero_optimization": {"stage": 3}, "then": {"parallel": {"tp": 2}}}),
     "checkpoint of a pipeline, then zero-2": (2, {"parallel": {"pp": 2}, "then": {"zero_optimization": {"stage": 2}}}),
@@ -93,10 +99,16 @@ def losses(world: int, more: dict[str, Any], folder: str, name: str) -> list[flo
     """Two steps, a checkpoint before the third, and the third by who has loaded it."""
     dtype = torch.float32 if name.startswith(LOSSY) else torch.float64
     steps = cases.ragged_steps(GLOBAL, steps=3, keys=())
+    if "unused" in name:  # the last micro-batch alone uses a branch, so the first rank never does
+        steps = [[{**piece, "side": index == GLOBAL - 1} for index, piece in enumerate(step)] for step in steps]
 
     def build(more: dict[str, Any]) -> plait.Engine:
         config = settings(world, more, folder)
-        return plait.initialize(cases.build("llama", tied=True, dtype=dtype, layers=4), config, loss_fn=plait.causal_lm_loss)
+        if "unused" in name:
+            model = cases.build("plain", tied=True)
+        else:
+            model = cases.build("llama", tied=True, dtype=dtype, layers=4)
+        return plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
 
     def train(engine: plait.Engine, step: list[dict[str, torch.Tensor]]) -> float:
         count = GLOBAL // engine.dp_size
@@ -168,9 +180,16 @@ def run(name: str, world: int, more: dict[str, Any]) -> list[float] | str:
 
 
 @cache
-def one_process(lossy: bool, clipping: float | None) -> list[float] | str:
-    """The losses that a case is compared to: of one process that does nothing but train, in float32 for a lossy case."""
-    return run("bf16" if lossy else "zero-0", 1, {} if clipping is None else {"gradient_clipping": clipping})
+def one_process(name: str, clipping: float | None) -> list[float] | str:
+    """Losses of one process, for cases whose model and dtype are those of the case `name`."""
+    return run(name, 1, {} if clipping is None else {"gradient_clipping": clipping})
+
+
+def reference_of(name: str) -> str:
+    """Name of a case with the model and the dtype of `name`, and no technique."""
+    if "unused" in name:
+        return name
+    return "bf16" if name.startswith(LOSSY) else "zero-0"
 
 
 def outcome(found: list[float] | str, expected: list[float] | str, limit: float) -> str:
@@ -190,18 +209,59 @@ def cover(wanted: str) -> int:
     for name, (world, more) in CASES.items():
         if wanted in name:
             lossy = name.startswith(LOSSY)
-            rows[name] = outcome(run(name, world, more), one_process(lossy, more.get("gradient_clipping")), 3e-2 if lossy else 1e-10)
+            expected = one_process(reference_of(name), more.get("gradient_clipping"))
+            rows[name] = outcome(run(name, world, more), expected, 3e-2 if lossy else 1e-10)
             print(f"torch {torch.__version__}  {name}: {rows[name]}", flush=True)
     if not wanted:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "unit" / "test_torch_names.py")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         rows = {NAMES: "passed" if done.returncode == 0 else done.stdout.strip().splitlines()[-1], **rows}
-    path = RESULTS / f"torch-{torch.__version__.partition('+')[0]}.json"
-    before = json.loads(path.read_text()) if wanted and path.exists() else {"cases": {}, "seconds": 0}
-    content = {"torch": torch.__version__, "python": platform.python_version(), "plait": revision(), "cases": before["cases"] | rows}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**content, "seconds": round(before["seconds"] + time.monotonic() - began)}, indent=1) + "\n")
+    before = recorded()
+    earlier = before if wanted else {**before, "cases": {}, "seconds": 0}
+    seconds = round(earlier["seconds"] + time.monotonic() - began)
+    record({**earlier, "plait": revision(), "cases": earlier["cases"] | rows, "seconds": seconds})
     return int(any(row != "passed" for row in rows.values()))
+
+
+def result_file() -> Path:
+    """File with the results of this torch."""
+    return RESULTS / f"torch-{torch.__version__.partition('+')[0]}.json"
+
+
+def recorded() -> dict[str, Any]:
+    """Results of this torch so far."""
+    if result_file().exists():
+        return json.loads(result_file().read_text())
+    return {"cases": {}, "seconds": 0}
+
+
+def record(content: dict[str, Any]) -> None:
+    """Write the results of this torch."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    about = {"torch": torch.__version__, "python": platform.python_version()}
+    result_file().write_text(json.dumps(content | about, indent=1) + "\n")
+
+
+def add_suite(files: list[str]) -> int:
+    """Record how many tests of each folder passed, failed and were skipped; 1 where one failed.
+
+    Args:
+        files: Results that pytest wrote with `--junitxml`. Together they are the whole suite.
+    """
+    counts: dict[str, dict[str, int]] = {}
+    for file in files:
+        for test in ElementTree.parse(file).iter("testcase"):
+            folder = "/".join(test.attrib["classname"].split(".")[:2])
+            kinds = {child.tag for child in test}
+            result = "passed"
+            if kinds & {"failure", "error"}:
+                result = "failed"
+            elif "skipped" in kinds:
+                result = "skipped"
+            row = counts.setdefault(folder, {"passed": 0, "failed": 0, "skipped": 0})
+            row[result] += 1
+    record({**recorded(), "suite": counts, "suite_plait": revision()})
+    return int(any(row["failed"] for row in counts.values()))
 
 
 def revision() -> str:
@@ -211,29 +271,53 @@ def revision() -> str:
 
 HEAD = """# Versions of torch
 
-`make versions` runs every technique on the releases of torch from 2.13 on: a small Llama trains two steps and saves a checkpoint, and
-another engine runs the third step from it. A row passes if all losses equal those of one process, within 1e-10 in float64, and within
-3e-2 where the technique rounds (bf16, fp16, 8 bits, PowerSGD). The processes run on CPUs with gloo: nothing here is about speed, about
-GPUs, or about techniques that need one (offload to host memory). `pyproject.toml` allows the releases on which every row passes. torch
-2.11 and 2.12 lack `FSDPModule.reset_iter_state`, which clears a failed step (measured at revision 2c9d673). The full test suite runs on
-the torch of `requirements.lock` only.
+Plait runs on torch 2.11 to 2.15. The table shows what was run on each release. In every row a small
+Llama trains two steps and saves a checkpoint, and a second engine trains a third step from it. A
+row passes if all losses equal those of one process: within 1e-10 in float64, and within 3e-2 for
+techniques that round (bf16, fp16, 8-bit numbers, PowerSGD).
+
+```bash
+make versions                  # all five releases
+make versions ARGS="2.12.1"    # one release
+```
+
+The processes run on CPUs with gloo. The table says nothing about speed, about GPUs, or about
+techniques that need a GPU, such as offload to host memory. On the oldest and on the newest release
+`make versions` also runs the parity tests and the predictions of memory and traffic; the
+[second table](#tests-on-the-oldest-and-the-newest-release) has the numbers.
 
 """
+SUITE = """
+## Tests on the oldest and the newest release
 
+`tests/parity` compares every technique with one process in float64. `tests/fake` compares predicted
+bytes of memory and traffic with what a step uses. Skipped tests need a GPU, a package that is not
+installed, or a network.
 
-def release(one: dict[str, Any]) -> list[int]:
-    """To sort by."""
-    return [int(number) for number in one["torch"].partition("+")[0].split(".")]
+"""
+DIFFERENCES = """
+## What differs between releases
+
+Plait asks torch what exists and does not compare version numbers. The code is in `plait/_torch`, and
+`tests/unit/test_torch_names.py` runs it on every release.
+
+| torch | difference | what Plait does |
+|---|---|---|
+| 2.11, 2.12 | `all_gather_single` and `reduce_scatter_single` have other names | calls the names that exist |
+| 2.11, 2.12 | process groups written in Python are called by other names | names the methods of its own group accordingly |
+| 2.11, 2.12 | `FSDPModule.reset_iter_state` is missing | resets the state of a failed pass itself |
+| 2.11, 2.12 | `set_reduce_scatter_unused_params` is missing | adds zeros for unused parameters before a reduction |
+| 2.11 | the gradient of an unevenly split parameter is gathered by every rank | keeps the gradient split |
+| 2.11 | tensors in dataclasses that a unit returns are not found | opens dataclasses |
+| 2.15 | `reset_iter_state` drops gradients of earlier micro-batches | keeps them if the step goes on |
+| 2.15 | gradients are packed by dtype for a reduction | compresses them in that order |
+"""
 
 
 def page() -> None:
     """Write docs/versions.md."""
-    from benchmarks.common.table import markdown
-
-    found = sorted(
-        (json.loads(path.read_text()) for path in RESULTS.glob("*.json")),
-        key=lambda one: [int(n) for n in one["torch"].partition("+")[0].split(".")],
-    )
+    found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    found.sort(key=release)
     reasons: dict[str, int] = {}
     rows = []
     for name in (NAMES, *CASES):
@@ -250,16 +334,36 @@ def page() -> None:
     text = HEAD + markdown(("", *(one["torch"] for one in found)), rows)
     if reasons:
         text += "\n\n" + "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
-    lines = [f"torch {one['torch']} with Python {one['python']}, revision {one['plait']}, {one['seconds']} s" for one in found]
-    PAGE.write_text(text.rstrip() + "\n\nRun as: " + "; ".join(lines) + ".\n")
+    tested = [one for one in found if "suite" in one]
+    if tested:
+        text = text.rstrip() + "\n" + SUITE + suite_table(tested)
+    lines = [f"- torch {one['torch']}, Python {one['python']}, revision {one['plait']}: {one['seconds']} s" for one in found]
+    PAGE.write_text(text.rstrip() + "\n" + DIFFERENCES + "\n## Runs\n\n" + "\n".join(lines) + "\n")
+
+
+def suite_table(tested: list[dict[str, Any]]) -> str:
+    """Numbers of tests, one row per release and folder."""
+    rows = [
+        (one["torch"], f"`{folder}`", count["passed"], count["failed"], count["skipped"], one["suite_plait"])
+        for one in tested
+        for folder, count in sorted(one["suite"].items())
+    ]
+    return markdown(("torch", "tests", "passed", "failed", "skipped", "revision"), rows)
+
+
+def release(one: dict[str, Any]) -> list[int]:
+    """Numbers of a release, to sort by."""
+    return [int(number) for number in one["torch"].partition("+")[0].split(".")]
 
 
 def main(arguments: list[str]) -> int:
-    """See the module's docstring."""
-    if arguments != ["--page"]:
-        return cover(arguments[0] if arguments else "")
-    page()
-    return 0
+    """Do what the module's docstring says."""
+    if arguments[:1] == ["--suite"]:
+        return add_suite(arguments[1:])
+    if arguments == ["--page"]:
+        page()
+        return 0
+    return cover(arguments[0] if arguments else "")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,53 @@
-"""What a user names as `package.module:name`."""
+"""Modules that a user names as `package.module:name`, and packages that belong to Plait's optional extras."""
 
 from __future__ import annotations
 
 import importlib
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote, urlsplit
+
+from plait.errors import InputError
+
+
+class MissingExtraError(InputError, ImportError):
+    """A package of an optional extra is not installed."""
+
+
+def require_extra(what: str, extra: str, **packages: str) -> None:
+    """Refuse `what` where a package that it needs is not installed.
+
+    Args:
+        what: The field, option or package that needs them.
+        extra: The extra of Plait that installs them.
+        packages: Titles of the packages for the message, keyed by the name that is imported.
+
+    Raises:
+        MissingExtraError: A package is not installed. The message has the command that installs the extra.
+    """
+    missing = [title for name, title in packages.items() if find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise MissingExtraError(f"{what}: needs {' and '.join(missing)}, which {verb} not installed; run {install_line(extra)}")
+
+
+def install_line(extra: str) -> str:
+    """Return the command that installs an optional extra of Plait.
+
+    Plait is not on a package index, so the command names the folder that Plait was installed from, if it still exists.
+    """
+    try:
+        origin = json.loads(distribution("plait").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    url = urlsplit(origin.get("url", ""))
+    folder = Path(unquote(url.path))
+    if url.scheme == "file" and (folder / "pyproject.toml").is_file():
+        return f"pip install '{folder}[{extra}]'"
+    return f"pip install '.[{extra}]' in a clone of Plait"
 
 
 class NotImportable(Exception):

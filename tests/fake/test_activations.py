@@ -62,7 +62,7 @@ def foretold(kind: str, config: dict[str, Any], dtype: torch.dtype) -> tuple[Any
     )
     at = resolved.layout
     plan = make_plan(model, tp=at.tp, blocks=blocks) if at.tp > 1 else None
-    start = Ledger.of_rank(at, accumulation=1, tokens=SAMPLES * LENGTH, activations=measured, loss_passes=2 if chunk else 1)
+    start = Ledger.of_rank(at, accumulation=1, tokens=SAMPLES * LENGTH, activations=measured)
     techniques = resolved.techniques
     return model, resolved, measured, account_all(techniques, start, model_facts(model, blocks, tensor_plan=plan))
 

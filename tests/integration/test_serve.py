@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from plait.cli.main import main
+from plait.importing import install_line
 from tests.integration.model_folder import adapter_of, model_folder
 
 
@@ -304,10 +305,10 @@ def test_a_folder_for_nothing(folder: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_without_fastapi(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.cli.serve.find_spec", lambda _: None)
+    monkeypatch.setattr("plait.importing.find_spec", lambda _: None)
     with pytest.raises(SystemExit):
         main(["serve", "--model", str(folder)])
-    assert "run pip install 'plait[serve]'" in capsys.readouterr().err
+    assert f"needs FastAPI and uvicorn, which are not installed; run {install_line('serve')}" in capsys.readouterr().err
 
 
 def wait_until(condition: Any) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import plait
+from plait.parallel.context.flash import Documents
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
-from tests.parity import flash
+from tests.parity import cases, flash
 from tests.parity.experts import Case, Result, assert_equal, biases, build, configured, steps
 from tests.pool import Pool
 
@@ -72,6 +74,50 @@ def test_flex_attention(pool: Pool, case: Case) -> None:
 def test_flash_attention(pool: Pool, case: Case) -> None:
     """Through Transformers, with a package of its interface."""
     assert_equal(case, pool.run(case.world, with_flash, case))
+
+
+def other_documents(rank: int, world: int, case: Case) -> tuple[list[int], list[float], list[float]]:
+    """How often documents are looked for in two steps and two evaluations; the evaluations' losses with FlashAttention, and with SDPA.
+    Runs in a worker."""
+    pieces = []
+    for at in (5, 9):  # of the same shape, with documents of other lengths
+        ids = torch.arange(2 * 16).view(2, 16) % cases.VOCABULARY
+        positions = torch.arange(16).repeat(2, 1)
+        positions[:, at:] -= at
+        pieces.append({"input_ids": ids, "labels": ids.clone(), "position_ids": positions})
+    counts, losses, called = [], [], []
+    find = Documents.of
+
+    def counted(starts: torch.Tensor, device: torch.device) -> Documents:
+        called.append(starts.device.type)
+        return find(starts, device)
+
+    with flash.installed(), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Documents, "of", counted)
+        for implementation in ("flash_attention_2", "sdpa"):
+            model: Any = build(case)
+            model.config._attn_implementation_internal = implementation
+            with keeping_float64(model):
+                engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
+                for _ in range(2):
+                    engine.train_batch(list(pieces))
+                    counts.append(len(called))
+                found = [engine.eval_batch(piece) for piece in (*pieces, pieces[0])]
+                counts.append(len(called))
+            losses.append([total for total, _ in found])
+            called.clear()
+    return counts, *losses
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("degrees", [(CP2,), (CP2, ("pp", 2))], ids=["cp2", "cp2-pp2"])
+def test_documents_are_found_once_per_micro_batch(pool: Pool, mode: str, degrees: tuple[tuple[str, int], ...]) -> None:
+    """In none of the layers, nor in their recomputation; each micro-batch has its own."""
+    case = Case("llama", degrees=degrees, data="packed", more=(ULYSSES, ("recompute", {"mode": mode})))
+    for counts, found, expected in pool.run(case.world, other_documents, case):
+        assert counts == [2, 4, 7, 0, 0, 0]  # two micro-batches a step, three evaluations; none for SDPA
+        assert found == pytest.approx(expected, rel=1e-10)
+        assert found[0] == found[2] != found[1]
 
 
 @pytest.mark.proof

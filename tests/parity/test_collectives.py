@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.comm import collectives as c
 from tests.pool import Pool
@@ -15,13 +18,13 @@ def whole(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def check(rank: int, ranks: int, length: int) -> None:
-    """Every function on tensors [3, length, 4], along dim 1. Runs in a worker."""
+def check(rank: int, ranks: int, length: int, batch: int) -> None:
+    """Every function on tensors [batch, length, 4], along dim 1. Runs in a worker."""
     group = dist.group.WORLD
     start, size = c.shard_range(length, group)
     mine = slice(start, start + size)
-    alike = whole(0, 3, length, 4)
-    partials = [whole(1 + r, 3, length, 4) for r in range(ranks)]
+    alike = whole(0, batch, length, 4)
+    partials = [whole(1 + r, batch, length, 4) for r in range(ranks)]
     summed = torch.stack(partials).sum(0)
     cases = [
         # name, function, input on this rank, expected output, gradient fed in on this rank, expected gradient
@@ -41,10 +44,60 @@ def check(rank: int, ranks: int, length: int) -> None:
         assert torch.equal(given_, given_), name
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("ranks", "length"), [(2, 8), (2, 7), (3, 7), (4, 5), (3, 2)])
-def test_forward_and_adjoint(pool: Pool, ranks: int, length: int) -> None:
+def test_forward_and_adjoint(pool: Pool, ranks: int, length: int, batch: int) -> None:
     """Also where some ranks hold less or nothing."""
-    pool.run(ranks, check, length)
+    pool.run(ranks, check, length, batch)
+
+
+class Operators(TorchDispatchMode):
+    """The operators that run, but for views, allocations and collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and func.namespace != "c10d" and name not in ("new_empty", "empty_like", "detach"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def operators(rank: int, ranks: int, length: int, batch: int, dim: int) -> tuple[list[str], list[str]]:
+    """Those of an all-gather, and of a reduce-scatter, of a tensor of `length` along `dim`. Runs in a worker."""
+    group, shape = dist.group.WORLD, [batch, 4, 4]
+    shape[dim] = length
+    tensor = whole(0, *shape)
+    mine = c.slice_dim(tensor, group, dim=dim)
+    found = []
+    for run in (
+        lambda: c.all_gather_dim(mine, group, dim=dim, length=length),
+        lambda: c.reduce_scatter_dim(tensor, group, dim=dim),
+    ):
+        with Operators() as seen:
+            result = run()
+        assert result.is_contiguous() and not result._is_view()
+        found.append(seen.names)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "dim", "length", "gathering", "scattering"),
+    [
+        (1, 1, 8, [], ["sum"]),
+        (3, 0, 8, [], ["sum"]),
+        (3, 1, 8, ["cat"], ["cat", "sum"]),
+        (1, 1, 7, ["resize_"], ["new_zeros", "cat", "cat", "sum"]),
+        (3, 1, 7, ["cat"], ["new_zeros", "cat", "cat", "sum"]),
+    ],
+)
+def test_copies(pool: Pool, batch: int, dim: int, length: int, gathering: list[str], scattering: list[str]) -> None:
+    """Shards of a single sequence are sent and received in their place, of several ones they are copied once. The sum is that of gloo's
+    reduce-scatter. Of 7 entries the last shard is padded before it is sent, by one copy more on the second rank."""
+    found = pool.run(2, operators, length, batch, dim)
+    assert found[0] == (gathering, scattering)
 
 
 def test_no_group_is_the_identity() -> None:

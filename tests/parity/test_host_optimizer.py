@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 import plait
+from plait._torch.units import parameter_groups
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
@@ -26,7 +27,7 @@ CHECK = OptimizerOffload.check
 
 def is_offloaded(module: FSDPModule) -> bool:
     """Whether torch moves the unit's shards to and from the host."""
-    return all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in module._get_fsdp_state()._fsdp_param_groups)
+    return all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in parameter_groups(module))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""A simulated CUDA device for the CPU build of torch, with which code for GPUs runs on a machine that has none.
+"""A simulated CUDA device, with which code for GPUs runs on a machine that has none.
+
+It works in CPU builds of torch and in builds with CUDA, where it replaces CUDA's kernels, guard,
+allocators and hooks; see Note [Builds of torch with CUDA] in `sources/kernels.cpp`.
 
     build.py        builds `sources` once, into a cache folder of the user; `python -m tests.simulated_device.build`
     boot/, python/  put the device into torch in every process whose environment is `build.environment(devices=...)`

@@ -60,8 +60,6 @@ def why_not() -> str:
     """What is missing on this machine; empty where nothing is."""
     if _compiler() is None:
         return "there is no C++ compiler (g++, clang++, or what CXX names)"
-    if "+cpu" not in version("torch") and not _is_cpu_build():
-        return f"torch {version('torch')} has CUDA of its own; the simulated device takes its place in the build for the CPU"
     return ""
 
 
@@ -92,10 +90,6 @@ def _torch_folder() -> Path:
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
-
-
-def _is_cpu_build() -> bool:
-    return not (_torch_folder() / "lib" / "libtorch_cuda.so").exists()
 
 
 def _key(compiler: str, torch_version: str) -> str:

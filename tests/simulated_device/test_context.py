@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
+from typing import Any
 
+import pytest
+import torch
+
+import plait
+from plait.parallel.context.flash import Documents
 from plait.verify.parity import compare, worst
-from tests.parity.context_parallel import Case, reference, train
+from tests.parity import flash
+from tests.parity.context_parallel import Case, build, configured, reference, steps, train
 from tests.simulated_device.conftest import Row
 from tests.simulated_device.pool import SimulatedPool
 
@@ -22,3 +29,42 @@ def test_parts_of_sequences(simulated: SimulatedPool, row: Row, case: Case) -> N
     found = [worst(compare(reference(case), trace)) for trace in simulated.run(case.world, train, case)]
     assert all(difference.ok(1e-10) for difference in found), found
     row(f"cp 2 ({case.kind}), {case.data} rows, ZeRO {case.stage}", "one process on the CPU", max(difference.error for difference in found))
+
+
+def prepared(rank: int, world: int, case: Case) -> tuple[list[str], int, list[list[int]]]:
+    """Where documents were looked for in a step of two micro-batches, how often preparing a micro-batch waited for the device, and the
+    documents' bounds. Runs in a worker."""
+    device: Any = sys.modules["simulated_device.on_torch"]
+    places, bounds = [], []
+    find = Documents.of
+
+    def noted(starts: torch.Tensor, on: torch.device) -> Documents:
+        places.append(starts.device.type)
+        found = find(starts, on)
+        assert found.bounds.device.type == "cuda"
+        bounds.append(found.bounds)
+        return found
+
+    model: Any = build(case)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with flash.installed(), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Documents, "of", noted)
+        engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
+        first, second = steps(case.data, 2)
+        engine.train_batch(first)
+        places.clear()
+        engine.train_batch(second)
+        seen = list(places)
+        before = device.copies()["waited"]
+        engine.sharded.prepared(second[0])
+        waited = device.copies()["waited"] - before
+    return seen, waited, [each.tolist() for each in bounds]
+
+
+def test_documents_are_found_on_the_host(simulated: SimulatedPool) -> None:
+    """Once per micro-batch, before it is copied to the device; no layer asks the device, in the forward or in a recomputation."""
+    case = Case("ulysses", "packed", stage=0, more=(("recompute", {"mode": "full"}),))
+    for places, waited, bounds in simulated.run(2, prepared, case):
+        assert places == ["cpu", "cpu"]
+        assert waited == 0
+        assert all(each == [0, 3, 9, 10, 16, 17, 22, 30, 32] for each in bounds)

@@ -58,6 +58,26 @@ def kernels(rank: int, world: int) -> None:
     assert storage.nbytes() == 0
 
 
+def _fused(device: str) -> list[torch.Tensor]:
+    x = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device).view(1, 2, 4, 8)
+    x.requires_grad_()
+    normalised = nn.functional.rms_norm(x, (8,))
+    attended = nn.functional.scaled_dot_product_attention(normalised, x, x, is_causal=True)
+    products = torch._foreach_mul([x, attended], 2.0)
+    attended.mul(products[0]).sum().backward()
+    assert x.grad is not None
+    return [attended.detach().cpu(), x.grad.cpu()]
+
+
+def fused_kernels(rank: int, world: int) -> None:
+    """Compare operators that have kernels of their own in builds of torch with CUDA to the CPU's.
+
+    Runs in a worker.
+    """
+    for one, other in zip(_fused("cpu"), _fused("cuda"), strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
 def generators(rank: int, world: int) -> None:
     """The device's random numbers are its own. Runs in a worker."""
     torch.cuda.manual_seed(5)
@@ -205,6 +225,7 @@ def refusals(rank: int, world: int) -> None:
 def test_on_one_device(simulated: SimulatedPool, tmp_path: Path) -> None:
     """Each in a task of its own, so that what one leaves behind does not reach the next."""
     simulated.run(1, kernels)
+    simulated.run(1, fused_kernels)
     simulated.run(1, generators)
     simulated.run(1, saved, str(tmp_path))
     for check in (copies_to_the_host, other_streams, overlapping_views, freed_too_early, events, refusals):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
+import plait
+from plait.cluster.host_copy import HostCopy
+from plait.parallel.experts import dispatch
 from plait.verify.parity import compare, worst
-from tests.parity.experts import Case, reference, train
+from tests.parity.experts import Case, build, configured, reference, steps, train
 from tests.simulated_device.conftest import Row
 from tests.simulated_device.pool import SimulatedPool
 
@@ -29,3 +33,38 @@ def test_experts(simulated: SimulatedPool, row: Row, case: Case) -> None:
     found = [worst(compare(expected, trace)) for trace, _ in simulated.run(case.world, train, case)]
     assert all(difference.ok(1e-10) for difference in found), found
     row(case.name, "one process on the CPU", max(difference.error for difference in found))
+
+
+def waits(rank: int, world: int, case: Case) -> tuple[int, int, int]:
+    """(sizes of messages that were waited for, other waits, layers with experts times micro-batches) of a training step. Runs in a
+    worker."""
+    device: Any = sys.modules["simulated_device.on_torch"]
+    read: list[bool] = []
+
+    class Counted(HostCopy):
+        def values(self) -> Any:
+            read.append(self._arrived is not None)
+            return super().values()
+
+    engine = plait.initialize(build(case), configured(case), loss_fn=plait.causal_lm_loss)
+    first, second = steps(case, 2 * engine.dp_size)
+    mine = slice(2 * engine.dp_rank, 2 * (engine.dp_rank + 1))
+    engine.train_batch(first[mine])
+    before = device.copies()["waited"]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dispatch, "HostCopy", Counted)
+        engine.train_batch(second[mine])
+    waited = device.copies()["waited"] - before
+    layers = sum(isinstance(module.forward, dispatch.Dispatch) for module in engine.model.modules())
+    assert all(read), "each is a copy that an event follows"
+    return len(read), waited, 2 * layers
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_waits(simulated: SimulatedPool, mode: str, stage: int) -> None:
+    """A layer waits for the sizes of its messages once per micro-batch, recomputed or not, and for nothing else."""
+    case = Case("qwen3_moe", stage, EP2, dp=2, kind="batched_mm", mask=False, more=(("recompute", {"mode": mode}),))
+    for sizes, others, expected in simulated.run(2, waits, case):
+        assert expected > 0
+        assert (sizes, others) == (expected, 0)

@@ -1,6 +1,7 @@
-"""`plait doctor --validate` on simulated GPUs, as a user starts it: rows pass, planted defects fail them, and what has no times is not run.
+"""`plait doctor --validate` on simulated GPUs, as a user starts it.
 
-A planted defect is a line of a copy of the package, so that the command itself needs no switch for tests.
+Rows pass, planted defects fail them, and rows about times run to their end and are not run by name.
+A planted defect is a changed line in a copy of the package, so the command needs no switch for tests.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from plait.validation.context import NO_TIMES
+from plait.validation.waits import NO_WARNINGS
 from tests.simulated_device.build import ROOT, environment
 
 SECONDS = 1500
@@ -25,19 +28,29 @@ pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
 def variables(place: Path, *, devices: int, mib: int | None, source: Path | None) -> dict[str, str]:
-    """Of the command; with `source` a copy of the package comes first."""
-    found = {**environment(devices=devices, mib=mib), "OMP_NUM_THREADS": "1", "PLAIT_CACHE": str(place / "cache")}
-    first = [str(source)] if source is not None else [str(ROOT / "src")]
-    return {**found, "PYTHONPATH": os.pathsep.join([*first, found["PYTHONPATH"]])}
+    """Return the environment of the command. With `source`, a copy of the package comes first."""
+    environ = {
+        **environment(devices=devices, mib=mib),
+        "OMP_NUM_THREADS": "1",
+        "PLAIT_CACHE": str(place / "cache"),
+    }
+    package = str(source) if source is not None else str(ROOT / "src")
+    return {**environ, "PYTHONPATH": os.pathsep.join([package, environ["PYTHONPATH"]])}
 
 
 def validate(
-    place: Path, *only: str, devices: int = 2, mib: int | None = None, source: Path | None = None, code: int = 0
+    place: Path,
+    *only: str,
+    devices: int = 2,
+    mib: int | None = None,
+    source: Path | None = None,
+    code: int = 0,
 ) -> dict[str, dict[str, Any]]:
-    """Rows by name."""
+    """Run the command and return its rows by name."""
     options = [word for name in only for word in ("--only", name)]
-    ran = subprocess.run(
-        [sys.executable, "-m", "plait", "doctor", "--validate", "--out", "found.json", "--minutes", "60", *options],
+    command = [sys.executable, "-m", "plait", "doctor", "--validate", "--out", "found.json"]
+    process = subprocess.run(
+        [*command, "--minutes", "60", *options],
         cwd=place,
         env=variables(place, devices=devices, mib=mib, source=source),
         stdin=subprocess.DEVNULL,
@@ -46,14 +59,14 @@ def validate(
         timeout=SECONDS,
         check=False,
     )
-    assert ran.returncode == code, ran.stdout + ran.stderr
-    found = json.loads((place / "found.json").read_text())
-    assert found["simulated"] and found["gpus_used"] == devices
-    return {row["name"]: row for row in found["rows"]}
+    assert process.returncode == code, process.stdout + process.stderr
+    document = json.loads((place / "found.json").read_text())
+    assert document["simulated"] and document["gpus_used"] == devices
+    return {row["name"]: row for row in document["rows"]}
 
 
 def planted(place: Path, file: str, line: str, instead: str) -> Path:
-    """The folder of a copy of the package with one line replaced."""
+    """Return the folder of a copy of the package with one line replaced."""
     shutil.copytree(ROOT / "src" / "plait", place / "src" / "plait", ignore=shutil.ignore_patterns("__pycache__"))
     path = place / "src" / "plait" / file
     text = path.read_text()
@@ -68,8 +81,8 @@ def outcomes(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def test_a_layout(device: Path, tmp_path: Path) -> None:
     """Two ranks over NCCL."""
-    rows = validate(tmp_path, "parity/zero3-bf16")
-    assert outcomes(rows) == {"parity/zero3-bf16": "passed"}, rows
+    rows = validate(tmp_path, "nccl/parity-zero-3")
+    assert outcomes(rows) == {"nccl/parity-zero-3": "passed"}, rows
 
 
 NO_SUM = ("optim/gradient_norm.py", "        dist.all_reduce(total, group=group)", "        pass")
@@ -78,72 +91,123 @@ SCALED = (
     "    return PredictedPeak(ledger, peak)",
     "    return PredictedPeak(ledger, replace(peak, peak_bytes=round(1.05 * peak.peak_bytes)))",
 )
+NOT_SIMULATED = {
+    "parity/compile": "torch.compile cannot be simulated",
+    "throughput/compiled": "torch.compile cannot be simulated",
+    "throughput/liger": "Liger is not installed",
+    "throughput/deepspeed": "DeepSpeed is not installed",
+}
+
+
+@pytest.mark.proof
+def test_the_whole_validation(device: Path, tmp_path: Path) -> None:
+    """The default rows of one GPU: none fails, and each that does not pass names why."""
+    rows = validate(tmp_path, devices=1)
+    assert "failed" not in outcomes(rows).values(), rows
+    passed = {name for name, outcome in outcomes(rows).items() if outcome == "passed"}
+    configurations = {
+        "bf16",
+        "bf16-stage-3",
+        "fp16",
+        "recompute-full",
+        "recompute-selective",
+        "loss-in-chunks",
+        "host-offload",
+    }
+    layouts = {"stage-0", "stage-3", "recompute", "loss-in-chunks"}
+    assert passed == {f"parity/{name}" for name in configurations} | {f"memory/{name}" for name in layouts}
+    for name, row in rows.items():
+        if name in passed:
+            continue
+        expected = NOT_SIMULATED.get(name, NO_TIMES)
+        if name.startswith("waits/"):
+            expected = NO_WARNINGS
+        if name.startswith("nccl/"):
+            expected = "there is one GPU; ranks that share a GPU"
+        assert expected in row["reason"], (name, row["reason"])
+    assert not (tmp_path / "found.calibration.json").exists()
+
+
+@pytest.mark.proof
+def test_rows_of_several_devices(device: Path, tmp_path: Path) -> None:
+    """Parity over NCCL passes; step times beside torch's peers run to their end."""
+    rows = validate(tmp_path, "nccl", devices=2)
+    parity = {name for name in rows if "parity" in name}
+    assert {rows[name]["outcome"] for name in parity} == {"passed"}, rows
+    assert {rows[name]["reason"] for name in rows.keys() - parity} == {NO_TIMES}, rows
 
 
 @pytest.mark.proof
 def test_a_planted_defect_of_a_layout(device: Path, tmp_path: Path) -> None:
-    """A norm of each rank's own shards: the row has failed, and names the first gradient; what runs on one rank has not."""
-    rows = validate(tmp_path, "parity/zero3-bf16", "parity/one-gpu-bf16", source=planted(tmp_path, *NO_SUM), code=1)
-    assert outcomes(rows) == {"parity/one-gpu-bf16": "passed", "parity/zero3-bf16": "failed"}, rows
-    assert "gradient" in rows["parity/zero3-bf16"]["reason"]
+    """With a norm of each rank's own shards, the row fails; rows of one rank pass."""
+    source = planted(tmp_path, *NO_SUM)
+    rows = validate(tmp_path, "parity/layout-zero-3", "parity/bf16", source=source, code=1)
+    assert outcomes(rows) == {"parity/bf16": "passed", "parity/layout-zero-3": "failed"}, rows
+    assert "gradient" in rows["parity/layout-zero-3"]["reason"]
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("defect", [None, SCALED])
 def test_memory(device: Path, tmp_path: Path, defect: Sequence[str] | None) -> None:
-    """Peaks are predicted to 2 %; scaled by 1.05 the rows have failed, and so has the largest model that should not fit."""
+    """Peaks are predicted to 2 %. With a prediction that is scaled by 1.05 the rows fail."""
     source = None if defect is None else planted(tmp_path, *defect)
-    rows = validate(tmp_path, "memory", "largest", devices=2, mib=512, source=source, code=0 if defect is None else 1)
+    code = 0 if defect is None else 1
+    rows = validate(tmp_path, "memory", "largest", devices=2, mib=512, source=source, code=code)
     if defect is None:
         assert set(outcomes(rows).values()) == {"passed"}, rows
     else:
-        assert outcomes(rows)["memory/one-rank"] == outcomes(rows)["memory/two-ranks"] == "failed", rows
+        assert outcomes(rows)["memory/stage-0"] == outcomes(rows)["memory/two-ranks"] == "failed", rows
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("devices", [1, 3])
 def test_fewer_devices_than_ranks(device: Path, tmp_path: Path, devices: int) -> None:
-    """Several ranks on a device, and a number that divides nothing."""
-    only = ["parity/zero3-bf16", "parity/pp-1f1b", "parity/tp-zero3-bf16", "compression/int8", "checkpoint", "links"]
-    rows = validate(tmp_path, *only, *(["parity/all-3-*"] if devices == 3 else []), devices=devices)
-    timed = {name for name in rows if name.startswith("links")}
-    assert {name for name, outcome in outcomes(rows).items() if outcome == "not run"} == timed, rows
-    assert {outcome for name, outcome in outcomes(rows).items() if name not in timed} == {"passed"}, rows
+    """Several ranks share a device, and a number of devices divides nothing."""
+    layouts = ["layout-zero-3", "layout-pp-1f1b", "layout-tp-zero-3"]
+    only = [*(f"parity/{name}" for name in layouts), "compression/int8", "checkpoint"]
+    if devices == 3:
+        only += ["parity/layout-all-3-*", "nccl/parity-zero-3"]
+    rows = validate(tmp_path, *only, devices=devices)
+    assert set(outcomes(rows).values()) == {"passed"}, rows
 
 
 @pytest.mark.proof
 def test_a_device_without_memory(device: Path, tmp_path: Path) -> None:
-    """The largest model cannot be looked for; everything that runs out of memory has failed and says so."""
-    rows = validate(tmp_path, "largest", "parity/one-gpu-bf16", devices=1, mib=48, code=0)
-    assert outcomes(rows)["largest/trains"] == "not run" and "needs 64.0 MiB" in rows["largest/trains"]["reason"], rows
-    rows = validate(tmp_path, "parity/one-gpu-bf16", "links/host", devices=1, mib=1, code=1)
-    assert outcomes(rows)["parity/one-gpu-bf16"] == "failed" and "memory" in rows["parity/one-gpu-bf16"]["reason"], rows
+    """Rows that run out of memory fail and say so, and the rows after them run."""
+    rows = validate(tmp_path, "largest", "parity/bf16", devices=1, mib=48, code=0)
+    assert outcomes(rows)["largest/trains"] == "not run"
+    assert "needs 64.0 MiB" in rows["largest/trains"]["reason"], rows
+    rows = validate(tmp_path, "parity/bf16", "ceilings/host-link", devices=1, mib=1, code=1)
+    assert outcomes(rows)["parity/bf16"] == "failed"
+    assert "memory" in rows["parity/bf16"]["reason"], rows
 
 
 @pytest.mark.proof
 def test_streaming(device: Path, tmp_path: Path) -> None:
-    """The tokens of streamed weights are looked at; their rate is not."""
+    """The tokens of streamed weights are compared; their rate is not."""
     rows = validate(tmp_path, "streaming", devices=1)
-    assert outcomes(rows) == {"streaming/host": "passed", "streaming/files": "passed", "streaming/host-rate": "not run"}, rows
+    assert outcomes(rows) == {
+        "streaming/host": "passed",
+        "streaming/files": "passed",
+        "streaming/host-rate": "not run",
+    }, rows
 
 
 @pytest.mark.proof
-def test_what_measures_times_runs(device: Path, tmp_path: Path) -> None:
-    """All of it, to its end: none has failed, and none has passed, for a simulated device has no times."""
-    rows = validate(tmp_path, "links", "step", "overlap", "planned", devices=2, code=1)
-    assert set(outcomes(rows).values()) == {"not run"}, rows
-    reasons = {name: row["reason"] for name, row in rows.items() if "DeepSpeed" not in row["title"]}
-    assert all("what measures them ran" in reason for reason in reasons.values()), reasons
+def test_a_rank_of_a_plan(device: Path, tmp_path: Path) -> None:
+    """What measures its time runs to its end."""
+    rows = validate(tmp_path, "planned", devices=1, code=1)
+    assert {row["reason"] for row in rows.values()} == {NO_TIMES}, rows
 
 
 @pytest.mark.proof
 def test_interrupted(device: Path, tmp_path: Path) -> None:
-    """Ctrl-C: the document has every row, and no process is left."""
-    command = [sys.executable, "-m", "plait", "doctor", "--validate", "--out", "found.json", "--only", "parity/zero*"]
+    """After Ctrl-C the document has every row."""
+    command = [sys.executable, "-m", "plait", "doctor", "--validate", "--out", "found.json", "--only", "parity/layout-zero*"]
     environ = variables(tmp_path, devices=2, mib=None, source=None)
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # the machine; the first launch follows
+        process.stdout.readline()  # The line of the machine. The first launch follows.
         time.sleep(5)
         process.send_signal(signal.SIGINT)
         process.wait(120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -17,18 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch import (
+    attention,
     dtensor,
     gathering,
     groups,
     learning_rates,
     modules,
     operators,
+    outer_units,
     passes,
     pipelining,
     starting,
@@ -36,7 +39,9 @@ from plait._torch import (
     units,
     watched_shards,
 )
+from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.errors import InputError
+from tests import fused_attention
 from tests.measured.storage_tracker import StorageTracker
 
 
@@ -56,6 +61,15 @@ def test_after_backward() -> None:
     x.register_post_accumulate_grad_hook(lambda p: order.append("gradient"))
     (x * 2).sum().backward()
     assert order == ["gradient", "after"]
+
+
+def test_keeps_graph() -> None:
+    x = torch.ones(1, requires_grad=True)
+    y, found = x * x, list[bool]()
+    y.register_hook(lambda grad: found.append(passes.keeps_graph()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert found == [True, False]
 
 
 def test_graph_task() -> None:
@@ -78,21 +92,55 @@ def test_graph_task() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_reset_failed_step(keep: bool) -> None:
-    """After an exception in a forward all units are sharded again; gradients of micro-batches before stay where they shall."""
+    """After an exception in a forward all units are sharded, and earlier gradients stay if asked to.
+
+    The earlier micro-batches leave gradients of shards, and gradients that are not reduced.
+    """
     model = sharded()
     assert isinstance(model, FSDPModule)
     passes.reset_failed_step(model, keep_gradients=keep)  # nothing has run
+    model(torch.ones(2, 4)).sum().backward()
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, 4)).sum().backward()
+    reduced = [p.grad.to_local().clone() for p in model.parameters()]  # type: ignore[union-attr]
+    unreduced = units.unsharded_gradient_bytes(model)
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 5))
-    assert units.unsharded_parameter_bytes(model)
+    assert unreduced and units.unsharded_parameter_bytes(model)
+
     passes.reset_failed_step(model, keep_gradients=keep)
     assert not units.unsharded_parameter_bytes(model)
-    assert units.unsharded_gradient_bytes(model)
+    if keep:
+        assert units.unsharded_gradient_bytes(model) == unreduced
+        for p, gradient in zip(model.parameters(), reduced, strict=True):
+            assert torch.equal(p.grad.to_local(), gradient)  # type: ignore[union-attr]
     units.drop_gradients(model)
     assert not units.unsharded_gradient_bytes(model)
+    assert not units.has_unreduced(model)
     model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_reset_partial_reductions(keep: bool) -> None:
+    """Sums over the shards that wait for the sum over the replicas stay if asked to."""
+    model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(False)
+    model(torch.ones(2, 4)).sum().backward()
+    groups = [group for unit in units.sharded_modules(model) for group in units.parameter_groups(unit)]
+    partial = [group._partial_reduce_output for group in groups]
+    assert all(output is not None for output in partial) and units.has_unreduced(model)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    passes.reset_failed_step(model, keep_gradients=keep)
+    if keep:
+        assert [group._partial_reduce_output for group in groups] == partial
+    else:
+        units.drop_gradients(model)
+        assert not units.has_unreduced(model)
+    model.set_requires_all_reduce(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert not units.has_unreduced(model)
 
 
 def test_has_gradient_hooks() -> None:
@@ -103,10 +151,10 @@ def test_has_gradient_hooks() -> None:
     assert [modules.has_gradient_hooks(p) for p in (one, other, plain)] == [True, True, False]
 
 
-def sharded() -> nn.Module:
-    """A block and a root, 3 rows over 2 ranks."""
+def sharded(mesh: DeviceMesh | None = None) -> nn.Module:
+    """A block and a root, 3 rows over 2 ranks, or over the last dimension of `mesh`."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh or init_device_mesh("cpu", (2,))
     fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
@@ -127,6 +175,52 @@ def test_sharded_state() -> None:
     units.reduce_unused_parameters(model)
 
 
+@dataclasses.dataclass
+class Hidden:
+    states: torch.Tensor
+    others: list[torch.Tensor]
+
+
+class ReturnsDataclass(nn.Module):
+    """Returns tensors in a dataclass, some of them in a list, as pytrees do not open it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(self.first(x).cos(), [self.second(x).cos()])
+
+
+class ReadsDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = ReturnsDataclass(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, nested: bool) -> Hidden:
+        hidden = self.inner(x * self.head.weight.sum())
+        return Hidden(hidden.others[0] if nested else hidden.states, [])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_outputs_in_dataclasses(nested: bool) -> None:
+    """The backward of a unit that returned a dataclass gathers the unit before it computes."""
+    model, mesh = ReadsDataclass(), init_device_mesh("cpu", (2,))
+    fully_shard(model.inner, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    seen: list[str] = []
+    for unit in units.sharded_modules(model):
+        watched_shards.watch_shards(unit)
+        gathering.on_shard_reads(unit, lambda when: seen.append(when[0]), lambda: None)
+    loss = model(torch.ones(1, 4), nested=nested).states.sum()
+    assert seen == ["forward"] * 2
+    loss.backward()
+    assert seen[2:] == ["backward"] * 2
+    assert units.unsharded_parameter_bytes(model) == 0
+    used = (model.inner.second if nested else model.inner.first, model.head)
+    assert all(layer.weight.grad is not None for layer in used)
+
+
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,10 +235,18 @@ def test_zeros_are_reduced_for_unused_parameters() -> None:
     unit = HalfUsed()
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
     units.reduce_unused_parameters(unit)
+    reduced: list[torch.Tensor] = []
+
+    class Recorded(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            reduced.append(input_tensor.clone())
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    unit.set_custom_reduce_scatter(Recorded())
     unit(torch.ones(1, 3)).sum().backward()
-    grad = unit.unused.weight.grad
-    assert grad is not None and not grad.to_local().any()
-    assert unit.used.weight.grad is not None
+    # The fake group need not write the output of a reduce-scatter, so its numbers say nothing.
+    assert all(p.grad is not None for p in unit.parameters())
+    assert [buffer.count_nonzero() for buffer in reduced] == [unit.used.weight.numel() + unit.used.bias.numel()]
 
 
 def test_windows_and_locals() -> None:
@@ -234,8 +336,6 @@ def test_operators_that_dispatch_modes_do_not_see() -> None:
 
 def test_custom_reduce_scatter() -> None:
     """`fully_shard` calls it in place of the collective."""
-    from plait.comm.reduce_scatter import AllToAllReduceScatter
-
     assert issubclass(AllToAllReduceScatter, units.ReduceScatter)
     calls = []
 
@@ -249,6 +349,65 @@ def test_custom_reduce_scatter() -> None:
         module.set_custom_reduce_scatter(Counted())
     model(torch.ones(1, 4)).sum().backward()
     assert sorted(calls) == [16, 20], "both units, rows padded to both ranks"
+
+
+def test_unused_parameters_of_accumulated_steps() -> None:
+    """Gradients are reduced in float32 where micro-batches of bfloat16 use different parameters."""
+    unit = HalfUsed()
+    unit.late = nn.Linear(3, 3)
+    unit.forward = lambda x, late: unit.late(x) if late else unit.used(x)  # type: ignore[method-assign]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    units.reduce_unused_parameters(unit)
+    units.reduce_unused_parameters(unit)
+    sent: list[torch.Tensor] = []
+
+    class Recorded(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            sent.append(input_tensor.clone())
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    unit.set_custom_reduce_scatter(Recorded())
+    x = torch.full((1, 3), 2.0)
+    for uses in ((False, False), (False, True), (True, True)):
+        for index, late in enumerate(uses):
+            unit.set_requires_gradient_sync(index == 1)
+            unit(x, late).sum().backward()
+    assert [buffer.dtype for buffer in sent] == [torch.float32] * 3
+    # Sums of the gradients of nine weights (2 each) and three biases (1 each), before the division.
+    assert [float(buffer.sum()) for buffer in sent] == [2 * (9 * 2 + 3)] * 3
+
+
+@pytest.mark.parametrize("own_dtype", [False, True])
+def test_order_of_reduced_gradients(own_dtype: bool) -> None:
+    """Gradients are sent in the order of `reduced_shapes`, shards in that of `gathered_shapes`."""
+    unit = nn.Module()
+    sizes = {"first": (2, 3), "second": (4,), "third": (2, 5), "fourth": (6, 1)}
+    for name, size in sizes.items():
+        unit.register_parameter(name, nn.Parameter(torch.ones(size)))
+    if own_dtype and hasattr(torch.Tensor, "grad_dtype"):
+        unit.second.grad_dtype = torch.float64  # type: ignore[union-attr]
+    unit.fourth.requires_grad_(False)  # type: ignore[operator]
+    unit.forward = lambda: (  # type: ignore[method-assign]
+        unit.first.sum() * 1 + unit.second.sum() * 2 + unit.third.sum() * 3 + unit.fourth.sum()
+    )
+    fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+    sent: list[torch.Tensor] = []
+
+    class Recorded(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+            sent.append(input_tensor.clone())
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    unit.set_custom_reduce_scatter(Recorded())  # type: ignore[operator]
+    unit().backward()
+    runs = torch.unique_consecutive(sent[0].view(2, -1)[0], return_counts=True)[1].tolist()
+    shapes = [numel for _, numel, trainable in units.reduced_shapes(unit) if trainable]  # type: ignore[arg-type]
+    assert shapes == runs
+    if not own_dtype:
+        assert units.reduced_shapes(unit) == units.gathered_shapes(unit)  # type: ignore[arg-type]
+    gathered = [(dimensions, numel) for dimensions, numel, _ in units.gathered_shapes(unit)]  # type: ignore[arg-type]
+    assert gathered == [(2, 3), (1, 2), (2, 5), (2, 3)]
 
 
 def test_schedule_actions() -> None:
@@ -448,15 +607,16 @@ def test_process_group_of() -> None:
 
 def test_splits_named_alike() -> None:
     """By their ranks, a number and their order; torch's own names follow from the groups that a process is in."""
-    torchs = distributed_c10d._hash_ranks_to_str([0, 1])
+    naming = distributed_c10d._hash_ranks_to_str
+    torchs = naming([0, 1])
     with groups.splits_named_alike(3):
         first, second = (distributed_c10d._process_group_name([0, 1], use_hashed_name=True) for _ in range(2))
     with groups.splits_named_alike(3):
         again = distributed_c10d._process_group_name([0, 1], use_hashed_name=True)
     assert first == again and len({first, second, torchs}) == 3
-    assert distributed_c10d._hash_ranks_to_str([0, 1]) == torchs
+    assert distributed_c10d._hash_ranks_to_str is naming
     dist.new_group([0, 1])
-    assert distributed_c10d._hash_ranks_to_str([0, 1]) != torchs, "torch names splits alike on all ranks: the patch is not needed any more"
+    assert distributed_c10d._hash_ranks_to_str([0, 1]) != torchs, "groups of the same ranks need names of their own"
 
 
 def test_storage_tracker_counts_resizes() -> None:
@@ -479,12 +639,13 @@ def test_storage_tracker_counts_resizes() -> None:
 
 
 def test_delivered_at_once() -> None:
-    """Only inside."""
+    """A message to a rank that does not exist is complete inside. Since torch 2.15 it always is."""
     work = dist.isend(torch.zeros(2), 0)
-    assert work is not None and not work.is_completed()
+    assert work is not None
+    before = work.is_completed()
     with groups.delivered_at_once():
         assert work.is_completed()
-    assert not work.is_completed()
+    assert work.is_completed() == before
 
 
 def test_begin_sharded() -> None:
@@ -563,6 +724,55 @@ def test_gather_in_place() -> None:
     assert told.count((1, "give back")) == 1
 
 
+class Ends(nn.Module):
+    """An embedding and a head, and the gathered bytes at four points of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.reads = False
+        self.held: list[int] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.held.append(units.unsharded_parameter_bytes(self))
+        hidden = self.embed(ids) * self.scale
+        self.held.append(units.unsharded_parameter_bytes(self))
+        if self.reads:
+            hidden = hidden @ self.embed.weight.t() @ self.embed.weight
+        hidden.register_hook(lambda _: self.held.append(units.unsharded_parameter_bytes(self)))
+        return self.head(hidden[None]) + 1  # the head returns a view, and the model does not
+
+
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+def test_follow_root() -> None:
+    """An embedding is gathered with the root and freed after its forward, a head after its backward. An embedding that other code reads
+    stays gathered, also where another forward has freed it, and both are reduced."""
+    model = Ends()
+    embed, head = (fully_shard(module, reshard_after_forward=module is model.embed) for module in (model.embed, model.head))
+    root = fully_shard(model, reshard_after_forward=False)
+    outer_units.follow_root(root, embeddings=[embed], heads=[head])
+    table, layer, scale = 4 * 8 * 4, 4 * (8 * 4 + 8), 4 * 4
+
+    def step() -> list[int]:
+        model.held.clear()
+        loss = model(torch.arange(3)).sum()
+        model.held.insert(2, units.unsharded_parameter_bytes(model))
+        loss.backward()
+        return list(model.held)
+
+    assert step() == [table + scale, scale, layer + scale, scale]
+    model.reads = True
+    assert step() == [table + scale, scale, table + layer + scale, table + scale]
+    assert step() == [table + scale, table + scale, table + layer + scale, table + scale]
+    loss = model(torch.arange(3)).sum()
+    for module in (embed, head, root):
+        module.reshard()
+    loss.backward()
+    assert units.unsharded_parameter_bytes(model) == 0
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_watch_shards() -> None:
     """What shards cannot see is refused in the forward of its unit, and gathering in inference mode serves training."""
     model = sharded()
@@ -596,6 +806,29 @@ def test_sum_before_reading() -> None:
     with CommDebugMode() as seen:
         float(total)
     assert seen.get_total_counts() == 1
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_of_uneven_splits(dim: int) -> None:
+    """A gradient is split and laid out as its parameter is, without communication."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    dtensor.keep_uneven_gradients_split()
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(21.0).view(3, 7) if dim else torch.arange(21.0).view(7, 3)
+    split = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+    assert split.to_local().shape[dim] == 3, "the second of two ranks"
+    parameter = nn.Parameter(split)
+    with CommDebugMode() as seen:
+        for _ in range(2):
+            local = parameter.to_local()
+            (local.t() * torch.arange(9.0).view(3, 3)).sum().backward()
+    assert seen.get_total_counts() == 0
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor) and gradient.placements == (Shard(dim),)
+    assert gradient.stride() == parameter.stride()
+    assert gradient.to_local().is_contiguous()
+    assert torch.equal(gradient.to_local(), 2 * torch.arange(9.0).view(3, 3).t())
 
 
 def test_forget_meshes() -> None:
@@ -693,3 +926,87 @@ def test_started_by() -> None:
     assert [handler.proc is given for handler in [*handlers, later]] == [True, False, False]
     assert [handler.proc.wait() for handler in [*handlers, later]] == [0, 0, 0]
     assert asked == [([sys.executable, "-c", "print(1)"], "x", (None, None))] * 2
+
+
+@pytest.mark.parametrize("band", [attention.Band(), attention.Band(None, 0), attention.Band(5, None), attention.Band(4, 2)], ids=str)
+def test_flash_attention_has_the_shapes_of_its_reference(band: attention.Band) -> None:
+    """The operator for CUDA, on meta: outputs, log-sum-exp and gradients have the shapes and dtypes that the tests' reference has."""
+    shapes = {"query": (2, 4, 10, 20), "key": (2, 2, 13, 20), "value": (2, 2, 13, 12)}
+    found = []
+    with fused_attention.registered("CPU"):
+        for device in ("meta", "cpu"):
+            query, key, value = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes.values())
+            output, log_sum_exp = attention.FLASH.forward(query, key, value, band, 0.5)
+            gradients = attention.FLASH.backward(output, query, key, value, output, log_sum_exp, band, 0.5)
+            found.append([(x.shape, x.dtype, x.stride()) for x in (output, log_sum_exp)] + [(x.shape, x.dtype) for x in gradients])
+    assert found[0] == found[1]
+    assert found[0][1][:2] == ((2, 4, 10), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype) -> None:
+    """The same; the log-sum-exp that the operator returns is padded to 32 queries."""
+    found, raw = [], []
+    with fused_attention.registered("CPU"):
+        for device in ("meta", "cpu"):
+            query, key = (torch.zeros(2, 4, 10, 20, dtype=dtype, device=device) for _ in range(2))
+            value = torch.zeros(2, 4, 10, 12, dtype=dtype, device=device)
+            aligned = [torch.zeros(*x.shape[:3], 24, dtype=dtype, device=device) for x in (query, key)]
+            raw.append(
+                torch.ops.aten._scaled_dot_product_efficient_attention(*aligned, aligned[1], None, True, 0.0, True, scale=0.5)[1].shape
+            )
+            output, log_sum_exp = attention.EFFICIENT.forward(query, key, value, attention.Band(None, 0), 0.5)
+            arguments = output, query, key, value, output, log_sum_exp, attention.Band(None, 0), 0.5
+            gradients = attention.EFFICIENT.backward(*arguments)
+            found.append([(x.shape, x.dtype) for x in (output, log_sum_exp, *gradients)])
+    assert found[0] == found[1] and raw == [(2, 4, 32)] * 2
+
+
+def test_kernels_that_a_device_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reason says what is missing, whatever device this machine has."""
+    monkeypatch.setattr(attention, "_capability", lambda device: (9, 0))
+    device = torch.device("cuda", 0)
+    with fused_attention.registered("CUDA"):
+        assert attention.why_not_flash(device, torch.bfloat16, 128) == attention.why_not_efficient(torch.float32) == ""
+        assert "float32" in attention.why_not_flash(device, torch.float32, 128)
+        assert "not 264" in attention.why_not_flash(device, torch.bfloat16, 264)
+        assert "float64" in attention.why_not_efficient(torch.float64) and "float64" in attention.why_not_flex(torch.float64, 64)
+        assert "not 8" in attention.why_not_flex(torch.bfloat16, 8)
+        torch.backends.cuda.enable_flash_sdp(False)
+        try:
+            assert "enable_flash_sdp" in attention.why_not_flash(device, torch.bfloat16, 128)
+        finally:
+            torch.backends.cuda.enable_flash_sdp(True)
+        monkeypatch.setattr(attention, "_capability", lambda device: (8, 9))
+        assert "8.9" in attention.why_not_flash(device, torch.bfloat16, 200)
+        assert attention.why_not_flash(device, torch.bfloat16, 256) == ""
+        monkeypatch.setattr(attention, "_capability", lambda device: (7, 0))
+        assert "8.0" in attention.why_not_flash(device, torch.float16, 128)
+    if torch.version.cuda is None:
+        assert "no FlashAttention" in attention.why_not_flash(device, torch.bfloat16, 128)
+
+
+def test_attention_of_cpus_computes_parts() -> None:
+    """The backward takes the output and the log-sum-exp of a softmax over more keys: gradients of both halves are those of the whole."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.5)
+    gradients = torch.autograd.grad(expected, (query, key, value), torch.ones_like(expected))
+    with torch.no_grad():
+        output, log_sum_exp = attention.CPU.forward(query, key, value, attention.Band(), 0.5)
+        halves = [
+            attention.CPU.backward(torch.ones_like(output), query, *tensors, output, log_sum_exp, attention.Band(), 0.5)
+            for tensors in zip(key.split(3, 2), value.split(3, 2), strict=True)
+        ]
+    torch.testing.assert_close(halves[0][0] + halves[1][0], gradients[0])
+    for mine, right in zip(zip(*halves, strict=True), gradients, strict=True):
+        if right is not gradients[0]:
+            torch.testing.assert_close(torch.cat(mine, 2), right)
+
+
+def test_views_know_what_they_are_views_of() -> None:
+    """Through several views, with and without gradients."""
+    tensor = torch.zeros(2, 1, 6)
+    with torch.no_grad():
+        assert operators.viewed(tensor[:, 0]) is tensor
+    assert operators.viewed(tensor[:, 0, 2:]) is tensor and operators.viewed(tensor) is tensor

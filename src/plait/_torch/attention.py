@@ -1,33 +1,274 @@
-"""SDPA's flash kernel for CPUs, with the logarithm of each softmax's denominator, so that parts of a softmax can be put together."""
+"""Fused attention kernels of torch that return the log-sum-exp, so that parts of a softmax can be combined.
+
+All tensors are [batch, heads, tokens, head_dim], and a log-sum-exp is [batch, heads, queries] in float32 or wider. The backward of each
+kernel may be given the output and the log-sum-exp of a softmax over more keys than the keys that it is given: it then returns the part of
+the gradients that goes through these keys.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from math import inf
+
 import torch
+import torch.nn.functional as F
 
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_ALIGNMENT = 8
+"""Flash and efficient attention read 16 bytes at a time, so head dimensions are padded to a multiple of this."""
+_FLASH_HEAD_DIM = 256
+"""Widest head for which FlashAttention has kernels."""
+_LOG_SUM_EXP_ALIGNMENT = 32
+"""Efficient attention pads the queries of its log-sum-exp to a multiple of this, and its backward requires the padding."""
+_FLEX_HEAD_DIM = 16
+"""Narrowest head that FlexAttention compiles."""
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+EFFICIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def cpu_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+@dataclass(frozen=True)
+class Band:
+    """Keys that queries see, counted from the diagonal that ends at the last query and the last key.
+
+    Query i of n sees key j of m where `i + m - n - left <= j <= i + m - n + right`. None is no limit.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def is_square(self, queries: int, keys: int) -> bool:
+        """Whether the band is the full rectangle, or causal with as many keys as queries. Every kernel computes these two."""
+        return self.left is None and (self.right is None or (self.right == 0 and queries == keys))
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """One kernel, forward and backward.
+
+    `forward(query, key, value, band, scale)` returns the output and its log-sum-exp.
+    `backward(grad, query, key, value, output, log_sum_exp, band, scale)` returns the gradients of query, key and value.
+    """
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., Tensors]
+    shares_heads: bool
+    """Whether keys and values may have fewer heads than queries."""
+    bands: bool
+    """Whether it computes every band. Otherwise only those that `Band.is_square`."""
+
+
+def _cpu_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output [batch, heads, queries, head_dim], logarithm of the denominator [batch, heads, queries]). `causal` aligns the first key with
-    the first query."""
-    output, denominator = _FORWARD(query, key, value, 0.0, causal, scale=scale)
-    return output, denominator
+    output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, band.right == 0, scale=scale)
+    return output, log_sum_exp
 
 
-def cpu_attention_backward(
+def _cpu_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     output: torch.Tensor,
-    denominator: torch.Tensor,
-    *,
-    causal: bool,
+    log_sum_exp: torch.Tensor,
+    band: Band,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value. `output` and `denominator` may be of a softmax over more keys than these."""
-    found = _BACKWARD(grad, query, key, value, output, denominator, 0.0, causal, scale=scale)
-    return found[0], found[1], found[2]
+) -> Tensors:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.contiguous(), query, key, value, output, log_sum_exp, 0.0, band.right == 0, scale=scale
+    )
+
+
+def _flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # `_scaled_dot_product_flash_attention` calls this operator, but has no window and takes causal squares only.
+    width = value.shape[3]
+    query, key, value = _flash_inputs(query, key, value)
+    output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        None,
+        None,
+        query.shape[1],
+        key.shape[1],
+        0.0,
+        band.right == 0,
+        False,
+        scale=scale,
+        window_size_left=band.left,
+        window_size_right=band.right,
+    )
+    return output[..., :width].transpose(1, 2), log_sum_exp
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    band: Band,
+    scale: float,
+) -> Tensors:
+    widths = [x.shape[3] for x in (query, key, value)]
+    query, key, value = _flash_inputs(query, key, value)
+    grad, output = (_padded(x.transpose(1, 2), query.shape[3]) for x in (grad, output))
+    random = query.new_empty(0)  # states of a dropout that is not used
+    gradients = torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        output,
+        log_sum_exp,
+        None,
+        None,
+        query.shape[1],
+        key.shape[1],
+        0.0,
+        band.right == 0,
+        random,
+        random,
+        scale=scale,
+        window_size_left=band.left,
+        window_size_right=band.right,
+    )
+    query, key, value = (x[..., :width].transpose(1, 2) for x, width in zip(gradients, widths, strict=True))
+    return query, key, value
+
+
+def _flash_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tensors:
+    """[batch, tokens, heads, width] with one aligned width, of which the last dimension is contiguous."""
+    width = _aligned(max(query.shape[3], value.shape[3]))
+    query, key, value = (_padded(x.transpose(1, 2), width) for x in (query, key, value))
+    return query, key, value
+
+
+def _efficient_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    width, queries = value.shape[3], query.shape[2]
+    query, key, value = (_padded(x, _aligned(x.shape[3])) for x in (query, key, value))
+    output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, band.right == 0, scale=scale
+    )
+    return output[..., :width], log_sum_exp[..., :queries]
+
+
+def _efficient_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    band: Band,
+    scale: float,
+) -> Tensors:
+    widths = [x.shape[3] for x in (query, key, value)]
+    query, key, value, grad, output = (_padded(x, _aligned(x.shape[3])) for x in (query, key, value, grad, output))
+    if torch.version.hip is None:
+        # A query of the padding has an infinite denominator, so that its weights are 0.
+        log_sum_exp = F.pad(log_sum_exp, (0, -log_sum_exp.shape[2] % _LOG_SUM_EXP_ALIGNMENT), value=inf)
+    random = query.new_empty((), dtype=torch.int64)  # states of a dropout that is not used
+    *gradients, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        # The kernel assumes that an output has no gaps between its tokens.
+        grad,
+        query,
+        key,
+        value,
+        None,
+        output.transpose(1, 2).contiguous().transpose(1, 2),
+        log_sum_exp.contiguous(),
+        random,
+        random,
+        0.0,
+        [True, True, True, False],
+        band.right == 0,
+        scale=scale,
+    )
+    query, key, value = (x[..., :width] for x, width in zip(gradients, widths, strict=True))
+    return query, key, value
+
+
+def _aligned(width: int) -> int:
+    return -(-width // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
+    """The tensor with its last dimension contiguous and padded to `width`."""
+    if x.shape[3] != width:
+        return F.pad(x, (0, width - x.shape[3]))
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+CPU = FusedAttention(_cpu_forward, _cpu_backward, shares_heads=False, bands=False)
+# ROCm's kernels align a causal mask at the first key, and so does `_scaled_dot_product_efficient_attention`.
+FLASH = FusedAttention(_flash_forward, _flash_backward, shares_heads=True, bands=torch.version.hip is None)
+EFFICIENT = FusedAttention(_efficient_forward, _efficient_backward, shares_heads=False, bands=False)
+
+
+def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The reason why FlashAttention does not compute heads of this width; empty if it does."""
+    if dtype not in FLASH_DTYPES:
+        return f"FlashAttention computes no {_name(dtype)}"
+    if head_dim > _FLASH_HEAD_DIM:
+        return f"FlashAttention takes head dimensions up to {_FLASH_HEAD_DIM}, not {head_dim}"
+    if not _is_built("_flash_attention_forward"):
+        return "this torch has no FlashAttention"
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "torch.backends.cuda.enable_flash_sdp(False) was called"
+    capability = _capability(device)
+    version = f"{capability[0]}.{capability[1]}"
+    if capability < (8, 0):
+        return f"FlashAttention needs compute capability 8.0, and the device has {version}"
+    # SDPA refuses the same: the backward needs more shared memory than these devices have.
+    if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
+        return f"FlashAttention's backward takes no head dimension of {head_dim} on compute capability {version}"
+    return ""
+
+
+def why_not_efficient(dtype: torch.dtype) -> str:
+    """The reason why torch's memory-efficient attention does not compute a dtype; empty if it does."""
+    if dtype not in EFFICIENT_DTYPES:
+        return f"efficient attention computes no {_name(dtype)}"
+    if not _is_built("_scaled_dot_product_efficient_attention"):
+        return "this torch has no efficient attention"
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return "torch.backends.cuda.enable_mem_efficient_sdp(False) was called"
+    return ""
+
+
+def why_not_flex(dtype: torch.dtype, head_dim: int) -> str:
+    """The reason why FlexAttention does not compile for these; empty if it does."""
+    if dtype not in FLEX_DTYPES:
+        return f"FlexAttention computes no {_name(dtype)}"
+    if head_dim < _FLEX_HEAD_DIM:
+        return f"FlexAttention takes head dimensions from {_FLEX_HEAD_DIM}, not {head_dim}"
+    if find_spec("triton") is None:
+        return "FlexAttention needs Triton, which is not installed"
+    return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_built(operator: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "CUDA"))
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability. A fake tensor on a machine without a GPU stands for a device that has all kernels."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)

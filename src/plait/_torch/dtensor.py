@@ -1,17 +1,25 @@
-"""DTensor: a rank's part, and patched behaviour, which `sum_before_reading`, `forget_meshes` and `around_shape_inference` say."""
+"""This rank's part of a DTensor, and patched behaviour of DTensor.
+
+torch is changed by `sum_before_reading`, `keep_uneven_gradients_split`, `forget_meshes` and
+`around_shape_inference`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 
 _READ = torch.ops.aten._local_scalar_dense.default
+_propagator: Any = ShardingPropagator
+_tensor_strategies: Any = _tensor_ops
+_NEW_EMPTY_STRIDED = torch.ops.aten.new_empty_strided.default
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,6 +67,46 @@ def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     return operator(tensor.to_local())
 
 
+def keep_uneven_gradients_split() -> None:
+    """Make an unevenly split parameter get a gradient that is split as the parameter is.
+
+    Autograd copies a gradient into memory that `new_empty_strided` makes. In torch 2.11 the result
+    of that operator is whole (`Replicate`) where the ranks' parts differ in size, because the
+    strides of a part are derived from the number of ranks and not from its shape. Code that
+    combines the local parts of the parameter and of its gradient would fail, and the gradient
+    would be gathered in every backward. Later releases derive the strides from the shape.
+
+    The change is for all DTensors of the process.
+    """
+    if getattr(_tensor_strategies, "is_tensor_evenly_shardable", _counts_as_even) is _counts_as_even:
+        return
+    _tensor_strategies.is_tensor_evenly_shardable = _counts_as_even
+    adjust = _propagator._adjust_shape_and_stride_args
+
+    def adjust_to_part(propagator: Any, meta: Any, schema: Any, spec: Any) -> Any:
+        adjusted = adjust(propagator, meta, schema, spec)
+        if schema.op is _NEW_EMPTY_STRIDED:
+            like, shape, _, *rest = adjusted.args_schema
+            adjusted.args_schema = (like, shape, _dense_stride(shape, meta.stride), *rest)
+        return adjusted
+
+    _propagator._adjust_shape_and_stride_args = adjust_to_part
+
+
+def _counts_as_even(*_: object) -> bool:
+    return True
+
+
+def _dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dimensions lie in memory in the order of the strides `like`."""
+    stride = [0] * len(shape)
+    step = 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
 def forget_meshes() -> None:
     """Forget what every operator's result looked like. torch keeps it by a mesh's shape, with the mesh of the first call: once the groups
     of that mesh have ended, full tensors of another mesh of this shape would be gathered over them."""
@@ -71,17 +119,14 @@ def forget_meshes() -> None:
 def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter `make()` wherever a DTensor's operator runs on its global shape, on fake tensors, to learn the result's shape."""
 
-    class Lock:
-        def __enter__(self) -> None:
-            self.inside = make()
-            self.inside.__enter__()
+    before = _propagator._propagate_tensor_meta_non_cached
 
-        def __exit__(self, *problem: Any) -> None:
-            self.inside.__exit__(*problem)
+    def infer(propagator: Any, schema: Any) -> Any:
+        with make():
+            return before(propagator, schema)
 
-    before = ShardingPropagator._fake_mode_lock
-    ShardingPropagator._fake_mode_lock = Lock()  # type: ignore[assignment]
+    _propagator._propagate_tensor_meta_non_cached = infer
     try:
         yield
     finally:
-        ShardingPropagator._fake_mode_lock = before
+        _propagator._propagate_tensor_meta_non_cached = before

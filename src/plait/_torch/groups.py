@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha1
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+
+Group = TypeVar("Group", bound=type)
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
@@ -81,6 +83,24 @@ def _options(group: dist.ProcessGroup) -> list[Any]:
 def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """gloo's backend, for a group that uses it inside."""
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+_NAMES_BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Methods of a process group, with the names by which torch called them before 2.13."""
+
+
+def with_called_names(group: Group) -> Group:
+    """Give a process group written in Python its methods under the names that this torch calls."""
+    for name, earlier in _NAMES_BEFORE_2_13.items():
+        if not hasattr(dist.ProcessGroup, name):
+            setattr(group, earlier, getattr(group, name))
+    return group
 
 
 def give_backend(group: dist.ProcessGroup, backend: Any) -> None:

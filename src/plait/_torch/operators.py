@@ -53,6 +53,11 @@ def without_failed_operators() -> Iterator[None]:
         log.disabled = before
 
 
+def viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of which `tensor` is a view; itself if it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def operator_named(name: str) -> Any | None:
     """`aten.mm` to the operator with all of its overloads; None where this torch has none of that name."""
     namespace, _, operator = name.partition(".")

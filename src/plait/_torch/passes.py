@@ -10,8 +10,9 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
+from plait._torch.failed_pass import KeptGradients, reset_pass
 from plait._torch.storage import is_view
-from plait._torch.units import parameter_groups, sharded_modules
+from plait._torch.units import parameter_groups
 
 
 def begin_sharded(model: nn.Module) -> None:
@@ -37,19 +38,36 @@ def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
     for unit in units:
         for group in parameter_groups(unit):
             group.post_backward()
-    model._get_fsdp_state()._root_post_backward_final_callback()
+    state = model._get_fsdp_state()
+    if hasattr(state._state_ctx, "manual_backward_finalization_active"):
+        # Since torch 2.15 the callback expects that a backward pass has chosen this.
+        state._state_ctx.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
 
 
 def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
-    """Bring a sharded root back to where it is between two micro-batches, after its forward or backward was left by an exception on all
-    ranks: everything sharded, nothing awaited. `keep_gradients`: those of micro-batches before."""
-    if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
+    """Bring a sharded root back to the state between two micro-batches after a failed pass.
+
+    Call this on all ranks after an exception left the forward or the backward. Afterwards every
+    unit is sharded and no collective is awaited.
+
+    Args:
+        model: The root. Nothing happens to a model that is not sharded or has not run.
+        keep_gradients: Whether gradients of earlier micro-batches stay, reduced or not. Otherwise
+            the caller drops them.
+    """
+    if not isinstance(model, FSDPModule):
         return
-    groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
-    partial = [group._partial_reduce_output for group in groups]
-    model.reset_iter_state()
-    for group, output in zip(groups, partial, strict=True):
-        group._partial_reduce_output = output if keep_gradients else None
+    state = model._get_fsdp_state()
+    if state._is_root is None:
+        return
+    gradients = KeptGradients(model)
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+    else:
+        reset_pass(state)
+    if keep_gradients:
+        gradients.restore()
 
 
 def input_gradients(
@@ -73,3 +91,9 @@ def graph_task() -> int | None:
     of any."""
     task = torch._C._current_graph_task_id()
     return None if task < 0 else task
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that is running now keeps the graph for another one (`retain_graph=True`). True under
+    `torch.compile`, which traces a backward before anyone runs it."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from plait._torch.dtensor import local_tensor
+
+# Before torch 2.15, a gradient of the reduction's dtype is kept apart from the gathered parameter.
+# Since then the gathered parameter's own `grad` holds it, and a property of the old name reads it.
+_ACCUMULATES_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -22,7 +27,13 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
     """What torch gathers and reduces of one fully sharded unit."""
-    return module._get_fsdp_state()._fsdp_param_groups
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+
+    # torch 2.11 has one group per unit, and none for a unit without parameters.
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def sharded_parameters(module: FSDPModule) -> list[Any]:
@@ -45,13 +56,30 @@ def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], tor
         p.sharded_param._local_tensor = buffer.view(p.padded_sharded_param_size).narrow(dim, 0, p.sharded_param._local_tensor.shape[dim])
 
 
-def shard_shapes(module: FSDPModule) -> list[tuple[int, int, bool]]:
-    """(dimensions, elements of this rank's padded shard, trainable) of one unit's parameters, in the order in which their shards are
-    laid out for collectives."""
-    return [
-        (len(p.padded_sharded_param_size), p.padded_sharded_param_size.numel(), bool(p.sharded_param.requires_grad))
-        for p in sharded_parameters(module)
-    ]
+ShardShape = tuple[int, int, bool]
+"""Dimensions of a parameter, elements of this rank's padded shard of it, and whether it trains."""
+
+
+def gathered_shapes(module: FSDPModule) -> list[ShardShape]:
+    """Parameters of one unit, in the order in which an all-gather sends their shards."""
+    return [_shape_of(p) for p in sharded_parameters(module)]
+
+
+def reduced_shapes(module: FSDPModule) -> list[ShardShape]:
+    """Parameters of one unit, in the order in which a reduce-scatter sends their gradients.
+
+    Since torch 2.15 parameters are grouped by the dtype of their gradients (`Tensor.grad_dtype`),
+    in the order in which the dtypes appear. Before, the order is that of the all-gather.
+    """
+    parameters = sharded_parameters(module)
+    dtypes = [getattr(p, "sharded_grad_dtype", None) for p in parameters]
+    order = sorted(range(len(parameters)), key=lambda index: dtypes.index(dtypes[index]))
+    return [_shape_of(parameters[index]) for index in order]
+
+
+def _shape_of(p: Any) -> ShardShape:
+    size = p.padded_sharded_param_size
+    return len(size), size.numel(), bool(p.sharded_param.requires_grad)
 
 
 def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -65,8 +93,7 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
 def has_unreduced(model: nn.Module) -> bool:
     """Whether a unit of a sharded model keeps gradients of micro-batches that were not reduced over all ranks."""
     groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
-    held = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    kept = any(p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None for p in held)
+    kept = any(_unsharded_gradients(p) for p in _gathered(model))
     return kept or any(group._partial_reduce_output is not None for group in groups)
 
 
@@ -78,13 +105,23 @@ def drop_gradients(model: nn.Module) -> None:
         for group in parameter_groups(module):
             group._partial_reduce_output = None
             for held in group.fsdp_params:
-                held.sharded_param.grad = held.unsharded_accumulated_grad = None
+                held.sharded_param.grad = None
+                if _ACCUMULATES_APART:
+                    held.unsharded_accumulated_grad = None
                 if hasattr(held, "_unsharded_param"):
                     held._unsharded_param.grad = None
 
 
 def _gathered(model: nn.Module) -> list[Any]:
     return [p for module in sharded_modules(model) for p in sharded_parameters(module) if hasattr(p, "_unsharded_param")]
+
+
+def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
+    """Gradients that torch's record of a gathered parameter holds before their reduction."""
+    held = [p._unsharded_param.grad]
+    if _ACCUMULATES_APART:
+        held.append(p.unsharded_accumulated_grad)
+    return [gradient for gradient in held if gradient is not None]
 
 
 @contextmanager
@@ -113,11 +150,45 @@ def unsharded_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 def unsharded_gradient_bytes(model: nn.Module) -> int:
     """Bytes of gradients that are kept unsharded now, between micro-batches."""
-    grads = (grad for p in _gathered(model) for grad in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if grad is not None)
+    grads = [grad for p in _gathered(model) for grad in _unsharded_gradients(p)]
     return sum(local_tensor(grad).untyped_storage().nbytes() for grad in grads)
 
 
 def reduce_unused_parameters(model: nn.Module) -> None:
     """Make units reduce zeros for parameters that a backward did not reach, so that ranks that used others issue the same collective."""
     for module in sharded_modules(model):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+        if not _ACCUMULATES_APART:
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+            continue
+        for group in parameter_groups(module):
+            _reduce_every_gradient(group)
+
+
+def _reduce_every_gradient(group: Any) -> None:
+    """Make a group reduce gradients of one dtype for all parameters that train.
+
+    torch 2.11 and 2.12 reduce no zeros. torch 2.13 and 2.14 reduce zeros of the computation's dtype,
+    and fail where gradients of earlier micro-batches are kept in the reduction's dtype.
+    """
+    if getattr(group, "reduce_scatter_unused_params", False):
+        return
+    group.reduce_scatter_unused_params = True
+    post_backward = group.post_backward
+
+    def complete_and_reduce(*unused: Any) -> None:
+        if group.reduce_grads:
+            _complete_gradients(group.fsdp_params)
+        post_backward(*unused)
+
+    group.post_backward = complete_and_reduce
+
+
+def _complete_gradients(parameters: Iterable[Any]) -> None:
+    gathered = [p for p in parameters if hasattr(p, "_unsharded_param")]
+    trainable = [p for p in gathered if p._unsharded_param.requires_grad]
+    accumulates = any(p.unsharded_accumulated_grad is not None for p in trainable)
+    for p in trainable:
+        if not _unsharded_gradients(p):
+            p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+        if accumulates and p.unsharded_accumulated_grad is None:
+            p.to_accumulated_grad_if_needed()

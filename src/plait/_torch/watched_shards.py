@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from plait._torch.outputs import watch_dataclasses
 from plait._torch.units import parameter_groups
 from plait.errors import InputError
 
@@ -20,6 +21,7 @@ def watch_shards(module: FSDPModule) -> None:
     """Refuse, in the forward of a fully sharded unit and behind it, what would be lost in silence there: another parameter in a shard's
     place, other data in it, a hook on its gradient, a loss that reads it, and a write into the gathered copy. Once, when the unit has the
     parameters that it keeps. Gathering in inference mode is mended: what it makes serves the next training step too."""
+    watch_dataclasses(module)
     for group in parameter_groups(module):
         _watch(group)
 

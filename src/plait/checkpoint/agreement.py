@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from plait._torch.flat_collectives import all_gather_single
 from plait.errors import CheckpointError, PlaitError
 
 T = TypeVar("T")
@@ -59,5 +60,5 @@ def _gathered(row: bytes, device: torch.device, group: dist.ProcessGroup | None)
         return [row]
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     everyone = mine.new_empty(dist.get_world_size() * len(row))
-    dist.all_gather_single(everyone, mine, group=group)
+    all_gather_single(everyone, mine, group=group)
     return [bytes(found) for found in everyone.cpu().view(-1, len(row)).numpy()]

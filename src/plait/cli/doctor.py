@@ -38,18 +38,30 @@ def doctor(
     nproc_per_node: Nproc = None,
     out: Annotated[Path | None, typer.Option(help="The file to write. (default: links.json, none with --json; validation.json)")] = None,
     seconds: Annotated[float | None, typer.Option(help="--links: about how long each group of links is measured. (default: 4)")] = None,
-    minutes: Annotated[float | None, typer.Option(help="--validate: what is not done by then is not run. (default: 15)")] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="--validate: these rows, as `step/*`; may be repeated.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="--validate: time budget; rows that do not fit are not run. (default: 8)")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="--validate: rows to run, e.g. `waits/*`; may be repeated.")
+    ] = None,
+    list_rows: Annotated[
+        bool, typer.Option("--list", help="--validate: print the rows with their planned seconds, and run nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Describe this environment (for an issue report); with --links measure how fast its processes talk to each other; with --validate
-    check Plait on its GPUs: parity, memory, times, overlap. Exit code 1 where a row of --validate failed, 6 without a GPU."""
+    check Plait on its GPUs: waits, parity, throughput, memory. Exit code 1 where a row of --validate failed, 6 without a GPU."""
     if sum((links, nccl, validate)) > 1:
         raise InputError("--links, --nccl, --validate: one of them at a time")
     if not validate:
-        _refuse({"--minutes": minutes, "--only": only}, "is for the validation; add --validate")
+        listed = True if list_rows else None
+        options = {"--minutes": minutes, "--only": only, "--list": listed}
+        _refuse(options, "is for the validation; add --validate")
     if validate:
         _refuse({"--seconds": seconds}, "is for the measurement of links; use --minutes")
+        if list_rows:
+            from plait.cli.validating.command import list_rows as table
+
+            typer.echo(table(only=only or [], gpus=nproc_per_node))
+            return
         _validate(nproc_per_node, out, minutes, only or [], as_json=as_json)
         return
     if not links:
@@ -72,13 +84,15 @@ def _refuse(given: dict[str, Any], rule: str) -> None:
 
 
 def _validate(gpus: int | None, out: Path | None, minutes: float | None, only: list[str], *, as_json: bool) -> None:
-    from plait.cli.validating.command import validate
+    from plait.cli.validating.command import DEFAULT_MINUTES, validate
 
     if minutes is not None and not 0 < minutes <= 24 * 60:
         raise InputError(f"--minutes {minutes}: not more than 0 and at most {24 * 60}")
     if claim(os.environ) is not None:
         raise InputError("--validate: starts its own processes; run it by itself, not under a launcher")
-    raise typer.Exit(validate(minutes=minutes or 15.0, only=only, out=out or Path("validation.json"), gpus=gpus, as_json=as_json))
+    raise typer.Exit(
+        validate(minutes=minutes or DEFAULT_MINUTES, only=only, out=out or Path("validation.json"), gpus=gpus, as_json=as_json)
+    )
 
 
 def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json: bool) -> None:

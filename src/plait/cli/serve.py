@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ import typer
 from plait.cli.interrupts import ending_in_order
 from plait.cli.options import Adapters, in_panel, one_adapter
 from plait.errors import InputError
+from plait.importing import require_extra
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -73,8 +73,7 @@ def serve_command(
     To try a model that was trained: there are no users, keys or limits of use. Keys and values of --batch-size requests of --max-model-len
     tokens are reserved at the start. SIGTERM and Ctrl-C end it.
     """
-    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
-        raise InputError("plait serve: needs FastAPI and uvicorn, which are not installed; run pip install 'plait[serve]'")
+    require_extra("plait serve", "serve", fastapi="FastAPI", uvicorn="uvicorn")
     import torch
 
     from plait.inference.deployment import Work, deploy, deploy_streamed

@@ -121,6 +121,25 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+@contextmanager
+def warning_of_waits(device: torch.device) -> Iterator[None]:
+    """Inside the block torch warns of operations that make the host wait for the device.
+
+    It detects copies to and from memory that is not pinned, reading a number, and waits for a
+    stream. It does not detect `synchronize` of a device or an event. Nothing on a CPU.
+    """
+    if not is_one(device):
+        yield
+        return
+    module = _module()
+    before = module.get_sync_debug_mode()
+    module.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        module.set_sync_debug_mode(before)
+
+
 def profiled() -> list[Any]:
     """What torch's profiler shall watch."""
     import torch
@@ -165,6 +184,12 @@ def free_bytes(device: torch.device) -> int:
     """What no process holds of its memory."""
     free, _ = _module().mem_get_info(device)
     return int(free)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Return memory that torch's allocator keeps for reuse to the device. Nothing on a CPU."""
+    if is_one(device):
+        _module().empty_cache()
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from plait._torch.groups import give_backend, make_gloo
+from plait._torch.groups import give_backend, make_gloo, with_called_names
 from plait.cluster import accelerator
 from plait.cluster.meeting import store_of_next_group
 from plait.cluster.mesh import DEFAULT_TIMEOUT
@@ -28,10 +28,15 @@ Tensors = Sequence[torch.Tensor]
 def make_default_group(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """The default group of this launch, with this backend; groups that are made later have it too. Collective."""
     here = place()
-    if BACKEND.upper() not in vars(dist.Backend):
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", accelerator.NAME])
+    register_backend()
     store = store_of_next_group(here, timeout)
     dist.init_process_group(BACKEND, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
+
+
+def register_backend() -> None:
+    """Let torch.distributed make groups with this backend. Later calls do nothing."""
+    if BACKEND.upper() not in vars(dist.Backend):
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", accelerator.NAME])
 
 
 def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedGroup:
@@ -73,6 +78,7 @@ _PythonGroup: Any = dist.ProcessGroup
 """Its stubs are those of groups in C++, with an overload for each form of a call."""
 
 
+@with_called_names
 class StagedGroup(_PythonGroup):
     """The group. Methods are those that torch.distributed calls, with its names and arguments."""
 

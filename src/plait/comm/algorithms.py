@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from plait._torch.flat_collectives import all_gather_single, reduce_scatter_single
 from plait.cluster.mesh import Levels
 from plait.shards import shard_size
 
@@ -72,7 +73,7 @@ def _reduce_scatter_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -
     stacked = padded(tensor, group.size())
     mine = stacked.new_empty(stacked.numel() // group.size())
     yield from reduce_scatter_steps(mine, stacked, group)
-    yield [_launched(dist.all_gather_single(stacked, mine, group=group, async_op=True))]
+    yield [_launched(all_gather_single(stacked, mine, group=group, async_op=True))]
     _unpad(tensor, stacked)
 
 
@@ -81,7 +82,7 @@ def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
     mine = stacked.new_empty(stacked.numel() // levels.inside.size())
     yield from reduce_scatter_steps(mine, stacked, levels.inside)
     yield [_launched(dist.all_reduce(mine, group=levels.across, async_op=True))]
-    yield [_launched(dist.all_gather_single(stacked, mine, group=levels.inside, async_op=True))]
+    yield [_launched(all_gather_single(stacked, mine, group=levels.inside, async_op=True))]
     _unpad(tensor, stacked)
 
 
@@ -147,7 +148,7 @@ def _unpad(tensor: torch.Tensor, stacked: torch.Tensor) -> None:
 def reduce_scatter_steps(output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> Steps:
     """`output` [n] = this rank's part of the sum of `stacked` [ranks x n]. On gloo by an all-to-all and a local sum, which is faster."""
     if stacked.device.type != "cpu":
-        yield [_launched(dist.reduce_scatter_single(output, stacked, group=group, async_op=True))]
+        yield [_launched(reduce_scatter_single(output, stacked, group=group, async_op=True))]
         return
     parts = torch.empty_like(stacked)
     yield [_launched(dist.all_to_all_single(parts, stacked, group=group, async_op=True))]

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from plait._torch.flat_collectives import all_gather_single
 from plait._torch.storage import is_view
 from plait.comm.reduce_scatter import reduce_scatter
 from plait.shards import shard_length, shard_size
@@ -68,33 +69,65 @@ def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> t
 
 
 def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
-    """Concatenate shards of `shard_lengths(length, ranks)` along `dim`; contiguous."""
+    """Concatenate shards of `shard_lengths(length, ranks)` along `dim`; contiguous. The shards are received in their
+    place where every dimension before `dim` has size 1, as in a micro-batch of one sequence."""
     ranks = group.size()
-    size = shard_size(length, ranks)
-    if x.shape[dim] < size:  # collectives want equal parts
-        padding = list(x.shape)
-        padding[dim] = size - x.shape[dim]
-        x = torch.cat([x, x.new_zeros(padding)], dim)
-    stacked = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    dist.all_gather_single(stacked, x.contiguous(), group=group)
-    whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
-    # Only full shards come before a short one and only empty ones after it, so padding sits at the end.
-    return whole if ranks * size == length else whole.narrow(dim, 0, length).contiguous()
+    shape = [*x.shape]
+    shape[dim] = shard_size(length, ranks)
+    x = _padded(x, dim, shape[dim])  # collectives want equal parts
+
+    if _is_outermost(x, dim):
+        gathered = x.new_empty(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
+        all_gather_single(gathered.view(ranks * shape[0], *shape[1:]), x.contiguous(), group=group)
+        # Only full shards come before a short one and only empty ones after it, so padding sits at the end.
+        return _shortened(gathered, dim, length)
+
+    stacked = x.new_empty(ranks * shape[0], *shape[1:])
+    all_gather_single(stacked, x.contiguous(), group=group)
+    shards = [shard.narrow(dim, 0, shard_length(length, ranks, rank)) for rank, shard in enumerate(stacked.chunk(ranks))]
+    return torch.cat(shards, dim)
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
-    """Sum over ranks, of which this rank keeps its shard along `dim`; contiguous."""
+    """Sum over ranks, of which this rank keeps its shard along `dim`; contiguous. `x` is sent as it lies in memory
+    where that is the order of the shards."""
     ranks, length = group.size(), x.shape[dim]
-    size = shard_size(length, ranks)
-    if ranks * size > length:
-        padding = list(x.shape)
-        padding[dim] = ranks * size - length
-        x = torch.cat([x, x.new_zeros(padding)], dim)
-    stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
-    mine = x.new_empty(stacked.shape[0] // ranks, *stacked.shape[1:])
+    shape = [*x.shape]
+    shape[dim] = size = shard_size(length, ranks)
+    if ranks * size == length and _is_outermost(x, dim):
+        stacked = x.contiguous().view(ranks * shape[0], *shape[1:])
+    else:
+        shards = [_padded(shard, dim, size) for shard in x.split(size, dim)]
+        if len(shards) < ranks:
+            shards += [x.new_zeros(shape)] * (ranks - len(shards))
+        stacked = torch.cat(shards)
+
+    mine = x.new_empty(shape)
     reduce_scatter(mine, stacked, group)
-    kept = shard_length(length, ranks, group.rank())
-    return mine if kept == size else mine.narrow(dim, 0, kept).contiguous()
+    return _shortened(mine, dim, shard_length(length, ranks, group.rank()))
+
+
+def _is_outermost(x: torch.Tensor, dim: int) -> bool:
+    """Whether a concatenation along `dim` is one of the tensors' memory."""
+    return all(size == 1 for size in x.shape[:dim])
+
+
+def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    if x.shape[dim] == length:
+        return x
+    padding = [*x.shape]
+    padding[dim] = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros(padding)], dim)
+
+
+def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """The first `length` entries along `dim` of a contiguous tensor that nothing else uses."""
+    if x.shape[dim] == length:
+        return x
+    if _is_outermost(x, dim):
+        # Not `narrow`: autograd allows no change in place of a view that an autograd function returns.
+        return x.resize_(*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return x.narrow(dim, 0, length).contiguous()
 
 
 def slice_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait._torch.flat_collectives import all_gather_single
 from plait._torch.units import AllGather, ReduceScatter
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Flat
@@ -134,7 +135,7 @@ class QuantisedBuckets(_TwoHops):
         packing = self._packing(rows)
         packed = _pack(packing, packing.unpack_sum(received, torch.float32).unsqueeze(0), self.carried, f"{index}.owned")
         everyone = packed.new_empty(rows.shape[0] * packed.shape[1])
-        self._works[index] = _launched(dist.all_gather_single(everyone, packed[0], group=self._group, async_op=True)), everyone
+        self._works[index] = _launched(all_gather_single(everyone, packed[0], group=self._group, async_op=True)), everyone
 
     def _packing(self, rows: torch.Tensor) -> Packing:
         return Packing((Segment(rows.shape[1], matrix=True),), self._bits)
@@ -312,12 +313,12 @@ class QuantisedAllGather(AllGather):
         """`output_tensor` [ranks x n] from every rank's quantised `input_tensor` [n]. Done when it returns."""
         dtype = input_tensor.dtype
         if not dtype.is_floating_point:  # parameters of several dtypes, as bytes
-            dist.all_gather_single(output_tensor, input_tensor, group=group)
+            all_gather_single(output_tensor, input_tensor, group=group)
             return
         packing = Packing.of(self._segments, self._bits, numel=input_tensor.numel())
         packed = packing.pack(input_tensor.view(1, -1))
         everyone = packed.new_empty(group.size() * packed.shape[1])
-        dist.all_gather_single(everyone, packed[0], group=group)
+        all_gather_single(everyone, packed[0], group=group)
         output_tensor.view(group.size(), -1).copy_(packing.unpack(everyone.view(group.size(), -1), dtype))
 
 

@@ -17,6 +17,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from plait._torch.flat_collectives import all_gather_single
 from plait._torch.units import AllGather
 from plait.comm.board import described
 from plait.comm.host import Host
@@ -59,7 +60,7 @@ class SharedAllGather(HostSlots, AllGather):
         self._output = None
         self._make_room(count)
         if self._memory is None or not self._fits(count):
-            dist.all_gather_single(output_tensor, input_tensor, group=group)
+            all_gather_single(output_tensor, input_tensor, group=group)
             return
         slot = self._next
         staged = None
@@ -67,7 +68,7 @@ class SharedAllGather(HostSlots, AllGather):
             staged = self._lease(slot, output_tensor.numel(), output_tensor.dtype)
             staged.view(self._host.ranks, -1)[self._host.rank].copy_(input_tensor.reshape(-1))
         if slot is None:
-            dist.all_gather_single(output_tensor, input_tensor, group=group)
+            all_gather_single(output_tensor, input_tensor, group=group)
         self._meet(count, described(output_tensor.shape, output_tensor.dtype))
         if staged is not None:
             output_tensor.view(-1).copy_(staged)

@@ -15,6 +15,7 @@ from typing import TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 
+from plait._torch.flat_collectives import all_gather_single
 from plait.cluster import accelerator
 from plait.cluster.mesh import Levels
 from plait.comm.algorithms import Name, exchange, reduce_scatter_steps, run, sum_over
@@ -129,7 +130,7 @@ def _basic(group: dist.ProcessGroup, device: torch.device, nbytes: int, *, far: 
     tensor, part = (torch.zeros(count, dtype=torch.float32, device=device) for count in (numel, numel // ranks))
     found: dict[str, Operation] = {
         "all_reduce": partial(dist.all_reduce, tensor, group=group),
-        "all_gather": partial(dist.all_gather_single, tensor, part, group=group),
+        "all_gather": partial(all_gather_single, tensor, part, group=group),
         "reduce_scatter": partial(_reduce_scatter, part, tensor, group),
         "exchange": partial(_exchange, tensor, torch.empty_like(tensor), group, 1),
     }

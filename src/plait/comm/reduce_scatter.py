@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait._torch.flat_collectives import reduce_scatter_single
 from plait._torch.operators import FakeTensor
 from plait._torch.units import ReduceScatter
 from plait.comm.summing import add_in_order
@@ -23,7 +24,7 @@ def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.Proc
     """`output` = the sum over ranks of this rank's part of `stacked`, whose dim 0 is ranks x output's. Both contiguous. Sums in the order
     of the ranks."""
     if stacked.device.type != "cpu":
-        dist.reduce_scatter_single(output, stacked, group=group)
+        reduce_scatter_single(output, stacked, group=group)
         return
     parts = torch.empty_like(stacked)
     dist.all_to_all_single(parts, stacked, group=group)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait._torch.flat_collectives import all_gather_single
 from plait._torch.units import AllGather, ReduceScatter
 
 
@@ -65,7 +66,7 @@ class TimedAllGather(AllGather):
         """As the inner one does."""
         with self._waits.during(self._what):
             if self._inner is None:
-                return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+                return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
             return self._inner(output_tensor, input_tensor, group, async_op)
 
 

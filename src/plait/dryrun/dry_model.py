@@ -22,6 +22,7 @@ from plait._torch.operators import FakeTensorMode, tree_leaves, tree_map
 from plait.dryrun.recorder import BACKWARD, DryRecorder, watch, when_gradient_comes
 from plait.errors import ModelError
 from plait.losses.loss import Loss
+from plait.model.outer_units import outer_units
 from plait.model.positions import rows_are_sequences
 from plait.parallel.accounting.activations import StageMode
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
@@ -104,7 +105,8 @@ class DryModel:
         recorder.hold(inputs)
         received_bytes = recorder.total
         inputs = [leaf for leaf in inputs if leaf.requires_grad]
-        remove = watch(model, units, recorder, last=last)
+        head = outer_units(self._named, names).head if stage is None else None
+        remove = watch(model, units, recorder, last=last, head=head)
         deferred: Counter[int] = Counter()
         try:
             with recorder:

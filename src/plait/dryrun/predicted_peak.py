@@ -102,13 +102,11 @@ def predict_peak_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples
     pipeline = given.noted(PipelineParts)
     whole = model_facts(model, blocks, tensor_plan=given.noted(TensorPlan))
     at, layout = mesh.coordinates, resolved.layout
-    passes = 2 if resolved.loss_chunk_tokens else 1
     ledger = Ledger.of_rank(
         layout,
         at,
         accumulation=resolved.batch.accumulation,
         tokens=samples * length,
-        loss_passes=passes,
         optimizer_states=resolved.optimizer.states,
     )
     own, schedule, pp_rank = whole, None, at["pp"]

@@ -31,7 +31,7 @@ class Recorder(LiveStorages):
         super().__init__(known=known)
         self.unit = BESIDE
         self.gradients: Counter[int] = Counter()
-        """Bytes of gradients that are accumulated, by block."""
+        """Bytes of gradients that are accumulated, by block; HEAD of a head that is a sharding unit of its own."""
         self.drops_gradients = drops_gradients
         """Whether a block's gradients are gone when its backward ends."""
         self._done: list[Moment] = []
@@ -79,7 +79,7 @@ class Recorder(LiveStorages):
             return
         direction, unit = self._now
         self._done.append(Moment(direction, unit, self._peak, self._peak_with, self._alive()))
-        if direction == "backward" and unit >= 0 and self.drops_gradients:
+        if direction == "backward" and (unit >= 0 or unit == HEAD) and self.drops_gradients:
             self.gradients[unit] = 0
 
     def _appeared(self, storage: torch.UntypedStorage) -> None:
@@ -145,9 +145,22 @@ _COLLECTIVES = {
 """Operator to kind, index of the full tensor among its arguments, and whether it returns tensors with its work."""
 
 
-def watch(model: nn.Module, units: Mapping[str, int], recorder: Recorder, *, last: bool = True) -> Callable[[], None]:
-    """Tell the recorder which block (name to unit) runs, forward and backward, and which gradients are made. `last`: the head follows the
-    last of the blocks. A block's input belongs to it, whoever made it. Returns what removes the watch."""
+def watch(
+    model: nn.Module, units: Mapping[str, int], recorder: Recorder, *, last: bool = True, head: str | None = None
+) -> Callable[[], None]:
+    """Tell the recorder which block runs, forward and backward, and which gradients are made. A block's input belongs to it, whoever made
+    it.
+
+    Args:
+        model: The model that will run.
+        units: The unit of every block by its name.
+        recorder: The recorder that is told.
+        last: Whether the head follows the last of the blocks.
+        head: Name of a head that is a sharding unit of its own.
+
+    Returns:
+        A function that removes the watch.
+    """
     handles = []
     first_block, last_block = min(units.values(), default=None), max(units.values(), default=None)
 
@@ -173,7 +186,8 @@ def watch(model: nn.Module, units: Mapping[str, int], recorder: Recorder, *, las
         handles.append(module.register_forward_hook(partial(leaving, index)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            unit = next((unit for block, unit in units.items() if name.startswith(f"{block}.")), BESIDE)
+            outside = HEAD if head is not None and name.startswith(f"{head}.") else BESIDE
+            unit = next((unit for block, unit in units.items() if name.startswith(f"{block}.")), outside)
             handles.append(parameter.register_post_accumulate_grad_hook(lambda p, unit=unit: recorder.accumulated(p, unit)))
 
     def remove() -> None:

@@ -5,9 +5,9 @@ Importing this package takes `TrainingArguments(deepspeed=...)` for Plait; see `
 
 from __future__ import annotations
 
-from plait.model.described import require_transformers
+from plait.importing import require_extra
 
-require_transformers("plait.hf")
+require_extra("plait.hf", "hf", transformers="Hugging Face Transformers", accelerate="Accelerate")
 
 from plait.hf.arguments import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
 from plait.hf.loop_accelerator import Accelerator  # noqa: E402

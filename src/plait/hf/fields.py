@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from plait.cluster.layout import Layout
 from plait.errors import Problem
+from plait.hf.transformers_versions import RECOMPUTE_FIELDS, recompute_fields
 
 Effect = Literal["honoured", "noted", "refused"]
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
@@ -75,10 +76,16 @@ FIELDS: dict[str, Field] = {
         "refused",
         "honoured for `every_n_layers` and `use_reentrant`; the rest is of torch's checkpoint function, which Plait does not call",
         "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the file",
-        lambda value, args, layout: bool(set(value or {}) - {"every_n_layers", "use_reentrant"}),
+        lambda value, args, layout: _changes_recomputation(value),
     ),
-    "gradient_checkpointing": _honoured("the old name of activation_checkpointing"),
-    "gradient_checkpointing_kwargs": _honoured("the old name of activation_checkpointing_kwargs, which is refused in its place"),
+    "gradient_checkpointing": _honoured("the name of activation_checkpointing before Transformers 5.23"),
+    "gradient_checkpointing_kwargs": Field(
+        "refused",
+        "the name of activation_checkpointing_kwargs before Transformers 5.23, with the same rule",
+        "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the file",
+        # Where both names exist, the old one repeats the value of the new one, which is refused in its place.
+        lambda value, args, layout: _changes_recomputation(value) and RECOMPUTE_FIELDS[0] not in recompute_fields(args),
+    ),
     "torch_compile": _honoured("as `compile` of the file: every block by itself"),
     "torch_compile_backend": _honoured("as `compile.backend` of the file"),
     "torch_compile_mode": _honoured("as `compile.mode` of the file"),
@@ -251,6 +258,10 @@ TRL: dict[str, Field] = {
     ),
 }
 """Of SFTConfig and DPOConfig besides."""
+
+
+def _changes_recomputation(kwargs: Any) -> bool:
+    return bool(set(kwargs or {}) - {"every_n_layers", "use_reentrant"})
 
 
 def _changed_data(config: Any) -> bool:

@@ -32,11 +32,19 @@ from plait.hf.optimizer import EngineOptimizer
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
 from plait.hf.smoothing import smoothing_of
 from plait.hf.steps import FilledStep, Step, counted, from_output_stage, run_pipeline, step_of
+from plait.hf.transformers_versions import (
+    has_supported_trainer,
+    loss_is_scaled,
+    recompute_fields,
+    require_supported_trainer,
+)
 from plait.optim.lr_schedules import build_scheduler
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.model import owner_of
 
-reroute()
+# A Trainer that Plait refuses keeps its own handling of `deepspeed` and `fsdp`.
+if has_supported_trainer():
+    reroute()
 
 
 class TrainerMixin(CheckpointMixin):
@@ -51,6 +59,7 @@ class TrainerMixin(CheckpointMixin):
     def __init__(self, *args: Any, plait_config: ConfigSource | None = None, **kwargs: Any) -> None:
         """As the Trainer's. `plait_config`: a path to JSON or YAML, a mapping or a Config; else that of the arguments, else data
         parallelism over all processes. Raises ConfigError for arguments and settings that cannot be right together."""
+        require_supported_trainer()
         _refuse_other_trainers(type(self))
         self._plait_source = plait_config
         self._step: Step | None = None
@@ -107,7 +116,7 @@ class TrainerMixin(CheckpointMixin):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. Collective."""
         arguments = self.args
-        names = ("activation_checkpointing", "gradient_checkpointing", "torch_compile")
+        names = (*recompute_fields(arguments), "torch_compile")
         asked = {name: getattr(arguments, name) for name in names}
         for name in names:  # the engine does these
             setattr(arguments, name, False)
@@ -257,7 +266,7 @@ class TrainerMixin(CheckpointMixin):
             engine.sharded.guard.recover()
         step.begun += 1
         index = step.begun - 1
-        scaled = self._is_scaled(num_items_in_batch)
+        scaled = loss_is_scaled(self, num_items_in_batch)
         self._factor = step.factor(index, scaled=scaled, ranks=engine.dp_size)
         if engine.sharded.pipeline is not None:
             return self._pipeline_step(engine, step, inputs, num_items_in_batch, scaled=scaled)
@@ -270,11 +279,6 @@ class TrainerMixin(CheckpointMixin):
     def _backward(self, loss: torch.Tensor) -> None:
         assert self.engine is not None
         self.engine.backward(loss * (self._factor * self.engine.gradient_accumulation_steps()))
-
-    def _is_scaled(self, items: Any) -> bool:
-        if self.loss_is_scaled_for_ga is not None:  # type: ignore[attr-defined]
-            return bool(self.loss_is_scaled_for_ga)  # type: ignore[attr-defined]
-        return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None  # type: ignore[attr-defined]
 
     def _pipeline_step(self, engine: Engine, step: Step, inputs: Any, items: Any, *, scaled: bool) -> torch.Tensor:
         step.held.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
@@ -361,7 +365,9 @@ class TrainerMixin(CheckpointMixin):
             reference.close()
         if self.engine is not None:
             self.engine.close()
-        super().end()  # type: ignore[misc]
+        # Before Transformers 5.20 the Trainer has no `end`; this is all that it does since then.
+        end = getattr(super(), "end", self.accelerator.end_training)
+        end()
 
 
 def _trl_classes(kind: type) -> list[str]:

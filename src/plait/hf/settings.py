@@ -16,6 +16,7 @@ from plait.config.schema.config import Bf16Section, CompileSection, Config, Fp16
 from plait.config.schema.optimization import SchedulerSpec
 from plait.config.schema.sections import RunSection
 from plait.errors import ConfigError, Problem, refuse
+from plait.hf.transformers_versions import recompute_arguments, recompute_fields
 
 ConfigSource = str | Path | Mapping[str, Any] | Config
 
@@ -77,10 +78,10 @@ def _with_arguments(config: Config, args: Any) -> Config:
     if args.torch_compile:
         _refuse_both(config, "compile.enabled", "torch_compile")
         update["compile"] = CompileSection(enabled=True, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-    if args.activation_checkpointing or args.gradient_checkpointing:
-        _refuse_both(config, "parallel.recompute.mode", "activation_checkpointing")
-        kwargs = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs or {}
-        recompute = RecomputeSection(mode="full", every=kwargs.get("every_n_layers", 1))
+    recomputing = recompute_arguments(args)
+    if recomputing is not None:
+        _refuse_both(config, "parallel.recompute.mode", recompute_fields(args)[0])
+        recompute = RecomputeSection(mode="full", every=recomputing.get("every_n_layers", 1))
         update["parallel"] = config.parallel.model_copy(update={"recompute": recompute})
     if config.run is None or config.origin("run.seed") == "default":
         update["run"] = (config.run or RunSection()).model_copy(update={"seed": args.seed})

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from plait.errors import CheckpointError, InputError
+from plait.importing import require_extra
 from plait.inference.stored import Stored, stored_tensors
 from plait.model.tied import tied_names
 from plait.sharded.load_weights import opened, read_tensor
@@ -120,8 +120,7 @@ class Adapter:
 
 def open_adapter(folder: Path) -> Adapter:
     """Raises InputError for an adapter of another kind than LoRA, and for one with something that is not supported, by its name."""
-    if find_spec("peft") is None:
-        raise InputError(f"--adapter {folder}: needs PEFT, which is not installed; run pip install 'plait[peft]'")
+    require_extra(f"--adapter {folder}", "peft", peft="PEFT")
     if not is_adapter_folder(folder):
         raise InputError(f"--adapter {folder}: has no {CONFIG}; give a folder that PEFT's save_pretrained wrote")
     if not (folder / WEIGHTS).is_file():

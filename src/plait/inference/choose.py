@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from plait.errors import InputError
+from plait.importing import MissingExtraError, install_line
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
 from plait.inference.text_stream import text_of
@@ -157,8 +158,8 @@ def _processors(s: Settings, token_ids: tuple[int, ...], tokens: int | None) -> 
     try:
         import transformers
     except ImportError:
-        raise InputError(
-            "generate: sampling, penalties and bans are computed by Transformers, which is not installed; pip install 'plait[hf]', or "
-            "decode greedily (do_sample=False)"
+        raise MissingExtraError(
+            "generate: sampling, penalties and bans are computed by Transformers, which is not installed; "
+            f"run {install_line('hf')}, or decode greedily (do_sample=False)"
         ) from None
     return [make(getattr(transformers, name)) for name, make in names]

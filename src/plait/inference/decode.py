@@ -15,7 +15,7 @@ from plait.inference.requests import Answer, Request
 from plait.inference.rope_by_length import rope_by_length
 from plait.inference.settings import Settings
 from plait.inference.vocabulary import tokens_of_tokenizer
-from plait.sharded.cache import keep_rows, wait_for_layers
+from plait.sharded.cache import cache_argument, keep_rows, wait_for_layers
 from plait.sharded.model import ShardedModel
 
 OnToken = Callable[[int, int], None]
@@ -128,9 +128,10 @@ class _Cached:
             yield partial(self._decoder.predictor.last, inputs, self._cache)
             self._seen = high
             if self._cache.get_seq_length() != high:
+                argument = cache_argument(self._decoder._sharded.model)
                 error = InputError(
                     f"the model was given {high} tokens and its cache holds {self._cache.get_seq_length()}: forward= of "
-                    "plait.initialize does not pass `past_key_values` to the model, or the model does not use it; keep none: "
+                    f"plait.initialize does not pass `{argument}` to the model, or the model does not use it; keep none: "
                     'use_cache=False, or "use_cache": false in the generation_config.json of its folder'
                 )
                 self._decoder.predictor.fail(error)

@@ -25,7 +25,7 @@ from plait.model.facts import model_facts
 from plait.model.layer_sizes import sizes_of_layers
 from plait.model.plans import make_plan
 from plait.parallel.pipeline.balance import cut, forward_costs
-from plait.sharded.cache import arguments_of, takes_cache
+from plait.sharded.cache import arguments_of, cache_argument, takes_cache
 
 _DTYPE = torch.bfloat16
 """That the model is run in: what is of this dtype then is of the dtype that it computes in."""
@@ -122,17 +122,18 @@ def _layers(twin: nn.Module) -> list[Layer]:
     from transformers import DynamicCache
 
     config: Any = twin.config
-    cache = DynamicCache(config=config)
+    cache, argument = DynamicCache(config=config), cache_argument(twin)
+    assert argument is not None
     usual = all(type(layer).__module__ == DynamicCache.__module__ for layer in cache.layers)
     windows = [_without_window(layer) for layer in cache.layers]
     counted: list[list[dict[str, int]]] = []
     lengths = _BY_TOKEN if usual else _BY_MANY
     with torch.no_grad(), torch.device("meta"), _WithoutValues():
         for length in lengths:
-            given: dict[str, Any] = {"input_ids": torch.zeros(1, length, dtype=torch.long)}
+            given: dict[str, Any] = {"input_ids": torch.zeros(1, length, dtype=torch.long), argument: cache}
             if "use_cache" in arguments_of(twin):
                 given["use_cache"] = True
-            twin(past_key_values=cache, **given)
+            twin(**given)
             counted.append([{name: tensor.numel() for name, tensor in _tensors(layer)} for layer in cache.layers])
     return [
         Layer(

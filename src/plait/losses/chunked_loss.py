@@ -1,30 +1,36 @@
-"""Next-token cross entropy without full logits: the head and the loss are computed for a chunk of tokens at a time. Forward sums the loss
-and keeps only the head's input; backward recomputes each chunk. One more product with the head's weight saves the logits' memory: about 12
-bytes per token and vocabulary entry. Gradients of the weight are accumulated in float32 or wider. While the model runs, its head returns
-its input. Elementwise changes that the model makes to its logits afterwards (a soft cap, a scale, a cast) are recorded and applied to each
-chunk; anything else is refused.
+"""Next-token cross entropy without full logits: the head and the loss are computed for a chunk of tokens at a time, which saves about 12
+bytes per token and vocabulary entry.
+
+The forward computes each chunk's gradients along with its loss, while its logits exist, so the head is computed once. What stays until the
+backward are the gradients of the hidden states [tokens, hidden] and of the head's own parameters; the backward scales them. Gradients of
+parameters are accumulated in float32 or wider. Without gradients (an evaluation) only the loss is computed.
+
+While the model runs, its head returns its input. Elementwise changes that the model makes to its logits afterwards (a soft cap, a scale, a
+cast) are recorded and applied to each chunk; anything else is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from plait._torch.modules import hooks_of
 from plait._torch.operators import tree_leaves
+from plait._torch.passes import keeps_graph
 from plait._torch.storage import is_view
 from plait.errors import ModelError
 from plait.losses.loss import CausalLMLoss, cross_entropy_sum
 from plait.model.boundary_layers import head_name
 from plait.parallel.micro_batches import IGNORED, Forward, shifted
 from plait.parallel.tensor.hook_checks import is_foreign
-from plait.parallel.tensor.styles import Region
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -73,45 +79,77 @@ def chunked_causal_lm_loss(
 
 def chunked_cross_entropy(logits: DeferredLogits, targets: torch.Tensor, *, chunk_tokens: int) -> torch.Tensor:
     """Sum over targets, 0-dimensional. `targets` [batch, seq] int64, `IGNORED` ones count for nothing."""
-    return _Chunked.apply(logits.hidden, targets, logits.head, chunk_tokens, logits.parameters, *logits.parameters)
+    hidden = logits.hidden
+    chunks = list(zip(hidden.reshape(-1, hidden.shape[-1]).split(chunk_tokens), targets.reshape(-1).split(chunk_tokens), strict=True))
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or logits.parameters):
+        return torch.stack([cross_entropy_sum(logits.head(chunk), wanted) for chunk, wanted in chunks]).sum()
+
+    value, gradients = _with_gradients(logits, chunks)
+    total = value
+    # One node of the graph per tensor: a pipeline that splits its backward asks for them at different times.
+    for tensor, gradient in gradients:
+        total = total + _KnownGradient.apply(tensor, gradient, value)
+    return total
 
 
-class _Chunked(torch.autograd.Function):
+def _with_gradients(
+    logits: DeferredLogits, chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(the sum, every tensor that needs a gradient with the gradient of the sum). A parameter's gradient may be wider than it is."""
+    hidden, parameters = logits.hidden, logits.parameters
+    gradient, slices = None, ()
+    if hidden.requires_grad:
+        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
+        slices = gradient.view(-1, hidden.shape[-1]).split(len(chunks[0][0]))
+
+    losses: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+    for index, (chunk, wanted) in enumerate(chunks):
+        leaf = chunk.detach().requires_grad_(hidden.requires_grad)
+        # Hooks on saved tensors (checkpointing, offload) are for graphs that outlive the forward.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            loss = cross_entropy_sum(logits.head(leaf), wanted)
+            found = list(torch.autograd.grad(loss, [*([leaf] if slices else []), *parameters]))
+        losses.append(loss.detach())
+        if slices:
+            slices[index].copy_(found.pop(0))
+        if not sums:
+            # Halves lose digits when many are added up.
+            sums = [_widened(part) for part in found] if len(chunks) > 1 else found
+        else:
+            for before, part in zip(sums, found, strict=True):
+                before.add_(part)
+
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] = list(zip(parameters, sums, strict=True))
+    if gradient is not None:
+        gradients.append((hidden, gradient))
+    return torch.stack(losses).sum(), gradients
+
+
+def _widened(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _KnownGradient(torch.autograd.Function):
+    """Zero, whose gradient for a tensor is one that is known already."""
+
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, head: Head, size: int, parameters: tuple[nn.Parameter, ...], *_: Any
-    ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, targets)
-        ctx.head, ctx.size, ctx.parameters = head, size, parameters
-        sums = [cross_entropy_sum(head(piece), wanted) for piece, wanted in _pieces(hidden, targets, size)]
-        return torch.stack(sums).sum()
+    def forward(ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = tensor.dtype
+        return torch.zeros_like(like)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        hidden, targets = ctx.saved_tensors
-        wanted_hidden = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted_hidden else None
-        into = gradient.view(-1, hidden.shape[-1]).split(ctx.size) if gradient is not None else ()
-        sums: list[torch.Tensor | None] = [None] * len(ctx.parameters)
-        for index, (piece, wanted) in enumerate(_pieces(hidden, targets, ctx.size)):
-            leaf = piece.detach().requires_grad_(wanted_hidden)
-            leaves = [*([leaf] if wanted_hidden else []), *ctx.parameters]
-            with torch.enable_grad():
-                loss = cross_entropy_sum(ctx.head(leaf), wanted)
-            found = list(torch.autograd.grad(loss, leaves, grad))
-            if wanted_hidden:
-                into[index].copy_(found.pop(0))
-            for position, part in enumerate(found):
-                before = sums[position]
-                # Halves lose digits when many are added up.
-                widens = before is None and part.dtype in (torch.float16, torch.bfloat16) and hidden.numel() > piece.numel()
-                sums[position] = part.float() if widens else part if before is None else before.add_(part)
-        kept = [None if total is None else total.to(p.dtype) for total, p in zip(sums, ctx.parameters, strict=True)]
-        return gradient, None, None, None, None, *kept
-
-
-def _pieces(hidden: torch.Tensor, targets: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return list(zip(hidden.reshape(-1, hidden.shape[-1]).split(size), targets.reshape(-1).split(size), strict=True))
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        # Without a further pass through the graph nothing else reads it, and a head's gradient is large.
+        scaled = gradient * grad if keeps_graph() else gradient.mul_(grad)
+        return scaled.to(ctx.dtype), None, None
 
 
 def deferred(forward: Forward, model: nn.Module) -> Forward:
@@ -162,7 +200,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
                 "elementwise at most, so its head cannot be left to the loss; use 0"
             )
         trained = tuple(p for p in module.parameters() if p.requires_grad)
-        output.logits = DeferredLogits(given[-1], changes.after(_as_now(original)), trained)
+        output.logits = DeferredLogits(given[-1], changes.after(original), trained)
         return output
 
     return run
@@ -218,20 +256,3 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and not value.requires_grad
     return isinstance(value, bool | int | float | str | torch.dtype | torch.device | torch.memory_format | None)
-
-
-def _as_now(head: Head) -> Head:
-    """The head with its logits gathered or left split over the vocabulary as they are to be now, also when backward applies it."""
-    region: Region | None = getattr(head, "region", None)
-    if region is None:
-        return head
-    gather = region.gather_logits
-
-    def apply(hidden: torch.Tensor) -> torch.Tensor:
-        before, region.gather_logits = region.gather_logits, gather
-        try:
-            return head(hidden)
-        finally:
-            region.gather_logits = before
-
-    return apply

@@ -48,7 +48,8 @@ class WeightCheck:
         self._copied = HostCopy(weights), step
         if before is not None:
             copy, earlier = before
-            self._compare(*copy.values().tolist(), earlier)
+            earlier_divisor, earlier_sum = copy.values().tolist()
+            self._compare(earlier_divisor, earlier_sum, earlier)
 
     def _compare(self, divided_by: float, returned: float, step: int) -> None:
         if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):

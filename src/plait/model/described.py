@@ -10,10 +10,13 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from importlib.util import find_spec
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from packaging.version import Version
+
 from plait.errors import ConfigError, InputError, Problem, refuse
+from plait.importing import require_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -23,10 +26,25 @@ _OLDER_NAMES = {"rope_theta", "rope_scaling", "partial_rotary_factor", "attn_imp
 _DTYPES = ("dtype", "torch_dtype")
 
 
+OLDEST_TRANSFORMERS = "5.17.0"
+"""Oldest release whose models were run on Plait. 5.0 leaves tied weights apart in models that are built on meta, and rotary
+embeddings by length gave other tokens with 5.10.1."""
+
+
 def require_transformers(what: str) -> None:
-    """Raise InputError where the optional extra is not installed; `what` is the field or option that needs it."""
-    if find_spec("transformers") is None:
-        raise InputError(f"{what}: this needs Hugging Face Transformers, which is not installed; run pip install 'plait[hf]'")
+    """Refuse `what`, the field or option that needs Transformers, where there is none that Plait was run with.
+
+    Raises:
+        MissingExtraError: Transformers is not installed.
+        InputError: It is older than `OLDEST_TRANSFORMERS`.
+    """
+    require_extra(what, "hf", transformers="Hugging Face Transformers")
+    installed = version("transformers")
+    if Version(installed).release < Version(OLDEST_TRANSFORMERS).release:
+        raise InputError(
+            f"{what}: Transformers {installed} is installed, and Plait needs {OLDEST_TRANSFORMERS} or newer; "
+            f"run pip install 'transformers>={OLDEST_TRANSFORMERS}'"
+        )
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:

@@ -7,14 +7,18 @@ name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from torch import nn
 
 from plait.model.experts import find_experts
 from plait.model.layer_sizes import largest_of_layers
+from plait.model.outer_units import OuterUnits, outer_units
 from plait.model.plans import TensorPlan
+
+ROOT = -1
+"""Unit of the parameters that are in no block and in no outer unit."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,12 @@ class ModelFacts:
     """None where the model's configuration does not say."""
     experts: ExpertFacts | None = None
     """None for a model without, or one that does not say how many experts a token goes to."""
+    outer: OuterUnits = field(default_factory=OuterUnits)
+    """The layers outside of the blocks that are gathered and reduced by themselves."""
+
+    def sharding_unit(self, parameter: ParameterFacts) -> int | str:
+        """Return the unit that a parameter is gathered and reduced with: the index of a block, the name of an outer unit, or ROOT."""
+        return parameter.unit if parameter.unit >= 0 else self.outer.unit_of(parameter.name) or ROOT
 
     @property
     def numel(self) -> int:
@@ -102,7 +112,8 @@ def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorP
         parameter = found[key]
         unit = next((index for block, index in owner.items() if first.startswith(f"{block}.")), -1)
         listed.append(ParameterFacts(first, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, unit, tuple(also)))
-    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan, attention_facts(model), _experts(model))
+    outer = outer_units(model, blocks)
+    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan, attention_facts(model), _experts(model), outer)
 
 
 def attention_facts(model: nn.Module) -> AttentionFacts | None:

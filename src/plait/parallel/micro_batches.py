@@ -23,6 +23,8 @@ Forward = Callable[[nn.Module, Any], Any]
 LABELS, SHIFTED = "labels", "shift_labels"
 """The keys of a mapping that are not passed to the model, because the loss is computed from its logits, in one place for every layout.
 `labels` [batch, seq] int64 are a sequence's own tokens; `shift_labels`, Transformers' name, are what each position predicts."""
+CACHES = ("past_key_values", "cache")
+"""Arguments by which models of Transformers take a KV cache: the first before 5.24, the second since then."""
 IGNORED = -100
 """Label of a position that is not a target, as in Transformers and torch's cross entropy."""
 
@@ -55,13 +57,17 @@ def explicit(batch: Any) -> Any:
     return found
 
 
-def with_cache(batch: Any, cache: Any) -> Any:
-    """A mapping with `past_key_values`, Transformers' name for what a model keeps of earlier tokens. Raises InputError for others."""
+def with_cache(batch: Any, cache: Any, *, argument: str) -> Any:
+    """Add a KV cache to a mapping, under the name of the model's argument for it.
+
+    Raises:
+        InputError: The batch is not a mapping.
+    """
     if not isinstance(batch, Mapping):
         raise InputError(
             f"predict(cache=...) gives the cache to the model by name, and needs a mapping as batch, not {type(batch).__name__}"
         )
-    return {**batch, "past_key_values": cache, "use_cache": True}
+    return {**batch, argument: cache, "use_cache": True}
 
 
 def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:

@@ -19,6 +19,12 @@ def mark(mask: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
     return mask
 
 
+def tokens_of(mask: Any) -> Any:
+    """The tokens that a mask knows by `mark`; any other mask itself."""
+    (tokens,) = getattr(mask, _ATTRIBUTE, (mask,))
+    return tokens
+
+
 class TokensOfForward:
     """`now`: those of the forward that runs, or ran last, as in `mark`."""
 
@@ -28,8 +34,7 @@ class TokensOfForward:
         self._handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = self._signature.bind_partial(*args, **kwargs).arguments.get("attention_mask")
-        (self.now,) = getattr(mask, _ATTRIBUTE, (mask,))
+        self.now = tokens_of(self._signature.bind_partial(*args, **kwargs).arguments.get("attention_mask"))
 
     def release(self) -> None:
         """Look no more."""

@@ -14,7 +14,7 @@ from plait.planner.hardware import FAMILIES, Device
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.traffic import BASE, INSIDE_STEP
 
-_RATE_WIDTH = 0.15
+RATE_WIDTH = 0.15
 """How far the rate of a product alone is from that of products in a step, as a logarithm."""
 
 
@@ -49,7 +49,7 @@ def believed(known: Knowledge, device: Device, rates: DeviceRates, *, processes:
             found[f"latency{suffix}"] = fixed / (BASE + 2 * (processes - 1) * INSIDE_STEP)
     constants = dict(known.constants)
     for name, value in found.items():
-        constants[name] = replace(constants[name], median=float(value), width=max(_RATE_WIDTH, 0.4 * constants[name].width))
+        constants[name] = replace(constants[name], median=float(value), width=max(RATE_WIDTH, 0.4 * constants[name].width))
     return replace(known, constants=constants)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plait.parallel.context.families import WITH_CAPPED_SCORES
 from plait.planner.constants import Rates
 from plait.planner.frameworks import ATTENTION
 from plait.planner.hardware import PRECISIONS, Numbers
@@ -112,8 +113,7 @@ def _projections(job: Job, rates: Rates, each: Products) -> tuple[Numbers, Numbe
 def head_cost(job: Job, rates: Rates) -> Numbers:
     """Head and loss, forward and backward, of a micro-batch: three products in 16 bits, and the logits that pass through memory."""
     tokens, columns = job.tokens, job.model.vocab / job.layouts.tp
-    products = 6 + 2 * (np.asarray(job.layouts.loss_chunk) > 0)  # in chunks the backward computes the logits again
-    flops = products * tokens * job.model.hidden * columns
+    flops = 6 * tokens * job.model.hidden * columns
     seconds = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
     moved = 2 * job.framework.logits * tokens * columns  # each of the buffers is written and read
     return seconds + moved / (memory_rate(job, rates))
@@ -210,10 +210,54 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     one_kernel = np.asarray(job.framework.attention) == 0
     backward = np.where(one_kernel, (3 * model.head_dim + 2 * model.value_width) / widths * flash, 2 * unfused)
     in_parts, parts_backward = _attention_in_parts(job, rates, flops)
-    return (
-        np.where(job.attention_in_parts, in_parts, np.where(one_kernel, flash, unfused)),
-        np.where(job.attention_in_parts, parts_backward, backward),
-    )
+    forward = np.where(job.attention_in_parts, in_parts, np.where(one_kernel, flash, unfused))
+    backward = np.where(job.attention_in_parts, parts_backward, backward)
+    cut = job.is_plait & (np.asarray(at.cp) > 1) & ~np.asarray(job.device.on_cpu)
+    if not np.any(cut):
+        return forward, backward
+    cut_forward, cut_backward = _attention_of_parts(job, rates, forward)
+    return np.where(cut, cut_forward, forward), np.where(cut, cut_backward, backward)
+
+
+def _attention_of_parts(job: Job, rates: Rates, forward: Numbers) -> tuple[Numbers, Numbers]:
+    """(forward, backward) of attention where sequences are cut on GPUs, in `parallel.context`.
+
+    The fused kernel takes `forward`, where values are not padded to the width of queries.
+    FlexAttention, which computes capped scores, runs its forward again in the backward. Around the
+    kernels, element-wise ones combine results, per token of this rank:
+
+    - ring: an output in float32 is merged with that of each other rank. Of later ranks half of the
+      queries take part, so on average three quarters. Gradients are added up in float32.
+    - all-gather-kv: keys and values of all ranks are put in order, and their gradients are added up
+      in float32 and put back.
+    - ulysses: queries, keys, values and outputs are packed for the exchange and unpacked.
+    """
+    model, at, b = job.model, job.layouts, job.element_bytes
+    tp, cp = (1 if job.whole_attention else at.tp), np.asarray(at.cp)
+    padding = 2 * np.maximum(model.head_dim, model.value_width) / (model.head_dim + model.value_width)
+    by_flex = np.isin(np.asarray(model.model_type), WITH_CAPPED_SCORES)
+    kernel = padding * forward
+    kernel_backward = 2.5 * kernel + by_flex * kernel  # five products of one width in place of two
+
+    queries, outputs = model.heads * model.head_dim / tp, model.heads * model.value_width / tp
+    kv_heads = np.maximum(model.kv_heads / tp, 1)
+    both = kv_heads * (model.head_dim + model.value_width)
+    casts = np.where(b < 4, b + 4, 0)
+    merges, added = 0.75 * (cp - 1), b + 8  # a sum in float32 is read and written
+    ring = merges * outputs * (casts + 12) + 2 * casts * outputs + 2 * b * both
+    ring_backward = merges * queries * added + 0.75 * cp * both * added + 2 * casts * queries + (4 + casts + 2 * b) * both
+    gathered = 2 * b * both * (1 + cp)
+    gathered_backward = gathered + both * cp * (4 + added + casts + 4 * b)
+    repeated = np.lcm(np.asarray(kv_heads, dtype=int), np.asarray(cp, dtype=int)) * (model.head_dim + model.value_width)
+    ulysses = 4 * b * (queries + outputs + repeated / cp)
+
+    kinds = np.asarray(at.context)
+    moved = np.choose(kinds, np.broadcast_arrays(gathered, ring, ulysses))
+    moved_backward = np.choose(kinds, np.broadcast_arrays(gathered_backward, ring_backward, ulysses))
+    kernels = np.choose(kinds, np.broadcast_arrays(6.0, 6.0 * cp, 9.0))  # as many again in the backward
+    ramps = kernels * kernel_seconds(job, rates)
+    rate = job.tokens / memory_rate(job, rates)
+    return kernel + moved * rate + ramps, kernel_backward + moved_backward * rate + ramps
 
 
 def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers, Numbers]:

@@ -137,6 +137,13 @@ def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
     return np.where(job.loss_tokens < job.tokens, width + 4, 0)
 
 
+def kept_head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
+    """For an element of the head: its gradient, which a loss in chunks makes in the forward and keeps for the backward. In float32 where
+    it is the sum of several chunks."""
+    in_chunks = np.asarray(job.layouts.loss_chunk) > 0
+    return np.where(in_chunks, np.where(job.loss_tokens < job.tokens, 4, width), 0)
+
+
 def _has_layer_norms(job: Job) -> Numbers:
     return np.isin(np.asarray(job.model.model_type), _LAYER_NORMS)
 

@@ -25,6 +25,7 @@ from plait.planner.own import (
     head_sums_bytes,
     hidden_width,
     kept_bytes,
+    kept_head_gradient_bytes,
     kept_of_ends,
     kept_while_recomputed,
     last_norm_backward,
@@ -46,7 +47,13 @@ class Units:
     block: Numbers
     """Of one block, after tp, padded to equal shards."""
     root: Numbers
-    """Outside of the blocks."""
+    """Outside of the blocks, in the root unit and in units of their own."""
+    freed: Numbers
+    """Of that, embeddings that are units of their own, which stage 3 frees after their forward."""
+    apart: Numbers
+    """A head that is a unit of its own, which is reduced after its own backward."""
+    last: Numbers
+    """Of the largest unit that is reduced when the backward of the blocks has ended."""
     head: Numbers
     """Of the matrix that makes the logits; 0 on a rank without it."""
     width: Numbers
@@ -101,7 +108,7 @@ class _Rank:
     kept_by_loss: Numbers
     """Kept by what is behind the last block."""
     deferred: tuple[Numbers, Numbers]
-    """For gradients of weights that come later: a token of a block, and of what is behind the last."""
+    """For gradients of weights that come later: a token of a block, and what is behind the last block."""
     shards: Numbers
     stage: Numbers
     block_weights: Numbers
@@ -135,6 +142,7 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     worst = [(width * moment.weights, moment.token_bytes * job.tokens) for moment in block_backward(job)]
     shape = np.broadcast_shapes(*(np.shape(a + b) for a, b in worst))
     most = np.argmax(np.stack([np.broadcast_to(a + b, shape) for a, b in worst]), axis=0)
+    head_gradient = kept_head_gradient_bytes(job, width=units.width) * units.head
     return _Rank(
         job=job,
         held=held,
@@ -146,8 +154,8 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
         hidden=hidden,
         message=np.where(np.asarray(at.pp) > 1, hidden, 0),
         mask=embedding_mask(job) * job.tokens,
-        kept_by_loss=kept_of_ends(job) * job.tokens,
-        deferred=(deferred_bytes(job), deferred_bytes_of_ends(job)),
+        kept_by_loss=kept_of_ends(job) * job.tokens + head_gradient,
+        deferred=(deferred_bytes(job), deferred_bytes_of_ends(job) * job.tokens + head_gradient),
         shards=shards,
         stage=np.asarray(at.stage),
         block_weights=np.choose(most, [np.broadcast_to(a, shape) for a, _ in worst]),
@@ -162,6 +170,7 @@ MOMENTS = (
     "backward of the last norm",
     "backward of a block",
     "reduction of a block",
+    "reduction of the head",
     "reduction of embedding and head",
     "optimizer step",
 )
@@ -194,6 +203,7 @@ def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
             forward |= {"activations": point.activations, "working": transient}
             yield "forward of a block", _where(staged & (rank.stage == 3) & (point.holding.running > 0), forward)
     closing = _point(rank, held.closing)
+    yield from _head(rank, closing, last=True)
     for done in (0, 1, np.maximum(held.closing.running - 2, 0), held.closing.running - 1):
         yield from _block(rank, closing, done=done, last=True)
     yield from _ends(rank, closing, last=True)
@@ -237,7 +247,7 @@ def _activations(rank: _Rank, holding: Holding) -> Numbers:
     if not np.any(holding.deferred > 0):
         return held
     block, ends = rank.deferred
-    return held + (holding.deferred * block + holding.late_losses * ends) * job.tokens
+    return held + holding.deferred * block * job.tokens + holding.late_losses * ends
 
 
 def _added(rank: _Rank, holding: Holding) -> Numbers:
@@ -267,11 +277,13 @@ def _backward(rank: _Rank, point: _Point) -> Iterator[tuple[str, Terms]]:
     units, added = rank.units, point.added
     if np.any(point.holding.head):
         norm = {
-            "gradients": added + units.width * units.head,
-            "gathered": _gathered(rank, left=units.layers - point.holding.ended, ahead=1),
+            "gradients": added + _of_head(rank, point, last=False),
+            "gathered": _gathered(rank, left=units.layers - point.holding.ended, ahead=1, after_head=rank.stage == 3)
+            + np.where(_reduces(rank, last=False), _REDUCED * units.apart, 0.0),
         }
         norm |= {"activations": point.activations, "working": last_norm_backward(rank.job) * rank.job.tokens}
         yield "backward of the last norm", norm
+        yield from _head(rank, point, last=False)
     yield from _block(rank, point, done=0, last=False)
     yield from _block(rank, point, done=1, last=False)
     if np.any(_reduces(rank, last=False)):
@@ -295,11 +307,50 @@ def _shard_bytes(rank: _Rank) -> Numbers:
     return (1 - rank.held["offloaded"]) * _REDUCED * (units.layers * units.block + units.root) / rank.shards
 
 
-def _gathered(rank: _Rank, *, left: Numbers, ahead: int) -> Numbers:
-    """Weights in the dtype of computation, where `left` blocks have them; at stage 3 only `ahead` of the blocks to come, and the root."""
+def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = False) -> Numbers:
+    """Weights in the dtype of computation, where `left` blocks have them; at stage 3 only `ahead` of the blocks to come, and the root
+    without its embeddings. `after_head`: a head that is a unit of its own has been freed."""
     units = rank.units
     blocks = np.where(rank.stage == 3, np.minimum(ahead, left), left)
-    return np.where(units.sharded, units.width * (units.root + blocks * units.block), 0.0)
+    ends = units.root - np.where(rank.stage == 3, units.freed, 0.0) - np.where(after_head, units.apart, 0.0)
+    return np.where(units.sharded, units.width * (ends + blocks * units.block), 0.0)
+
+
+def _adds_up(rank: _Rank, point: _Point) -> Numbers:
+    """Whether unsharded gradients of earlier micro-batches are there, which the reduction of their unit frees."""
+    return (rank.stage <= 1) & (np.asarray(point.holding.growing) > 0)
+
+
+def _change(rank: _Rank, point: _Point, elements: Numbers) -> Numbers:
+    """Bytes of gradients that the reduction of a unit adds or frees."""
+    sums, shards = _adds_up(rank, point), (1 - rank.held["offloaded"]) * _REDUCED * elements / rank.shards
+    new = (np.asarray(point.added) == 0) | sums
+    return np.where(sums, -_REDUCED * elements, 0.0) + np.where(new, shards, 0.0)
+
+
+def _of_head(rank: _Rank, point: _Point, *, last: bool) -> Numbers:
+    """Bytes of gradients of the head after its backward: shards where it is a unit of its own and is reduced."""
+    units = rank.units
+    reduced = _reduces(rank, last) & (units.apart > 0)
+    return point.holding.head * np.where(reduced, _change(rank, point, units.apart), units.width * units.head)
+
+
+def _head(rank: _Rank, point: _Point, *, last: bool) -> Iterator[tuple[str, Terms]]:
+    """The reduction of a head that is a unit of its own."""
+    units, added = rank.units, np.asarray(point.added)
+    there = _reduces(rank, last) & (units.apart > 0) & (np.asarray(point.holding.head) > 0)
+    if not np.any(there):
+        return
+    sums = _adds_up(rank, point)
+    shards = (1 - rank.held["offloaded"]) * _REDUCED * units.apart / rank.shards
+    terms = {
+        "gradients": added + _change(rank, point, units.apart) + np.where((added > 0) & ~sums, shards, 0.0),
+        "gathered": _gathered(rank, left=units.layers - point.holding.ended, ahead=1, after_head=last | (rank.stage == 3))
+        + _buffers(rank, units.apart, added=np.where(sums, added, 0)),
+        "activations": point.activations,
+        "working": rank.hidden,
+    }
+    yield "reduction of the head", _where(there, terms)
 
 
 def _reduces(rank: _Rank, last: bool) -> Numbers:
@@ -321,18 +372,19 @@ def _block(rank: _Rank, point: _Point, *, done: Numbers, last: bool) -> Iterator
     there = (done < running) & ((done == 0) | reduces)
     if not np.any(there):
         return
-    sums = (rank.stage <= 1) & (np.asarray(point.holding.growing) > 0)  # unsharded gradients, which a block's reduction frees
+    sums = _adds_up(rank, point)
     shards = (1 - rank.held["offloaded"]) * _REDUCED * units.block / rank.shards
-    change = np.where(sums, -_REDUCED * units.block, 0.0) + np.where((added > 0) & ~sums, 0.0, shards)
-    of_head = point.holding.head * units.width * units.head  # which has just been made
+    change = _change(rank, point, units.block)
+    of_head = _of_head(rank, point, last=last)
     freed = last | (rank.stage == 3)
     left, gathered = running - 1 - done, units.layers - point.holding.ended
     stays = point.activations - (_kept(rank, running) - _kept(rank, left))
     working = rank.block_working + np.where(left % rank.job.layouts.every == 0, rank.spent, 0.0)
-    before = np.where(reduces & (done > 0), _REDUCED * units.block, 0.0)  # the row of the block before is still there
+    # The row of the unit that was reduced before is still there.
+    before = np.where(reduces, _REDUCED * np.where(done > 0, units.block, point.holding.head * units.apart), 0.0)
     terms = {
         "gradients": added + np.where(reduces, done * change, 0.0) + of_head + rank.block_weights,
-        "gathered": _gathered(rank, left=gathered - np.where(freed, done, 0), ahead=2) + before,
+        "gathered": _gathered(rank, left=gathered - np.where(freed, done, 0), ahead=2, after_head=freed) + before,
         "activations": stays,
         "working": working,
     }
@@ -342,7 +394,7 @@ def _block(rank: _Rank, point: _Point, *, done: Numbers, last: bool) -> Iterator
     again = np.where((added > 0) & ~sums, shards, 0.0)  # the new shards, before they are added
     terms = {
         "gradients": added + (done + 1) * change + again + of_head,
-        "gathered": _gathered(rank, left=gathered - np.where(freed, done + 1, 0), ahead=1)
+        "gathered": _gathered(rank, left=gathered - np.where(freed, done + 1, 0), ahead=1, after_head=freed)
         + _buffers(rank, units.block, added=np.where(sums, added, 0)),
         "activations": stays,
         "working": rank.hidden,
@@ -355,18 +407,18 @@ def _ends(rank: _Rank, point: _Point, *, last: bool) -> Iterator[tuple[str, Term
     units, added = rank.units, np.asarray(point.added)
     sums = (rank.stage <= 1) & (added > 0)
     shard = (1 - rank.held["offloaded"]) * _REDUCED / rank.shards
-    again = np.where((added > 0) & ~sums, shard * units.root, 0.0)
+    again = np.where((added > 0) & ~sums, shard * units.last, 0.0)
     others = units.layers - point.holding.running - point.holding.ended
     # Unsharded gradients of stages that have not ended, which add up until they have.
     apart = np.where(sums, np.minimum(others, np.maximum(point.holding.growing - point.holding.running, 0)), 0.0)
     freed = last | (rank.stage == 3)
     left = np.where(freed, others, units.layers - point.holding.ended)
-    whole = np.where(freed & (np.asarray(left) == 0), 0.0, _gathered(rank, left=left, ahead=0))
+    whole = np.where(freed & (np.asarray(left) == 0), 0.0, _gathered(rank, left=left, ahead=0, after_head=freed))
     terms = {
         "gradients": shard * ((units.layers - others) * units.block + units.root)
         + np.where(sums, _REDUCED, shard) * apart * units.block
         + again,
-        "gathered": whole + _buffers(rank, units.root, added=np.where(sums, added, 0)),
+        "gathered": whole + _buffers(rank, units.last, added=np.where(sums, added, 0)),
         "activations": np.maximum(point.activations - _kept(rank, point.holding.running), 0.0),
     }
     there = point.holding.ends_root if last else point.holding.head + (point.holding.fronts > 0)

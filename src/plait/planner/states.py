@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from plait.model.facts import ModelFacts, ParameterFacts
+from plait.model.outer_units import LEAST_SHARE
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.pipeline.balance import cut
@@ -134,6 +135,16 @@ def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
     }
 
 
+def outer_ends(model: Architecture) -> frozenset[str]:
+    """Return the keys of `end_parameters` that are sharding units of their own without a pipeline (`model.outer_units`)."""
+    entries = end_parameters(model)
+    outside = sum(_elements(own) for own in entries.values())
+    lookups = ("embedding",) if model.end_parameters else ("embedding", "positions")
+    ends = ("positions",) if model.tied else (*lookups, "head")
+    large = {end for end in ends if end in (*lookups, "head") and _elements(entries[end]) >= LEAST_SHARE * outside}
+    return frozenset(end for end in large if entries[end])
+
+
 def _facts(entries: list[Entry], unit: int) -> tuple[ModelFacts, Split]:
     parameters = tuple(ParameterFacts(name, shape, _MASTER_BYTES, True, unit) for name, shape, _ in entries)
     return ModelFacts(parameters, ("block",) if unit >= 0 else ()), {name: dim for name, _, dim in entries}
@@ -240,16 +251,20 @@ def account_states(
     sharded = (fields[2] > 1) | (compute is not None)
     off = np.broadcast_to(np.asarray(at.offload, dtype=float), (size,))
     shards = np.where(sharded, fields[2], 1)
+    outer = outer_ends(model)
 
     def held(layers: np.ndarray, on: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         taken = {name: value * layers + sum(ends[end][name] * there for end, there in on.items()) for name, value in block.items()}
-        # While a block is computed it is gathered, the next one with it, and at stage 3 embedding and head from the forward to the end of
-        # the backward; its gradient and the reduction's buffer are unsharded. Without accumulation stages 1 and 2 gather for the step
-        # alone.
+        # While a block is computed it is gathered, the next one with it, and at stage 3 what is outside of the blocks, without the ends
+        # that are units of their own. At the loss the head and one block are gathered. The gradient of a block and the reduction's buffer
+        # are unsharded. Without accumulation stages 1 and 2 gather for the step alone.
         unit, ends_whole = block["whole"], sum(ends[end]["whole"] * there for end, there in on.items())
+        apart = sum(np.where(single, ends[end]["whole"] * on[end], 0) for end in outer)
+        head = np.where(single, ends["head"]["whole"] * on["head"], 0) if "head" in outer else 0
         grads = unit * (3 if compute else 2)
         once = unit * layers + ends_whole
-        moving = np.where(third, 2 * unit + ends_whole, np.where(taken["gathered"] > 0, 0, once)) + grads
+        most = unit + np.maximum(unit, head) + ends_whole - apart
+        moving = np.where(third, most, np.where(taken["gathered"] > 0, 0, once)) + grads
         taken["gathered"] = taken["gathered"] + np.where(sharded & casts, moving, 0)
         # On the host: the master weights, the shards of their gradients, and the states.
         taken["host"] = off * (taken["weights"] + taken["gradients"] + taken["optimizer"])
@@ -264,10 +279,16 @@ def account_states(
             return entry["weights"] / _MASTER_BYTES * shards
 
         head = elements(ends["embedding" if model.tied else "head"])
+        alone = {end: np.where(single, elements(ends[end]) * on[end], 0.0) for end in outer}
+        root = np.asarray(sum(elements(ends[end]) * there for end, there in on.items()))
+        tables = [size for end, size in alone.items() if end != "head"]
         return Units(
             layers=layers,
             block=elements(block),
-            root=np.asarray(sum(elements(ends[end]) * there for end, there in on.items())),
+            root=root,
+            freed=np.asarray(sum(tables, start=np.zeros(size))),
+            apart=alone.get("head", np.zeros(size)),
+            last=np.max([root - sum(alone.values(), start=np.zeros(size)), *tables], axis=0),
             head=head * on["norm"],
             width=2 if compute else 4,
             sharded=sharded,

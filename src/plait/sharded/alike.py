@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait._torch.flat_collectives import all_gather_single
 from plait._torch.modules import is_persistent
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
@@ -143,7 +144,7 @@ def _compare(facts: Sequence[Fact], mesh: Mesh, *, alike_over_stages: bool) -> i
     digest = blake2b(repr(list(facts)).encode(), digest_size=_DIGEST_BYTES).digest() + seed.to_bytes(8, "little")
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(mesh.device)
     everyone = mine.new_empty(world * mine.numel())
-    dist.all_gather_single(everyone, mine)
+    all_gather_single(everyone, mine)
     rows = [bytes(row) for row in everyone.view(world, -1).tolist()]
     stages = [0 if alike_over_stages else mesh.layout.coordinates(rank)["pp"] for rank in range(world)]
     for stage in sorted(set(stages)):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
 from plait.cluster import accelerator
+from plait.parallel.micro_batches import CACHES
 from plait.parallel.pipeline.stage import StagedModel
-from plait.parallel.pipeline.stage_cache import CACHE, StageCaches
+from plait.parallel.pipeline.stage_cache import StageCaches
 from plait.sharded.window_layers import without_rests
 
 
@@ -40,9 +44,28 @@ def wait_for_layers(cache: Any) -> None:
         accelerator.synchronize(filled[0].device)
 
 
+def cache_argument(model: nn.Module) -> str | None:
+    """Return the name of the argument by which a model takes a KV cache; None where it has no such argument."""
+    old, new = CACHES
+    arguments = arguments_of(model)
+    if old in arguments:
+        return old
+    return new if new in arguments and _outputs_name(new) else None
+
+
+@functools.cache
+def _outputs_name(argument: str) -> bool:
+    """Whether the installed Transformers calls a KV cache so. Before 5.24, `cache` was another thing in some models (XLM)."""
+    if find_spec("transformers") is None:
+        return False
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return argument in {field.name for field in fields(CausalLMOutputWithPast)}
+
+
 def takes_cache(model: nn.Module) -> bool:
     """Whether a model can be given what it keeps of earlier tokens. Some have a cache of their own kind, or keep a state in themselves."""
-    if CACHE not in arguments_of(model) or getattr(model, "config", None) is None:
+    if cache_argument(model) is None or getattr(model, "config", None) is None:
         return False
     usual: Any = getattr(model, "_supports_default_dynamic_cache", lambda: True)
     return usual() and not any(hasattr(module, "_setup_cache") for module in model.modules())

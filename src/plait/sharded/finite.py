@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
+from plait._torch.flat_collectives import all_gather_single
 from plait.comm.hang import names
 from plait.errors import NumbersError
 
@@ -47,5 +48,5 @@ def _gathered(row: bytes, device: torch.device) -> list[bytes]:
         return [padded]
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
     everyone = mine.new_empty(dist.get_world_size() * _LONGEST)
-    dist.all_gather_single(everyone, mine)
+    all_gather_single(everyone, mine)
     return [bytes(one) for one in everyone.cpu().view(-1, _LONGEST).numpy()]

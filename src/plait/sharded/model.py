@@ -31,13 +31,13 @@ from plait.optim.gradient_norm import global_norm
 from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.data.data_parallel import free_after_evaluation, free_gathered
 from plait.parallel.hooks import Hooks, StepEnd
-from plait.parallel.micro_batches import Forward, micro_batches, to_device, with_cache
+from plait.parallel.micro_batches import CACHES, Forward, micro_batches, to_device, with_cache
 from plait.parallel.pipeline.cut_check import LossFunction
 from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.precision.loss_scale import LossScaler
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
-from plait.sharded.cache import new_cache
+from plait.sharded.cache import cache_argument, new_cache
 from plait.sharded.finite import not_finite
 from plait.sharded.guard import Guard
 from plait.sharded.misuse import refuse_cache
@@ -103,7 +103,8 @@ class ShardedModel:
 
     def prepared(self, batch: Any) -> Any:
         """A micro-batch on the device, as the techniques want it."""
-        return self.hooks.prepared(to_device(batch, self.device))
+        # In this order: what a technique reads in a batch is read on the host, without a wait for the device.
+        return to_device(self.hooks.prepared(batch), self.device)
 
     def micro_batches(self, batch: Any) -> list[Any]:
         """A step's micro-batches, `prepared`. A file without batch sizes takes what it is given."""
@@ -239,7 +240,7 @@ class ShardedModel:
         self.refuse_within("predict")
         if cache is not None:
             refuse_cache(self.parts, self.mesh, cache)
-            batch = with_cache(batch, cache)
+            batch = with_cache(batch, cache, argument=cache_argument(self.model) or CACHES[0])
         output = self.output(self.prepared(batch), passes_on=passes_on)
         return self.hooks.joined(output, batch) if self.holds_output else output
 

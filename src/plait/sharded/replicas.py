@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
+from plait._torch.flat_collectives import all_gather_single
 from plait.cluster.layout import AXES, EXPERT_AXES, STAGE_AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.hang import names as rank_names
@@ -52,7 +53,7 @@ def compare_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: M
             continue
         own = torch.stack([bits_of(tensor) for _, tensor in replicated]).to(mesh.device)
         everyone = own.new_empty(group.size() * own.numel())
-        dist.all_gather_single(everyone, own, group=group)
+        all_gather_single(everyone, own, group=group)
         rows = everyone.view(group.size(), -1).cpu()
         differs = (rows != rows[0]).any(0).nonzero().flatten().tolist()
         if differs:

@@ -1,7 +1,8 @@
-"""The rows of a validation on a machine: which checks there are, at how many ranks, and what cannot run here. Pure.
+"""The checks of `plait doctor --validate`, in the order of their value, with planned seconds.
 
-A layout of more ranks than there are GPUs runs with several ranks on a GPU over gloo, where memory allows; what measures communication has
-a GPU for every rank, or is not run.
+Times are planned for an H100. docs/gpus.md shows the arithmetic. A layout with more ranks than there
+are GPUs runs with several ranks per GPU over gloo. That shows whether its numbers are right and
+nothing about NCCL, so such rows run on request only.
 """
 
 from __future__ import annotations
@@ -14,124 +15,448 @@ from typing import Any
 from plait.errors import InputError
 from plait.units import GIB
 from plait.validation.rows import Row
+from plait.validation.runner import LAUNCH_PLANNED_SECONDS
 
 MOST_GPUS = 8
 RANK_BYTES = 1.0 * GIB
-"""Of a device for one of several ranks on it: its context, libraries and a small model."""
+"""Device memory per rank where several ranks share a GPU: context, libraries, a small model."""
+SIMULATED_LIMIT_SECONDS = 900.0
+"""Shortest time limit of a row on the simulated device, which computes on the CPU."""
+FACTS_PLANNED_SECONDS = 15.0
+"""Planned time of the command itself and of the process that looks up versions and devices."""
 
-_HOST = {"device": "cpu", "pin_memory": True}
-_PRECISIONS: Sequence[dict[str, Any]] = ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})
-FP32, BF16, FP16 = _PRECISIONS
-REDUCED_FP32 = {**BF16, "communication_data_type": "fp32"}
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
+HOST_MEMORY = {"device": "cpu", "pin_memory": True}
+FP32: Mapping[str, Any] = {}
+BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+FP16: Mapping[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 10}}
+PRECISIONS = (FP32, BF16, FP16)
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "interleaved-zero-bubble",
+    "zbv",
+    "dualpipev",
+)
+PACKAGES_OF_PEERS = {"deepspeed": "DeepSpeed", "liger_kernel": "Liger"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides which rows run."""
+    """Facts of a machine that decide which rows it can run."""
 
     gpus: int
     memory_bytes: int
-    """Of the smallest GPU."""
+    """Memory of the smallest GPU."""
     simulated: bool = False
     transformers: bool = True
-    deepspeed: bool = False
+    installed_peers: tuple[str, ...] = ()
+    """Packages of PACKAGES_OF_PEERS that are installed."""
 
 
 def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
-    """Every row for this machine; with `only` those whose names match one of these patterns. Raises InputError for a pattern that matches
-    none."""
+    """Return the rows for a machine in the order of their value.
+
+    Args:
+        machine: Rows that it cannot run have the reason in `unavailable`.
+        only: Patterns of names. Without any, the rows that run by default.
+
+    Raises:
+        InputError: A pattern matches no row.
+    """
     gpus = min(machine.gpus, MOST_GPUS)
     rows = [
-        *_links(gpus),
+        *_ceilings(),
+        *_waits(),
+        *_parity(),
+        *_throughput(("eager",), machine),
+        *_on_several_gpus(gpus),
+        *_compiled_parity(),
+        *_throughput(("compiled", "liger", "deepspeed"), machine),
+        *_profile(),
         *_memory(),
-        *_parity(gpus),
+        *_kernels(),
+        *_layouts(gpus),
         *_compression(),
         *_checkpoints(),
-        *_streaming(),
-        *_steps(gpus, machine),
-        *_overlap(gpus),
+        *_more_memory(),
         *_planned(),
-        *_largest(),
     ]
     for pattern in only:
         if not any(_matches(row, pattern) for row in rows):
             checks = ", ".join(dict.fromkeys(row.name.split("/")[0] for row in rows))
-            raise InputError(f"--only {pattern}: no row has this name; checks are {checks}, and --only 'parity/*' takes all of one")
-    chosen = [row for row in rows if not only or any(_matches(row, pattern) for pattern in only)]
-    return [_on(machine, gpus, row) for row in chosen]
+            raise InputError(f"--only {pattern}: no row has this name; checks are {checks}, and --only 'parity/*' takes all rows of one")
+    if only:
+        chosen = [row for row in rows if any(_matches(row, pattern) for pattern in only)]
+    else:
+        chosen = [row for row in rows if row.by_default]
+    return [_on_machine(machine, gpus, row) for row in chosen]
+
+
+def planned_seconds(rows: Sequence[Row]) -> float:
+    """Return the planned time of a validation with these rows, launches included."""
+    available = [row for row in rows if not row.unavailable]
+    launches = {(row.ranks, row.name if row.own_process else "") for row in available}
+    planned = sum(row.planned_seconds for row in available)
+    return FACTS_PLANNED_SECONDS + LAUNCH_PLANNED_SECONDS * len(launches) + planned
 
 
 def _matches(row: Row, pattern: str) -> bool:
     return fnmatch(row.name, pattern) or row.name.split("/")[0] == pattern
 
 
-def _on(machine: Machine, gpus: int, row: Row) -> Row:
-    """With the reason why it cannot run here."""
-    if row.without:
+def _on_machine(machine: Machine, gpus: int, row: Row) -> Row:
+    """Return the row with the reason why it cannot run on the machine, if it cannot."""
+    if machine.simulated:
+        row = replace(row, least_limit_seconds=SIMULATED_LIMIT_SECONDS)
+    if row.unavailable:
         return row
-    if not machine.transformers and not row.name.startswith("links/"):
-        return replace(row, without="Transformers is not installed, which makes the models of the checks; pip install 'plait[hf]'")
-    on_one = -(-row.ranks // gpus)
-    if on_one > 1 and not machine.simulated and machine.memory_bytes < on_one * RANK_BYTES:
-        needed = f"{on_one} ranks on a GPU need {on_one * RANK_BYTES / GIB:.0f} GiB"
-        return replace(row, without=f"{needed}, and it has {machine.memory_bytes / GIB:.1f} GiB")
+    if not machine.transformers and not row.check.startswith(("ceilings:", "links:")):
+        # Not `install_line`, which names a folder: the validation's document has no paths.
+        reason = "Transformers, which has the models of the checks, is not installed; pip install '.[hf]' in a clone"
+        return replace(row, unavailable=reason)
+    ranks_per_gpu = -(-row.ranks // gpus)
+    needed = ranks_per_gpu * RANK_BYTES
+    if ranks_per_gpu > 1 and not machine.simulated and machine.memory_bytes < needed:
+        reason = f"{ranks_per_gpu} ranks on a GPU need {needed / GIB:.0f} GiB, and it has {machine.memory_bytes / GIB:.1f} GiB"
+        return replace(row, unavailable=reason)
     return row
 
 
-# ---- parity -------------------------------------------------------------------------------------------------------------------------
+def _ceilings() -> list[Row]:
+    return [
+        Row(
+            "ceilings/device",
+            "bytes per second of a copy on the device, FLOP/s of an 8,192-cubed bfloat16 product",
+            "ceilings:device",
+            planned_seconds=5,
+        ),
+        Row(
+            "ceilings/host-link",
+            "bytes per second between pinned host memory and the device",
+            "ceilings:host_link",
+            planned_seconds=4,
+        ),
+    ]
 
 
-def _parity(gpus: int) -> list[Row]:
+def _waits() -> list[Row]:
+    def row(name: str, title: str, expected: int, **config: Any) -> Row:
+        settings = {"config": config, "expected": expected}
+        full_title = f"waits of the host for the device per step: {title}"
+        return Row(f"waits/{name}", full_title, "waits:per_step", planned_seconds=4, settings=settings)
+
+    return [
+        row("stage-0", "stage 0, bfloat16", 0, **BF16),
+        row("stage-1", "stage 1, bfloat16", 0, **BF16, zero_optimization={"stage": 1}),
+        row("stage-3", "stage 3, bfloat16", 0, **BF16, zero_optimization={"stage": 3}),
+        row("fp16", "float16, whose loss scale reads one number per step", 1, **FP16),
+        row("loss-in-chunks", "loss in chunks", 0, **BF16, parallel={"loss_chunk_tokens": 128}),
+        row("recompute", "full recomputation", 0, **BF16, parallel={"recompute": {"mode": "full"}}),
+    ]
+
+
+def _parity() -> list[Row]:
+    """Configurations of one rank. They share the float64 trace on the CPU."""
+    offload = {"stage": 3, "offload_optimizer": HOST_MEMORY, "offload_param": HOST_MEMORY}
+
+    def row(name: str, title: str, planned: float, config: Mapping[str, Any]) -> Row:
+        settings = {"config": dict(config)}
+        return Row(f"parity/{name}", title, "parity:layout", planned_seconds=planned, settings=settings)
+
+    return [
+        row("bf16", "bfloat16, stage 0", 8, BF16),
+        row("bf16-stage-3", "bfloat16, stage 3", 5, {**BF16, "zero_optimization": {"stage": 3}}),
+        row("fp16", "float16 with a loss scale", 5, FP16),
+        row("recompute-full", "full recomputation", 5, {**BF16, "parallel": {"recompute": {"mode": "full"}}}),
+        row(
+            "recompute-selective",
+            "selective recomputation",
+            5,
+            {**BF16, "parallel": {"recompute": {"mode": "selective"}}},
+        ),
+        row("loss-in-chunks", "loss in chunks", 5, {**BF16, "parallel": {"loss_chunk_tokens": 32}}),
+        row(
+            "host-offload",
+            "parameters and optimizer states in host memory",
+            6,
+            {**BF16, "zero_optimization": offload},
+        ),
+    ]
+
+
+def _compiled_parity() -> list[Row]:
+    """The eighth configuration. It comes after the first throughput, because compilation is slow."""
+    return [
+        Row(
+            "parity/compile",
+            "compiled blocks",
+            "parity:layout",
+            planned_seconds=35,
+            settings={
+                "config": {**BF16, "compile": {"enabled": True}},
+                # float64 would be compiled too, for as long again; the other rows cover it.
+                "passes": ["configured"],
+            },
+        )
+    ]
+
+
+def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
+    variants: dict[str, tuple[str, float, list[str], str]] = {
+        "eager": (
+            "Plait, FSDP2 and a hand-written Llama",
+            80,
+            ["plait", "fsdp2", "ceiling"],
+            "",
+        ),
+        "compiled": (
+            "the same three with compiled blocks",
+            100,
+            ["plait-compiled", "fsdp2-compiled", "ceiling-compiled"],
+            "",
+        ),
+        "liger": ("Plait and FSDP2 with Liger's kernels", 40, ["plait", "fsdp2-liger"], "liger_kernel"),
+        "deepspeed": ("Plait and DeepSpeed ZeRO 3", 50, ["plait", "deepspeed"], "deepspeed"),
+    }
+    rows = []
+    for name in names:
+        title, planned, contenders, package = variants[name]
+        missing = bool(package) and package not in machine.installed_peers
+        rows.append(
+            Row(
+                f"throughput/{name}",
+                f"a Llama of 8B width, 8,192 tokens: {title}",
+                "throughput:compare",
+                planned_seconds=planned,
+                settings={"contenders": contenders, "depths": name == "eager"},
+                unavailable=f"{PACKAGES_OF_PEERS[package]} is not installed" if missing else "",
+            )
+        )
+    return rows
+
+
+def _on_several_gpus(gpus: int) -> list[Row]:
+    """Rows that measure NCCL. They need a GPU per rank, and all GPUs take part."""
+    one_gpu = "there is one GPU; ranks that share a GPU talk through host memory and show nothing about NCCL"
+    odd = f"{gpus} GPUs cannot be split into pairs"
+    without = one_gpu if gpus == 1 else ""
+    without_pairs = without or (odd if gpus % 2 else "")
+    half = max(1, gpus // 2)
+    sharded = {**BF16, "zero_optimization": {"stage": 3}, "parallel": {"dp_shard": gpus}}
+    tensor = {**BF16, "parallel": {"tp": 2, "dp_replicate": half}}
+    pipeline = {**BF16, "parallel": {"pp": 2, "dp_replicate": half}, "gradient_accumulation_steps": 4}
+    ranks = max(2, gpus)
+
+    def parity(name: str, title: str, config: Mapping[str, Any], unavailable: str) -> Row:
+        settings = {"config": dict(config)}
+        return Row(
+            f"nccl/parity-{name}",
+            f"parity of {title} over NCCL",
+            "parity:layout",
+            ranks,
+            12,
+            settings,
+            unavailable=unavailable,
+        )
+
+    def step(name: str, title: str, contenders: Sequence[str], unavailable: str, accumulation: int = 1) -> Row:
+        return Row(
+            f"nccl/step-{name}",
+            f"step time of {title}",
+            "throughput:compare",
+            ranks,
+            35,
+            {"contenders": list(contenders), "accumulation": accumulation},
+            unavailable=unavailable,
+        )
+
+    return [
+        Row("nccl/collectives", "collectives over all GPUs", "links:collectives", ranks, 12, unavailable=without),
+        parity("zero-3", "ZeRO 3", sharded, without),
+        parity("tp", "tensor parallelism", tensor, without_pairs),
+        parity("pp", "a pipeline", pipeline, without_pairs),
+        step("zero-3", "ZeRO 3 beside FSDP2", ["plait", "fsdp2"], without),
+        step("tp", "tensor parallelism beside DTensor's", ["plait-tp", "torch-tp"], without_pairs),
+        step("pp", "a pipeline beside torch.distributed.pipelining", ["plait-pp", "torch-pp"], without_pairs, 4),
+    ]
+
+
+def _profile() -> list[Row]:
+    return [
+        Row(
+            f"profile/{name}",
+            f"kernels, gaps and idle time of a step of {title}",
+            "profile:step",
+            planned_seconds=15,
+            settings={"contender": name},
+        )
+        for name, title in (("plait", "Plait"), ("fsdp2", "FSDP2"))
+    ]
+
+
+def _memory() -> list[Row]:
+    layouts = {
+        "stage-0": BF16,
+        "stage-3": {**BF16, "zero_optimization": {"stage": 3}},
+        "recompute": {**BF16, "parallel": {"recompute": {"mode": "full"}}},
+        "loss-in-chunks": {**BF16, "parallel": {"loss_chunk_tokens": 256}},
+    }
+    rows = [
+        Row(
+            f"memory/{name}",
+            f"peak memory of a step and its prediction: {name}",
+            "memory:peaks",
+            planned_seconds=7,
+            settings={"cases": {name: config}},
+        )
+        for name, config in layouts.items()
+    ]
+    rows += [
+        Row(
+            "offload/optimizer",
+            "optimizer states in host memory: seconds per step, largest model by extrapolation",
+            "offload:optimizer",
+            planned_seconds=30,
+        ),
+        Row(
+            "streaming/host-rate",
+            "weights streamed from host memory: share of the link",
+            "streaming:weights",
+            planned_seconds=25,
+            settings={"source": "host", "rate": True},
+        ),
+    ]
+    return rows
+
+
+def _kernels() -> list[Row]:
+    return [
+        Row(
+            "kernels/calibration",
+            "times of products, attention, norms, loss and the optimizer, as a calibration file",
+            "kernels:calibrate",
+            planned_seconds=20,
+        )
+    ]
+
+
+# The rows below run on request only: `--only parity`, `--only checkpoint` and so on.
+
+
+def _layouts(gpus: int) -> list[Row]:
     def row(name: str, title: str, ranks: int, precision: Mapping[str, Any], **config: Any) -> Row:
-        return Row(f"parity/{name}", title, "parity:layout", ranks, seconds=60 + 15 * ranks, settings={"config": {**precision, **config}})
+        return Row(
+            f"parity/layout-{name}",
+            title,
+            "parity:layout",
+            ranks,
+            planned_seconds=8 + 3 * ranks,
+            settings={"config": {**precision, **config}},
+            by_default=False,
+        )
 
     def zero(stage: int, **more: Any) -> dict[str, Any]:
         return {"stage": stage, **more}
 
+    pairs = {"dp_shard": 2}
+    offloaded = {"offload_optimizer": HOST_MEMORY, "offload_param": HOST_MEMORY}
+    four_steps = {"gradient_accumulation_steps": 4}
     rows = [
-        row("one-gpu-bf16", "one GPU, bfloat16", 1, BF16),
-        row("one-gpu-fp16", "one GPU, float16 with a loss scale", 1, FP16),
-        row("offload-all", "ZeRO 3, parameters and states in host memory", 1, BF16,
-            zero_optimization=zero(3, offload_optimizer=_HOST, offload_param=_HOST)),
-        row("activations-on-host", "activations in host memory", 1, FP32, parallel={"activation_offload": {"fraction": 1.0}}),
-        row("zero0-fp32", "ZeRO 0, 2 ranks", 2, FP32, zero_optimization=zero(0), parallel={"dp_replicate": 2}),
-        row("zero1-bf16", "ZeRO 1, 2 ranks", 2, BF16, zero_optimization=zero(1), parallel={"dp_shard": 2}),
-        row("zero2-fp16", "ZeRO 2, 2 ranks", 2, FP16, zero_optimization=zero(2), parallel={"dp_shard": 2}),
-        row("zero3-bf16", "ZeRO 3, 2 ranks", 2, BF16, zero_optimization=zero(3), parallel={"dp_shard": 2}),
-        row("zero3-recompute-bf16", "ZeRO 3 with recomputation, 2 ranks", 2, BF16,
-            zero_optimization=zero(3), parallel={"dp_shard": 2, "recompute": {"mode": "full"}}),
-        row("zero2-offload-bf16", "ZeRO 2, states in host memory, 2 ranks", 2, BF16,
-            zero_optimization=zero(2, offload_optimizer=_HOST), parallel={"dp_shard": 2}),
-        row("zero3-offload-bf16", "ZeRO 3, parameters and states in host memory, 2 ranks", 2, BF16,
-            zero_optimization=zero(3, offload_optimizer=_HOST, offload_param=_HOST), parallel={"dp_shard": 2}),
-        row("tp-fp32", "tensor parallelism, 2 ranks", 2, FP32, parallel={"tp": 2}),
-        row("tp-sequence-bf16", "tensor and sequence parallelism, 2 ranks", 2, BF16, parallel={"tp": 2, "sequence_parallel": True}),
+        row(
+            "activations-on-host",
+            "activations in host memory",
+            1,
+            FP32,
+            parallel={"activation_offload": {"fraction": 1.0}},
+        ),
+        row("zero-0", "ZeRO 0, 2 ranks", 2, FP32, zero_optimization=zero(0), parallel={"dp_replicate": 2}),
+        row("zero-1", "ZeRO 1, 2 ranks", 2, BF16, zero_optimization=zero(1), parallel=pairs),
+        row("zero-2", "ZeRO 2, 2 ranks", 2, FP16, zero_optimization=zero(2), parallel=pairs),
+        row("zero-3", "ZeRO 3, 2 ranks", 2, BF16, zero_optimization=zero(3), parallel=pairs),
+        row(
+            "zero-3-recompute",
+            "ZeRO 3 with recomputation, 2 ranks",
+            2,
+            BF16,
+            zero_optimization=zero(3),
+            parallel={**pairs, "recompute": {"mode": "full"}},
+        ),
+        row(
+            "zero-2-offload",
+            "ZeRO 2, optimizer states in host memory, 2 ranks",
+            2,
+            BF16,
+            zero_optimization=zero(2, offload_optimizer=HOST_MEMORY),
+            parallel=pairs,
+        ),
+        row(
+            "zero-3-offload",
+            "ZeRO 3, parameters and optimizer states in host memory, 2 ranks",
+            2,
+            BF16,
+            zero_optimization=zero(3, **offloaded),
+            parallel=pairs,
+        ),
+        row("tp", "tensor parallelism, 2 ranks", 2, FP32, parallel={"tp": 2}),
+        row(
+            "tp-sequence",
+            "tensor and sequence parallelism, 2 ranks",
+            2,
+            BF16,
+            parallel={"tp": 2, "sequence_parallel": True},
+        ),
         *(
-            row(f"pp-{schedule}", f"pipeline of 2 ranks, {schedule}", 2, _PRECISIONS[index % 3],
-                parallel={"pp": 2, "pipeline": {"schedule": schedule}}, gradient_accumulation_steps=4)
+            row(
+                f"pp-{schedule}",
+                f"pipeline of 2 ranks, {schedule}",
+                2,
+                PRECISIONS[index % 3],
+                parallel={"pp": 2, "pipeline": {"schedule": schedule}},
+                **four_steps,
+            )
             for index, schedule in enumerate(SCHEDULES)
         ),
-        row("tp-zero3-bf16", "2 x tensor parallelism, 2 x ZeRO 3", 4, BF16,
-            zero_optimization=zero(3), parallel={"tp": 2, "dp_shard": 2}),
-        row("pp-zero2-bf16", "2 stages, 2 x ZeRO 2", 4, BF16,
-            zero_optimization=zero(2), parallel={"pp": 2, "dp_shard": 2}, gradient_accumulation_steps=4),
-        row("pp4-fp32", "pipeline of 4 ranks", 4, FP32, parallel={"pp": 4}, gradient_accumulation_steps=4),
-        row("3d-bf16", "2 stages, 2 x tensor parallelism, 2 x ZeRO 3", 8, BF16,
-            zero_optimization=zero(3), parallel={"pp": 2, "tp": 2, "dp_shard": 2}, gradient_accumulation_steps=4),
-    ]  # fmt: skip
+        row(
+            "tp-zero-3",
+            "2 x tensor parallelism, 2 x ZeRO 3",
+            4,
+            BF16,
+            zero_optimization=zero(3),
+            parallel={"tp": 2, "dp_shard": 2},
+        ),
+        row(
+            "pp-zero-2",
+            "2 pipeline stages, 2 x ZeRO 2",
+            4,
+            BF16,
+            zero_optimization=zero(2),
+            parallel={"pp": 2, "dp_shard": 2},
+            **four_steps,
+        ),
+        row("pp-4", "pipeline of 4 ranks", 4, FP32, parallel={"pp": 4}, **four_steps),
+        row(
+            "3d",
+            "2 pipeline stages, 2 x tensor parallelism, 2 x ZeRO 3",
+            8,
+            BF16,
+            zero_optimization=zero(3),
+            parallel={"pp": 2, "tp": 2, "dp_shard": 2},
+            **four_steps,
+        ),
+    ]
     if gpus > 2:
-        rows += [
+        rows.append(
             row(
-                f"all-{gpus}-zero{stage}",
-                f"ZeRO {stage} over all {gpus} GPUs",
+                f"all-{gpus}-zero-0",
+                f"ZeRO 0 over all {gpus} GPUs",
                 gpus,
                 BF16,
-                zero_optimization=zero(stage),
-                parallel=parallel,
+                zero_optimization=zero(0),
+                parallel={"dp_replicate": gpus},
             )
-            for stage, parallel in ((0, {"dp_replicate": gpus}), (3, {"dp_shard": gpus}))
-        ]
+        )
     return sorted(rows, key=lambda row: row.ranks)
 
 
@@ -147,144 +472,103 @@ def _compression() -> list[Row]:
             f"compressed communication ({name}) at ZeRO {stage}, 2 ranks",
             "parity:compression",
             2,
-            seconds=90,
+            planned_seconds=15,
             settings={
                 "config": {
                     "zero_optimization": {"stage": stage},
                     "parallel": {"dp_shard" if stage else "dp_replicate": 2, **parallel},
                 }
             },
+            by_default=False,
         )
         for name, (stage, parallel) in settings.items()
     ]
 
 
 def _checkpoints() -> list[Row]:
-    one, two = {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 2}  # as many samples a step under each layout
-    zero3 = {**one, "zero_optimization": {"stage": 3}, "parallel": {"dp_shard": 2}}
-    stages = {**two, "parallel": {"pp": 2}}
-    offloaded = {**one, "zero_optimization": {"stage": 2, "offload_optimizer": _HOST}, "parallel": {"dp_shard": 2}}
-    tensor = {**two, "parallel": {"tp": 2}}
+    # A step has the same number of samples under each layout.
+    once, twice = {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 2}
+    zero_3 = {**once, "zero_optimization": {"stage": 3}, "parallel": {"dp_shard": 2}}
+    stages = {**twice, "parallel": {"pp": 2}}
+    offload = {"stage": 2, "offload_optimizer": HOST_MEMORY}
+    offloaded = {**once, "zero_optimization": offload, "parallel": {"dp_shard": 2}}
+    tensor = {**twice, "parallel": {"tp": 2}}
     cases = {
-        "zero3-to-pipeline": ("ZeRO 3, then in a pipeline", zero3, stages),
-        "tensor-to-offload": ("tensor parallelism, then with states in host memory", tensor, offloaded),
+        "zero-3-to-pipeline": ("ZeRO 3, then a pipeline", zero_3, stages),
+        "tensor-to-offload": ("tensor parallelism, then offload", tensor, offloaded),
     }
     return [
         Row(
             f"checkpoint/{name}",
-            f"a checkpoint written beside the training: {title}",
+            f"a checkpoint that is written asynchronously and loaded on another layout: {title}",
             "parity:checkpoint",
             2,
-            seconds=120,
+            planned_seconds=20,
             settings={"saving": saving, "loading": loading},
+            by_default=False,
         )
         for name, (title, saving, loading) in cases.items()
     ]
 
 
-def _streaming() -> list[Row]:
-    rows = (("host", "generation, weights streamed from host memory: the tokens of the model in memory", {"source": "host"}),
-            ("files", "generation, weights streamed from files: the tokens of the model in memory", {"source": "files"}),
-            ("host-rate", "weights streamed from host memory against plain copies", {"source": "host", "rate": True}))  # fmt: skip
-    return [
-        Row(f"streaming/{name}", title, "streaming:weights", 1, 180, settings, apart="rate" in settings) for name, title, settings in rows
-    ]
-
-
-# ---- memory -------------------------------------------------------------------------------------------------------------------------
-
-
-def _memory() -> list[Row]:
-    alone = {
-        "float32": {},
-        "bfloat16": BF16,
-        "recomputed": {**BF16, "parallel": {"recompute": {"mode": "full"}}},
-    }
-    two = {
-        "zero2": {**BF16, "zero_optimization": {"stage": 2}, "parallel": {"dp_shard": 2}},
-        "zero3": {**BF16, "zero_optimization": {"stage": 3}, "parallel": {"dp_shard": 2}},
+def _more_memory() -> list[Row]:
+    two_ranks = {
+        "zero-2": {**BF16, "zero_optimization": {"stage": 2}, "parallel": {"dp_shard": 2}},
+        "zero-3": {**BF16, "zero_optimization": {"stage": 3}, "parallel": {"dp_shard": 2}},
         "tp": {**BF16, "parallel": {"tp": 2}},
         "pp": {**BF16, "parallel": {"pp": 2}},
     }
+    largest = (
+        ("trains", "the model that is predicted to take 95 % of the memory trains", 0.95, True),
+        ("does-not-fit", "the model that is predicted to take 110 % runs out of memory", 1.10, False),
+    )
     return [
-        Row("memory/one-rank", "peak memory against the prediction, one rank", "memory:peaks", 1, 180, {"cases": alone}, apart=True),
-        Row("memory/two-ranks", "peak memory against the prediction, 2 ranks", "memory:peaks", 2, 240, {"cases": two}, apart=True),
-    ]
-
-
-def _largest() -> list[Row]:
-    rows = (("trains", "the largest model by the prediction trains (95 %)", 0.95, True),
-            ("does-not-fit", "a larger one runs out of memory (110 %)", 1.10, False))  # fmt: skip
-    return [
-        Row(f"largest/{name}", title, "memory:largest", 1, 240, {"share": share, "trains": trains}, apart=True)
-        for name, title, share, trains in rows
-    ]
-
-
-# ---- times --------------------------------------------------------------------------------------------------------------------------
-
-
-def _needs_two(gpus: int) -> str:
-    return "" if gpus > 1 else "there is one GPU, and communication is measured between two or more"
-
-
-def _links(gpus: int) -> list[Row]:
-    return [
-        Row("links/host", "copies between host and device", "links:host", 1, 60, apart=True),
-        Row("links/gpus", f"collectives between {gpus} GPUs", "links:collectives", gpus, 90, apart=True, without=_needs_two(gpus)),
-    ]
-
-
-def _steps(gpus: int, machine: Machine) -> list[Row]:
-    shard = {"dp_shard": gpus}
-    no_deepspeed = "" if machine.deepspeed else "DeepSpeed is not installed"
-
-    def row(name: str, title: str, peer: str, config: Mapping[str, Any], **more: Any) -> Row:
-        settings = {"peer": peer, "config": dict(config)}
-        if peer == "DeepSpeed":
-            settings["requires"] = ["deepspeed"]
-        return Row(name, title, "steps:ratio", more.pop("ranks", gpus), 180, settings, apart=True, **more)
-
-    return [
-        row("step/ddp", "a step beside DistributedDataParallel, float32", "DDP",
-            {"zero_optimization": {"stage": 0}, "parallel": {"dp_replicate": gpus}}),
         *(
-            row(f"step/fully_shard-{stage}", f"a step at ZeRO {stage} beside fully_shard, bfloat16", "fully_shard",
-                {**REDUCED_FP32, "zero_optimization": {"stage": stage}, "parallel": shard})
-            for stage in (2, 3)
+            Row(
+                f"streaming/{source}",
+                f"generation with weights streamed from {source}: the tokens of the resident model",
+                "streaming:weights",
+                planned_seconds=30,
+                settings={"source": source},
+                by_default=False,
+            )
+            for source in ("host", "files")
+        ),
+        Row(
+            "memory/two-ranks",
+            "peak memory of a step and its prediction, 2 ranks",
+            "memory:peaks",
+            2,
+            planned_seconds=60,
+            settings={"cases": two_ranks},
+            own_process=True,
+            by_default=False,
         ),
         *(
-            row(f"step/deepspeed-{stage}", f"a step at ZeRO {stage} beside DeepSpeed, bfloat16", "DeepSpeed",
-                {**REDUCED_FP32, "zero_optimization": {"stage": stage}}, without=no_deepspeed)
-            for stage in (1, 2, 3)
+            Row(
+                f"largest/{name}",
+                title,
+                "memory:largest",
+                planned_seconds=90,
+                settings={"share": share, "trains": trains},
+                own_process=True,
+                by_default=False,
+            )
+            for name, title, share, trains in largest
         ),
-        row("offload/deepspeed", "a step with states in host memory beside DeepSpeed", "DeepSpeed",
-            {**REDUCED_FP32, "zero_optimization": {"stage": 2, "offload_optimizer": _HOST}}, ranks=1, without=no_deepspeed),
-    ]  # fmt: skip
-
-
-def _overlap(gpus: int) -> list[Row]:
-    offload = {**BF16, "parallel": {"activation_offload": {"fraction": 1.0}}}
-    zero3 = {**BF16, "zero_optimization": {"stage": 3}, "parallel": {"dp_shard": gpus}}
-    rows = (("copies", "copies of activations under computation", 1, offload, ""),
-            ("collectives", "collectives of ZeRO 3 under computation", gpus, zero3, _needs_two(gpus)))  # fmt: skip
-    return [
-        Row(f"overlap/{kind}", title, "overlap:trace", ranks, 300, {"kind": kind, "config": config}, apart=True, without=without)
-        for kind, title, ranks, config, without in rows
     ]
 
 
 def _planned() -> list[Row]:
-    layouts = {"tp": {"tp": 2, "pp": 1}, "pp": {"tp": 1, "pp": 2}}
     return [
         Row(
             f"planned/{name}",
-            f"one rank of a planned layout of 8 GPUs ({name} 2) against the planner's time",
+            f"one rank of a planned layout of 8 GPUs ({name} 2) and the planner's time",
             "planned:rank_of_plan",
-            1,
-            240,
-            {"fixed": fixed},
-            apart=True,
+            planned_seconds=60,
+            settings={"fixed": fixed},
+            own_process=True,
+            by_default=False,
         )
-        for name, fixed in layouts.items()
+        for name, fixed in (("tp", {"tp": 2, "pp": 1}), ("pp", {"tp": 1, "pp": 2}))
     ]

@@ -1,11 +1,13 @@
-"""What a check finds in its process: its rank, the device, and what the machine is."""
+"""What a check receives: its rank, the device, the time that is left, and results of earlier rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +19,11 @@ from plait.cluster.mesh import Mesh, build_mesh, local_device
 from plait.cluster.staged_group import make_default_group
 from plait.cluster.topology import place
 from plait.units import GIB
-from plait.validation.rows import Found, NotRun
+from plait.validation.rows import NotRun, Verdict
 
 SIMULATED = "simulated device"
-"""How the device that the tests simulate calls itself. It has no times, and host memory for its own."""
-NO_TIMES = "a simulated device has no times; what measures them ran"
+"""Part of the name of the device that the tests simulate. It has no times, and its memory is the host's."""
+NO_TIMES = "a simulated device has no times; the code that measures them ran to its end"
 
 
 @dataclass
@@ -30,43 +32,70 @@ class Context:
 
     rank: int
     world: int
-    shared: bool
-    """Several ranks share a GPU and talk through host memory."""
+    shares_gpu: bool
+    """Several ranks share a GPU and communicate through host memory."""
     simulated: bool
+    calibration: Path | None = None
+    """File that `kernels.calibrate` writes on rank 0."""
+    progress: Callable[[Mapping[str, Any]], None] = lambda numbers: None
+    """Receives partial numbers, which stay in the document when the row is cut."""
+    row_deadline: float = float("inf")
+    """Value of `time.monotonic` at which the planned time of the row has passed."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """What rows leave for later rows of this process, by a name that the writing module documents."""
     mesh: Mesh | None = None
 
     @property
     def device(self) -> torch.device:
-        """This rank's, which its work goes to from here on."""
+        """Device of this rank. Work goes to it from the first use of this property."""
         return self.mesh.device if self.mesh is not None else local_device(None, place())
 
+    @property
+    def is_small(self) -> bool:
+        """Whether models shrink, because the device is simulated or a CPU."""
+        return self.simulated or not accelerator.is_one(self.device)
+
     def group(self) -> Mesh:
-        """The process group of the launch, made when a check first needs it: a prediction for one rank must come before. Collective."""
+        """Return the mesh of all ranks. The first call makes the process group. Collective."""
         if self.mesh is None:
-            if self.shared:
+            if self.shares_gpu:
                 make_default_group()
-            self.mesh = build_mesh(Layout(dp_replicate=self.world), host_tensors=not self.shared)
+            self.mesh = build_mesh(Layout(dp_replicate=self.world), host_tensors=not self.shares_gpu)
         return self.mesh
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished all work."""
         accelerator.synchronize(self.device)
 
     def free_bytes(self) -> int:
-        """Of the device, now."""
+        """Return the device memory that no process uses."""
         return accelerator.free_bytes(self.device)
 
-    def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value. Collective."""
+    def release_memory(self) -> None:
+        """Collect garbage and give memory that the allocator keeps back to the device."""
+        gc.collect()
+        accelerator.release_cached_memory(self.device)
+
+    def from_first_rank(self, value: Any) -> Any:
+        """Return rank 0's value. Collective."""
+        if self.world == 1:
+            return value
         self.group()
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks. Collective."""
         if self.world == 1:
             return [value]
+        self.group()
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
         return values
 
     def close(self) -> None:
-        """End the group."""
+        """Destroy the process group."""
         if self.mesh is not None:
             self.mesh.close()
             self.mesh = None
@@ -75,34 +104,50 @@ class Context:
 
 
 def require(*packages: str) -> None:
-    """Raise NotRun where one is not installed."""
+    """Raise NotRun if a package is not installed."""
     for package in packages:
         if find_spec(package) is None:
             raise NotRun(f"{package} is not installed")
 
 
-def timed(context: Context, found: Found) -> Found:
-    """What was found of a row about times: on a simulated device it did run, and shows nothing."""
-    return Found("not run", NO_TIMES) if context.simulated and found.outcome != "not run" else found
+def require_compiler(context: Context) -> None:
+    """Raise NotRun on a simulated device, for which the compiler cannot generate kernels."""
+    if context.simulated:
+        raise NotRun("torch.compile cannot be simulated: it generates kernels for a real GPU")
 
 
-def sized(context: Context, sizes: Mapping[str, Mapping[str, Any]], *, least_bytes: Mapping[str, float]) -> Mapping[str, Any]:
-    """The largest of `sizes` whose `least_bytes` the device has free, in the order given; on a simulated device the last."""
-    names = list(sizes)
-    if not context.simulated:
-        free = context.free_bytes() / (context.world if context.shared else 1)
-        for name in names:
-            if least_bytes[name] <= free:
-                return sizes[name]
-        raise NotRun(f"needs {min(least_bytes.values()) / GIB:.1f} GiB, and the device has {free / GIB:.1f} GiB free")
-    return sizes[names[-1]]
+def timed(context: Context, result: Verdict) -> Verdict:
+    """Return the verdict of a row about times. On a simulated device the row ran and shows nothing."""
+    if context.simulated and result.outcome != "not run":
+        return Verdict("not run", NO_TIMES)
+    return result
+
+
+def largest_size(context: Context, sizes: Mapping[str, Mapping[str, Any]], *, required_bytes: Mapping[str, float]) -> Mapping[str, Any]:
+    """Return the largest of `sizes` that fits into free device memory.
+
+    Args:
+        context: On a simulated device or a CPU, the last size is chosen.
+        sizes: Sizes by name, the largest first.
+        required_bytes: Device memory that each size needs.
+
+    Raises:
+        NotRun: None fits.
+    """
+    if context.is_small:
+        return list(sizes.values())[-1]
+    free = context.free_bytes() / (context.world if context.shares_gpu else 1)
+    for name, size in sizes.items():
+        if required_bytes[name] <= free:
+            return size
+    raise NotRun(f"needs {min(required_bytes.values()) / GIB:.1f} GiB, and the device has {free / GIB:.1f} GiB free")
 
 
 @contextmanager
-def dtype_of_products(name: str) -> Iterator[None]:
-    """torch's precision of float32 products while inside: `high` uses TF32."""
+def float32_products(precision: str) -> Iterator[None]:
+    """Set torch's precision of float32 matrix products inside the block; `high` uses TF32."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
-"""The document of a validation: the machine, the versions, and every row's numbers, as one JSON object that can be sent in.
+"""The document of a validation: machine, versions and the numbers of all rows, as one JSON object.
 
-It has no paths, user or host names: of the environment only the variables that change how CUDA, NCCL and torch work.
+It contains no paths, user names or host names. Of the environment it has only the variables that
+change how CUDA, NCCL and torch work.
 """
 
 from __future__ import annotations
@@ -10,11 +11,26 @@ from typing import Any
 
 from plait.validation.rows import Result, counts
 
-FORMAT = 1
+FORMAT = 2
 
 
-def document(facts: Mapping[str, Any], results: Sequence[Result], *, at: str, seconds: float, only: Sequence[str]) -> dict[str, Any]:
-    """Everything. `facts` are those of `cli.validating.machine`, `at` the time (UTC, ISO 8601), `only` what was asked for, if not all."""
+def document(
+    facts: Mapping[str, Any],
+    results: Sequence[Result],
+    *,
+    at: str,
+    seconds: float,
+    only: Sequence[str],
+) -> dict[str, Any]:
+    """Return the document.
+
+    Args:
+        facts: Facts of the machine, from `cli.validating.machine`.
+        results: Results of the rows that have ended.
+        at: Start of the validation (UTC, ISO 8601).
+        seconds: Duration until now.
+        only: Patterns of `--only`. Empty for the default rows.
+    """
     return {
         "format": FORMAT,
         "at": at,
@@ -22,14 +38,14 @@ def document(facts: Mapping[str, Any], results: Sequence[Result], *, at: str, se
         "only": list(only),
         **facts,
         "counts": counts(results),
-        "rows": [_finite(result.as_dict()) for result in results],
+        "rows": [_with_finite_numbers(result.as_dict()) for result in results],
     }
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no numbers that are not finite: those become text."""
+def _with_finite_numbers(value: Any) -> Any:
+    """Replace floats that JSON does not have (NaN, infinity) by text."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(entry) for key, entry in value.items()}
+        return {str(key): _with_finite_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [_with_finite_numbers(entry) for entry in value]
     return str(value) if isinstance(value, float) and value - value != 0 else value

@@ -1,8 +1,11 @@
-"""Layouts on real kernels against one process: losses, norms, every gradient and every parameter, as `plait verify` compares them.
+"""Layouts on the device compared with one process, as `plait verify` compares them.
 
-In float64 the one process is on the CPU, which shares no kernel with the device, within 1e-10. In the configured precision the layout may
-be 1.2 times as far from float64 as one process on the device is (`verify.report`). Compressed gradients are another sum, so there losses
-and norms have tolerances of their own; and a checkpoint that goes on under another layout has to give the same losses.
+In float64 the reference is one process on the CPU, which shares no kernel with the device, and the
+bar is 1e-10 for losses, norms, gradients and parameters. In the configured precision the layout may
+be 1.2 times as far from float64 as one process on the device is (`verify.report`).
+
+References depend on the model, the data and the optimizer, and not on the layout. Rows of one
+process that agree in those share them, so the trace on the CPU is computed once.
 """
 
 from __future__ import annotations
@@ -19,26 +22,36 @@ from plait.cluster import accelerator
 from plait.config.resolving.resolve import load
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
-from plait.validation.context import Context, require
-from plait.validation.rows import Found, compared
+from plait.validation.context import Context, require, require_compiler
+from plait.validation.rows import Verdict, verdict
 from plait.verify.parity import Trace
 from plait.verify.plan import Pass, Plan, prepare
-from plait.verify.report import failure
-from plait.verify.run import compare, references, run_layout
+from plait.verify.report import Section, compare_configured, compare_float64
+from plait.verify.run import References, references, run_layout
 
 MODEL: Mapping[str, Any] = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+STEPS = 2
 COMPRESSED_LOSS, COMPRESSED_NORM = 0.02, 0.15
-"""Relative differences that compressed gradients may make to a loss and to a norm, in four steps."""
+"""Largest relative differences of a loss and of a norm in four steps with compressed gradients."""
 RESUMED = 1e-9
-"""Relative difference in float64 of losses after a checkpoint: sums are in another order under another layout."""
+"""Largest relative difference of float64 losses after a checkpoint: another layout sums in another order."""
+_REFERENCES = "references"
+"""Entry of `Context.results`: references by the pass and by what they depend on."""
+_SHOWN_DIFFERENCES = 3
 
 
 def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration file of `settings`, for the small model of these checks."""
+    """Return `settings` as a configuration file for the small model of these checks."""
     base = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -50,109 +63,180 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def planned(context: Context, settings: Mapping[str, Any], *, passes: tuple[Pass, ...], steps: int) -> Plan:
-    """What will be compared, decided by the first rank. Collective."""
+    """Return rank 0's plan of the comparison. Collective."""
     require("transformers")
     context.group()
-    found: list[Any] = [None]
+    plan: Plan | None = None
     if context.rank == 0:
-        config = load(configuration(settings))
-        counts = {"processes": context.world, "most_processes": context.world, "gpus": context.world}
-        found = [prepare(config, model=None, steps=steps, passes=passes, device=accelerator.NAME, **counts)]  # type: ignore[arg-type]
-    if context.world > 1:
-        dist.broadcast_object_list(found)
-    plan: Plan = found[0]
-    return plan
+        on_gpu = accelerator.is_one(context.device)
+        plan = prepare(
+            load(configuration(settings)),
+            model=None,
+            steps=steps,
+            passes=passes,
+            device=accelerator.NAME if on_gpu else "cpu",
+            processes=context.world,
+            most_processes=context.world,
+            gpus=context.world,
+        )
+    shared: Plan = context.from_first_rank(plan)
+    return shared
 
 
-def layout(context: Context, settings: Mapping[str, Any]) -> Found:
-    """One layout in float64 and in its configured precision."""
-    plan = planned(context, settings["config"], passes=("float64", "configured"), steps=2)
+def layout(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Compare one layout in the passes of `settings["passes"]`, by default all."""
+    if settings["config"].get("compile", {}).get("enabled"):
+        require_compiler(context)
+    passes = tuple(settings.get("passes", ("float64", "configured")))
+    plan = planned(context, settings["config"], passes=passes, steps=STEPS)
     traces = run_layout(plan)
     if context.rank:
-        return compared([])
-    exact = compare(replace(plan, device="cpu"), {"float64": traces["float64"]})
-    rounded = compare(plan, {"configured": traces["configured"]})
-    sections = [section for report in (exact, rounded) for section in report.sections if section.rows]
-    reports = [report for report in (exact, rounded) if not report.equal]
-    numbers = {
-        section.name: {
-            "compared": len(section.rows),
-            "largest_error": max(row.error for row in section.rows),
-            "largest_share_of_allowed": max((row.error / row.allowed for row in section.rows if row.allowed), default=0.0),
-        }
-        for section in sections
+        return verdict([])
+    sections = [section_of(context, plan, name, trace) for name, trace in traces.items()]
+    numbers = {section.name: numbers_of(section) for section in sections}
+    problems = [problem_of(section) for section in sections if section.different]
+    layout_text = str(plan.resolved.layout)
+    return verdict(problems, computes_in=plan.computes_in, layout=layout_text, **numbers)
+
+
+def section_of(context: Context, plan: Plan, name: Pass, trace: Trace) -> Section:
+    """Compare the trace of one pass with its references."""
+    if name == "float64":
+        exact = shared_references(context, replace(plan, device="cpu"), name, trace).exact
+        return compare_float64(plan, exact, trace)
+    # The exact trace starts from the weights that the configured dtype draws.
+    reference = shared_references(context, plan, name, trace)
+    assert reference.single is not None
+    return compare_configured(plan, reference.exact, reference.single, trace)
+
+
+def shared_references(context: Context, plan: Plan, name: Pass, trace: Trace) -> References:
+    """Return the references of a pass. They are computed for the first row that needs them."""
+    resolved = plan.resolved
+    key = repr(
+        (
+            name,
+            plan.device,
+            plan.tested,
+            plan.steps,
+            plan.dtype,
+            plan.micro_batches,
+            resolved.batch.micro_batch_size,
+            resolved.seed,
+            resolved.optimizer,
+            resolved.gradient_clipping,
+            resolved.precision if name == "configured" else None,
+            trace.scales,
+            trace.skipped,
+        )
+    )
+    known: dict[str, References] = context.results.setdefault(_REFERENCES, {})
+    if key not in known:
+        known[key] = references(plan, name, trace)
+    return known[key]
+
+
+def numbers_of(section: Section) -> dict[str, Any]:
+    """Return the largest error of a comparison, and the largest share of what is allowed."""
+    shares = [row.error / row.allowed for row in section.rows if row.allowed]
+    return {
+        "compared": len(section.rows),
+        "largest_error": max((row.error for row in section.rows), default=0.0),
+        "largest_share_of_allowed": max(shares, default=0.0),
     }
-    problems = [failure(report).replace("\n", ";") for report in reports]
-    return compared(problems, computes_in=plan.computes_in, layout=str(plan.resolved.layout), **numbers)
 
 
-def compression(context: Context, settings: Mapping[str, Any]) -> Found:
-    """Compressed gradients: losses and norms near those of one uncompressed process."""
+def problem_of(section: Section) -> str:
+    """Return the first differences of a comparison, in the order of the computation."""
+    shown = "; ".join(str(row) for row in section.different[:_SHOWN_DIFFERENCES])
+    more = len(section.different) - _SHOWN_DIFFERENCES
+    rest = f"; {more} more" if more > 0 else ""
+    return f"{section.name}: {shown}{rest}"
+
+
+def compression(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Compare losses and norms with compressed gradients with those of one uncompressed process."""
     plan = planned(context, settings["config"], passes=("configured",), steps=4)
-    found = run_layout(plan)["configured"]
+    trace = run_layout(plan)["configured"]
     if context.rank:
-        return compared([])
-    exact = references(replace(plan, device="cpu"), "configured", found).exact
-    return compressed(found, exact)
+        return verdict([])
+    exact = references(replace(plan, device="cpu"), "configured", trace).exact
+    return judge_compressed(trace, exact)
 
 
-def compressed(found: Trace, exact: Trace) -> Found:
-    """Within the tolerances."""
-    rows = (("loss", found.losses, exact.losses, COMPRESSED_LOSS), ("gradient norm", found.grad_norms, exact.grad_norms, COMPRESSED_NORM))
+def judge_compressed(trace: Trace, exact: Trace) -> Verdict:
+    """Fail if a loss or a norm is further from the exact one than allowed."""
+    series = (
+        ("loss", trace.losses, exact.losses, COMPRESSED_LOSS),
+        ("gradient norm", trace.grad_norms, exact.grad_norms, COMPRESSED_NORM),
+    )
     numbers, problems = {}, []
-    for name, ours, theirs, allowed in rows:
-        worst = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True))
+    for name, values, exact_values, allowed in series:
+        errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(values, exact_values, strict=True)]
+        worst = max(errors)
         numbers[name.replace(" ", "_")] = {"largest_error": worst, "allowed": allowed}
         if not worst <= allowed:
             problems.append(f"{name}: error {worst:.1e}, allowed {allowed:.1e}")
-    return compared(problems, **numbers)
+    return verdict(problems, **numbers)
 
 
-def checkpoint(context: Context, settings: Mapping[str, Any]) -> Found:
-    """A checkpoint that is written beside two further steps, and the same steps from it under another layout."""
+def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Write a checkpoint asynchronously, load it on another layout, and compare the next losses."""
     saving, loading = (planned(context, settings[name], passes=("float64",), steps=4) for name in ("saving", "loading"))
-    # Each plan has the smallest model that its layout takes; both take that of the layout that splits most.
+    # Each plan has the smallest model that its layout supports. Both use that of the layout that
+    # splits the model more.
     larger = max((saving, loading), key=lambda plan: plan.resolved.layout.pp * plan.resolved.layout.tp)
     saving, loading = (replace(plan, tested=larger.tested, blocks=larger.blocks) for plan in (saving, loading))
     if saving.micro_batches != loading.micro_batches:
-        raise AssertionError(f"{saving.micro_batches} and {loading.micro_batches} micro-batches of a step cannot be compared")
+        numbers = f"{saving.micro_batches} and {loading.micro_batches}"
+        raise AssertionError(f"{numbers} micro-batches of a step cannot be compared")
     with TemporaryDirectory(prefix="plait-checkpoint-") as name:
-        folder = Path(_first(context, name))
-        straight = _steps(saving, slice(0, 4), save_after=2, folder=folder)
-        resumed = _steps(loading, slice(2, 4), folder=folder, load=True)
-        dist.barrier()  # the folder is the first rank's
+        folder = Path(context.from_first_rank(name))
+        straight = _losses_of(saving, slice(0, 4), folder, save_after=2)
+        resumed = _losses_of(loading, slice(2, 4), folder, load_first=True)
+        dist.barrier()  # Rank 0 removes the folder.
+    pairs = zip(straight[2:], resumed, strict=True)
     problems = [
         f"step {step + 3}: loss {after!r}, and {before!r} without a checkpoint"
-        for step, (before, after) in enumerate(zip(straight[2:], resumed, strict=True))
+        for step, (before, after) in enumerate(pairs)
         if not abs(before - after) <= RESUMED * abs(before)
     ]
-    return compared(problems, losses=straight, resumed=resumed, allowed=RESUMED)
+    return verdict(problems, losses=straight, resumed=resumed, allowed=RESUMED)
 
 
-def _first(context: Context, value: str) -> str:
-    found: str = context.gathered(value)[0]
-    return found
-
-
-def _steps(plan: Plan, which: slice, *, folder: Path, save_after: int | None = None, load: bool = False) -> list[float]:
-    """Losses of some of the plan's steps in float64."""
+def _losses_of(
+    plan: Plan,
+    steps: slice,
+    folder: Path,
+    *,
+    save_after: int | None = None,
+    load_first: bool = False,
+) -> list[float]:
+    """Return the losses of some of the plan's steps in float64."""
     resolved, dtype = plan.settings("float64")
     built = plan.build(dtype)
     with plan.lifting("float64", built.model):
-        engine = initialize(built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps)
+        engine = initialize(
+            built.model,
+            resolved,
+            loss_fn=built.loss,
+            forward=built.forward,
+            total_steps=plan.steps,
+        )
         try:
-            if load and engine.load_checkpoint(folder) is None:
+            if load_first and engine.load_checkpoint(folder) is None:
                 raise AssertionError(f"{folder} has no checkpoint")
-            return _losses(engine, plan.data(built)[which], save_after, folder)
+            return _train(engine, plan.data(built)[steps], folder, save_after)
         finally:
             engine.close()
 
 
-def _losses(engine: Engine, steps: list[Any], save_after: int | None, folder: Path) -> list[float]:
+def _train(engine: Engine, steps: list[Any], folder: Path, save_after: int | None) -> list[float]:
     count = engine.gradient_accumulation_steps()
+    first = engine.dp_rank * count
     losses = []
     for index, step in enumerate(steps):
-        losses.append(float(engine.train_batch(list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])).loss))
+        losses.append(float(engine.train_batch(list(step[first : first + count])).loss))
         if save_after == index + 1:
             engine.save_checkpoint(folder, wait=False)
     if save_after is not None:

@@ -1,6 +1,7 @@
-"""Rows of a validation and their results. Pure data: the command that starts them needs neither torch nor a GPU.
+"""Rows of a validation and their results.
 
-A row is one check with its settings; rows with as many ranks run one after another in the same processes, unless one wants its own.
+A row is one check with its settings. This module is plain data: the process that starts the checks
+needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -11,44 +12,57 @@ from typing import Any, Literal
 
 Outcome = Literal["passed", "failed", "not run"]
 
+LIMIT_FACTOR = 3.0
+"""A row is stopped after this many times its planned time."""
+
 
 @dataclass(frozen=True)
 class Row:
-    """One check."""
+    """One check of the catalogue."""
 
     name: str
-    """`check/what`, as `--only` and the document name it."""
+    """Name as `check/variant`, for `--only` and for the document."""
     title: str
     check: str
-    """`module:function` of `plait.validation`, called with (context, settings) in every rank."""
+    """`module:function` below `plait.validation`, called as function(context, settings) on every rank."""
     ranks: int = 1
-    seconds: float = 60.0
-    """It is ended after so long."""
+    planned_seconds: float = 10.0
+    """Planned time on an H100. A row does not start when this time is no longer left."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    apart: bool = False
-    """In processes of its own: it needs the device to itself, or leaves it in a state that no other check should find."""
-    without: str = ""
-    """Why it cannot run here; empty where it can."""
+    own_process: bool = False
+    """Whether the row needs a process of its own, because it changes the state of the process."""
+    by_default: bool = True
+    """Whether the row runs without `--only`."""
+    unavailable: str = ""
+    """Reason why the row cannot run on this machine. Empty for a row that can run."""
+    least_limit_seconds: float = 60.0
+    """Shortest time limit. First uses of a GPU load kernels, which can take seconds."""
+
+    @property
+    def limit_seconds(self) -> float:
+        """Time after which the row is stopped."""
+        return max(self.least_limit_seconds, LIMIT_FACTOR * self.planned_seconds)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a row. `numbers` are plain values; `reason` is never empty but where the row passed."""
+    """Result of one row. A row that did not pass always has a reason."""
 
     name: str
     title: str
     outcome: Outcome
     reason: str = ""
     seconds: float = 0.0
+    planned_seconds: float = 0.0
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result as a JSON object."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
-class Found:
+class Verdict:
     """What a check returns on its first rank."""
 
     outcome: Outcome
@@ -57,30 +71,25 @@ class Found:
 
 
 class NotRun(Exception):
-    """The check cannot run here; the message is the reason. Raised on every rank or on none."""
+    """The check cannot run on this machine. The message is the reason. All ranks raise it, or none."""
 
 
-def passed(**numbers: Any) -> Found:
-    """The check held, with what it measured."""
-    return Found("passed", "", numbers)
-
-
-def compared(problems: Sequence[str], **numbers: Any) -> Found:
-    """Failed with these problems, passed where there are none."""
-    return Found("failed" if problems else "passed", "; ".join(problems), numbers)
+def verdict(problems: Sequence[str], **numbers: Any) -> Verdict:
+    """Return a verdict that has passed if there are no problems, and has failed otherwise."""
+    return Verdict("failed" if problems else "passed", "; ".join(problems), numbers)
 
 
 def not_run(row: Row, reason: str) -> Result:
-    """A row that did not run."""
-    return Result(row.name, row.title, "not run", reason)
+    """Return the result of a row that did not run."""
+    return Result(row.name, row.title, "not run", reason, planned_seconds=row.planned_seconds)
 
 
 def counts(results: Sequence[Result]) -> dict[str, int]:
-    """How many results of each kind."""
-    return {outcome: sum(one.outcome == outcome for one in results) for outcome in ("passed", "failed", "not run")}
+    """Return the number of results of each outcome."""
+    return {outcome: sum(result.outcome == outcome for result in results) for outcome in ("passed", "failed", "not run")}
 
 
 def exit_code(results: Sequence[Result]) -> int:
-    """0 where something passed and nothing failed; a validation of which nothing ran shows nothing, and is 1 too."""
-    found = counts(results)
-    return 1 if found["failed"] or not found["passed"] else 0
+    """Return 0 if at least one row passed and none failed, otherwise 1."""
+    by_outcome = counts(results)
+    return 1 if by_outcome["failed"] or not by_outcome["passed"] else 0

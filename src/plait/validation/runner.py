@@ -1,8 +1,19 @@
-"""Runs rows in processes of their own, so that none can take the command down: a row that raises, hangs or ends its process has failed, and
-the others go on.
+"""Runs rows in processes of their own and within a time budget.
 
-Rows that need as many ranks share a launch. Its first rank writes a line of JSON when a row begins and when it has ended; whatever the
-processes do, those lines are what is believed. After a row that ended badly the rest of them starts anew. Imports no torch.
+Note [Turns]
+    Rows that need the same number of ranks share one launch. The parent decides which row is next
+    when the previous one has ended, because only then it knows how much time is left. It appends
+    the row's index to a file (TURNS) that all ranks read, so every rank takes the same decision.
+    The first rank appends its answers to another file (EVENTS). Files survive any end of a
+    process: after a crash the parent knows which row it was, reports it as failed and starts a new
+    launch with the rest. Partial numbers of the row that was cut are in its result.
+
+Note [Which rows run]
+    Rows are listed by value. A row starts when its planned time fits into the remaining budget
+    together with the planned time of all more valuable rows that are still to come (those that need
+    another number of ranks run later). Therefore rows of low value are left out first.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,181 +31,287 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plait.validation.rows import Result, Row, not_run
+from plait.validation.rows import Outcome, Result, Row, not_run
 
-ROWS, EVENTS, ERRORS = "rows.json", "events.jsonl", "errors.txt"
-MOST_ROWS = 12
-"""Of one launch: torch and its groups do not release everything."""
-START_SECONDS = 180.0
-"""Until the first row of a launch begins: processes start, torch is imported, contexts and communicators are made."""
-LEAST_SECONDS = 15.0
-"""With less of the budget left no launch is begun."""
+ROWS, TURNS, EVENTS, ERRORS = "rows.json", "turns.txt", "events.jsonl", "errors.txt"
+END_TURN = "end"
+"""Line of TURNS after which the processes end."""
+LAUNCH_PLANNED_SECONDS = 20.0
+"""Planned time until the first row of a launch begins: imports, CUDA context, process group."""
+LAUNCH_LIMIT_SECONDS = 180.0
+"""Time after which a launch whose first row has not begun is stopped."""
 GRACE_SECONDS = 8.0
-_POLL = 0.05
+_POLL_SECONDS = 0.05
 _WARNING = re.compile(r"\[(rank\d+\]:\[)?W\d+ ")
-"""Of torch's C++ code, which says nothing of why a process ended."""
-_LINES = 6
-"""Of what a failed launch printed, the last ones are in the reason."""
+"""Warnings of torch's C++ code. They do not explain why a process ended."""
+_REPORTED_LINES = 6
+"""Number of lines from a failed launch's output that become the reason."""
 
-Command = Callable[[int, Path], Sequence[str]]
-"""(ranks, folder) to the command that starts them."""
+LaunchCommand = Callable[[int, Path], Sequence[str]]
+"""Function from (ranks, folder) to the command line that starts these ranks."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; every row has its result all the same."""
+    """Ctrl-C was pressed. Every row has its result nevertheless."""
 
 
 class Runner:
-    """Runs rows within a budget."""
+    """Runs rows within a time budget. See Note [Turns] and Note [Which rows run]."""
 
-    def __init__(self, command: Command, *, budget_seconds: float, began: Callable[[Row], None] = lambda _: None) -> None:
-        """`began` is called with a row when it begins."""
-        self._command, self._began = command, began
-        self._budget = budget_seconds
-        self._ends = time.monotonic() + budget_seconds
+    def __init__(
+        self,
+        command: LaunchCommand,
+        *,
+        budget_seconds: float,
+        began: Callable[[Row], None] = lambda row: None,
+    ) -> None:
+        """Start the budget.
+
+        Args:
+            command: Returns the command line of a launch.
+            budget_seconds: Time until everything has ended.
+            began: Progress callback. Receives each row that starts.
+        """
+        self.command = command
+        self.began = began
+        self._budget_seconds = budget_seconds
+        self._deadline = time.monotonic() + budget_seconds
 
     def run(self, rows: Sequence[Row], facts: Mapping[str, Any]) -> Iterator[Result]:
-        """The result of every row, in order. `facts` are given to the ranks. Raises Interrupted after the last result."""
-        batches = batched(rows)
+        """Yield the result of each row when it has ended.
+
+        Args:
+            rows: Rows in the order of their value.
+            facts: Passed to the processes.
+
+        Raises:
+            Interrupted: After the last result, if Ctrl-C was pressed.
+        """
+        order = [row for batch in batches(rows) for row in batch]
         interrupted = False
-        for batch in batches:
-            todo = list(batch)
-            while todo:
-                if todo[0].without or interrupted:
-                    yield not_run(todo[0], todo[0].without or "interrupted")
-                    todo.pop(0)
-                elif self._left() < LEAST_SECONDS:
-                    yield not_run(todo.pop(0), self._used_up())
-                else:
-                    try:
-                        results = self._launch(todo, facts)
-                    except KeyboardInterrupt as stop:
-                        results, interrupted = stop.args[0], True
-                    yield from results
-                    del todo[: len(results)]
+        for batch in batches(rows):
+            pending = list(batch)
+            while pending:
+                later = order[order.index(pending[-1]) + 1 :]
+                skipped = self.skip(pending, rows, later, interrupted=interrupted, launching=True)
+                yield from skipped
+                if not pending:
+                    break
+                launch = _Launch(self, pending, rows, later, facts)
+                try:
+                    yield from launch.results()
+                except KeyboardInterrupt:
+                    interrupted = True
+                    yield from launch.stop_interrupted()
         if interrupted:
             raise Interrupted
 
-    def _left(self) -> float:
-        return self._ends - time.monotonic()
+    def seconds_left(self) -> float:
+        """Return the rest of the budget."""
+        return self._deadline - time.monotonic()
 
-    def _used_up(self) -> str:
-        return f"the budget of {self._budget / 60:g} minutes was used up"
+    def budget_used_up(self) -> str:
+        """Return the reason of a row that the end of the budget stopped."""
+        return f"the budget of {self._budget_seconds / 60:g} minutes was used up"
 
-    def _launch(self, rows: list[Row], facts: Mapping[str, Any]) -> list[Result]:
-        """Results of the first rows, at least one; of all where nothing ended badly. KeyboardInterrupt carries those that there are."""
-        with tempfile.TemporaryDirectory(prefix="plait-validate-") as name:
-            folder = Path(name)
-            (folder / ROWS).write_text(json.dumps({"facts": dict(facts), "rows": [asdict(row) for row in rows]}))
-            with (folder / ERRORS).open("wb") as errors:
-                process = subprocess.Popen(
-                    self._command(rows[0].ranks, folder),
-                    stdin=subprocess.PIPE,  # closed when this process ends, however it does: the launcher follows
-                    stdout=errors,
-                    stderr=errors,
-                    start_new_session=True,  # Ctrl-C is this process's to handle
-                )
-            watch = _Watch(rows, folder / EVENTS, self._began)
-            try:
-                reason = self._watch(process, watch)
-            except KeyboardInterrupt:
-                end(process)
-                watch.read()
-                raise KeyboardInterrupt([*watch.results, *watch.unfinished("not run", "interrupted")]) from None
-            if reason is None:  # every row has its result, or the processes have ended
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE_SECONDS)
-            end(process)
-            watch.read()
-            if not watch.remaining:
-                return watch.results
-            if reason is None:
-                said = _last_lines(folder / ERRORS)
-                reason = f"its processes ended with exit code {process.returncode}" + (f": {said}" if said else "")
-                return [*watch.results, *watch.unfinished("failed", reason)]
-            return [*watch.results, *watch.unfinished(*reason)]
+    def skip(
+        self,
+        pending: list[Row],
+        rows: Sequence[Row],
+        later: Sequence[Row],
+        *,
+        interrupted: bool = False,
+        launching: bool = False,
+    ) -> list[Result]:
+        """Remove rows from the front of `pending` until one can start, and return their results."""
+        skipped = []
+        while pending:
+            row = pending[0]
+            reason = "interrupted" if interrupted else row.unavailable
+            reason = reason or self._no_time_for(row, rows, later, launching=launching)
+            if not reason:
+                break
+            skipped.append(not_run(pending.pop(0), reason))
+        return skipped
 
-    def _watch(self, process: subprocess.Popen[bytes], watch: _Watch) -> Any:
-        """Until the launch ends: None; else (outcome, reason) of the row that was to be ended."""
-        while True:
-            ended = process.poll() is not None
-            watch.read()
-            if ended or not watch.remaining:
-                return None
-            if self._left() <= 0:
-                return "not run", f"{self._used_up()} while it ran"
-            late = watch.late()
-            if late:
-                return "failed", late
-            time.sleep(_POLL)
+    def _no_time_for(self, row: Row, rows: Sequence[Row], later: Sequence[Row], *, launching: bool) -> str:
+        """Return why there is no time for a row. Empty if it fits. See Note [Which rows run]."""
+        more_valuable = {other.name for other in rows[: rows.index(row)]}
+        reserved = [other for other in later if other.name in more_valuable and not other.unavailable]
+        launches = int(launching) + len({(other.ranks, other.own_process) for other in reserved})
+        planned = row.planned_seconds + sum(other.planned_seconds for other in reserved)
+        needed = planned + launches * LAUNCH_PLANNED_SECONDS
+        left = max(0.0, self.seconds_left())
+        if needed <= left:
+            return ""
+
+        reserved_text = f", {needed - row.planned_seconds:.0f} s are reserved" if reserved else ""
+        return (
+            f"planned for {row.planned_seconds:.0f} s{reserved_text}, and {left:.0f} s of "
+            f"{self._budget_seconds / 60:g} minutes are left; raise --minutes or use --only"
+        )
 
 
-class _Watch:
-    """What the first rank has written of its rows."""
+class _Launch:
+    """Processes that run some rows one after another."""
 
-    def __init__(self, rows: Sequence[Row], events: Path, began: Callable[[Row], None]) -> None:
-        self.results: list[Result] = []
-        self.remaining = list(rows)
-        self._events, self._tell = events, began
-        self._offset = 0
-        self._since = time.monotonic()
+    def __init__(
+        self,
+        runner: Runner,
+        pending: list[Row],
+        rows: Sequence[Row],
+        later: Sequence[Row],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Prepare a launch. `pending` is consumed as rows get their results."""
+        self._runner = runner
+        self._pending = pending
+        self._given = list(pending)
+        self._rows = rows
+        self._later = later
+        self._facts = facts
         self._running = False
+        self._partial: dict[str, Any] = {}
+        self._since = time.monotonic()
+        self._offset = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = Path()
 
-    def read(self) -> None:
-        """Take in new lines; the last may be written only in part."""
-        if not self._events.exists():
+    def results(self) -> Iterator[Result]:
+        """Run the rows and yield their results. Ends early when the processes have ended."""
+        with tempfile.TemporaryDirectory(prefix="plait-validate-") as name:
+            self._folder = Path(name)
+            self._start()
+            try:
+                yield from self._watch()
+            finally:
+                self._end()
+
+    def stop_interrupted(self) -> list[Result]:
+        """Return the result of the row that Ctrl-C stopped."""
+        return self._unfinished("not run", "interrupted")
+
+    def _start(self) -> None:
+        content = {"facts": dict(self._facts), "rows": [asdict(row) for row in self._given]}
+        (self._folder / ROWS).write_text(json.dumps(content), encoding="utf-8")
+        self._give_turn()
+        with (self._folder / ERRORS).open("wb") as errors:
+            self._process = subprocess.Popen(
+                self._runner.command(self._given[0].ranks, self._folder),
+                stdin=subprocess.PIPE,  # Closed when this process ends; the launcher then ends too.
+                stdout=errors,
+                stderr=errors,
+                start_new_session=True,  # This process alone handles Ctrl-C.
+            )
+        self._since = time.monotonic()
+
+    def _watch(self) -> Iterator[Result]:
+        assert self._process is not None
+        while True:
+            exited = self._process.poll() is not None
+            for result in self._read():
+                yield result
+                yield from self._runner.skip(self._pending, self._rows, self._later)
+                self._give_turn()
+            if not self._pending:
+                return
+            if exited:
+                yield from self._unfinished("failed", self._why_ended())
+                return
+            if self._runner.seconds_left() <= 0:
+                reason = f"{self._runner.budget_used_up()} while it ran"
+                yield from self._unfinished("not run", reason)
+                return
+            late = self._late()
+            if late:
+                yield from self._unfinished("failed", late)
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _give_turn(self) -> None:
+        """Tell the processes which row is next, or that there is none."""
+        turn = str(self._given.index(self._pending[0])) if self._pending else END_TURN
+        with (self._folder / TURNS).open("a", encoding="utf-8") as file:
+            file.write(turn + "\n")
+
+    def _read(self) -> Iterator[Result]:
+        """Yield the results among the new events. The last line may be written only in part."""
+        events = self._folder / EVENTS
+        if not events.exists():
             return
-        with self._events.open("rb") as file:
+        with events.open("rb") as file:
             file.seek(self._offset)
-            text = file.read()
-        complete = text[: text.rfind(b"\n") + 1]
+            content = file.read()
+        complete = content[: content.rfind(b"\n") + 1]
         self._offset += len(complete)
         for line in complete.splitlines():
-            self._take(json.loads(line))
+            result = self._take(json.loads(line))
+            if result is not None:
+                yield result
 
-    def _take(self, event: Mapping[str, Any]) -> None:
-        row = self.remaining[0]
+    def _take(self, event: Mapping[str, Any]) -> Result | None:
+        row = self._pending[0]
         assert event["row"] == row.name, f"{event} while {row.name} was to come"
         if event["event"] == "began":
-            self._running, self._since = True, time.monotonic()
-            self._tell(row)
-            return
-        self.remaining.pop(0)
-        self._running, seconds = False, time.monotonic() - self._since
-        self._since = time.monotonic()
-        self.results.append(Result(row.name, row.title, event["outcome"], event["reason"], seconds, event["numbers"]))
+            self._running = True
+            self._since = time.monotonic()
+            self._partial = {}
+            self._runner.began(row)
+            return None
+        if event["event"] == "progress":
+            self._partial |= event["numbers"]
+            return None
+        return self._finished(event["outcome"], event["reason"], event["numbers"])
 
-    def late(self) -> str:
-        """Why the row must be ended; empty where it may go on."""
-        limit = self.remaining[0].seconds if self._running else START_SECONDS
+    def _finished(self, outcome: Outcome, reason: str, numbers: Mapping[str, Any]) -> Result:
+        row = self._pending.pop(0)
+        seconds = time.monotonic() - self._since if self._running else 0.0
+        self._running = False
+        self._since = time.monotonic()
+        return Result(row.name, row.title, outcome, reason, seconds, row.planned_seconds, numbers)
+
+    def _unfinished(self, outcome: Outcome, reason: str) -> list[Result]:
+        """Return the result of the row that was running, with the numbers that it had reported."""
+        if not self._pending:
+            return []
+        return [self._finished(outcome, reason, self._partial)]
+
+    def _late(self) -> str:
+        """Return why the row must be stopped. Empty if it may continue."""
+        limit = self._pending[0].limit_seconds if self._running else LAUNCH_LIMIT_SECONDS
         if time.monotonic() - self._since <= limit:
             return ""
-        return f"ran for more than {limit:.0f} s and was ended" if self._running else f"its processes did not start within {limit:.0f} s"
+        if self._running:
+            return f"ran for more than {limit:.0f} s and was stopped"
+        return f"its processes did not start within {limit:.0f} s"
 
-    def unfinished(self, outcome: Any, reason: str) -> list[Result]:
-        """The result of the row that was to end next."""
-        if not self.remaining:
-            return []
-        row = self.remaining.pop(0)
-        seconds = time.monotonic() - self._since if self._running else 0.0
-        return [Result(row.name, row.title, outcome, reason, seconds)]
+    def _why_ended(self) -> str:
+        assert self._process is not None
+        output = _last_lines(self._folder / ERRORS)
+        reason = f"its processes ended with exit code {self._process.returncode}"
+        return f"{reason}: {output}" if output else reason
+
+    def _end(self) -> None:
+        assert self._process is not None
+        if not self._pending:  # Every row has its result, so the processes end by themselves.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_SECONDS)
+        stop(self._process)
 
 
-def batched(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows that follow each other and may share a launch."""
-    batches: list[list[Row]] = []
+def batches(rows: Sequence[Row]) -> list[list[Row]]:
+    """Group rows into launches: one per number of ranks, one for each row with its own process.
+
+    Rows that cannot run are in the group of those with as many ranks, where they start nothing.
+    """
+    groups: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
-        last = batches[-1] if batches else []
-        alike = bool(last) and not (row.apart or last[0].apart) and row.ranks == last[0].ranks and not (row.without or last[0].without)
-        if alike and len(last) < MOST_ROWS:
-            last.append(row)
-        else:
-            batches.append([row])
-    return batches
+        groups.setdefault((row.ranks, row.name if row.own_process else ""), []).append(row)
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], bool(key[1])))]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a launch and its ranks: asked first, then killed. The kernel kills ranks whose launcher is gone."""
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop a launch and its ranks, first with SIGTERM and then with SIGKILL."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -208,6 +325,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_lines(path: Path) -> str:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    told = [line for line in lines if not _WARNING.match(line)]
-    return " | ".join(told[-_LINES:])[-2000:]
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
+    shown = [line for line in lines if line and not _WARNING.match(line)]
+    return " | ".join(shown[-_REPORTED_LINES:])[-2000:]

@@ -1,4 +1,4 @@
-"""Generation with weights that are streamed to the device: its tokens are those of the model in memory, and it uses the link."""
+"""Generation with weights that are streamed to the device: the same tokens, and the rate of the link."""
 
 from __future__ import annotations
 
@@ -15,62 +15,84 @@ from plait.inference.generate import generate
 from plait.inference.source import Source, open_source
 from plait.inference.streamed import least_budget, load_streamed, tensors_of
 from plait.units import GIB, MIB
-from plait.validation.context import Context, require, sized, timed
-from plait.validation.links import copy_rate
-from plait.validation.memory import LARGE, MEDIUM, SMALL, TINY, fields_of
-from plait.validation.rows import Found, compared
-from plait.verify.model_under_test import transformers_model
+from plait.validation.ceilings import copy_rate
+from plait.validation.context import Context, largest_size, require, timed
+from plait.validation.models import MEDIUM, TINY, Workload, on_device
+from plait.validation.rows import Verdict, verdict
 
 LEAST_SHARE = 0.9
-"""Of the rate of plain copies from pinned memory."""
-SIZES: Mapping[str, Mapping[str, Any]] = {"large": LARGE, "medium": MEDIUM, "small": SMALL, "tiny": TINY}
-NEEDED = {"large": 8 * GIB, "medium": 3 * GIB, "small": 1 * GIB, "tiny": 0.25 * GIB}
-PROMPTS, LENGTH, TOKENS = 2, 12, 16
-ALL = 1 << 62
-MOST_COPIED = 256 * MIB
-OTHER = 64 * MIB
-"""Of the budget, for keys, values and activations."""
+"""Share of the rate of plain copies from pinned memory that streaming must reach."""
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "medium": {"workload": MEDIUM},
+    # With two layers, the places that streamed layers compute in would hold both of them.
+    "tiny": {"workload": TINY.with_layers(6)},
+}
+REQUIRED_BYTES = {"medium": 8 * GIB, "tiny": 0.25 * GIB}
+PROMPTS, PROMPT_TOKENS, TOKENS = 2, 12, 16
+_UNLIMITED = 1 << 62
+_MOST_COPIED_BYTES = 256 * MIB
+_OTHER_BYTES = 64 * MIB
+"""Part of the budget for keys, values and activations."""
 
 
-def weights(context: Context, settings: Mapping[str, Any]) -> Found:
-    """Every layer streamed from `settings["source"]`, `host` memory or `files`. With `settings["rate"]` the bytes a second are compared
-    with those of plain copies; else the tokens with those of the model in the device's memory."""
+def weights(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Generate with every layer streamed from `settings["source"]`, `host` memory or `files`.
+
+    With `settings["rate"]` the rate is compared with that of plain copies, otherwise the tokens are
+    compared with those of the model in the device's memory.
+    """
     require("transformers")
-    size = sized(context, SIZES, least_bytes=NEEDED)
+    workload: Workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)["workload"]
     with tempfile.TemporaryDirectory(prefix="plait-streaming-") as name:
-        source = _saved(size, Path(name))
+        source = _saved(context, workload, Path(name))
         model = source.model()
-        least = least_budget(model, tensors_of(source, model), other_bytes=OTHER)
-        streamed, seconds, brought = _generated(context, source, least, ALL if settings["source"] == "host" else 0)
+        budget = least_budget(model, tensors_of(source, model), other_bytes=_OTHER_BYTES)
+        host_bytes = _UNLIMITED if settings["source"] == "host" else 0
+        streamed, seconds, nbytes = _generated(context, source, budget, host_bytes)
         if not settings.get("rate"):
-            resident, _, _ = _generated(context, source, ALL, 0)
-            same = streamed == resident and brought > 0
-            return compared([] if same else ["other tokens than of the model in the device's memory"], bytes_a_token=brought)
-    rate, link = TOKENS * brought / seconds, copy_rate(context, min(brought, MOST_COPIED))
-    slow = f"{rate / 1e9:.1f} GB/s of weights are streamed, and plain copies have {link / 1e9:.1f} GB/s"
-    numbers = {"bytes_a_token": brought, "rate": rate, "link": link, "least_share": LEAST_SHARE}
-    return timed(context, compared([slow] if rate < LEAST_SHARE * link else [], **numbers))
+            resident, _, _ = _generated(context, source, _UNLIMITED, 0)
+            same = streamed == resident and nbytes > 0
+            problem = "other tokens than those of the model in the device's memory"
+            return verdict([] if same else [problem], bytes_per_token=nbytes)
+    if not nbytes:
+        return verdict([f"no layer of {workload.layers} was streamed"])
+    rate = TOKENS * nbytes / seconds
+    link = copy_rate(context, min(nbytes, _MOST_COPIED_BYTES))
+    numbers = {
+        "bytes_per_token": nbytes,
+        "rate": rate,
+        "link": link,
+        "share": rate / link,
+        "least_share": LEAST_SHARE,
+    }
+    problem = f"streaming reaches {rate / 1e9:.1f} GB/s, and plain copies {link / 1e9:.1f} GB/s"
+    return timed(context, verdict([problem] if rate < LEAST_SHARE * link else [], **numbers))
 
 
-def _saved(size: Mapping[str, Any], folder: Path) -> Source:
-    torch.manual_seed(0)
-    model: Any = transformers_model(fields_of(size, 64), dtype=torch.bfloat16, device="cpu")
-    model.save_pretrained(folder)
+def _saved(context: Context, workload: Workload, folder: Path) -> Source:
+    model: Any = on_device(workload, context.device, dtype=torch.bfloat16)
+    model.to("cpu").save_pretrained(folder)
     return open_source(folder)
 
 
-def _generated(context: Context, source: Source, budget: int, host_bytes: int) -> tuple[list[list[int]], float, int]:
-    """Tokens, seconds of `TOKENS` of them after the first call, and bytes that are brought for each."""
-    sharded, planned = load_streamed(source, budget_bytes=budget, other_bytes=OTHER, host_bytes=host_bytes)
-    prompts = [[(7 * at + 3 * prompt) % 97 for at in range(LENGTH)] for prompt in range(PROMPTS)]
-    settings: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "use_cache": True}
+def _generated(context: Context, source: Source, budget_bytes: int, host_bytes: int) -> tuple[list[list[int]], float, int]:
+    """Return (tokens, seconds of the second generation, bytes that are streamed per token)."""
+    sharded, plan = load_streamed(source, budget_bytes=budget_bytes, other_bytes=_OTHER_BYTES, host_bytes=host_bytes)
+    prompts = [[(7 * position + 3 * prompt) % 97 for position in range(PROMPT_TOKENS)] for prompt in range(PROMPTS)]
+    settings: dict[str, Any] = {
+        "max_new_tokens": TOKENS,
+        "min_new_tokens": TOKENS,
+        "do_sample": False,
+        "use_cache": True,
+    }
     try:
-        made = generate(sharded, prompts, **settings)
+        answers = generate(sharded, prompts, **settings)
         context.synchronize()
-        began = time.perf_counter()
+        started = time.perf_counter()
         generate(sharded, prompts, **settings)
         context.synchronize()
-        return [one.token_ids for one in made], time.perf_counter() - began, planned.streamed_bytes
+        seconds = time.perf_counter() - started
+        return [answer.token_ids for answer in answers], seconds, plan.streamed_bytes
     finally:
         sharded.close()
         del sharded

@@ -22,6 +22,9 @@ class _Loader(importlib.abc.Loader):
         return self._torchs.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        # While it is imported, torch 2.14 replaces some CUDA kernels by Triton's, which no
+        # simulated device can run.
+        os.environ["TORCH_DISABLE_NATIVE_JIT"] = "1"
         library = _on_device("library")
         library.load()
         self._torchs.exec_module(module)

@@ -137,10 +137,12 @@ at::Generator make_generator(int device) {
   return hands_out_default_generators ? default_generator(index) : at::make_generator<Generator>(index);
 }
 
+// See Note [Builds of torch with CUDA] for what these replace.
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-REGISTER_HOST_ALLOCATOR(kCUDA, &pinned_memory())
 static const bool registered = [] {
-  c10::SetAllocator(kCUDA, &device_memory(), 255);
+  constexpr uint8_t HIGHEST_PRIORITY = 255;
+  c10::SetAllocator(kCUDA, &device_memory(), HIGHEST_PRIORITY);
+  at::setHostAllocator(kCUDA, &pinned_memory(), HIGHEST_PRIORITY);
   return true;
 }();
 }  // namespace simulated
@@ -178,5 +180,5 @@ struct CUDAHooks final : at::CUDAHooksInterface {
 };
 namespace at {
 using ::CUDAHooks;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at

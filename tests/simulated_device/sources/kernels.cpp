@@ -2,7 +2,9 @@
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -17,6 +19,7 @@
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
 #include <torch/library.h>
+#include <algorithm>
 #include <cstring>
 #include "device.h"
 #include "memory.h"
@@ -265,6 +268,86 @@ Copies& copies() {
   static auto* counted = new Copies;
   return *counted;
 }
+
+// Note [Builds of torch with CUDA]
+// The build of torch for the CPU has no kernel for the dispatch key CUDA, so the dispatcher takes an
+// operator's composite kernel or the fallback below. A build with CUDA brings kernels that need a
+// driver. Each of them is replaced by what the dispatcher would choose if it did not exist, so that
+// both builds run the same code. Only operators of aten are replaced: the CUDA kernels of c10d belong
+// to libtorch_cpu and serve every device.
+//
+// The other parts of the device (guard, allocators, hooks, profiler) are registered after those of
+// libtorch_cuda, and with a higher priority where torch has priorities. Kernels for sparse, nested and
+// quantized tensors stay: the simulated device does not support these tensors in either build.
+namespace {
+using c10::DispatchKey;
+
+// The order in which the dispatcher looks for a composite kernel.
+constexpr DispatchKey COMPOSITES[] = {
+    DispatchKey::CompositeExplicitAutogradNonFunctional, DispatchKey::CompositeExplicitAutograd,
+    DispatchKey::CompositeImplicitAutograd};
+
+template <DispatchKey composite>
+void run_composite(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.callBoxedForDispatchKey(composite, *stack);
+}
+
+c10::KernelFunction composite_kernel(DispatchKey key) {
+  switch (key) {
+    case DispatchKey::CompositeExplicitAutogradNonFunctional:
+      return c10::KernelFunction::makeFromBoxedFunction<
+          &run_composite<DispatchKey::CompositeExplicitAutogradNonFunctional>>();
+    case DispatchKey::CompositeExplicitAutograd:
+      return c10::KernelFunction::makeFromBoxedFunction<
+          &run_composite<DispatchKey::CompositeExplicitAutograd>>();
+    default:
+      return c10::KernelFunction::makeFromBoxedFunction<
+          &run_composite<DispatchKey::CompositeImplicitAutograd>>();
+  }
+}
+
+void replace_kernel(const c10::OperatorName& name, DispatchKey key, c10::KernelFunction kernel) {
+  static auto* registrations = new std::vector<c10::RegistrationHandleRAII>;  // never destroyed
+  registrations->push_back(c10::Dispatcher::singleton().registerImpl(
+      name, key, std::move(kernel), std::nullopt, nullptr, "simulated device"));
+}
+
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// Returns how many kernels were replaced: none in a build for the CPU.
+size_t replace_cuda_kernels() {
+  Silent silent;  // the dispatcher warns once when a kernel is replaced
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  size_t count = 0;
+
+  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(DispatchKey::CUDA)) {
+    if (name.getNamespace() != "aten") continue;
+    auto op = dispatcher.findOp(name);
+    TORCH_INTERNAL_ASSERT(op);
+    auto composite = std::find_if(std::begin(COMPOSITES), std::end(COMPOSITES), [&](DispatchKey key) {
+      return op->hasKernelForDispatchKey(key);
+    });
+    count++;
+    if (composite == std::end(COMPOSITES)) {
+      replace_kernel(name, DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>());
+      continue;
+    }
+    replace_kernel(name, DispatchKey::CUDA, composite_kernel(*composite));
+    // Without a kernel for CUDA, autograd differentiates the operators that an implicit composite
+    // calls, not the operator itself, whose backward may exist for CUDA alone.
+    if (*composite == DispatchKey::CompositeImplicitAutograd)
+      replace_kernel(name, DispatchKey::AutogradCUDA, composite_kernel(*composite));
+  }
+  // scaled_dot_product_attention asks this stub, and not the dispatcher, for a fused kernel of CUDA.
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(nullptr);
+  return count;
+}
+
+const size_t replaced = replace_cuda_kernels();  // before those below, which replace some again
+}  // namespace
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 

@@ -306,7 +306,8 @@ struct SimulatedNCCL : Backend {
     std::vector<After> after;
     Works works;
     for (size_t at = 0; at < inputs.size(); at++) works.push_back(reduce_one(outputs[at], flat(inputs[at]).clone(), opts, after));
-    return end(OpType::REDUCE_SCATTER_TENSOR_COALESCED, device, works, inputs, outputs, after);
+    // torch 2.11 has no type of its own for this call.
+    return end(OpType::COALESCED, device, works, inputs, outputs, after);
   }
   intrusive_ptr<Work> reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const ReduceScatterOptions& opts) override {
     int device = begin(outputs);
@@ -380,7 +381,8 @@ struct HostTimer : Timer {
     return *to - *from;
   }
 };
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, HostTimer);
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(
+    TimerRegistry, c10::kCUDA, c10::REGISTRY_PREFERRED, HostTimer);
 
 }  // namespace
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import sys
 import zipfile
 from collections.abc import Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
 
 import plait
 from plait import exact
 from plait.checkpoint.foreign import content, convert
+from plait.checkpoint.foreign.unpickle import read_pickle, read_torch
 from plait.checkpoint.inspect import open_one, verify
 from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
@@ -148,6 +152,70 @@ def test_torch_distributed_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     in_this_process(tmp_path / "dcp", tmp_path / "out", monkeypatch)
     compare(tmp_path / "out", rtol=0)
+
+
+def as_python_3_11_0(member: Any, _protocol: int) -> Any:
+    """How Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    return getattr, (type(member), member.name)
+
+
+class ZeroStageEnum(IntEnum):
+    """DeepSpeed's enum under its own name, see `test_enums_of_python_3_11_0`."""
+
+    gradients = 2
+
+
+class Attribute:
+    """Pickled, it is a call of `getattr` with these arguments."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return getattr, self.arguments
+
+
+def test_enums_of_python_3_11_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enums arrive as `getattr(EnumClass, "MEMBER")` in what Debian 12's Python 3.11.2 wrote."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", as_python_3_11_0)
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", as_python_3_11_0)
+    monkeypatch.setattr(ZeroStageEnum, "__module__", "deepspeed.runtime.zero.config")
+    for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero", "deepspeed.runtime.zero.config"):
+        monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
+    torch.save({"zero_stage": ZeroStageEnum.gradients}, tmp_path / "states.pt")
+    assert read_torch(tmp_path / "states.pt")["zero_stage"].args == (2,)
+
+    model, optimizer = trained()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    in_this_process(tmp_path / "dcp", tmp_path / "out", monkeypatch)
+    compare(tmp_path / "out", rtol=0)
+
+
+def test_any_other_getattr_is_refused(tmp_path: Path) -> None:
+    """No attribute of anything but the listed members of the listed enums, in either protocol."""
+    hostile = [
+        Attribute(_MEM_FORMAT_ENCODING, "__class__"),
+        Attribute(_MEM_FORMAT_ENCODING, "mro"),
+        Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST", None),
+        Attribute(MetadataIndex, "__init__"),
+        Attribute(torch.Tensor, "__reduce_ex__"),
+        Attribute(Attribute(str, "format"), "__self__"),
+        Attribute({}, "__class__"),
+        Attribute("text", "format"),
+        Attribute([], "TORCH_CHANNELS_LAST"),
+    ]
+    for entry in hostile:
+        for protocol in (0, 2, 4, 5):
+            (tmp_path / "plain").write_bytes(pickle.dumps(entry, protocol))
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                read_pickle(tmp_path / "plain")
+        torch.save(entry, tmp_path / "torch")
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_torch(tmp_path / "torch")
+    (tmp_path / "plain").write_bytes(pickle.dumps(getattr))
+    assert read_pickle(tmp_path / "plain") is not getattr
 
 
 @pytest.mark.parametrize(

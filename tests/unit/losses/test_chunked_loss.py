@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.dryrun.storage_tracker import LiveStorages
@@ -14,6 +16,7 @@ from plait.errors import ConfigError, ModelError
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import causal_lm_loss, per_sample
 from plait.parallel.micro_batches import default_forward
+from plait.parallel.pipeline.split_backward import backward_inputs, backward_weights
 from tests.parity import cases
 from tests.unit.model.families import family
 
@@ -69,6 +72,158 @@ def test_frozen_heads_and_frozen_models() -> None:
     total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=4)
     wanted, _ = causal_lm_loss(cases.Output(head(hidden)), {"labels": labels})
     torch.testing.assert_close(torch.autograd.grad(total, head.weight), torch.autograd.grad(wanted, head.weight), rtol=1e-12, atol=1e-12)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_of_the_head() -> None:
+    """The forward has all of them: logits, gradients of the hidden states and of the weight. Without gradients, the logits alone."""
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
+    hidden, labels = data()
+    hidden.requires_grad_()
+    counts = []
+    for trained in (True, False):
+        head.requires_grad_(trained)
+        with Products() as forward:
+            total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=7)
+        with Products() as backward:
+            total.backward()
+        counts.append((forward.count, backward.count))
+    with Products() as evaluation, torch.no_grad():
+        total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=7)
+    assert not total.requires_grad
+    assert [*counts, evaluation.count] == [(9, 0), (6, 0), 3]
+
+
+def test_a_graph_that_is_used_twice() -> None:
+    """With another factor, as loss scales have."""
+    head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    hidden, labels = data()
+    hidden.requires_grad_()
+    leaves = [hidden, *head.parameters()]
+    total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=4)
+    wanted, _ = causal_lm_loss(cases.Output(head(hidden)), {"labels": labels})
+    for factor, keep in ((0.25, True), (3.0, True), (2.0, False)):
+        found = torch.autograd.grad(total, leaves, torch.tensor(factor, dtype=torch.float64), retain_graph=keep)
+        expected = torch.autograd.grad(wanted * factor, leaves, retain_graph=True)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(total, leaves)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_in_a_part_that_is_recomputed(reentrant: bool) -> None:
+    """The gradients are made in the recomputation."""
+    head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    hidden, labels = data()
+    found = []
+    for recomputed in (True, False):
+        leaf = hidden.clone().requires_grad_()
+
+        def total(states: torch.Tensor) -> torch.Tensor:
+            return plait.chunked_causal_lm_loss(states.tanh(), head, labels, chunk_tokens=4)[0]
+
+        loss = checkpoint(total, leaf, use_reentrant=reentrant) if recomputed else total(leaf)
+        (loss * 0.3).backward()
+        found.append([loss.detach(), leaf.grad, *(p.grad for p in head.parameters())])
+        head.zero_grad()
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_saved_tensors_are_the_gradients() -> None:
+    """Hooks on saved tensors, as those of an offload, are given no logits."""
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
+    hidden, labels = data()
+    hidden.requires_grad_()
+    seen: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.shape)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=4)
+    total.backward()
+    assert sorted(seen) == sorted([hidden.shape, head.weight.shape])
+
+
+def test_a_head_with_adapters() -> None:
+    """A frozen matrix, a product of two small ones, and a bias."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+            self.base.weight.requires_grad_(False)
+            self.down = nn.Linear(WIDTH, 3, bias=False, dtype=torch.float64)
+            self.up = nn.Linear(3, VOCABULARY, bias=False, dtype=torch.float64)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.base(hidden) + self.up(self.down(hidden))
+
+    plain, pieces = both(Adapted(), *data(), 4)
+    assert len(pieces) == 2 + 1 + 3
+    torch.testing.assert_close(plain, pieces, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+def test_compiled() -> None:
+    """In a function of the user that torch.compile traces."""
+    head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    hidden, labels = data()
+
+    def total(states: torch.Tensor) -> torch.Tensor:
+        return plait.chunked_causal_lm_loss(states.tanh(), head, labels, chunk_tokens=4)[0] * 0.5
+
+    leaves = [hidden.requires_grad_(), *head.parameters()]
+    found = [torch.autograd.grad(run(hidden), leaves) for run in (torch.compile(total, backend="aot_eager"), total)]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_a_split_backward() -> None:
+    """As in zero-bubble pipelines: the gradient of the input first, those of weights later."""
+    head, first = (nn.Linear(WIDTH, width, dtype=torch.float64) for width in (VOCABULARY, WIDTH))
+    hidden, labels = data()
+    received = hidden.requires_grad_()
+    weights = [*first.parameters(), *head.parameters()]
+    wanted, _ = causal_lm_loss(cases.Output(head(first(received))), {"labels": labels})
+    expected = torch.autograd.grad(wanted * 0.5, [received, *weights])
+    total, _ = plait.chunked_causal_lm_loss(first(received), head, labels, chunk_tokens=4)
+    with Products() as products:
+        deferred_half = backward_inputs([total * 0.5], None, [received], iter(weights))
+    assert received.grad is not None and all(weight.grad is None for weight in weights)
+    assert products.count == 1  # of the first layer
+    backward_weights(deferred_half)
+    torch.testing.assert_close([received.grad, *(weight.grad for weight in weights)], list(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_gradients_have_the_parameters_dtype(kind: str) -> None:
+    """Also where they are kept wider."""
+    dtype = getattr(torch, kind)
+    head = nn.Linear(WIDTH, VOCABULARY, dtype=dtype)
+    hidden, labels = data()
+    leaf = hidden.to(dtype).requires_grad_()
+    total, _ = plait.chunked_causal_lm_loss(leaf, head, labels, chunk_tokens=4)
+    total.backward()
+    assert {tensor.grad.dtype for tensor in (leaf, head.weight, head.bias) if tensor.grad is not None} == {dtype}
+    wide = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    wide.load_state_dict(head.state_dict())
+    wanted, _ = causal_lm_loss(cases.Output(wide(leaf.detach().double())), {"labels": labels})
+    wanted.backward()
+    assert head.weight.grad is not None and wide.weight.grad is not None
+    error = (head.weight.grad.double() - wide.weight.grad).norm() / wide.weight.grad.norm()
+    assert error < 4 * torch.finfo(dtype).eps
 
 
 def test_halves_are_added_up_in_float32() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib import util
+from pathlib import Path
 
 import pytest
 
 from plait.errors import ConfigError, InputError
-from plait.model.described import check_fields, described_config
+from plait.importing import MissingExtraError
+from plait.model.described import OLDEST_TRANSFORMERS, check_fields, described_config
 
 pytest.importorskip("transformers")
 
@@ -32,6 +35,19 @@ def test_older_names_are_read() -> None:
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = util.find_spec
-    monkeypatch.setattr("plait.model.described.find_spec", lambda name: None if name == "transformers" else found(name))
-    with pytest.raises(InputError, match=r"model\.config: .*pip install 'plait\[hf\]'"):
+    monkeypatch.setattr("plait.importing.find_spec", lambda name: None if name == "transformers" else found(name))
+    with pytest.raises(MissingExtraError, match=r"model\.config: .*not installed; run pip install '.*\[hf\]'"):
         check_fields({"model_type": "llama"})
+
+
+def test_a_transformers_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fields({"model_type": "llama"})
+    monkeypatch.setattr("plait.model.described.version", lambda name: "5.1.0")
+    with pytest.raises(InputError, match=rf"Transformers 5.1.0 is installed.*run pip install 'transformers>={OLDEST_TRANSFORMERS}'"):
+        check_fields({"model_type": "llama"})
+
+
+def test_the_declared_bound_is_the_one_that_is_checked() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = project["optional-dependencies"]["hf"]
+    assert f"transformers>={OLDEST_TRANSFORMERS},<6" in declared

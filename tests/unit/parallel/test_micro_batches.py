@@ -245,6 +245,6 @@ class TestTransform:
         assert explicit((1, 2)) == (1, 2)
 
     def test_a_cache_goes_by_name(self) -> None:
-        assert with_cache({"input_ids": 1}, "kept") == {"input_ids": 1, "past_key_values": "kept", "use_cache": True}
+        assert with_cache({"input_ids": 1}, "kept", argument="cache") == {"input_ids": 1, "cache": "kept", "use_cache": True}
         with pytest.raises(InputError, match="the batch is a mapping|needs a mapping as batch, not Tensor"):
-            with_cache(torch.zeros(1), "kept")
+            with_cache(torch.zeros(1), "kept", argument="cache")

@@ -188,6 +188,33 @@ def test_attention_with_narrow_values_costs_what_its_products_do():
     assert one(narrow.attention_backward / narrow.attention) == pytest.approx((3 * 192 + 2 * 128) / (192 + 128))
 
 
+def test_attention_of_cut_sequences_is_the_kernel_and_what_combines_its_results():
+    """Narrow values are padded, capped scores are computed again in the backward, and a ring merges the more the more ranks it has."""
+
+    def attention(name="llama-3-8b", family=None, **fields):
+        found = job(name, gpus=8, **fields)
+        model = found.model if family is None else replace(found.model, model_type=family)
+        cost = layer_cost(replace(found, model=model, sequence=131072), no_starts())
+        return one(cost.attention), one(cost.attention_backward)
+
+    whole, whole_backward = attention()
+    shares = {
+        (kind, cp): (forward * cp / whole, backward * cp / whole_backward)
+        for kind in (0, 1, 2)
+        for cp in (2, 8)
+        for forward, backward in [attention(cp=cp, context=kind)]
+    }
+    assert all(1 < share < 1.25 for shared in shares.values() for share in shared), shares
+    assert shares[1, 8][0] - 1 > 2 * (shares[1, 2][0] - 1)
+    padded, padded_backward = attention("deepseek-v3", cp=2, context=2)
+    narrow, _ = attention("deepseek-v3")
+    assert padded * 2 / narrow == pytest.approx(2 * 192 / (192 + 128), rel=0.05) and padded_backward / padded == pytest.approx(
+        2.5, rel=0.05
+    )
+    plain, capped = attention(cp=2, context=2), attention(family="gemma2", cp=2, context=2)
+    assert capped[0] == plain[0] and capped[1] - plain[1] == pytest.approx(whole / 2, rel=0.01)
+
+
 def no_starts():
     """Rates of a device whose kernels take no time to start, so that products take what their FLOPs say."""
     return Rates({**knowledge().rates.values, "ramp": 1e-12})

@@ -1,4 +1,4 @@
-"""A machine, and launches that do what their rows say, without torch: a process in place of ranks."""
+"""A machine, and launches that do what their rows say: one process without torch in place of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 
 from plait.validation.rows import Row
 
-GPU = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 * 2**30, "compute_capability": "9.0", "multiprocessors": 132}
+GPU = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "memory_bytes": 80 * 2**30,
+    "compute_capability": "9.0",
+    "multiprocessors": 132,
+}
 FACTS: dict[str, Any] = {
     "plait": {"version": "0.1.0", "from": "a wheel", "revision": None, "changed": None},
     "versions": {"torch": "2.13.0+cu130", "plait": "0.1.0"},
@@ -20,7 +25,7 @@ FACTS: dict[str, Any] = {
     "driver": "580.95.05",
     "links_of_devices": [],
     "simulated": False,
-    "installed": {"transformers": True, "deepspeed": False},
+    "installed": {"transformers": True, "deepspeed": False, "liger_kernel": False},
     "variables": {},
 }
 
@@ -31,30 +36,61 @@ rows = json.load(open(folder + "/rows.json"))["rows"]
 def write(**event):
     with open(folder + "/events.jsonl", "a") as file:
         file.write(json.dumps(event) + "\\n")
-for row in rows:
-    does = row["settings"].get("does", "pass")
-    if does == "never":
+position = 0
+while True:
+    turns = open(folder + "/turns.txt").read().split("\\n")[:-1]
+    if position == len(turns):
+        time.sleep(0.01)
+        continue
+    if turns[position] == "end":
+        break
+    row = rows[int(turns[position])]
+    position += 1
+    action = row["settings"].get("action", "pass")
+    if action == "never":
         time.sleep(100)
     write(event="began", row=row["name"])
-    if does == "raise":
+    write(event="progress", row=row["name"], numbers={"rounds": 1})
+    if action == "raise":
         print("[rank0]:[W1123 03:08:48.709 ProcessGroupGloo.cpp:749] Warning: of no interest", flush=True)
         raise ValueError("a tensor was wrong")
-    if does == "hang":
+    if action == "hang":
         time.sleep(100)
-    if does == "die":
+    if action == "die":
         os.kill(os.getpid(), 9)
-    if does == "leave":
+    if action == "leave":
         sys.exit(0)
-    outcome, reason = {"fail": ("failed", "too large"), "refuse": ("not run", "no links")}.get(does, ("passed", ""))
-    write(event="ended", row=row["name"], outcome=outcome, reason=reason, numbers={"ratio": 1.0, "error": float("nan")})
+    outcomes = {"fail": ("failed", "too large"), "refuse": ("not run", "no links")}
+    outcome, reason = outcomes.get(action, ("passed", ""))
+    numbers = {"ratio": 1.0, "error": float("nan"), "process": os.getpid()}
+    write(event="ended", row=row["name"], outcome=outcome, reason=reason, numbers=numbers)
 """
 
 
 def command(ranks: int, folder: Path) -> list[str]:
-    """In place of `plait launch`."""
+    """Return the command that stands for `plait launch`."""
     return [sys.executable, "-c", SCRIPT, str(folder)]
 
 
-def row(name: str, does: str = "pass", *, seconds: float = 20.0, ranks: int = 1, apart: bool = False, without: str = "") -> Row:
-    """A row that does so."""
-    return Row(name, f"what {name} shows", "none:none", ranks, seconds, {"does": does}, apart, without)
+def row(
+    name: str,
+    action: str = "pass",
+    *,
+    planned: float = 1.0,
+    ranks: int = 1,
+    own_process: bool = False,
+    unavailable: str = "",
+    least_limit: float = 60.0,
+) -> Row:
+    """Return a row whose process takes this action."""
+    return Row(
+        name,
+        f"what {name} shows",
+        "none:none",
+        ranks,
+        planned,
+        {"action": action},
+        own_process,
+        unavailable=unavailable,
+        least_limit_seconds=least_limit,
+    )

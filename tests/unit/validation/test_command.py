@@ -1,4 +1,4 @@
-"""`plait doctor --validate` up to its processes: results, exit codes, the document, and what is refused before anything starts."""
+"""`plait doctor --validate` up to its processes: results, exit codes, the document, refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.validation.launches import FACTS
 
 
 def run(*arguments: str) -> int:
-    """The command's exit code."""
+    """Return the command's exit code."""
     try:
         return int(main(["doctor", "--validate", *arguments]) or 0)
     except SystemExit as end:
@@ -29,76 +29,110 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Row]:
     """Two GPUs, and the rows in the list that is returned, run by processes without torch."""
     rows: list[Row] = []
     monkeypatch.chdir(tmp_path)
+    # The processes of the machine and of the launches are replaced, and nothing else.
     monkeypatch.setattr(command, "machine_facts", lambda: dict(FACTS))
     monkeypatch.setattr(command, "rows_of", lambda machine, only: list(rows))
-    monkeypatch.setattr(command, "_command", launches.command)
+    monkeypatch.setattr(command, "_launch_command", launches.command)
     return rows
 
 
 def test_all_passed(machine: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
-    """One line a row in a pipe, and the document."""
-    machine += [launches.row("step/ddp"), launches.row("links/gpus", without="there is one GPU")]
+    """A pipe gets a line per row, and the document has all numbers."""
+    machine += [launches.row("planned/tp"), launches.row("nccl/step-tp", unavailable="there is one GPU")]
     assert run() == 0
     shown = capsys.readouterr().out
     assert "2 of 2 GPUs (NVIDIA H100 80GB HBM3, 80.0 GiB), driver 580.95.05, torch 2.13.0+cu130" in shown
-    assert "passed   step/ddp" in shown and "ratio 1.00" in shown and "not run  links/gpus" in shown
+    assert "2 rows, planned for 36 s on an H100, budget 8 minutes" in shown
+    assert "passed   planned/tp" in shown and "ratio 1.00" in shown
+    assert "not run  nccl/step-tp" in shown
     assert "1 passed, 0 failed, 1 not run" in shown
-    found = json.loads(Path("validation.json").read_text())
-    assert found["counts"] == {"passed": 1, "failed": 0, "not run": 1} and found["format"] == 1 and found["gpus_used"] == 2
-    assert [row["reason"] for row in found["rows"]] == ["", "there is one GPU"]
-    assert found["rows"][0]["numbers"] == {"ratio": 1.0, "error": "nan"}
+    document = json.loads(Path("validation.json").read_text())
+    assert document["counts"] == {"passed": 1, "failed": 0, "not run": 1}
+    assert document["format"] == 2 and document["gpus_used"] == 2
+    assert [row["reason"] for row in document["rows"]] == ["", "there is one GPU"]
+    assert document["rows"][0]["numbers"]["ratio"] == 1.0
+    assert document["rows"][0]["numbers"]["error"] == "nan"
+    assert document["rows"][0]["planned_seconds"] == 1.0
 
 
 def test_one_failed(machine: list[Row], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    machine += [launches.row("step/ddp"), launches.row("memory/one-rank", "fail"), launches.row("parity/tp", "raise")]
-    assert run("--json", "--out", str(tmp_path / "made" / "x.json"), "--nproc-per-node", "1") == 1
+    machine += [
+        launches.row("planned/tp"),
+        launches.row("memory/stage-0", "fail"),
+        launches.row("parity/bf16", "raise"),
+    ]
+    out = tmp_path / "made" / "x.json"
+    assert run("--json", "--out", str(out), "--nproc-per-node", "1") == 1
     shown = capsys.readouterr()
-    found = json.loads(shown.out)
-    assert found == json.loads((tmp_path / "made" / "x.json").read_text())
-    assert found["counts"] == {"passed": 1, "failed": 2, "not run": 0} and found["gpus_used"] == 1
-    assert "failed   memory/one-rank" in shown.err and "too large" in shown.err
+    document = json.loads(shown.out)
+    assert document == json.loads(out.read_text())
+    assert document["counts"] == {"passed": 1, "failed": 2, "not run": 0}
+    assert document["gpus_used"] == 1
+    assert "failed   memory/stage-0" in shown.err and "too large" in shown.err
+
+
+def test_rows_that_do_not_fit(machine: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
+    """`--minutes` leaves out what is planned for longer, with the numbers."""
+    machine += [launches.row("planned/tp"), launches.row("planned/pp", planned=500)]
+    assert run("--minutes", "2") == 0
+    shown = capsys.readouterr().out
+    assert "not run  planned/pp" in shown and "planned for 500 s" in shown
 
 
 def test_nothing_ran(machine: list[Row]) -> None:
-    machine += [launches.row("parity/tp", without="Transformers is not installed")]
+    machine += [launches.row("parity/bf16", unavailable="Transformers is not installed")]
     assert run() == 1
 
 
 def test_a_full_disk(machine: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A full disk ends the command with a sentence; what was found is on the screen."""
+    """A full disk ends the command with a sentence; the results so far are on the screen."""
 
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    machine += [launches.row("step/ddp")]
+    machine += [launches.row("planned/tp")]
     monkeypatch.setattr(command, "write_whole", full)
     assert run() == 2
     shown = capsys.readouterr()
-    assert "passed   step/ddp" in shown.out and "validation.json: cannot be written (No space left on device)" in shown.err
+    assert "passed   planned/tp" in shown.out
+    assert "validation.json: cannot be written (No space left on device)" in shown.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--minutes", "0"), "not more than 0"),
         (("--seconds", "3"), "use --minutes"),
         (("--links",), "one of them at a time"),
         (("--out", "/proc/none/x.json"), "cannot be written"),
         (("--nproc-per-node", "3"), "this machine has 2 GPUs"),
+        (("--list", "--nproc-per-node", "9"), "a validation uses 1 to 8 GPUs"),
     ],
 )
-def test_wrong_input(machine: list[Row], arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input(machine: list[Row], arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_row_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_row_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr(command, "machine_facts", lambda: dict(FACTS))
     assert run("--only", "parity/zero9", "--out", str(tmp_path / "x.json")) == 2
-    assert "--only parity/zero9: no row has this name; checks are links, memory, parity" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "--only parity/zero9: no row has this name; checks are ceilings, waits, parity" in shown
 
 
-@pytest.mark.parametrize("arguments", [("--minutes", "3"), ("--only", "parity")])
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table needs no GPU, and its sum is that of its lines."""
+    assert run("--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    seconds = [float(line.split()[0]) for line in lines[1:] if line.split()[1] == "s"]
+    assert sum(seconds[:-1]) == seconds[-1] <= 480
+    assert any("throughput/eager" in line for line in lines)
+    assert run("--list", "--only", "checkpoint") == 0
+    assert "checkpoint/tensor-to-offload" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("--minutes", "3"), ("--only", "parity"), ("--list",)])
 def test_options_of_the_validation_alone(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["doctor", *arguments])
@@ -106,20 +140,24 @@ def test_options_of_the_validation_alone(arguments: tuple[str, ...], capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
-        ({"driver": None, "accelerator": None}, "torch 2.13.0+cu130 (built for CUDA 13.0) sees no GPU on this machine"),
+        (
+            {"driver": None, "accelerator": None},
+            "torch 2.13.0+cu130 (built for CUDA 13.0) sees no GPU on this machine",
+        ),
         ({"accelerator": None}, "the driver 580.95.05 answers, but torch 2.13.0+cu130"),
         ({"accelerator": "xpu"}, "has the accelerator 'xpu'"),
     ],
 )
-def test_without_a_gpu(changed: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A code of its own, and a sentence."""
+def test_without_a_gpu(changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command ends with a code of its own and a sentence."""
     facts = json.dumps({**FACTS, "devices": [], **changed})
-    monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: command.subprocess.CompletedProcess([], 0, facts, ""))
+    process = command.subprocess.CompletedProcess([], 0, facts, "")
+    monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: process)
     with pytest.raises(DeviceError) as refused:
         command.machine_facts()
-    assert told in str(refused.value) and refused.value.exit_code == 6
+    assert message in str(refused.value) and refused.value.exit_code == 6
     assert run("--out", str(tmp_path / "x.json")) == 6 and not (tmp_path / "x.json").exists()
 
 

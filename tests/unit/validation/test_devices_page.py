@@ -1,4 +1,4 @@
-"""docs/devices.md is made from what machines sent in, and says plainly where there is nothing."""
+"""docs/devices.md is generated from documents of real machines, and says so if there are none."""
 
 from __future__ import annotations
 
@@ -13,14 +13,30 @@ from plait.validation.rows import Result
 from tests.unit.validation.launches import FACTS
 from tools import devices
 
+PARITY = {
+    "computes_in": "bfloat16 with float32 parameters",
+    "float64": {"largest_error": 3e-15},
+    "configured": {"largest_share_of_allowed": 0.7},
+}
+MEMORY = {
+    "workload": {},
+    "allowed": 0.02,
+    "stage-0": [{"predicted": 101 * 2**30, "measured": 100 * 2**30}],
+}
+THROUGHPUT = {
+    "seconds": {"plait": 0.5, "fsdp2": 0.4},
+    "tokens_per_second": {"plait": 16384.0, "fsdp2": 20480.0},
+    "mfu": {"plait": 0.4, "fsdp2": 0.5},
+    "ratio": {"fsdp2": {"median": 1.25, "least": 1.2, "most": 1.3}},
+}
+REASON = "a step takes 1.25 times that of fsdp2, 1.2 are allowed"
 RESULTS = [
-    Result("parity/zero3-bf16", "ZeRO 3, 2 ranks", "passed", "", 4.2,
-           {"computes_in": "bfloat16 with float32 parameters", "float64": {"largest_error": 3e-15}, "configured": {}}),
-    Result("memory/one-rank", "peak memory", "passed", "", 20.0,
-           {"model": {}, "samples": 2, "length": 64, "allowed": 0.02, "float32": [{"predicted": 101, "measured": 100}]}),
-    Result("step/ddp", "a step beside DDP", "failed", "a step takes 1.30 times that of DDP, allowed 1.2", 30.0, {"ratio": 1.3}),
-    Result("links/gpus", "collectives", "not run", "there is one GPU"),
-]  # fmt: skip
+    Result("parity/bf16", "bfloat16, stage 0", "passed", "", 4.2, 8, PARITY),
+    Result("memory/stage-0", "peak memory", "passed", "", 20.0, 7, MEMORY),
+    Result("throughput/compiled", "a Llama", "passed", "", 61.0, 100, THROUGHPUT),
+    Result("throughput/eager", "a Llama", "failed", REASON, 70.0, 80, THROUGHPUT),
+    Result("nccl/collectives", "collectives", "not run", "there is one GPU", 0.0, 12),
+]
 
 
 def sent_in(**changed: Any) -> dict[str, Any]:
@@ -30,22 +46,26 @@ def sent_in(**changed: Any) -> dict[str, Any]:
 
 def test_the_page() -> None:
     text = devices.page({"2xh100.json": sent_in()})
-    assert "| 2 x NVIDIA H100 80GB HBM3, 80.0 GiB | 2026-12-01 | 0.1.0 | 2.13.0+cu130 | 2 | 1 | 1 |" in text
-    assert "float64: 3e-15; bfloat16" in text and "largest difference 1.0%" in text
-    assert "**failed** | 30 | a step takes 1.30 times" in text and "not run | 0 | there is one GPU" in text
+    assert "| 2 x NVIDIA H100 80GB HBM3, 80.0 GiB | 2026-12-01 | 0.1.0 | 2.13.0+cu130 | 3 | 1 | 1 |" in text
+    assert "float64: 3e-15, bfloat16 with float32 parameters: 70% of what is allowed" in text
+    assert "measured 100.0 GiB, prediction +1.0%" in text
+    assert "| 61 of 100 | plait 16,384 tokens/s, MFU 40.0%; fsdp2 20,480 tokens/s" in text
+    assert "step of plait / fsdp2 1.250 (1.200 to 1.300)" in text
+    assert f"**failed** | 70 of 80 | {REASON}" in text
+    assert "not run | 0 of 12 | there is one GPU" in text
     assert devices.NONE not in text
 
 
 def test_without_a_file() -> None:
-    assert "**No result of a real device is here yet.**" in devices.page({})
+    assert "**There is no result of a real device yet.**" in devices.page({})
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
         ("{", "not JSON"),
-        (json.dumps({"rows": []}), "not a document of format 1"),
-        (json.dumps(sent_in(simulated=True)), "of a simulated device"),
+        (json.dumps({"rows": []}), "not a document of format 2"),
+        (json.dumps(sent_in(simulated=True)), "a simulated device"),
     ],
 )
 def test_wrong_files(content: str, told: str, tmp_path: Path) -> None:
@@ -54,5 +74,5 @@ def test_wrong_files(content: str, told: str, tmp_path: Path) -> None:
         devices.read(tmp_path)
 
 
-def test_the_page_in_the_repository_is_what_the_files_make() -> None:
+def test_the_page_in_the_repository() -> None:
     assert devices.main(["--check"]) == 0

@@ -1,4 +1,4 @@
-"""No row takes the command or another row down."""
+"""No row takes the command or another row down, and the budget goes to the most valuable rows."""
 
 from __future__ import annotations
 
@@ -9,83 +9,137 @@ import pytest
 
 from plait.validation import runner
 from plait.validation.rows import Result, Row, exit_code
-from plait.validation.runner import Interrupted, Runner, batched
+from plait.validation.runner import LAUNCH_PLANNED_SECONDS, Interrupted, Runner, batches
 from tests.unit.validation.launches import command, row
 
 
-def run(rows: list[Row], *, budget: float = 60.0) -> list[Result]:
-    found = list(Runner(command, budget_seconds=budget).run(rows, {}))
-    assert [one.name for one in found] == [one.name for one in rows]
-    return found
+def run(rows: list[Row], *, budget: float = 3600.0) -> list[Result]:
+    return list(Runner(command, budget_seconds=budget).run(rows, {}))
 
 
 def test_rows_after_one_that_ended_badly() -> None:
-    """A row that raises, is killed, leaves without a result or hangs has failed with the reason; the others passed."""
+    """A row that raises, is killed, leaves without a result or hangs has failed; the others passed."""
     rows = [
         row("first"),
         row("raises", "raise"),
         row("dies", "die"),
         row("second"),
         row("leaves", "leave"),
-        row("hangs", "hang", seconds=0.3),
+        row("hangs", "hang", least_limit=10),
+        row("fails", "fail"),
+        row("refuses", "refuse"),
+        row("absent", unavailable="one GPU"),
+        row("last"),
     ]
-    found = run([*rows, row("fails", "fail"), row("refuses", "refuse"), row("absent", without="one GPU"), row("last")])
-    outcomes = {one.name: (one.outcome, one.reason) for one in found}
-    assert {name for name, (outcome, _) in outcomes.items() if outcome == "passed"} == {"first", "second", "last"}
-    assert "ValueError: a tensor was wrong" in outcomes["raises"][1] and outcomes["raises"][0] == "failed"
+    results = run(rows)
+    assert [result.name for result in results] == [row.name for row in rows]
+    outcomes = {result.name: (result.outcome, result.reason) for result in results}
+    passed = {name for name, (outcome, _) in outcomes.items() if outcome == "passed"}
+    assert passed == {"first", "second", "last"}
+    assert outcomes["raises"][0] == "failed"
+    assert "ValueError: a tensor was wrong" in outcomes["raises"][1]
     assert "of no interest" not in outcomes["raises"][1]
     assert outcomes["dies"][0] == "failed" and "exit code -9" in outcomes["dies"][1]
     assert outcomes["leaves"][0] == "failed" and "exit code 0" in outcomes["leaves"][1]
-    assert outcomes["hangs"] == ("failed", "ran for more than 0 s and was ended")
+    assert outcomes["hangs"] == ("failed", "ran for more than 10 s and was stopped")
     assert outcomes["fails"] == ("failed", "too large")
-    assert outcomes["refuses"] == ("not run", "no links") and outcomes["absent"] == ("not run", "one GPU")
-    assert exit_code(found) == 1
+    assert outcomes["refuses"] == ("not run", "no links")
+    assert outcomes["absent"] == ("not run", "one GPU")
+    assert exit_code(results) == 1
+
+
+def test_numbers_of_a_row_that_was_cut() -> None:
+    """Numbers that a row reported before its process died are in its result."""
+    (result,) = run([row("dies", "die")])
+    assert result.outcome == "failed" and result.numbers == {"rounds": 1}
+
+
+def test_rows_share_a_launch() -> None:
+    """Rows of as many ranks run in one process, except those that need their own."""
+    results = run([row("a"), row("b"), row("c", ranks=2), row("d", own_process=True), row("e")])
+    processes = {result.name: result.numbers["process"] for result in results}
+    assert processes["a"] == processes["b"] == processes["e"]
+    assert len(set(processes.values())) == 3
 
 
 def test_a_launch_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "START_SECONDS", 0.3)
-    (stuck,) = run([row("stuck", "never")])
-    assert stuck.outcome == "failed" and "did not start" in stuck.reason
+    monkeypatch.setattr(runner, "LAUNCH_LIMIT_SECONDS", 0.3)
+    (result,) = run([row("stuck", "never")])
+    assert result.outcome == "failed" and "did not start" in result.reason
 
 
-def test_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has no time left is not run; it never counts as passed. By a clock that jumps to the end while the second row runs."""
+def test_rows_of_low_value_are_left_out() -> None:
+    """Rows that do not fit are not run, with the numbers; a shorter row after them still fits."""
+    budget = LAUNCH_PLANNED_SECONDS + 100
+    results = run([row("a", planned=40), row("b", planned=125), row("c", planned=30)], budget=budget)
+    assert [result.outcome for result in results] == ["passed", "not run", "passed"]
+    assert "planned for 125 s" in results[1].reason and "raise --minutes" in results[1].reason
+
+
+def test_more_valuable_rows_of_a_later_launch_are_reserved() -> None:
+    """A row of one rank waits behind a more valuable row of two ranks, although that runs later."""
+    rows = [row("a", planned=10), row("two", planned=50, ranks=2), row("b", planned=50)]
+    budget = 2 * LAUNCH_PLANNED_SECONDS + 70
+    results = {result.name: result for result in run(rows, budget=budget)}
+    outcomes = {name: result.outcome for name, result in results.items()}
+    assert outcomes == {"a": "passed", "b": "not run", "two": "passed"}
+    assert "70 s are reserved" in results["b"].reason
+
+
+def test_the_end_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that runs when the budget ends is stopped and keeps its numbers."""
     now = [0.0]
 
     def began(row: Row) -> None:
         now[0] = 1000.0 if row.name == "long" else 0.0
 
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
-    rows = [row("done"), row("long", "hang", apart=True, seconds=2000), row("after")]
-    found = list(Runner(command, budget_seconds=900, began=began).run(rows, {}))
-    assert [one.outcome for one in found] == ["passed", "not run", "not run"]
-    assert found[1].reason == "the budget of 15 minutes was used up while it ran" and found[2].reason.endswith("minutes was used up")
-    assert exit_code(found) == 0 and exit_code(found[1:]) == 1  # nothing passed
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(runner, "time", clock)
+    rows = [row("short"), row("long", "hang", planned=500), row("after")]
+    results = list(Runner(command, budget_seconds=900, began=began).run(rows, {}))
+    assert [result.outcome for result in results] == ["passed", "not run", "not run"]
+    assert results[1].reason == "the budget of 15 minutes was used up while it ran"
+    assert "0 s of 15 minutes are left" in results[2].reason
+    assert exit_code(results) == 0 and exit_code(results[1:]) == 1
 
 
 def test_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row has its result, then the interruption goes on."""
-    sleep, calls = runner.time.sleep, []
+    """Every row has its result, then the interruption continues."""
+    sleep = time.sleep
+    calls = []
 
-    def interrupted(seconds: float) -> None:
+    def interrupt(seconds: float) -> None:
         calls.append(seconds)
-        if len(calls) == 10:
-            raise KeyboardInterrupt
         sleep(seconds)
+        if running:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner.time, "sleep", interrupted)
-    found: list[Result] = []
+    running: list[Row] = []
+
+    def began(row: Row) -> None:
+        if row.name == "long":
+            running.append(row)
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupt))
+    rows = [row("done"), row("long", "hang"), row("after")]
+    generator = Runner(command, budget_seconds=600, began=began).run(rows, {})
+    results: list[Result] = []
 
     def collect() -> None:
-        for result in Runner(command, budget_seconds=60).run([row("done"), row("long", "hang"), row("after")], {}):
-            found.append(result)  # noqa: PERF402, what came before the end is to be kept
+        for result in generator:
+            running.clear()
+            results.append(result)
 
     with pytest.raises(Interrupted):
         collect()
-    assert [(one.outcome, one.reason) for one in found] == [("passed", ""), ("not run", "interrupted"), ("not run", "interrupted")]
+    assert [(result.outcome, result.reason) for result in results] == [
+        ("passed", ""),
+        ("not run", "interrupted"),
+        ("not run", "interrupted"),
+    ]
 
 
-def test_what_shares_a_launch() -> None:
-    rows = [row("a"), row("b"), row("c", ranks=2), row("d", ranks=2, apart=True), row("e", ranks=2), row("f", ranks=2, without="x")]
-    assert [[one.name for one in batch] for batch in batched(rows)] == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
-    assert len(batched([row(str(index)) for index in range(runner.MOST_ROWS + 1)])) == 2
+def test_order_of_launches() -> None:
+    rows = [row("a"), row("b", ranks=2), row("c", own_process=True), row("d", unavailable="x")]
+    names = [[row.name for row in batch] for batch in batches(rows)]
+    assert names == [["a", "d"], ["c"], ["b"]]

@@ -72,11 +72,54 @@ class Inert:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
+class _InertEnum(Inert):
+    """An enum of another library. Its members keep their value as `args[0]`."""
+
+
+# Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(EnumClass, "MEMBER")`; all other releases
+# pickle `EnumClass(value)`. The members are listed because both forms must give the same object.
+_ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): {
+        "TORCH_CONTIGUOUS_FORMAT": 0,
+        "TORCH_CHANNELS_LAST": 1,
+        "TORCH_PRESERVE_FORMAT": 2,
+    },
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
+        "disabled": 0,
+        "optimizer_states": 1,
+        "gradients": 2,
+        "weights": 3,
+    },
+}
+_ENUM_CLASSES = {(module, name): type(name, (_InertEnum,), {"__module__": module}) for module, name in _ENUM_MEMBERS}
+
+
+def _enum_member(kind: Any, member: Any) -> Inert:
+    """Stand in for `builtins.getattr` in a pickle: a listed member of a listed enum, nothing else.
+
+    The real `getattr` would let a file reach any attribute of any object that it can name.
+
+    Raises:
+        CheckpointError: The arguments are not a listed enum class and one of its members.
+    """
+    for named, enum_class in _ENUM_CLASSES.items():
+        if kind is enum_class and isinstance(member, str) and member in _ENUM_MEMBERS[named]:
+            return enum_class(_ENUM_MEMBERS[named][member])
+
+    raise CheckpointError("it calls getattr on something other than a known enum, which is not read: only tensors and plain data are")
+
+
 class Unpickler(pickle.Unpickler):
     """Finds only what is listed."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises CheckpointError for everything else."""
+        if module == "__builtin__":
+            module = "builtins"  # the name that pickle protocols 0 to 2 write, torch.save among them
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
+        if (module, name) in _ENUM_CLASSES:
+            return _ENUM_CLASSES[module, name]
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

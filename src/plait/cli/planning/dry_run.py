@@ -23,6 +23,7 @@ from plait.cluster import accelerator
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.single_rank import SingleRankRun, run_single_rank
 from plait.errors import ConfigError, InputError, Problem, first_line
+from plait.model.described import require_transformers
 from plait.parallel.schedules.schedule import SCHEDULES as TABLES
 from plait.planner.auto import layout_of as planned_layout
 from plait.planner.constants import knowledge
@@ -218,10 +219,9 @@ def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _model(tree: Mapping[str, Any]) -> Any:
     """The model on meta, by Transformers."""
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError:
-        raise InputError("plait dryrun builds the model by Transformers, which is not installed; pip install transformers") from None
+    require_transformers("plait dryrun")
+    from transformers import CONFIG_MAPPING
+
     fields = _fields(tree)
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING:

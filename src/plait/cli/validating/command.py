@@ -1,7 +1,7 @@
-"""The command: finds the GPUs, runs the rows, shows each result as it comes, and writes the document after each.
+"""`plait doctor --validate`: finds the GPUs, runs the rows, shows and writes each result.
 
-This process imports no torch and touches no device. The document is written again after every row, so that whatever ends the command, what
-was found is there.
+This process does not touch a device. The document is written again after every row, so that it has
+all results so far, however the command ends.
 """
 
 from __future__ import annotations
@@ -12,102 +12,164 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from plait.cli.validating.show import Shown
+from plait.cli.validating.show import Screen, table_of_rows
 from plait.cluster import accelerator
 from plait.errors import DeviceError, InputError
 from plait.files import write_whole
 from plait.observe.files import require_writable
-from plait.validation.catalogue import MOST_GPUS, Machine, rows_of
+from plait.validation.catalogue import MOST_GPUS, PACKAGES_OF_PEERS, Machine, planned_seconds, rows_of
 from plait.validation.document import document
 from plait.validation.rows import Result, exit_code
 from plait.validation.runner import Interrupted, Runner
 
+DEFAULT_MINUTES = 8.0
 _FACTS_SECONDS = 180
+_LISTED_MEMORY_BYTES = 80 * 2**30
+"""Memory of the GPUs that `--list` assumes."""
 
 
-def validate(*, minutes: float, only: Sequence[str], out: Path, gpus: int | None, as_json: bool) -> int:
-    """Run the rows and return the exit code. Raises InputError for what cannot be run, DeviceError without a GPU."""
+def validate(
+    *,
+    minutes: float,
+    only: Sequence[str],
+    out: Path,
+    gpus: int | None,
+    as_json: bool,
+) -> int:
+    """Run the rows and return the exit code.
+
+    Args:
+        minutes: Budget. Rows that no longer fit are not run.
+        only: Patterns of row names. Empty for the default rows.
+        out: Path of the document. The calibration is written next to it.
+        gpus: Number of GPUs to use. None uses all, up to MOST_GPUS.
+        as_json: Whether to print the document to standard output at the end.
+
+    Raises:
+        InputError: An option cannot be followed.
+        DeviceError: There is no GPU.
+    """
+    started = time.monotonic()
     require_writable("--out", out, make_folder=True)
     facts = machine_facts()
     machine = machine_of(facts, gpus)
     rows = rows_of(machine, only)
-    at, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    at = datetime.now(UTC).isoformat(timespec="seconds")
     results: list[Result] = []
+    launch_facts = {
+        "gpus": machine.gpus,
+        "simulated": machine.simulated,
+        "calibration": str(out.with_suffix(".calibration.json").absolute()),
+    }
 
-    def written() -> dict[str, Any]:
-        found = document({**facts, "gpus_used": machine.gpus}, results, at=at, seconds=time.monotonic() - began, only=only)
+    def write_document() -> dict[str, Any]:
+        content = document(
+            {**facts, "gpus_used": machine.gpus},
+            results,
+            at=at,
+            seconds=time.monotonic() - started,
+            only=only,
+        )
         try:
-            write_whole(out, json.dumps(found, indent=1) + "\n")
+            write_whole(out, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
-        return found
+        return content
 
-    with Shown(len(rows), facts, machine.gpus, quiet=as_json) as shown:
-        runner = Runner(_command, budget_seconds=60 * minutes, began=shown.began)
+    with Screen(len(rows), facts, machine.gpus, quiet=as_json) as screen:
+        screen.plan(planned_seconds(rows), minutes)
+        budget = 60 * minutes - (time.monotonic() - started)
+        runner = Runner(_launch_command, budget_seconds=budget, began=screen.began)
         try:
-            for result in runner.run(rows, {"gpus": machine.gpus, "simulated": machine.simulated}):
+            for result in runner.run(rows, launch_facts):
                 results.append(result)
-                shown.ended(result)
-                written()
+                screen.ended(result)
+                write_document()
         except Interrupted:
-            written()
-            shown.summary(results, out, time.monotonic() - began)
+            write_document()
+            screen.summary(results, out, time.monotonic() - started)
             raise
-    found = written()
+    content = write_document()
     if as_json:
-        print(json.dumps(found, indent=1))
-    shown.summary(results, out, time.monotonic() - began)
+        print(json.dumps(content, indent=1))
+    screen.summary(results, out, time.monotonic() - started)
     return exit_code(results)
 
 
+def list_rows(*, only: Sequence[str], gpus: int | None) -> str:
+    """Return the table of rows with their planned seconds, without a look at the devices."""
+    count = gpus or 1
+    if not 1 <= count <= MOST_GPUS:
+        raise InputError(f"--nproc-per-node {count}: a validation uses 1 to {MOST_GPUS} GPUs")
+    peers = tuple(name for name in PACKAGES_OF_PEERS if find_spec(name) is not None)
+    machine = Machine(
+        count,
+        _LISTED_MEMORY_BYTES,
+        transformers=find_spec("transformers") is not None,
+        installed_peers=peers,
+    )
+    return table_of_rows(rows_of(machine, only), count)
+
+
 def machine_facts() -> dict[str, Any]:
-    """What `machine` prints. Raises DeviceError where that fails, or where torch has no accelerator that Plait trains on."""
+    """Return the output of `cli.validating.machine`.
+
+    Raises:
+        DeviceError: The process failed, or torch sees no accelerator that Plait trains on.
+    """
     command = [sys.executable, "-m", "plait.cli.validating.machine"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_FACTS_SECONDS, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_FACTS_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise DeviceError(
-            f"torch did not find out within {_FACTS_SECONDS} s which GPUs there are; look whether `nvidia-smi` answers"
+            f"torch did not find out within {_FACTS_SECONDS} s which GPUs there are; check whether `nvidia-smi` answers"
         ) from None
-    if done.returncode:
-        raise DeviceError(f"torch cannot look for GPUs: {' | '.join(done.stderr.strip().splitlines()[-3:])}")
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        last_lines = " | ".join(process.stderr.strip().splitlines()[-3:])
+        raise DeviceError(f"torch cannot look for GPUs: {last_lines}")
+    facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     if not facts["devices"]:
-        raise DeviceError(_without_devices(facts))
+        raise DeviceError(_why_no_devices(facts))
     return facts
 
 
-def _without_devices(facts: dict[str, Any]) -> str:
-    torch, other = facts["versions"].get("torch"), facts["accelerator"]
+def _why_no_devices(facts: dict[str, Any]) -> str:
+    torch, other, built = facts["versions"].get("torch"), facts["accelerator"], facts["built_for"]
     if other is not None:
         return f"torch {torch} has the accelerator {other!r}, and Plait trains on {accelerator.NAME}; there is nothing to validate here"
     if facts["driver"] is not None:
-        built = facts["built_for"]
         return (
             f"the driver {facts['driver']} answers, but torch {torch} (built for {built}) sees no GPU; docs/gpus.md has the line to install"
         )
-    return f"torch {torch} (built for {facts['built_for']}) sees no GPU on this machine; there is nothing to validate without one"
+    return f"torch {torch} (built for {built}) sees no GPU on this machine; there is nothing to validate without one"
 
 
 def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
-    """What decides which rows run. Raises InputError for more GPUs than there are."""
+    """Return the facts that decide which rows run.
+
+    Raises:
+        InputError: More GPUs are asked for than there are.
+    """
     devices = facts["devices"]
-    if gpus is not None and gpus > min(len(devices), MOST_GPUS):
+    most = min(len(devices), MOST_GPUS)
+    if gpus is not None and not 1 <= gpus <= most:
         raise InputError(f"--nproc-per-node {gpus}: this machine has {len(devices)} GPUs, of which a validation uses at most {MOST_GPUS}")
-    count = gpus or min(len(devices), MOST_GPUS)
+    count = gpus or most
     return Machine(
         gpus=count,
         memory_bytes=min(device["memory_bytes"] for device in devices[:count]),
         simulated=facts["simulated"],
         transformers=facts["installed"]["transformers"],
-        deepspeed=facts["installed"]["deepspeed"],
+        installed_peers=tuple(name for name in PACKAGES_OF_PEERS if facts["installed"].get(name)),
     )
 
 
-def _command(ranks: int, folder: Path) -> list[str]:
-    """Ranks end when this process does, because their launcher's standard input ends then."""
-    launch = [sys.executable, "-m", "plait", "launch", "--lifeline", "--nproc-per-node", str(ranks), "--grace", "3"]
-    return [*launch, "-m", "plait.cli.validating.worker", str(folder)]
+def _launch_command(ranks: int, folder: Path) -> list[str]:
+    """Return the command of a launch. Its ranks end when this process does, by the lifeline."""
+    launch = [sys.executable, "-m", "plait", "launch", "--lifeline"]
+    options = ["--nproc-per-node", str(ranks), "--grace", "3"]
+    return [*launch, *options, "-m", "plait.cli.validating.worker", str(folder)]

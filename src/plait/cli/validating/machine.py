@@ -17,6 +17,7 @@ from typing import Any
 from plait.cluster import accelerator
 from plait.cluster.environment import facts
 from plait.cluster.topology import device_count
+from plait.validation.catalogue import PACKAGES_OF_PEERS
 from plait.validation.context import SIMULATED
 
 _OTHERS = ("OMP_NUM_THREADS", "GLOO_")
@@ -51,7 +52,7 @@ def found() -> dict[str, Any]:
         "driver": _driver(),
         "links_of_devices": _topology(),
         "simulated": any(SIMULATED in name for name in names),
-        "installed": {name: find_spec(name) is not None for name in ("transformers", "deepspeed")},
+        "installed": {name: find_spec(name) is not None for name in ("transformers", *PACKAGES_OF_PEERS)},
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith((*accelerator.SETTINGS, *_OTHERS))},
     }
 

@@ -34,7 +34,7 @@ class Scheduler:
         """`at_once` requests are decoded together, and `waiting` may wait. `offload_cache` keeps keys and values in pinned host memory, for
         a GPU. Raises InputError for a model that keeps none."""
         if not takes_cache(sharded.model):
-            raise InputError(f"{type(sharded.model).__name__} keeps no keys and values (past_key_values), which serving needs")
+            raise InputError(f"{type(sharded.model).__name__}: its forward takes no KV cache, which serving needs")
         self._sharded, self._tokenizer, self._offload_cache = sharded, tokenizer, offload_cache
         self._prefill = None if reads_prompts_whole(sharded.model) else PREFILL
         rope = self._rope = rope_by_length(sharded.model)

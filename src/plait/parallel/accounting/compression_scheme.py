@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from plait._torch.units import shard_shapes, sharded_modules
+from plait._torch.units import gathered_shapes, reduced_shapes, sharded_modules
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Buckets, Flat
 from plait.comm.compress import (
@@ -85,12 +85,11 @@ class Scheme(Policy):
         """Give every unit of a sharded model its own compressed collectives; those that keep errors, by name."""
         found = {}
         for index, module in enumerate(sharded_modules(model)):
-            shapes = shard_shapes(module)
             if self.weight_bits:
-                segments = [Segment(numel, dimensions > 1) for dimensions, numel, _ in shapes]
+                segments = [Segment(numel, dimensions > 1) for dimensions, numel, _ in gathered_shapes(module)]
                 module.set_custom_all_gather(TimedAllGather(QuantisedAllGather(segments, bits=self.weight_bits), waits, "dp_shard"))
             if self.gradient_bits:
-                segments = [Segment(numel, dimensions > 1) for dimensions, numel, trainable in shapes if trainable]
+                segments = [Segment(numel, dimensions > 1) for dimensions, numel, trainable in reduced_shapes(module) if trainable]
                 scatter = QuantisedReduceScatter(
                     segments, bits=self.gradient_bits, feedback=self.error_feedback, levels=levels, revocable=self.revocable
                 )

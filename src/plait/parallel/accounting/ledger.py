@@ -85,8 +85,6 @@ class Ledger:
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the traffic of tp and cp grows with them."""
     activations: RankActivations | None = None
     """What one micro-batch of these tokens keeps, measured; None leaves activations out of the account."""
-    loss_passes: int = 1
-    """How often head and loss are computed for a micro-batch; 2 where that is done in chunks, because backward recomputes them."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Parameter name to the dimension that tensor parallelism splits; parameters not named are replicated."""
     sequence_parallel: Any = False

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait.model.facts import ModelFacts
+from plait.model.facts import ROOT, ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, PEAK_KINDS, Alive, Moment, StageMoments, StepFacts
-from plait.parallel.accounting.unit_bytes import ROOT, UnitBytes, unit_bytes
+from plait.parallel.accounting.unit_bytes import unit_bytes
 from plait.parallel.accounting.zero_rule import AfterBackward, of_block, of_root
 from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from plait.parallel.schedules.schedule import Schedule, destination, messages
+
+Unit = int | str
+"""Index of a block, name of an outer unit, or ROOT."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class _Walk:
     def __init__(self, facts: StepFacts, ledger: Ledger, model: ModelFacts, zero: int, schedule: Schedule | None, pp_rank: int) -> None:
         self.facts, self.zero, self.schedule, self.names = facts, zero, schedule, model.blocks
         self.units = unit_bytes(model, ledger)
+        self.embeddings = model.outer.embeddings
+        self.head: Unit = model.outer.head or ROOT
         self.ranks, self.replicas = int(ledger.dp_shard[0]), int(ledger.dp_replicate[0])
         self.sharded = self.ranks > 1 or ledger.compute_bytes is not None
         count = int(ledger.accumulation[0])
@@ -69,16 +74,16 @@ class _Walk:
             casts = any(unit.gradients != unit.sharded_gradients for unit in self.units.values())
             self.constant["communication"] = wire if casts else 0
         # ---- what changes ----
-        self.gathered: dict[int, int] = {}
-        self.arriving_units: dict[int, int] = {}
+        self.gathered: dict[Unit, int] = {}
+        self.arriving_units: dict[Unit, int] = {}
         """Flat buffers of gathers whose parameters are not copied out yet."""
         self.last_gather = 0
         """The flat buffer of the last gather of a forward, which stays until the next one."""
         self.order: list[int] = []
         """Units by the end of their forward."""
-        self.whole: dict[int, int] = {}
-        self.shards: dict[int, int] = {}
-        self.partial: dict[int, int] = {}
+        self.whole: dict[Unit, int] = {}
+        self.shards: dict[Unit, int] = {}
+        self.partial: dict[Unit, int] = {}
         """Reduced over dp_shard, not yet over dp_replicate."""
         self.reduce_input = 0
         self.across = 0
@@ -129,8 +134,10 @@ class _Walk:
     def _name(self, moment: Moment) -> str:
         return f"{moment.direction} of {self._unit(moment.unit)}" if moment.direction != "weights" else "gradients of weights"
 
-    def _unit(self, unit: int) -> str:
+    def _unit(self, unit: Unit) -> str:
         names = {BESIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
+        if isinstance(unit, str):
+            return unit
         return names[unit] if unit < 0 else self.names[unit]
 
     def peak(self) -> Peak:
@@ -166,16 +173,22 @@ class _Walk:
         self.now = Alive()
         blocks = self.blocks[action.stage]
         self._gather(ROOT, forward=True)
+        for name in self.embeddings:
+            self._gather(name, forward=True)
         for moment in stage.forward:
             if moment.unit >= 0:
                 self._gather(moment.unit, forward=True)
+            elif moment.unit == HEAD:
+                self._gather(self.head, forward=True)
             elif moment.unit == LOSS:
                 self.last_gather = 0
             self._during(moment, blocks=blocks, shared=shared)
             if moment.unit >= 0:
                 self.order.append(moment.unit)
-                if self.zero == 3:
-                    self.gathered.pop(moment.unit, None)
+            if self.zero == 3:
+                freed: Sequence[Unit] = (moment.unit,) if moment.unit >= 0 else self.embeddings
+                for unit in freed:
+                    self.gathered.pop(unit, None)
         self.order.append(ROOT)
         self.last_gather = 0
         self.flying[action.stage, action.microbatch] = self.now
@@ -205,6 +218,9 @@ class _Walk:
             self._during(moment, blocks=blocks, shared=shared)
             if moment.unit >= 0 and not splits:
                 self._gradients_made(moment.unit, self.now.gradients, action.stage, only_keep=late)
+                self.now = replace(self.now, gradients=0)
+            elif moment.unit == HEAD and self.head != ROOT:
+                self._gradients_made(self.head, self.now.gradients, action.stage)
                 self.now = replace(self.now, gradients=0)
         if late and not splits:
             self._gradients_made(ROOT, self.now.root_gradients, action.stage, only_keep=True)
@@ -241,8 +257,9 @@ class _Walk:
     def _during(self, moment: Moment, *, blocks: Sequence[int], shared: int, halves: bool = False) -> None:
         """A stretch of computation. `shared` bytes of its activations belong to the stage before, on this rank."""
         unit = moment.unit if not halves else blocks[0]  # the second half of a backward keeps the gradients of all blocks
-        gone = _adds(self.whole, unit, self.units) or self.buckets
-        root_gone = _adds(self.whole, ROOT, self.units) or self.buckets
+        owner: Unit = self.head if unit in (HEAD, LOSS) else unit
+        gone = self._adds(owner) or self.buckets
+        root_gone = self._adds(ROOT) or any(self._adds(name) for name in self.embeddings) or self.buckets
         looked = [moment.peak] if gone else [moment.peak_with_gradients]
         if not gone and root_gone:
             looked = [moment.peak, replace(moment.peak_with_gradients, root_gradients=0)]
@@ -257,7 +274,7 @@ class _Walk:
 
     # ---- parameters ---------------------------------------------------------------------------------------------------------------------
 
-    def _gather(self, unit: int, *, forward: bool) -> None:
+    def _gather(self, unit: Unit, *, forward: bool) -> None:
         """Gather a unit, or take what was gathered ahead."""
         if not self.sharded or unit in self.gathered:
             return
@@ -271,7 +288,7 @@ class _Walk:
         if forward:
             self.last_gather = flat
 
-    def _prefetch(self, units: Sequence[int]) -> None:
+    def _prefetch(self, units: Sequence[Unit]) -> None:
         """Begin to gather."""
         for unit in units:
             if not self.sharded or self.ranks == 1 or unit in self.gathered or unit in self.arriving_units:
@@ -290,14 +307,20 @@ class _Walk:
     # ---- gradients ----------------------------------------------------------------------------------------------------------------------
 
     def _end_backward(self, stage: int) -> None:
-        """The root unit's turn, and the end of the flat buffers."""
-        self._gradients_made(ROOT, self.now.root_gradients, stage)
+        """The root unit's turn, then that of the embeddings, and the end of the flat buffers."""
+        left = self.now.root_gradients
+        of_embeddings: dict[Unit, int] = {name: min(self.units[name].made_gradients, left) for name in self.embeddings}
+        made_by: dict[Unit, int] = {ROOT: max(0, left - sum(of_embeddings.values())), **of_embeddings}
+        for unit, made in made_by.items():
+            self._gradients_made(unit, made, stage)
+            left -= made
+            self.now = replace(self.now, root_gradients=left)
         self.now = replace(self.now, root_gradients=0)
         self.reduce_input = self.across = 0
         self.order.clear()
         self.left[stage] -= 1
 
-    def _gradients_made(self, unit: int, made: int, stage: int, *, only_keep: bool = False) -> None:
+    def _gradients_made(self, unit: Unit, made: int, stage: int, *, only_keep: bool = False) -> None:
         """The end of a unit's backward; `made` bytes of new gradients are part of `self.now`. `only_keep` them, to be reduced later."""
         bytes_ = self.units[unit]
         if self.buckets:
@@ -325,8 +348,8 @@ class _Walk:
         self.look(f"reduction of {self._unit(unit)}", buffers=bytes_.reduce_input)
         self.whole.pop(unit, None)
         self.reduce_input = bytes_.reduce_input
-        freed = min(made, self.now.root_gradients if unit == ROOT else self.now.gradients)
-        field = "root_gradients" if unit == ROOT else "gradients"
+        field = "root_gradients" if unit == ROOT or unit in self.embeddings else "gradients"
+        freed = min(made, getattr(self.now, field))
         self.now = replace(self.now, **{field: getattr(self.now, field) - freed})
         casts = bytes_.reduce_output != bytes_.sharded_gradients
         self.look(
@@ -343,7 +366,11 @@ class _Walk:
             self.across += bytes_.reduce_output if casts else 0
         self.shards[unit] = bytes_.sharded_gradients
 
-    def _rule(self, unit: int, stage: int) -> AfterBackward:
+    def _adds(self, unit: Unit) -> bool:
+        """Whether a new gradient of the unit is added to one that is there already, as soon as it is made."""
+        return unit in self.whole and not self.units[unit].casts_gradients
+
+    def _rule(self, unit: Unit, stage: int) -> AfterBackward:
         if unit == ROOT:
             return of_root(self.zero, self.left, ran=stage, users=self.ends)
         return of_block(self.zero, self.left, ran=stage, own=stage)
@@ -376,12 +403,6 @@ class _Walk:
 def _without_pipeline(count: int) -> tuple[Action, ...]:
     """Forward and backward in turn."""
     return tuple(Action(0, kind, index) for index in range(count) for kind in (Kind.FORWARD, Kind.BACKWARD))
-
-
-def _adds(whole: Mapping[int, int], unit: int, units: Mapping[int, UnitBytes]) -> bool:
-    """Whether a new gradient of the unit is added to one that is there already, as soon as it is made."""
-    at = unit if unit >= 0 else ROOT
-    return at in whole and not units[at].casts_gradients
 
 
 def _less(alive: Alive, shared: int) -> Alive:

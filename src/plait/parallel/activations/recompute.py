@@ -23,8 +23,9 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.activations import Assignment, BlockMode, RankActivations
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.activations import selective
+from plait.parallel.activations import decisions, selective
 from plait.parallel.activations.changed_buffers import ChangedBuffers
+from plait.parallel.activations.decisions import Deciding
 from plait.parallel.activations.saved_tensors import OffloadedActivations, SavedTensors, Store
 from plait.parallel.compile import Compile
 from plait.parallel.hooks import StepHook
@@ -112,6 +113,8 @@ class Recompute(Technique):
                 continue
             saved = SavedTensors(block, store=store, partition=partition if mode != "none" else None, index=index)
             contexts = selective.contexts(kept) if mode == "selective" else None
+            if parts.noted(Deciding) is not None:
+                contexts = decisions.contexts(contexts)
             _wrap(block, mode=mode, contexts=contexts, saved=saved, region=region)
         return parts.with_notes(self)
 

@@ -19,24 +19,27 @@ from plait._torch.operators import FakeTensor
 from plait.cluster import accelerator
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
-from plait.errors import InputError, Problem, refuse
+from plait.errors import InputError, Problem, refuse, warn
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.compile import Compile
 from plait.parallel.containers import entries, rebuilt
 from plait.parallel.context import interface, visible
-from plait.parallel.context.families import WITHOUT_DOCUMENTS, refuse_unknown_model
+from plait.parallel.context.families import WITHOUT_DOCUMENTS, implementation_of, refuse_unknown_model, why_in_tiles
 from plait.parallel.context.interface import PartialAttention
 from plait.parallel.context.kinds import Kind, Place
 from plait.parallel.context.layout import SequenceLayout
 from plait.parallel.context.traffic import context_traffic
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.hooks import StepHook
-from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED, explicit
+from plait.parallel.micro_batches import CACHES, IGNORED, LABELS, SHIFTED, explicit
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tokens import mark
+
+IN_TILES = "attention is computed in tiles of matrix products, which is many times slower than a fused kernel"
+"""Message where no fused kernel is used on a GPU; the reason follows it."""
 
 
 class ContextParallel(Technique):
@@ -85,9 +88,9 @@ class ContextParallel(Technique):
             return parts
         model: Any = parts.model
         place = Place(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
-        before = model.config._attn_implementation
-        interface.install(model, PartialAttention(self.context, place, before))
-        return parts.with_notes(Installed(before, place))
+        before, implementation = str(model.config._attn_implementation), implementation_of(model)
+        interface.install(model, PartialAttention(self.context, place, implementation))
+        return parts.with_notes(Installed(before, implementation, place))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Cut every micro-batch; sum gradients."""
@@ -95,7 +98,8 @@ class ContextParallel(Technique):
         if installed is None:
             return []
         summed = [p for p in parts.model.parameters() if p.requires_grad and "cp" in parts.reduction(p).summed]
-        return [SequenceParts(parts.model, self, installed, summed)]
+        dtype = parts.shard.compute_dtype or next(parts.model.parameters()).dtype
+        return [SequenceParts(parts.model, self, installed, summed, dtype, device=mesh.device)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """The traffic of attention and of gradients; nothing where cp is 1."""
@@ -112,8 +116,8 @@ class ContextParallel(Technique):
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             raise InputError("parallel.cp: a batch is a mapping with `input_ids` [batch, seq]; a batch in another form cannot be cut")
-        if batch.get("past_key_values") is not None or batch.get("use_cache"):
-            raise InputError("parallel.cp: a cache would hold a part of each sequence; leave past_key_values and use_cache out")
+        if batch.get("use_cache") or any(batch.get(name) is not None for name in CACHES):
+            raise InputError(f"parallel.cp: a cache would hold a part of each sequence; leave {', '.join(CACHES)} and use_cache out")
         if batch.get("output_attentions"):
             raise InputError("parallel.cp: attention weights are never computed in full; leave output_attentions out")
         starts = visible.document_starts(batch)
@@ -173,26 +177,53 @@ class Part(dict[str, Any]):
 class Installed:
     """What `apply` has changed."""
 
-    def __init__(self, before: str, place: Place) -> None:
-        self.before, self.place = before, place
+    def __init__(self, before: str, implementation: str, place: Place) -> None:
+        self.before, self.implementation, self.place = before, implementation, place
 
 
 class SequenceParts(StepHook):
     """This rank's part of every sequence, and the sums of gradients over all parts."""
 
-    def __init__(self, model: nn.Module, technique: ContextParallel, installed: Installed, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        technique: ContextParallel,
+        installed: Installed,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+    ) -> None:
+        """`device`: where micro-batches go. What is decided by their values is decided before, while they are on the host."""
+        self.device = device
         self.model, self.technique, self.before, self.parameters = model, technique, installed.before, parameters
         self._compared = False
         self.layout, self.group = installed.place.layout, installed.place.group
         chunks = "2 chunks, from both ends" if self.layout.zigzag else "one chunk"
         self.said = f"each sequence is cut over {self.layout.ranks} ranks ({technique.context}; a rank has {chunks})"
+        self._implementation, self._dtype = installed.implementation, dtype
+        self._tiles = self._why_in_tiles(documents=False)
+        if self._tiles:
+            self.said += f"; {IN_TILES}: {self._tiles}"
+        self._saw_documents = False
+
+    def _why_in_tiles(self, *, documents: bool) -> str:
+        if not self.parameters:
+            return ""
+        return why_in_tiles(self.model.config, self._implementation, self.device, self._dtype, documents=documents)
 
     def transform(self, batch: Any) -> Any:
         """Labels are shifted and positions written already."""
         self._compare(batch)
         config = getattr(self.model, "config", None)
         keeps_cache, family = bool(getattr(config, "use_cache", False)), str(getattr(config, "model_type", ""))
-        return self.technique.part(batch, self.layout, keeps_cache=keeps_cache, family=family)
+        part = self.technique.part(batch, self.layout, keeps_cache=keeps_cache, family=family)
+        if not self._saw_documents and visible.of_mask(part["attention_mask"]) is not None:
+            self._saw_documents = True
+            reason = self._why_in_tiles(documents=True)
+            if reason and not self._tiles:
+                warn(f"parallel.cp: rows have several documents, and {IN_TILES}: {reason}")
+        return interface.on_device(self.model, part, self.device)
 
     def _compare(self, batch: Any) -> None:
         """The first batch is the same on all ranks: each cuts its part from what it is given, and a loader may give them different rows."""
@@ -202,7 +233,7 @@ class SequenceParts(StepHook):
         self._compared = True
         weights = torch.arange(1, ids.numel() + 1, device=ids.device)
         digest = (ids.reshape(-1) * weights).sum() * 31 + ids.shape[-1]
-        largest = torch.stack([digest, -digest])
+        largest = torch.stack([digest, -digest]).to(self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         if int(largest[0]) != -int(largest[1]):
             raise InputError(
@@ -232,7 +263,7 @@ class SequenceParts(StepHook):
         if not self.parameters:
             return
         used = [p.grad is not None for p in self.parameters]
-        flags = accelerator.tensor_of(used, dtype=torch.uint8, device=self._device())
+        flags = accelerator.tensor_of(used, dtype=torch.uint8, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         # Only a rank that missed one has to look, and wait for its device: where it used all, all are used.
         wanted = [True] * len(used) if all(used) or is_fake() else flags.tolist()
@@ -248,9 +279,6 @@ class SequenceParts(StepHook):
     def release(self) -> None:
         """The model's own attention."""
         interface.remove(self.model, self.before)
-
-    def _device(self) -> torch.device:
-        return local_tensor(self.parameters[0].detach()).device
 
 
 class _Sum:

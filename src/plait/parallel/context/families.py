@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
 from plait.parallel.context.flash import IMPLEMENTATIONS
+from plait.parallel.context.kernel import Kernel, Rule, kernel_for
 from plait.parallel.context.kinds import Kind
 
 FAMILIES = (
@@ -22,10 +24,13 @@ FAMILIES = (
 """`config.model_type` of the causal language models that are compared with one process."""
 WITHOUT_DOCUMENTS = ("gpt_oss",)
 """Those whose masks Transformers makes without `position_ids`: documents in one row see each other, which one process does not tell."""
+WITH_CAPPED_SCORES = ("gemma2",)
+"""Families whose attention caps scores, which on GPUs FlexAttention computes."""
 KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
 """What computes attention: SDPA's kernels, products and a softmax, FlexAttention, or FlashAttention."""
 WITHOUT_FLEX_BACKWARD = ("cpu",)
 """Device types for which torch's FlexAttention raises NotImplementedError where it would need a backward."""
+_KERNEL_NAMES: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow from the longest position of a batch."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -101,6 +106,52 @@ def _unfit(config: Any) -> Iterator[str]:
     other = next((layer for layer in getattr(config, "layer_types", None) or () if layer not in _LAYERS), None)
     if other is not None:
         yield f"has layers of type {other!r}, and only {' and '.join(_LAYERS)} are cut; use another model"
+
+
+def implementation_of(model: nn.Module) -> str:
+    """Return Transformers' name of the attention that a model is to compute.
+
+    Transformers gives GPT-OSS and Gemma 2 no "sdpa", because its SDPA knows neither sinks nor caps. So
+    "eager" is not their user's choice, and Plait computes both with fused kernels.
+    """
+    config: Any = model.config
+    chosen = str(config._attn_implementation)
+    return "sdpa" if chosen == "eager" and not getattr(model, "_supports_sdpa", True) else chosen
+
+
+def why_in_tiles(config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:
+    """Return why attention is computed in tiles of matrix products on a GPU.
+
+    Args:
+        config: The model's.
+        implementation: Of `implementation_of`.
+        device: Of the model.
+        dtype: That attention is computed in.
+        documents: Whether sequences are made of several documents.
+
+    Returns:
+        The reason, empty if a fused kernel computes attention.
+    """
+    if device.type == "cpu" or implementation in IMPLEMENTATIONS:
+        return ""
+    rule = Rule(1.0, _window(config), getattr(config, "attn_logit_softcapping", None), _KERNEL_NAMES.get(implementation, "sdpa"))
+    kernel, reason = kernel_for(device, dtype, _head_widths(config), rule, documents=documents)
+    return reason if kernel == "products" else ""
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window of some layers; None if no layer has one."""
+    layers = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)
+    return getattr(config, "sliding_window", None) if slides else None
+
+
+def _head_widths(config: Any) -> tuple[int, int]:
+    """Head dimensions of queries and of values."""
+    if getattr(config, "v_head_dim", None):
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width, width
 
 
 def _ropes(parameters: Any) -> Iterator[str]:

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from plait.parallel.context.kernel import Rule
+from plait.parallel.micro_batches import to_device
 
 IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3")
 """Transformers' names."""
 
 
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro-batch, all rows one after the other, as FlashAttention takes them."""
+
+    bounds: torch.Tensor
+    """Where each begins, and where the last ends: [documents + 1] int32, on the device."""
+    longest: int
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, device: torch.device) -> Documents:
+        """Of `starts` [batch, tokens], where the document of each token begins. Waits for the device that `starts` is on."""
+        begins = starts == torch.arange(starts.shape[1], device=starts.device)
+        places = begins.flatten().nonzero().flatten()
+        bounds = F.pad(places, (0, 1), value=starts.numel()).to(torch.int32)
+        return cls(to_device(bounds, device), int(torch.diff(bounds).max()))
+
+
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, rule: Rule, implementation: str
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, rule: Rule, implementation: str
 ) -> torch.Tensor:
     """Causal attention [batch, heads, tokens, width] of queries [batch, heads, tokens, head_dim], and keys and values
-    [batch, kv_heads, tokens, ...]; differentiable. `starts` [batch, tokens]: where the document of each token begins; None: each row is
-    one."""
+    [batch, kv_heads, tokens, ...]; differentiable. `documents` None: each row is one."""
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
     (of_rows, of_documents, *_), (arguments_of, _) = lazy_import_flash_attention(implementation)
@@ -24,21 +43,13 @@ def flash_attention(
     narrower = width - value.shape[3]  # queries and values have one width there
     given = [x.transpose(1, 2) for x in (query, key, F.pad(value, (0, narrower)))]
     settings = {"softmax_scale": rule.scale, "sliding_window": rule.window, "softcap": rule.softcap}
-    if starts is None:
+    if documents is None:
         output = of_rows(*given, **arguments_of(length, length, True, **settings))
     else:
-        bounds = _bounds(starts)
-        longest = int(torch.diff(bounds).max())
-        settings |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        bounds = documents.bounds
+        settings |= {"max_seqlen_q": documents.longest, "max_seqlen_k": documents.longest}
         flat = [x.reshape(-1, *x.shape[2:]) for x in given]
         arguments = arguments_of(length, length, True, **settings)
         output = of_documents(*flat, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **arguments)
     output = output[0] if isinstance(output, tuple) else output
     return output.view(batch, length, *output.shape[-2:])[..., : width - narrower].transpose(1, 2)
-
-
-def _bounds(starts: torch.Tensor) -> torch.Tensor:
-    """Where the documents of all rows, one after the other, begin, and where the last ends; int32."""
-    begins = starts == torch.arange(starts.shape[1], device=starts.device)
-    places = begins.flatten().nonzero().flatten()
-    return F.pad(places, (0, 1), value=starts.numel()).to(torch.int32)

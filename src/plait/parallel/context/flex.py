@@ -1,36 +1,52 @@
-"""torch's FlexAttention for a part of a softmax: outputs and denominators, and gradients where the softmax is over more keys.
+"""torch's FlexAttention for a part of a softmax: outputs, log-sum-exps, and gradients of a softmax over more keys.
 
-What a query sees is a function of places, so that blocks of scores of which none is seen are not computed. It is compiled, but on CPUs,
-where torch has no backward for it.
+What a query sees is a function of positions, so that blocks of scores of which none is seen are not computed. FlexAttention is compiled,
+except on CPUs, where torch has no backward for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
-Both = tuple[torch.Tensor, torch.Tensor]
+from plait._torch.operators import viewed
+
+_document_masks: Any = WeakIdKeyDictionary()
+"""Block masks of each micro-batch, by the tensor of its document starts: they are the same in all layers."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a layer does to the scores of queries from place `query_at` of the sequence on, and keys from `key_at` on. `starts`
-    [batch, queries]: where the document of a query begins, or None. `window`: as many tokens a query sees, itself included; None: all."""
+    """What a layer does to the scores of the queries and keys of a piece."""
 
     query_at: int
+    """Position of the first query in the sequence."""
     key_at: int
+    """Position of the first key in the sequence."""
     starts: torch.Tensor | None
+    """[batch, queries], position at which the document of a query begins, or None."""
     window: int | None
+    """Number of tokens that a query sees, itself included. None: all."""
     scale: float
     softcap: float | None
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> Both:
-    """(output [batch, heads, n, width], logarithm of the denominator [batch, heads, n], -inf where a query sees no key) of queries
-    [batch, heads, n, head_dim], and keys and values [batch, kv_heads, m, ...]; differentiable."""
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute attention; differentiable.
+
+    Args:
+        query: [batch, heads, queries, head_dim].
+        key: [batch, kv_heads, keys, head_dim].
+        value: [batch, kv_heads, keys, width].
+        scores: What is done to the scores.
+
+    Returns:
+        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries], -inf where a query sees no key.
+    """
     from torch.nn.attention.flex_attention import AuxRequest
 
     cap = scores.softcap or 1.0
@@ -43,7 +59,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score
         key,
         value,
         score_mod=None if scores.softcap is None else capped,
-        block_mask=_mask(query, key, scores),
+        block_mask=_block_mask(query, key, scores),
         scale=scores.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
@@ -52,28 +68,61 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score
 
 
 def gradients(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, grad: torch.Tensor, found: Both
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scores: Scores,
 ) -> tuple[torch.Tensor, ...]:
-    """Of query, key and value. `grad` is of the output; `found` is the output and the denominator over all keys.
+    """Return the gradients of query, key and value that go through these keys. `grad`, `output` and `log_sum_exp` are over all keys.
 
-    With o and l the output and the logarithm of the denominator over these keys, O and L those over all, the output is a sum of parts
-    exp(l - L) o, so its gradient g is w g with w = exp(l - L) for o, and w (g o - g O) for l."""
+    With o and l the output and the log-sum-exp over these keys, and O and L those over all keys, the output is a sum of parts
+    exp(l - L) o. So its gradient g is w g for o, with w = exp(l - L), and w (g o - g O) for l.
+    """
     query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
     with torch.enable_grad():
-        output, denominator = attention(query, key, value, scores)
-    wide = denominator.dtype
-    weight = torch.exp(denominator.detach() - found[1].to(wide))
-    of_output = weight.unsqueeze(-1) * grad.to(wide)
-    of_denominator = (of_output * (output.detach().to(wide) - found[0].to(wide))).sum(-1)
-    return torch.autograd.grad((output, denominator), (query, key, value), (of_output.to(output.dtype), of_denominator))
+        part, part_log_sum_exp = attention(query, key, value, scores)
+    wide = part_log_sum_exp.dtype
+    weight = torch.exp(part_log_sum_exp.detach() - log_sum_exp.to(wide))
+    of_part = weight.unsqueeze(-1) * grad.to(wide)
+    of_log_sum_exp = (of_part * (part.detach().to(wide) - output.to(wide))).sum(-1)
+    return torch.autograd.grad((part, part_log_sum_exp), (query, key, value), (of_part.to(part.dtype), of_log_sum_exp))
 
 
-def _mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
-    starts, window = scores.starts, scores.window
-    at = torch.tensor([scores.query_at, scores.key_at], device=query.device)
+def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
+    sizes = (query.shape[2], key.shape[2], scores.query_at, scores.key_at, scores.window)
+    starts = scores.starts
+    if starts is None:
+        return _position_mask(query.device, *sizes)
+    masks = _document_masks.setdefault(viewed(starts), {})
+    if sizes not in masks:
+        # A copy: what the mask refers to must not keep the key of its own entry alive.
+        masks[sizes] = _new_mask(query.device, *sizes, starts.clone())
+    return masks[sizes]
+
+
+@lru_cache(maxsize=64)
+def _position_mask(device: torch.device, queries: int, keys: int, query_at: int, key_at: int, window: int | None) -> Any:
+    return _new_mask(device, queries, keys, query_at, key_at, window, None)
+
+
+def _new_mask(
+    device: torch.device,
+    queries: int,
+    keys: int,
+    query_at: int,
+    key_at: int,
+    window: int | None,
+    starts: torch.Tensor | None,
+) -> Any:
+    # Tensors, because compiled code is specialised on numbers. They are filled on the device, so the host does not wait.
+    first_query = torch.full((), query_at, device=device)
+    first_key = torch.full((), key_at, device=device)
 
     def seen(batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor) -> torch.Tensor:
-        place, other = query_index + at[0], key_index + at[1]
+        place, other = query_index + first_query, key_index + first_key
         visible = other <= place
         if window is not None:
             visible = visible & (other > place - window)
@@ -81,8 +130,8 @@ def _mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
             visible = visible & (other >= starts[batch, query_index])
         return visible
 
-    rows = None if starts is None else len(query)
-    return _function("create_block_mask", query.device.type)(seen, rows, None, query.shape[2], key.shape[2], device=query.device)
+    rows = None if starts is None else len(starts)
+    return _function("create_block_mask", device.type)(seen, rows, None, queries, keys, device=device)
 
 
 @cache

@@ -14,13 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.errors import InputError, ModelError
-from plait.parallel.context.flash import IMPLEMENTATIONS, flash_attention
+from plait.parallel.context.flash import IMPLEMENTATIONS, Documents, flash_attention
 from plait.parallel.context.kernel import Kernel, Rule
 from plait.parallel.context.kinds import Kind, Place, attention, exchanged
 from plait.parallel.context.visible import is_ours, of_mask
+from plait.parallel.micro_batches import to_device
+from plait.parallel.tokens import mark, tokens_of
 
 NAME = "plait_context_parallel"
 _ATTRIBUTE = "_plait_context"
+_DOCUMENTS = "_plait_documents"
 _KERNELS: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
 
 
@@ -61,6 +64,29 @@ def remove(model: Any, before: str) -> None:
             object.__delattr__(module, _ATTRIBUTE)
 
 
+def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
+    """A part of a micro-batch on the device, from what `ContextParallel.part` returns. Where FlashAttention computes `model`, its mask
+    knows the documents of the rows: they are the same for all layers, and found without a wait where the part is still on the host."""
+    mask = part["attention_mask"]
+    moved = to_device(part, device)
+    mark(moved["attention_mask"], to_device(tokens_of(mask), device))
+    chosen: PartialAttention = getattr(model, _ATTRIBUTE)
+    starts = of_mask(mask)
+    if starts is not None and chosen.implementation in IMPLEMENTATIONS:
+        setattr(moved["attention_mask"], _DOCUMENTS, Documents.of(starts, device))
+    return moved
+
+
+def _documents_of(mask: torch.Tensor) -> Documents | None:
+    """The documents that `mask` stands for. A mask that something has copied knows none, so they are found again, once for each copy."""
+    starts, known = of_mask(mask), getattr(mask, _DOCUMENTS, None)
+    if starts is None or known is not None:
+        return known
+    found = Documents.of(starts, mask.device)
+    setattr(mask, _DOCUMENTS, found)
+    return found
+
+
 def attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -93,15 +119,16 @@ def attend(
         output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
     else:
         rule = Rule(float(scale), sliding_window, softcap, _KERNELS.get(chosen.implementation, "sdpa"))
-        starts, place = of_mask(attention_mask), chosen.place
+        place = chosen.place
         if chosen.implementation in IMPLEMENTATIONS:
+            documents = _documents_of(attention_mask)
 
             def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-                return flash_attention(query, key, value, starts, rule, chosen.implementation)
+                return flash_attention(query, key, value, documents, rule, chosen.implementation)
 
             output = exchanged(query, key, value, place, flash)
         else:
-            output = attention(chosen.kind, query, key, value, starts, place, rule, s_aux)
+            output = attention(chosen.kind, query, key, value, of_mask(attention_mask), place, rule, s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -1,25 +1,37 @@
-"""Attention of some queries to some keys, as a part of a softmax over more keys: outputs, denominators, and gradients.
+"""Attention of some queries to some keys, as a part of a softmax over more keys.
 
-Queries and keys are told by where they stand in the sequence, so no mask is passed. The work is cut until a piece is visible in full, or
-causal from its first token on (there SDPA's CPU kernel is used), or small enough for a mask; FlexAttention cuts it itself. Scores are
+Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU one
+fused kernel computes a whole piece. If the kernel does not support its shape, the piece is divided into
+parts that are fully visible or causal, or into tiles that are small enough for a mask. Scores are
 computed in float32 or wider. Nothing is communicated here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from plait._torch.attention import cpu_attention, cpu_attention_backward
+from plait._torch.attention import (
+    CPU,
+    EFFICIENT,
+    FLASH,
+    Band,
+    FusedAttention,
+    why_not_efficient,
+    why_not_flash,
+    why_not_flex,
+)
 from plait._torch.operators import FakeTensor
 from plait.parallel.context import flex
 
 TILE_ELEMENTS = 2**22
 """Scores that exist at a time where a mask is needed; 2^22 are 16 MiB of float32."""
-Form = Literal["full", "causal", "masked"]
-Kernel = Literal["products", "sdpa", "flex"]
+LOWEST = -1e30
+"""Log-sum-exp of a query that sees no key. It is finite, so that the difference of two of them is not nan."""
+Kernel = Literal["sdpa", "cpu", "flash", "efficient", "flex", "products"]
+FUSED: dict[Kernel, FusedAttention] = {"cpu": CPU, "flash": FLASH, "efficient": EFFICIENT}
 
 
 @dataclass(frozen=True)
@@ -28,192 +40,367 @@ class Rule:
 
     scale: float
     window: int | None = None
-    """A token sees this many tokens, itself included; None: all before it."""
+    """Number of tokens that a token sees, itself included. None: all before it."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
     kernel: Kernel = "sdpa"
-    """products: plain ones, in tiles. sdpa: SDPA's kernel where it computes this, else products. flex: FlexAttention."""
+    """What computes attention. "sdpa" stands for the best one that the device has (`kernel_for`);
+    "products" are matrix products in tiles."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries [batch, heads, n, head_dim] from place `query_at` of the sequence on, and keys and values [batch, kv_heads, m, ...] from
-    `key_at` on. `starts` [batch, n]: where the document of a query begins; None where each sees all keys before it."""
+    """Queries and keys whose scores are computed together."""
 
     query: torch.Tensor
+    """[batch, heads, queries, head_dim]."""
     key: torch.Tensor
+    """[batch, kv_heads, keys, head_dim]."""
     value: torch.Tensor
+    """[batch, kv_heads, keys, width]."""
     query_at: int
+    """Position of the first query in the sequence."""
     key_at: int
-    starts: torch.Tensor | None
+    """Position of the first key in the sequence."""
+    starts: torch.Tensor | None = None
+    """[batch, queries], position at which the document of a query begins. None: a query sees all keys before it."""
+    row: int = 0
+    """Index of the first query in the tensors that results are added to."""
+    column: int = 0
+    """Index of the first key in the tensors that gradients are added to."""
 
     def rows(self, start: int, end: int) -> Piece:
-        """Some of the queries."""
-        starts = None if self.starts is None else self.starts[:, start:end]
-        return Piece(self.query[:, :, start:end], self.key, self.value, self.query_at + start, self.key_at, starts)
+        """Return the piece of some of the queries."""
+        return replace(
+            self,
+            query=self.query[:, :, start:end],
+            query_at=self.query_at + start,
+            starts=None if self.starts is None else self.starts[:, start:end],
+            row=self.row + start,
+        )
 
     def keys(self, low: int, high: int) -> Piece:
-        """The keys from place `low` to before `high` of the sequence."""
+        """Return the piece of the keys from position `low` up to but not including `high`."""
         start, end = low - self.key_at, high - self.key_at
-        return Piece(self.query, self.key[:, :, start:end], self.value[:, :, start:end], self.query_at, low, self.starts)
+        return replace(
+            self,
+            key=self.key[:, :, start:end],
+            value=self.value[:, :, start:end],
+            key_at=low,
+            column=self.column + start,
+        )
 
-
-Found = tuple[torch.Tensor, torch.Tensor]
-"""Output [batch, heads, n, width], and the logarithm of the denominator [batch, heads, n], -inf for a query that sees none of the keys; in
-the dtype of `wide`."""
+    @property
+    def groups(self) -> int:
+        """Query heads per key-value head."""
+        return self.query.shape[1] // self.key.shape[1]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are computed in."""
+    """Return the dtype in which sums are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attend(piece: Piece, rule: Rule) -> Found | None:
-    """What these keys give these queries; None where none of them is visible to any."""
-    low, high = _visible_keys(piece, rule)
-    if low >= high:
-        return None
-    piece = piece.keys(low, high)
-    if rule.kernel == "flex":
-        output, denominator = flex.attention(piece.query, piece.key, piece.value, _scores_of(piece, rule))
-        return output.to(wide(piece.query.dtype)), denominator.to(wide(piece.query.dtype))
-    query_at, count = piece.query_at, piece.query.shape[2]
-    if piece.starts is None and low < query_at < high:
-        return merged(attend(piece.keys(query_at, high), rule), attend(piece.keys(low, query_at), rule))
-    form = _form(piece, rule)
-    if _is_fused(piece, rule, form):
-        groups = piece.query.shape[1] // piece.key.shape[1]
-        key, value = (_repeated(x, groups) for x in (piece.key, piece.value))
-        output, denominator = cpu_attention(piece.query, key, value, causal=form == "causal", scale=rule.scale)
-        return output.to(wide(piece.query.dtype)), denominator
-    step = _tile_rows(piece)
-    if step < count:
-        tiles = [piece.rows(start, min(start + step, count)) for start in range(0, count, step)]
-        outputs = [attend(tile, rule) or _nothing(tile) for tile in tiles]
-        return torch.cat([output for output, _ in outputs], 2), torch.cat([denominator for _, denominator in outputs], 2)
-    return _products(piece, rule, masked=form != "full")
+def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], rule: Rule, *, documents: bool) -> tuple[Kernel, str]:
+    """Choose the kernel of a layer.
+
+    Args:
+        device: Where the tensors are.
+        dtype: That of queries, keys and values.
+        widths: Head dimensions of queries and of values.
+        rule: The layer's.
+        documents: Whether sequences are made of several documents.
+
+    Returns:
+        The kernel, and where it is "products" on a GPU, the reason why no fused kernel is used.
+    """
+    if rule.kernel != "sdpa":
+        return rule.kernel, 'attn_implementation is "eager"' if rule.kernel == "products" else ""
+    has_mask = documents or rule.softcap is not None
+    if device.type == "cpu":
+        return ("products" if has_mask or widths[0] != widths[1] else "cpu"), ""
+    if device.type != "cuda":
+        return "products", f"no fused kernel of torch is known for devices of type {device.type!r}"
+    why_not = []
+    if not has_mask:
+        reason = why_not_flash(device, dtype, max(widths))
+        if not reason and (rule.window is None or FLASH.bands):
+            return "flash", ""
+        why_not.append(reason or "ROCm's FlashAttention takes no window between parts of a sequence")
+        reason = why_not_efficient(dtype)
+        if not reason and rule.window is None:
+            return "efficient", ""
+        why_not.append(reason or "efficient attention takes no window between parts of a sequence")
+    reason = why_not_flex(dtype, min(widths))
+    if not reason:
+        return "flex", ""
+    return "products", "; ".join([*why_not, reason])
 
 
-def merged(one: Found | None, other: Found | None) -> Found | None:
-    """Of a softmax over the keys of both."""
-    if one is None or other is None:
-        return one or other
-    largest = torch.maximum(one[1], other[1])
-    largest = torch.where(largest == -torch.inf, 0, largest)  # a query that sees none of these keys
-    weights = [torch.exp(denominator - largest) for _, denominator in (one, other)]
-    total = weights[0] + weights[1]
-    output = one[0] * weights[0].unsqueeze(-1) + other[0] * weights[1].unsqueeze(-1)
-    return output / total.clamp(min=torch.finfo(total.dtype).tiny).unsqueeze(-1), largest + torch.log(total)
+class PartialSoftmax:
+    """Output and log-sum-exp of a softmax over the keys that were added so far."""
 
+    def __init__(self, query: torch.Tensor, width: int) -> None:
+        """Start with no keys.
 
-def finished(found: Found | None, query: torch.Tensor, sinks: torch.Tensor | None = None) -> Found:
-    """The output in the dtype of the queries, contiguous, of a softmax over all keys. `sinks` [heads] is the score of one more key of each
-    head, whose value is 0: it counts here, once, after the parts of the sequence are put together."""
-    assert found is not None  # each token sees itself
-    output, denominator = found
-    if sinks is not None:
-        total = torch.logaddexp(denominator, sinks.to(denominator.dtype)[:, None])
-        output, denominator = output * torch.exp(denominator - total).unsqueeze(-1), total
-    return output.to(query.dtype).contiguous(), denominator.contiguous()
+        Args:
+            query: [batch, heads, queries, head_dim], all queries of this softmax.
+            width: Width of a value.
+        """
+        self._query, self._width = query, width
+        self._output: torch.Tensor | None = None
+        self._log_sum_exp: torch.Tensor | None = None
 
+    def add(self, row: int, output: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
+        """Add the softmax over other keys for the queries from index `row` on.
 
-def sink_gradient(sinks: torch.Tensor | None, grad: torch.Tensor, found: Found) -> torch.Tensor | None:
-    """Of `sinks` [heads], from these queries. `grad` is of the output; `found` is what `finished` returned."""
-    if sinks is None:
-        return None
-    weights = torch.exp(sinks.to(found[1].dtype)[:, None] - found[1])
-    expected = (grad.to(weights.dtype) * found[0].to(weights.dtype)).sum(-1)
-    return -(weights * expected).sum((0, 2)).to(sinks.dtype)
+        Both tensors may be changed later.
+        """
+        count, dtype = output.shape[2], wide(self._query.dtype)
+        if self._output is None or self._log_sum_exp is None:
+            if count == self._query.shape[2]:
+                # Kept as it is: where one kernel computes everything, nothing is cast or merged.
+                self._output, self._log_sum_exp = output, log_sum_exp
+                return
+            shape = self._query.shape[:3]
+            self._output = self._query.new_zeros(*shape, self._width, dtype=dtype)
+            self._log_sum_exp = self._query.new_full(shape, LOWEST, dtype=dtype)
+        self._output = self._output.to(dtype)
+        before, total = self._output[:, :, row : row + count], self._log_sum_exp[:, :, row : row + count]
+        # With weights exp(l - L) of each part, L that of both, the new part has sigmoid(l - before).
+        weight = torch.sigmoid(log_sum_exp - total)
+        before.lerp_(output.to(dtype), weight.unsqueeze(-1))
+        torch.logaddexp(total, log_sum_exp, out=total)
+
+    def finished(self, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output in the dtype of the queries, and the log-sum-exp, of the softmax over all keys.
+
+        Args:
+            sinks: [heads], the score of one more key of each head, whose value is 0. It counts once,
+                after the parts of the sequence are combined.
+        """
+        output, log_sum_exp = self._output, self._log_sum_exp
+        assert output is not None and log_sum_exp is not None  # each token sees itself
+        if sinks is not None:
+            total = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
+            output, log_sum_exp = output * torch.exp(log_sum_exp - total).unsqueeze(-1), total
+        return output.to(self._query.dtype), log_sum_exp
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """What the backward reads of queries. Output and log-sum-exp are over all keys."""
+
+    grad: torch.Tensor
+    output: torch.Tensor
+    log_sum_exp: torch.Tensor
+    _rows: dict[tuple[int, int], Outputs] = field(default_factory=dict)
+
+    def rows(self, start: int, end: int) -> Outputs:
+        """Return those of some of the queries, without gaps between tokens, as fused kernels read them.
+
+        They are kept for the next piece of the same queries.
+        """
+        if (start, end) == (0, self.output.shape[2]):
+            return self
+        if (start, end) not in self._rows:
+            grad, output = (_gapless(x[:, :, start:end]) for x in (self.grad, self.output))
+            self._rows[start, end] = Outputs(grad, output, self.log_sum_exp[:, :, start:end].contiguous())
+        return self._rows[start, end]
+
+
+def _gapless(x: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, tokens, width] in which tokens follow each other in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class GradientSum:
+    """The gradient of one tensor, a sum over pieces, in the dtype of `wide` once there is more than one."""
+
+    def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
+        """Start with a sum of zero.
+
+        Args:
+            like: The tensor whose gradient this is.
+            total: Tensor of zeros in which the sum is made. None: the first gradient that covers all
+                tokens is the sum so far.
+        """
+        self.like, self._total = like, total
+
+    def add(self, start: int, gradient: torch.Tensor) -> None:
+        """Add a gradient of the tokens from index `start` on; it may be changed later."""
+        if self._total is None and gradient.shape[2] == self.like.shape[2]:
+            # Without a copy: where one kernel computes the gradient, nothing is added.
+            self._total = gradient
+            return
+        self._total = self.total.to(wide(self.like.dtype))
+        self._total[:, :, start : start + gradient.shape[2]].add_(gradient)
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum so far."""
+        if self._total is None:
+            self._total = torch.zeros_like(self.like, dtype=wide(self.like.dtype))
+        return self._total
+
+
 class Gradients:
-    """Where gradients are added up, in the dtype of `wide`; of all queries and keys of a piece."""
+    """Sums of the gradients of queries, keys and values."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    def __init__(self, query: GradientSum, key: GradientSum, value: GradientSum) -> None:
+        self.query, self.key, self.value = query, key, value
 
-    def rows(self, start: int, end: int) -> Gradients:
-        """Of some of the queries."""
-        return Gradients(self.query[:, :, start:end], self.key, self.value)
-
-    def keys(self, start: int, end: int) -> Gradients:
-        """Of some of the keys, by their place in the piece."""
-        return Gradients(self.query, self.key[:, :, start:end], self.value[:, :, start:end])
+    def add(self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Add the gradients of a piece; those of keys and values may be of every query head."""
+        self.query.add(piece.row, query)
+        self.key.add(piece.column, _summed(key, piece.key.shape[1]))
+        self.value.add(piece.column, _summed(value, piece.value.shape[1]))
 
 
-def attend_backward(piece: Piece, rule: Rule, grad: torch.Tensor, found: Found, into: Gradients) -> None:
-    """Add the gradients that go through these keys. `grad` is of the output; `found` is the output and the denominator over all keys."""
-    low, high = _visible_keys(piece, rule)
-    if low >= high:
+def attend(piece: Piece, rule: Rule, into: PartialSoftmax) -> None:
+    """Add these keys to the softmax of these queries."""
+    visible = _visible(piece, rule)
+    if visible is None:
         return
-    into = into.keys(low - piece.key_at, high - piece.key_at)
-    piece = piece.keys(low, high)
-    if rule.kernel == "flex":
-        found_by_flex = flex.gradients(piece.query, piece.key, piece.value, _scores_of(piece, rule), grad, found)
-        for total, gradient in zip((into.query, into.key, into.value), found_by_flex, strict=True):
-            total.add_(gradient)
+    piece, kernel = visible, _kernel(visible, rule)
+    if kernel == "flex":
+        output, log_sum_exp = flex.attention(piece.query, piece.key, piece.value, _scores_of(piece, rule))
+        into.add(piece.row, output, log_sum_exp.clamp_(min=LOWEST))
         return
-    query_at, count = piece.query_at, piece.query.shape[2]
-    if piece.starts is None and low < query_at < high:
-        attend_backward(piece.keys(query_at, high), rule, grad, found, into.keys(query_at - low, high - low))
-        attend_backward(piece.keys(low, query_at), rule, grad, found, into.keys(0, query_at - low))
+    fused = FUSED.get(kernel)
+    band = _band(piece, rule)
+    if fused is not None and _supports(fused, piece, band):
+        key, value = _heads_for(fused, piece)
+        into.add(piece.row, *fused.forward(piece.query, key, value, band, rule.scale))
         return
-    form = _form(piece, rule)
-    fused, step = _is_fused(piece, rule, form), _tile_rows(piece)
-    if not fused and step < count:
-        for start in range(0, count, step):
-            end = min(start + step, count)
-            part = (found[0][:, :, start:end], found[1][:, :, start:end])
-            attend_backward(piece.rows(start, end), rule, grad[:, :, start:end], part, into.rows(start, end))
+    halves = _divided(piece)
+    if halves is not None:
+        for half in halves:
+            attend(half, rule, into)
         return
-    groups = piece.query.shape[1] // piece.key.shape[1]
-    if fused:
-        key, value = (_repeated(x, groups) for x in (piece.key, piece.value))
-        query, key, value = cpu_attention_backward(
-            grad, piece.query, key, value, found[0], found[1], causal=form == "causal", scale=rule.scale
-        )
-    else:
-        query, key, value = _gradients(piece, rule, grad, found, masked=form != "full")
-    into.query.add_(query)
-    into.key.add_(_summed(key, groups))
-    into.value.add_(_summed(value, groups))
+    tiles = [_tile(tile, rule) for tile in _tiles(piece)]
+    outputs, log_sum_exps = ([tile[index] for tile in tiles] for index in (0, 1))
+    into.add(piece.row, torch.cat(outputs, 2), torch.cat(log_sum_exps, 2))
 
 
-# ---- what is visible ------------------------------------------------------------------------------------------------------------------
+def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients) -> None:
+    """Add the gradients that go through these keys.
+
+    `outputs` are of all queries that `piece.row` counts from.
+    """
+    visible = _visible(piece, rule)
+    if visible is None:
+        return
+    piece, kernel = visible, _kernel(visible, rule)
+    rows = piece.row, piece.row + piece.query.shape[2]
+    if kernel == "flex":
+        own, scores = outputs.rows(*rows), _scores_of(piece, rule)
+        found = flex.gradients(own.grad, piece.query, piece.key, piece.value, own.output, own.log_sum_exp, scores)
+        into.add(piece, *found)
+        return
+    fused = FUSED.get(kernel)
+    band = _band(piece, rule)
+    if fused is not None and _supports(fused, piece, band):
+        key, value = _heads_for(fused, piece)
+        own = outputs.rows(*rows)
+        gradients = fused.backward(own.grad, piece.query, key, value, own.output, own.log_sum_exp, band, rule.scale)
+        into.add(piece, *gradients)
+        return
+    halves = _divided(piece)
+    if halves is not None:
+        for half in halves:
+            attend_backward(half, rule, outputs, into)
+        return
+    for tile in _tiles(piece):
+        seen = _visible(tile, rule)
+        if seen is not None:
+            into.add(seen, *_tile_gradients(seen, rule, outputs))
 
 
-def _visible_keys(piece: Piece, rule: Rule) -> tuple[int, int]:
-    """The keys, by place in the sequence, outside of which no query of the piece sees any."""
-    low, high = piece.key_at, min(piece.key_at + piece.key.shape[2], piece.query_at + piece.query.shape[2])
+def sink_gradient(sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of `sinks` [heads] from these queries.
+
+    `grad` is of `output`; `output` and `log_sum_exp` are what `PartialSoftmax.finished` returned.
+    """
+    if sinks is None:
+        return None
+    weights = torch.exp(sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp)
+    expected = (grad.to(weights.dtype) * output.to(weights.dtype)).sum(-1)
+    return -(weights * expected).sum((0, 2)).to(sinks.dtype)
+
+
+def _kernel(piece: Piece, rule: Rule) -> Kernel:
+    widths = piece.query.shape[3], piece.value.shape[3]
+    return kernel_for(piece.query.device, piece.query.dtype, widths, rule, documents=piece.starts is not None)[0]
+
+
+def _visible(piece: Piece, rule: Rule) -> Piece | None:
+    """The piece without keys that no query sees, and without queries whose window is behind all keys.
+
+    None if nothing is left.
+    """
+    count = piece.query.shape[2]
+    low, high = piece.key_at, min(piece.key_at + piece.key.shape[2], piece.query_at + count)
     if rule.window is not None:
         low = max(low, piece.query_at - rule.window + 1)
+        count = min(count, high + rule.window - 1 - piece.query_at)
     starts = piece.starts
-    if starts is not None and starts.device.type == "cpu" and not isinstance(starts, FakeTensor):  # a GPU would be waited for
+    # On a GPU the host would wait for the number.
+    if starts is not None and starts.device.type == "cpu" and not isinstance(starts, FakeTensor):
         low = max(low, int(starts.min()))
-    return low, high
+    if low >= high or count <= 0:
+        return None
+    if count < piece.query.shape[2]:
+        piece = piece.rows(0, count)
+    return piece.keys(low, high) if (low, high) != (piece.key_at, piece.key_at + piece.key.shape[2]) else piece
 
 
-def _form(piece: Piece, rule: Rule) -> Form:
-    first, count = piece.query_at, piece.query.shape[2]
+def _band(piece: Piece, rule: Rule) -> Band:
+    """The keys that queries see by position and window."""
+    queries, keys = piece.query.shape[2], piece.key.shape[2]
+    # Query i sees key j where i + ahead - window < j <= i + ahead, and a band counts from i + keys - queries.
+    # `_visible` has left no query without a key, so that neither limit is negative.
+    ahead = piece.query_at - piece.key_at
+    right = ahead - (keys - queries) if ahead < keys - 1 else None
+    if rule.window is None:
+        return Band(None, right)
+    first = ahead - rule.window + 1  # key that the first query sees first
+    return Band(keys - queries - first if first + queries > 1 else None, right)
+
+
+def _supports(fused: FusedAttention, piece: Piece, band: Band) -> bool:
+    return piece.starts is None and (fused.bands or band.is_square(piece.query.shape[2], piece.key.shape[2]))
+
+
+def _divided(piece: Piece) -> tuple[Piece, Piece] | None:
+    """The keys from the first query's position on, and those before it, if the piece has both and no documents."""
     low, high = piece.key_at, piece.key_at + piece.key.shape[2]
-    if piece.starts is not None:
-        return "masked"
-    if rule.window is not None and low < first + count - rule.window:
-        return "masked"
-    if high <= first + 1:
-        return "full"
-    return "causal" if low == first and high == first + count else "masked"
+    if piece.starts is not None or not low < piece.query_at < high:
+        return None
+    return piece.keys(piece.query_at, high), piece.keys(low, piece.query_at)
 
 
-def _tile_rows(piece: Piece) -> int:
-    batch, heads, _, _ = piece.query.shape
-    return max(1, TILE_ELEMENTS // (batch * heads * piece.key.shape[2]))
+def _tiles(piece: Piece) -> list[Piece]:
+    """Rows of the piece, so many that `TILE_ELEMENTS` holds their scores."""
+    batch, heads, count, _ = piece.query.shape
+    step = max(1, TILE_ELEMENTS // (batch * heads * piece.key.shape[2]))
+    return [piece.rows(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _mask(piece: Piece, rule: Rule) -> torch.Tensor:
-    """[1 or batch, 1, queries, keys], whether a query sees a key."""
+def _heads_for(fused: FusedAttention, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    if fused.shares_heads:
+        return piece.key, piece.value
+    return _repeated(piece.key, piece.groups), _repeated(piece.value, piece.groups)
+
+
+def _scores_of(piece: Piece, rule: Rule) -> flex.Scores:
+    return flex.Scores(piece.query_at, piece.key_at, piece.starts, rule.window, rule.scale, rule.softcap)
+
+
+def _mask(piece: Piece, rule: Rule) -> torch.Tensor | None:
+    """[1 or batch, 1, queries, keys], whether a query sees a key. None: each sees all."""
+    if piece.starts is None and _band(piece, rule) == Band():
+        return None
     query = torch.arange(piece.query_at, piece.query_at + piece.query.shape[2], device=piece.query.device)[:, None]
     key = torch.arange(piece.key_at, piece.key_at + piece.key.shape[2], device=piece.query.device)
     seen = (key <= query)[None]
@@ -224,62 +411,42 @@ def _mask(piece: Piece, rule: Rule) -> torch.Tensor:
     return seen[:, None]
 
 
-# ---- arithmetic -----------------------------------------------------------------------------------------------------------------------
-
-
-def _is_fused(piece: Piece, rule: Rule, form: Form) -> bool:
-    fits = piece.query.device.type == "cpu" and piece.query.shape[3] == piece.value.shape[3] and rule.softcap is None
-    return rule.kernel == "sdpa" and fits and form != "masked"
-
-
-def _scores_of(piece: Piece, rule: Rule) -> flex.Scores:
-    return flex.Scores(piece.query_at, piece.key_at, piece.starts, rule.window, rule.scale, rule.softcap)
-
-
-def _products(piece: Piece, rule: Rule, *, masked: bool) -> Found:
-    scores, _ = _scores(piece, rule)
-    if masked:
-        scores = scores.masked_fill(~_mask(piece, rule), -torch.inf)
-    denominator = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - _finite(denominator).unsqueeze(-1))
-    output = weights.to(piece.value.dtype) @ _repeated(piece.value, piece.query.shape[1] // piece.key.shape[1])
-    return output.to(scores.dtype), denominator
+def _tile(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of a tile, in the dtype of `wide`."""
+    visible = _visible(piece, rule)
+    if visible is None or visible.query.shape[2] < piece.query.shape[2]:
+        visible = piece
+    scores, _ = _scores(visible, rule)
+    log_sum_exp = torch.logsumexp(scores, -1).clamp_(min=LOWEST)
+    weights = torch.exp(scores - log_sum_exp.unsqueeze(-1))
+    output = weights.to(visible.value.dtype) @ _repeated(visible.value, visible.groups)
+    return output.to(scores.dtype), log_sum_exp
 
 
 def _scores(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores [batch, heads, queries, keys], and the derivative of their cap."""
-    key = _repeated(piece.key, piece.query.shape[1] // piece.key.shape[1])
+    """Scores [batch, heads, queries, keys], -inf where a key is not seen, and the derivative of their cap."""
+    key = _repeated(piece.key, piece.groups)
     scores = (piece.query @ key.transpose(-1, -2)).to(wide(piece.query.dtype)) * rule.scale
-    if rule.softcap is None:
-        return scores, None
-    bent = torch.tanh(scores / rule.softcap)
-    return bent * rule.softcap, 1 - bent * bent
+    slope = None
+    if rule.softcap is not None:
+        bent = torch.tanh(scores / rule.softcap)
+        scores, slope = bent * rule.softcap, 1 - bent * bent
+    mask = _mask(piece, rule)
+    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)), slope
 
 
-def _gradients(
-    piece: Piece, rule: Rule, grad: torch.Tensor, found: Found, *, masked: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tile_gradients(piece: Piece, rule: Rule, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = slice(piece.row, piece.row + piece.query.shape[2])
+    grad, output, log_sum_exp = (x[:, :, rows] for x in (outputs.grad, outputs.output, outputs.log_sum_exp))
     scores, slope = _scores(piece, rule)
-    if masked:
-        scores = scores.masked_fill(~_mask(piece, rule), -torch.inf)
-    weights = torch.exp(scores - _finite(found[1]).unsqueeze(-1))
-    groups, dtype = piece.query.shape[1] // piece.key.shape[1], piece.query.dtype
-    key, value = (_repeated(x, groups) for x in (piece.key, piece.value))
-    expected = (grad.to(scores.dtype) * found[0].to(scores.dtype)).sum(-1, keepdim=True)
+    weights = torch.exp(scores - log_sum_exp.unsqueeze(-1))
+    dtype = piece.query.dtype
+    key, value = (_repeated(x, piece.groups) for x in (piece.key, piece.value))
+    expected = (grad.to(scores.dtype) * output.to(scores.dtype)).sum(-1, keepdim=True)
     back = weights * ((grad @ value.transpose(-1, -2)).to(scores.dtype) - expected)
     back = back * rule.scale if slope is None else back * slope * rule.scale
     back = back.to(dtype)
     return back @ key, back.transpose(-1, -2) @ piece.query, weights.to(dtype).transpose(-1, -2) @ grad
-
-
-def _finite(denominator: torch.Tensor) -> torch.Tensor:
-    return torch.where(denominator == -torch.inf, 0, denominator)
-
-
-def _nothing(piece: Piece) -> Found:
-    shape, dtype = piece.query.shape[:3], wide(piece.query.dtype)
-    output = piece.query.new_zeros(*shape, piece.value.shape[3], dtype=dtype)
-    return output, piece.query.new_full(shape, -torch.inf, dtype=dtype)
 
 
 def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -287,6 +454,6 @@ def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
-def _summed(gradient: torch.Tensor, groups: int) -> torch.Tensor:
-    """The inverse of `_repeated` for gradients."""
-    return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)
+def _summed(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """The gradient of key-value heads from that of each query head."""
+    return gradient if gradient.shape[1] == kv_heads else gradient.unflatten(1, (kv_heads, -1)).sum(2)

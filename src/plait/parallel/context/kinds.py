@@ -1,7 +1,7 @@
-"""How a query sees the keys of other parts of its sequence, in three kinds, each as an autograd function over local tensors.
+"""How queries see the keys of other parts of their sequence, in three kinds. Each is an autograd function over local tensors.
 
-    all-gather-kv   keys and values of all parts are gathered, again in the backward, and their gradients reduce-scattered
-    ring            each rank's keys and values go round, and the softmax is put together from the parts; gradients go round with them
+    all-gather-kv   keys and values of all parts are gathered, again in the backward, and their gradients are reduce-scattered
+    ring            the keys and values of each rank go from rank to rank, and their gradients follow them
     ulysses         heads are exchanged for tokens: a rank has all tokens of its part of the heads
 
 Per layer a rank keeps its own queries, keys, values and outputs, whatever the kind. Tensors are [batch, heads, tokens, head_dim].
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 from typing import Any, Literal
 
@@ -18,8 +19,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from plait._torch.flat_collectives import all_gather_single
 from plait.comm.reduce_scatter import reduce_scatter
-from plait.parallel.context.kernel import Found, Gradients, Piece, Rule, attend, attend_backward, finished, merged, sink_gradient, wide
+from plait.parallel.context.kernel import (
+    Gradients,
+    GradientSum,
+    Outputs,
+    PartialSoftmax,
+    Piece,
+    Rule,
+    attend,
+    attend_backward,
+    sink_gradient,
+    wide,
+)
 from plait.parallel.context.layout import SequenceLayout
 
 Kind = Literal["all-gather-kv", "ulysses", "ring"]
@@ -43,8 +56,21 @@ def attention(
     rule: Rule,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Outputs [batch, heads, tokens, width] of this rank's queries. `starts`: see `visible`, of these; under `ulysses` of all. `sinks`
-    [heads]: see `kernel.finished`; their gradient is of this rank's queries, or heads."""
+    """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
+
+    Args:
+        kind: How they see the keys of other ranks.
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, kv_heads, tokens, head_dim].
+        value: [batch, kv_heads, tokens, width].
+        starts: Where the documents of these queries begin (see `visible`), under `ulysses` those of all queries.
+        place: The ranks.
+        rule: What the layer does to its scores.
+        sinks: [heads], see `PartialSoftmax.finished`. Their gradient is of this rank's queries, or heads.
+
+    Returns:
+        [batch, heads, tokens, width].
+    """
     if kind == "ulysses":
         return _ulysses(query, key, value, starts, place, rule, sinks)
     function = _Gathered if kind == "all-gather-kv" else _Ring
@@ -52,20 +78,13 @@ def attention(
 
 
 def kv_copies(kv_heads: int, ranks: int) -> int:
-    """How often `ulysses` repeats a key-value head, so that every rank has those of its queries."""
+    """Return how often `ulysses` repeats a key-value head, so that every rank has those of its queries."""
     return lcm(kv_heads, ranks) // kv_heads
 
 
-def _kept(
-    ctx: Any, given: Sequence[torch.Tensor], chunks: Sequence[Found], starts: torch.Tensor | None, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """The outputs of all chunks of queries. Kept for the backward, with their denominators."""
-    output, denominator = (torch.cat(parts, 2) for parts in zip(*chunks, strict=True))
-    ctx.save_for_backward(*given, output, denominator, starts, sinks)
-    return output
-
-
-# ---- all-gather-kv --------------------------------------------------------------------------------------------------------------------
+def _joined(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Results of consecutive queries as one tensor."""
+    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), 2)
 
 
 class _Gathered(torch.autograd.Function):
@@ -81,28 +100,38 @@ class _Gathered(torch.autograd.Function):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         whole_key, whole_value = _gathered(key, value, place)
-        found = [finished(attend(piece, rule), query, sinks) for piece in _pieces(query, whole_key, whole_value, starts, place)]
+        results = []
+        for piece in _pieces(query, whole_key, whole_value, starts, place):
+            softmax = PartialSoftmax(piece.query, value.shape[3])
+            attend(piece, rule, softmax)
+            results.append(softmax.finished(sinks))
+        outputs, log_sum_exps = zip(*results, strict=True)
+        output = _joined(outputs)
         ctx.place, ctx.rule = place, rule
-        return _kept(ctx, (query, key, value), found, starts, sinks)
+        ctx.save_for_backward(query, key, value, output, starts, sinks, *log_sum_exps)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, denominator, starts, sinks = ctx.saved_tensors
+        query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
         place: Place = ctx.place
-        grad = grad.contiguous()
-        whole = _gathered(key, value, place)
-        into = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype), memory_format=torch.contiguous_format) for x in (query, *whole)))
-        for piece, chunk in zip(_pieces(query, *whole, starts, place), place.layout.chunks(query.shape[2]), strict=True):
-            start, end = chunk.local, chunk.local + chunk.size
-            found = (output[:, :, start:end], denominator[:, :, start:end])
-            attend_backward(piece, ctx.rule, grad[:, :, start:end], found, into.rows(start, end))
-        both = torch.cat([into.key, into.value], -1).to(key.dtype)
-        stacked = torch.cat(place.layout.parts(both, dim=2))
-        own = both.new_empty(key.shape[0], *both.shape[1:2], key.shape[2], both.shape[3])
+        gathered = _gathered(key, value, place)
+        tokens, width = gathered[0].shape[2], key.shape[3]
+        both = key.new_zeros(*key.shape[:2], tokens, width + value.shape[3], dtype=wide(key.dtype))
+        sums = GradientSum(gathered[0], both[..., :width]), GradientSum(gathered[1], both[..., width:])
+        grad_queries = []
+        pieces = _pieces(query, *gathered, starts, place)
+        for piece, chunk, log_sum_exp in zip(pieces, place.layout.chunks(query.shape[2]), log_sum_exps, strict=True):
+            rows = slice(chunk.local, chunk.local + chunk.size)
+            into = Gradients(GradientSum(piece.query), *sums)
+            attend_backward(piece, ctx.rule, Outputs(grad[:, :, rows], output[:, :, rows], log_sum_exp), into)
+            grad_queries.append(into.query.total)
+        stacked = place.layout.stacked(both.to(key.dtype), dim=2)
+        own = stacked.new_empty(*key.shape[:3], both.shape[3])
         reduce_scatter(own, stacked, place.group)
-        grad_key, grad_value = own.split([key.shape[3], value.shape[3]], -1)
-        grad_sinks = sink_gradient(sinks, grad, (output, denominator))
-        return into.query.to(query.dtype), grad_key, grad_value, None, None, None, grad_sinks
+        grad_key, grad_value = own.split([width, value.shape[3]], -1)
+        grad_sinks = sink_gradient(sinks, grad, output, _joined(log_sum_exps)) if sinks is not None else None
+        return _joined(grad_queries).to(query.dtype), grad_key, grad_value, None, None, None, grad_sinks
 
 
 def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +139,7 @@ def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[tor
     own = torch.cat([key, value], -1)
     ranks = place.layout.ranks
     stacked = own.new_empty(ranks * own.shape[0], *own.shape[1:])
-    dist.all_gather_single(stacked, own, group=place.group)
+    all_gather_single(stacked, own, group=place.group)
     whole = place.layout.join(stacked.chunk(ranks), dim=2)
     return whole[..., : key.shape[3]], whole[..., key.shape[3] :]
 
@@ -119,10 +148,8 @@ def _pieces(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
     """Each chunk of the queries with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
         start, end = chunk.local, chunk.local + chunk.size
-        yield Piece(query[:, :, start:end], key, value, chunk.at, 0, None if starts is None else starts[:, start:end])
-
-
-# ---- ring -----------------------------------------------------------------------------------------------------------------------------
+        own_starts = None if starts is None else starts[:, start:end]
+        yield Piece(query[:, :, start:end], key, value, chunk.at, 0, own_starts)
 
 
 class _Ring(torch.autograd.Function):
@@ -137,82 +164,140 @@ class _Ring(torch.autograd.Function):
         rule: Rule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        chunks = place.layout.chunks(query.shape[2])
-        found: list[Any] = [None] * len(chunks)
+        ring = _RingOfParts(query, key.shape[3], starts, place, rule)
+        softmaxes = [PartialSoftmax(query[:, :, start:end], value.shape[3]) for start, end in ring.runs]
         for source, both in _going_round(torch.cat([key, value], -1), place):
-            for index, _, piece in _pairs(query, both, key.shape[3], starts, place, source):
-                found[index] = merged(found[index], attend(piece, rule))
+            for run, piece in ring.pieces(both, source):
+                attend(piece, rule, softmaxes[run])
+        outputs, log_sum_exps = zip(*(softmax.finished(sinks) for softmax in softmaxes), strict=True)
+        output = _joined(outputs)
         ctx.place, ctx.rule = place, rule
-        return _kept(ctx, (query, key, value), [finished(one, query, sinks) for one in found], starts, sinks)
+        ctx.save_for_backward(query, key, value, output, starts, sinks, *log_sum_exps)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, denominator, starts, sinks = ctx.saved_tensors
+        query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
         place: Place = ctx.place
-        grad, width = grad.contiguous(), key.shape[3]
-        chunks = place.layout.chunks(query.shape[2])
-        grad_query = torch.zeros_like(query, dtype=wide(query.dtype), memory_format=torch.contiguous_format)
-        travelling: torch.Tensor | None = None
+        width = key.shape[3]
+        ring = _RingOfParts(query, width, starts, place, ctx.rule)
+        outputs, grad_queries = [], []
+        for (start, end), log_sum_exp in zip(ring.runs, log_sum_exps, strict=True):
+            outputs.append(Outputs(grad[:, :, start:end], output[:, :, start:end], log_sum_exp))
+            grad_queries.append(GradientSum(query[:, :, start:end]))
+        exchange: _Exchange | None = None
         for source, both in _going_round(torch.cat([key, value], -1), place):
-            here = torch.zeros_like(both, dtype=wide(both.dtype))
-            for index, keys, piece in _pairs(query, both, width, starts, place, source):
-                start, end = chunks[index].local, chunks[index].local + chunks[index].size
-                into = Gradients(grad_query, here[..., :width], here[..., width:]).rows(start, end).keys(*keys)
-                attend_backward(piece, ctx.rule, grad[:, :, start:end], (output[:, :, start:end], denominator[:, :, start:end]), into)
-            # The gradients of a part follow it from rank to rank; after as many steps as there are ranks they are at home.
-            travelling = _Exchange(here if travelling is None else here.add_(travelling), place).wait()
-        assert travelling is not None
-        grad_key, grad_value = travelling.to(key.dtype).split([width, value.shape[3]], -1)
-        grad_sinks = sink_gradient(sinks, grad, (output, denominator))
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, grad_sinks
+            # The gradients of a part follow it from rank to rank. They arrive while this rank's share
+            # of them is computed, and after as many steps as there are ranks they are at home.
+            travelling = _TravellingGradients(both, exchange)
+            sums = _SumsOfTravelling(travelling, 0, width), _SumsOfTravelling(travelling, width, both.shape[3])
+            for run, piece in ring.pieces(both, source):
+                attend_backward(piece, ctx.rule, outputs[run], Gradients(grad_queries[run], *sums))
+            exchange = _Exchange(travelling.total, place)
+        assert exchange is not None
+        grad_key, grad_value = exchange.wait().to(key.dtype).split([width, value.shape[3]], -1)
+        grad_query = _joined([total.total for total in grad_queries]).to(query.dtype)
+        grad_sinks = sink_gradient(sinks, grad, output, _joined(log_sum_exps)) if sinks is not None else None
+        return grad_query, grad_key, grad_value, None, None, None, grad_sinks
+
+
+class _RingOfParts:
+    """The pieces of this rank's queries with the keys of each rank.
+
+    Where only the order of tokens decides what is seen, one kernel computes all pieces of a step: the
+    tokens of a rank are in order, and what it sees of another rank is fully visible (see
+    `SequenceLayout.block`). A window or documents need each pair of chunks by itself.
+    """
+
+    def __init__(self, query: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, rule: Rule) -> None:
+        self._query, self._width, self._starts, self._layout = query, width, starts, place.layout
+        self._in_pairs = starts is not None or rule.window is not None
+        tokens = query.shape[2]
+        self.runs = [(0, tokens)]
+        """First and last index of the queries that share one softmax."""
+        if self._in_pairs:
+            self.runs = [(chunk.local, chunk.local + chunk.size) for chunk in place.layout.chunks(tokens)]
+
+    def pieces(self, both: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
+        """Yield (index of the run of queries, piece) of keys and values `both` of the rank `source`."""
+        if self._in_pairs:
+            yield from self._pairs(both, source)
+            return
+        block = self._layout.block(both.shape[2], source)
+        if block is None:
+            return
+        held = both[:, :, : block.keys]
+        # Positions by order alone: tokens of this rank are causal, and see all of another rank's block.
+        query_at = 0 if source == self._layout.rank else block.keys
+        key, value = held[..., : self._width], held[..., self._width :]
+        yield 0, Piece(self._query[:, :, block.first_query :], key, value, query_at, 0, row=block.first_query)
+
+    def _pairs(self, both: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
+        for run, chunk in enumerate(self._layout.chunks(self._query.shape[2])):
+            rows = slice(chunk.local, chunk.local + chunk.size)
+            starts = None if self._starts is None else self._starts[:, rows]
+            for other in self._layout.chunks(both.shape[2], source):
+                held = both[:, :, other.local : other.local + other.size]
+                key, value = held[..., : self._width], held[..., self._width :]
+                yield run, Piece(self._query[:, :, rows], key, value, chunk.at, other.at, starts, column=other.local)
+
+
+class _TravellingGradients:
+    """Gradients of the keys and values of one part, from the ranks that it has been to."""
+
+    def __init__(self, both: torch.Tensor, exchange: _Exchange | None) -> None:
+        self.both, self._exchange = both, exchange
+
+    @cached_property
+    def total(self) -> torch.Tensor:
+        """The sum, to which this rank adds its share. Waits until it has arrived."""
+        if self._exchange is None:
+            return torch.zeros_like(self.both, dtype=wide(self.both.dtype))
+        return self._exchange.wait()
+
+
+class _SumsOfTravelling(GradientSum):
+    """The gradient of keys or of values, which travel in one tensor."""
+
+    def __init__(self, travelling: _TravellingGradients, low: int, high: int) -> None:
+        super().__init__(travelling.both[..., low:high])
+        self._travelling, self._low, self._high = travelling, low, high
+
+    def add(self, start: int, gradient: torch.Tensor) -> None:
+        total = self._travelling.total[..., self._low : self._high]
+        total[:, :, start : start + gradient.shape[2]].add_(gradient)
 
 
 def _going_round(own: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.Tensor]]:
-    """(rank, its part) for every rank, this one first; the next part arrives while one is used."""
+    """Yield (rank, its part) for every rank, this one first; the next part arrives while one is used."""
     ranks, rank = place.layout.ranks, place.layout.rank
-    here = own.contiguous()
+    part = own.contiguous()
     for step in range(ranks):
-        arriving = _Exchange(here, place) if step < ranks - 1 else None
-        yield (rank - step) % ranks, here
+        arriving = _Exchange(part, place) if step < ranks - 1 else None
+        yield (rank - step) % ranks, part
         if arriving is not None:
-            here = arriving.wait()
-
-
-def _pairs(
-    query: torch.Tensor, both: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, source: int
-) -> Iterator[tuple[int, tuple[int, int], Piece]]:
-    """(number of the chunk of queries, first and last key in `source`'s part, piece) for every chunk of queries and of keys."""
-    for index, chunk in enumerate(place.layout.chunks(query.shape[2])):
-        start, end = chunk.local, chunk.local + chunk.size
-        for other in place.layout.chunks(both.shape[2], source):
-            keys = (other.local, other.local + other.size)
-            held = both[:, :, keys[0] : keys[1]]
-            own = None if starts is None else starts[:, start:end]
-            yield index, keys, Piece(query[:, :, start:end], held[..., :width], held[..., width:], chunk.at, other.at, own)
+            part = arriving.wait()
 
 
 class _Exchange:
-    """A tensor to the next rank, and that of the one before (`tensors`, read after `wait`)."""
+    """Sends a tensor to the next rank, and receives that of the one before, which is read after `wait`."""
 
     def __init__(self, tensor: torch.Tensor, place: Place) -> None:
         ranks, rank = place.layout.ranks, place.layout.rank
-        self._sent, self.tensors = tensor, torch.empty_like(tensor)
+        self._sent, self._received = tensor, torch.empty_like(tensor)
         after, before = (dist.get_global_rank(place.group, (rank + step) % ranks) for step in (1, -1))
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, after, place.group),
-                dist.P2POp(dist.irecv, self.tensors, before, place.group),
+                dist.P2POp(dist.irecv, self._received, before, place.group),
             ]
         )
 
     def wait(self) -> torch.Tensor:
-        """What has arrived."""
+        """Return what has arrived."""
         for work in self._works:
             work.wait()
-        return self.tensors
-
-
-# ---- ulysses --------------------------------------------------------------------------------------------------------------------------
+        return self._received
 
 
 def _ulysses(
@@ -275,16 +360,17 @@ class _AllTokens(torch.autograd.Function):
         rule: Rule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        output, denominator = finished(attend(Piece(query, key, value, 0, 0, starts), rule), query, sinks)
-        ctx.save_for_backward(query, key, value, output, denominator, starts, sinks)
+        softmax = PartialSoftmax(query, value.shape[3])
+        attend(Piece(query, key, value, 0, 0, starts), rule, softmax)
+        output, log_sum_exp = softmax.finished(sinks)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, starts, sinks)
         ctx.rule = rule
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, denominator, starts, sinks = ctx.saved_tensors
-        grad, found = grad.contiguous(), (output, denominator)
-        into = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (query, key, value)))
-        attend_backward(Piece(query, key, value, 0, 0, starts), ctx.rule, grad, found, into)
-        grads = into.query.to(query.dtype), into.key.to(key.dtype), into.value.to(value.dtype)
-        return *grads, None, None, sink_gradient(sinks, grad, found)
+        query, key, value, output, log_sum_exp, starts, sinks = ctx.saved_tensors
+        into = Gradients(GradientSum(query), GradientSum(key), GradientSum(value))
+        attend_backward(Piece(query, key, value, 0, 0, starts), ctx.rule, Outputs(grad, output, log_sum_exp), into)
+        grads = [total.total.to(total.like.dtype) for total in (into.query, into.key, into.value)]
+        return *grads, None, None, sink_gradient(sinks, grad, output, log_sum_exp)

@@ -26,6 +26,16 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class VisibleBlock:
+    """The rectangle of this rank's queries and of another rank's keys outside of which no query sees a key."""
+
+    first_query: int
+    """Index of its first query in this rank's part. The block goes to the last query."""
+    keys: int
+    """Number of its keys, from the first one of the other part on."""
+
+
+@dataclass(frozen=True)
 class SequenceLayout:
     """Chunks of a sequence over the ranks of an axis."""
 
@@ -58,6 +68,22 @@ class SequenceLayout:
         held = self.indices(self.rank if rank is None else rank)
         return tuple(Chunk(local * size, index * size, size) for local, index in enumerate(held))
 
+    def block(self, part: int, source: int) -> VisibleBlock | None:
+        """Return what this rank's queries see of the keys of `source`, by the order of tokens alone.
+
+        With two chunks per rank, the first chunk of an earlier rank is before both of this rank's chunks, and its second one after them.
+        The chunks of a later rank are both between this rank's. So the block is fully visible, or causal if `source` is this rank.
+
+        Args:
+            part: Tokens of a part.
+            source: The rank that has the keys.
+        """
+        if source == self.rank:
+            return VisibleBlock(0, part)
+        if source < self.rank:
+            return VisibleBlock(0, part // self.per_rank)
+        return VisibleBlock(part // 2, part) if self.zigzag else None
+
     def cut(self, whole: torch.Tensor, *, dim: int, fill: int = 0) -> torch.Tensor:
         """This rank's part of `whole`, contiguous; `fill` is what a sequence is padded with."""
         length = whole.shape[dim]
@@ -76,7 +102,8 @@ class SequenceLayout:
         }
         return torch.cat([chunks[index] for index in range(self.count)], dim)
 
-    def parts(self, whole: torch.Tensor, *, dim: int) -> list[torch.Tensor]:
-        """The parts of all ranks from the padded sequence: the inverse of `join`."""
-        pieces = whole.chunk(self.count, dim)
-        return [torch.cat([pieces[index] for index in self.indices(rank)], dim) for rank in range(self.ranks)]
+    def stacked(self, whole: torch.Tensor, *, dim: int) -> torch.Tensor:
+        """The parts of all ranks from the padded sequence, one after the other in the first dimension: the inverse of `join`."""
+        chunks = whole.chunk(self.count, dim)
+        in_order = torch.cat([chunks[index] for rank in range(self.ranks) for index in self.indices(rank)], dim)
+        return in_order.unflatten(dim, (self.ranks, -1)).movedim(dim, 0).flatten(0, 1).contiguous()

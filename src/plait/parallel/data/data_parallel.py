@@ -6,7 +6,10 @@ A stage is a meaning, in bytes and in traffic (P: bytes of all parameters, k: mi
     0      nothing                            2 P   (one all-reduce)     parameters, full gradients
     1      optimizer states                   2 P                        gathered parameters, full gradients
     2      and gradients                      (k + 1) P                  gathered parameters, gradient shards
-    3      and parameters, freed after use    3 k P, less the root's kP  shards only
+    3      and parameters, freed after use    3 k P, less k P of O       shards only
+
+O is what is outside of the blocks, which is gathered once per micro-batch: the root unit stays gathered from forward to backward, the head
+from its forward to its own backward, and the backward of an embedding does not need the weight (`model.outer_units`).
 
 Mechanisms: replicated parameters in their own dtype use `reducer.Reducer`; everything else is torch's `fully_shard`, which keeps the master
 weights sharded and gathers a copy in the compute dtype. With `dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group
@@ -34,6 +37,7 @@ from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
 from plait.comm.waits import Waits
 from plait.model.facts import ModelFacts
+from plait.model.outer_units import OuterUnits, outer_units
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
 from plait.parallel.accounting.expert_view import is_sharded, of_experts
 from plait.parallel.accounting.ledger import Array, Ledger, local_rows, part_of
@@ -73,10 +77,10 @@ class DataParallel(CollectiveSettings):
     update_in_backward: bool = False
     """Update a parameter when its gradient is complete, inside of the backward, and free the gradient."""
 
-    def check(self, context: Context) -> None:
-        """Raise ModelError for parameters that cannot be trained so."""
+    def check(self, context: Context) -> OuterUnits | None:
+        """Find the outer units while their layers are as the model defines them. Raise ModelError for parameters that cannot be trained."""
         if context.model is None:
-            return
+            return None
         layout, offloads = context.layout, (context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device)
         cast, offloaded = context.chosen(Precision).compute is not None, set(offloads) != {"none"}
         # Be it on one rank only.
@@ -84,6 +88,7 @@ class DataParallel(CollectiveSettings):
         moved = layout.tp > 1 or any(p.device.type != context.device_type for p in context.model.parameters())
         refuse_quantised(context.model, moved=moved or offloaded, cast=cast, several=layout.world_size > 1)
         refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1)
+        return outer_units(context.model, context.blocks)
 
     def groups(self, context: Context) -> Groups:
         """The machines of the axis whose collectives go by them."""
@@ -331,11 +336,12 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
     """Bytes of the gradients that exist at the same time where parameters are updated in the backward: those of the largest unit, which
     are reduced together; where nothing is sharded, the largest parameter's."""
     zero = np.zeros_like(ledger.dp_shard)
-    units: dict[int, Array] = {}
+    units: dict[int | str, Array] = {}
     largest = zero
     for parameter in facts.trainable:
         part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
-        units[parameter.unit] = units.get(parameter.unit, zero) + part.padded * part.row * parameter.itemsize
+        unit = facts.sharding_unit(parameter)
+        units[unit] = units.get(unit, zero) + part.padded * part.row * parameter.itemsize
         largest = np.maximum(largest, part.rows * part.row * parameter.itemsize)
     return np.where(sharded, np.max([zero, *units.values()], axis=0), largest)
 

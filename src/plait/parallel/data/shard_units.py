@@ -1,21 +1,33 @@
-"""The units that torch gathers and reduces at once: blocks, the experts of a block over a mesh of their own, and the rest of the model."""
+"""The units that torch gathers and reduces at once: blocks, the experts of a block over a mesh of their own, the embeddings and the head,
+and the rest of the model."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from plait._torch.outer_units import follow_root
 from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
+from plait.model.outer_units import OuterUnits
 from plait.parallel.parameter_checks import quantised_by_bitsandbytes, refuse_several_dtypes
 from plait.parallel.technique import Parts
 
 
 def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
-    """Shard the blocks and what is outside of them, in place. `free_after_forward`: a block's parameters are freed after its forward; a
-    number keeps them in shards over that many ranks. Raises ModelError for what torch cannot shard."""
+    """Shard the blocks and what is outside of them, in place.
+
+    Args:
+        parts: The model, with the outer units that `DataParallel.check` has found.
+        mesh: The mesh of all ranks.
+        free_after_forward: Whether the parameters of a block are freed after its forward. A number keeps them in shards over that many
+            ranks.
+
+    Raises:
+        ModelError: If torch cannot shard a parameter.
+    """
     _refuse_unshardable(parts)
     _make_contiguous(parts.model)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
@@ -29,9 +41,9 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
     replicated = set(quantised_by_bitsandbytes(parts.model).values())
 
-    def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> None:
+    def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> FSDPModule:
         module = parts.model.get_submodule(name)
-        fully_shard(
+        return fully_shard(
             module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=replicated
         )
 
@@ -40,8 +52,17 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
         shard(name, own, apart, unit, free=free_after_forward)
     for name in parts.blocks:
         shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
-    # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
-    shard("", mesh.sub(*axes), policy, "", free=False)
+
+    # A pipeline gathers what is outside of the blocks for each computation of a stage, so there it stays one unit.
+    outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
+    outer = outer or OuterUnits()
+    free_embeddings = bool(free_after_forward)
+    embeddings = [shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings]
+    heads = [shard(outer.head, mesh.sub(*axes), policy, "", free=False)] if outer.head is not None else []
+    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered from forward to the end of backward.
+    root = shard("", mesh.sub(*axes), policy, "", free=False)
+    if embeddings or heads:
+        follow_root(root, embeddings=embeddings, heads=heads)
 
 
 def _make_contiguous(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules
+from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules, sharded_parameters
 from plait.cluster import accelerator
 from plait.errors import InputError
 from plait.parallel.hooks import StepHook, backward_underway
@@ -51,13 +51,24 @@ class UnusedTracker(StepHook):
         self._index = {p: i for i, p in enumerate(self.parameters)}
         reduce_unused_parameters(model)
         # The tensors that autograd accumulates into exist after a unit's first gathering, which torch does in a hook before this one.
-        self._handles = {m: m.register_forward_pre_hook(self._watch) for m in sharded_modules(model)}  # type: ignore[attr-defined]
+        units = [module for module in sharded_modules(model) if sharded_parameters(module)]
+        self._handles = {m: m.register_forward_pre_hook(self._watch) for m in units}  # type: ignore[attr-defined]
+        # A unit may be gathered because another module reads its parameter, without a forward of its own.
+        self._at_end = model.register_forward_hook(self._watch_gathered)
 
     def _watch(self, module: FSDPModule, *_: object) -> None:
-        for sharded, unsharded in gathered_parameters(module):
+        pairs = gathered_parameters(module)
+        for sharded, unsharded in pairs:
             if unsharded.requires_grad and sharded in self._index:  # else unfrozen since
                 unsharded.register_post_accumulate_grad_hook(partial(self._mark, self._index[sharded]))
-        self._handles.pop(module).remove()
+        if pairs:
+            self._handles.pop(module).remove()
+
+    def _watch_gathered(self, *_: object) -> None:
+        for module in list(self._handles):
+            self._watch(module)
+        if not self._handles:
+            self._at_end.remove()
 
     @contextmanager
     def backward(self) -> Iterator[None]:

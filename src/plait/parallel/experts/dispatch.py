@@ -18,8 +18,10 @@ from plait._torch.dtensor import local_tensor
 from plait._torch.modules import HookKind, hooks_of, own_parameters
 from plait._torch.operators import FakeTensor
 from plait.cluster.fake_group import is_fake
+from plait.cluster.host_copy import HostCopy
 from plait.comm.collectives import gather, shard_range, split
 from plait.comm.exchange import exchange_counts, exchange_rows
+from plait.parallel.activations.decisions import decided_once
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.styles import Region, own_values
 
@@ -68,17 +70,18 @@ class Dispatch:
 
     def _routed(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, k = chosen.shape
-        flat = chosen.reshape(-1)
-        order = torch.sort(flat, stable=True).indices
-        sent, received, experts = self._plan(flat)
+        plan = decided_once(lambda: self._plan(chosen.reshape(-1)))
+        order = plan.order
         rows = hidden.index_select(0, order // k)
         if torch.is_grad_enabled() and not rows.requires_grad:
             rows = rows.detach().requires_grad_()  # the backward is collective too, whatever this rank's own rows need
-        arrived = exchange_rows(rows, self.group, sent=sent, received=received)
-        computed = self._compute(arrived, experts)
-        returned = exchange_rows(computed, self.group, sent=received, received=sent)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
+
+        sent, received = plan.rows()  # as late as possible: the device has the work above to do meanwhile
+        arrived = exchange_rows(rows, self.group, sent=sent, received=received)
+        computed = self._compute(arrived, plan.experts(received))
+        returned = exchange_rows(computed, self.group, sent=received, received=sent)
         by_token = returned.index_select(0, back).view(tokens, k, hidden.shape[-1])
         return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
@@ -89,24 +92,69 @@ class Dispatch:
         with own_values(self.module, local):
             return self.original(arrived, experts.unsqueeze(-1), arrived.new_ones(len(arrived), 1))
 
-    def _plan(self, flat: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-        """(rows to every rank, rows from every rank, the local expert of every row that arrives)."""
+    def _plan(self, flat: torch.Tensor) -> _Plan | _EvenPlan:
+        """`flat` [rows]: the expert of every row. Collective."""
         ranks = self.group.size()
         if isinstance(flat, FakeTensor) or flat.is_meta or is_fake(self.group):
-            return self._even(flat, ranks)
-        counts = torch.zeros(ranks * self.here, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-        counts = counts.view(ranks, self.here)
+            # Nobody knows what routers choose: all experts have equally many tokens.
+            exchange_counts(torch.zeros(ranks, self.here, dtype=torch.int64, device=flat.device), self.group)
+            return _EvenPlan(torch.sort(flat, stable=True).indices, ranks, self.here)
+        counts = torch.zeros(ranks * self.here, dtype=torch.int64, device=flat.device)
+        counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(ranks, self.here)
         theirs = exchange_counts(counts, self.group)
-        sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()  # the host has to know them
-        names = torch.arange(self.here, device=flat.device).repeat(ranks)
-        return sent, received, names.repeat_interleave(theirs.view(-1), output_size=sum(received))
+        # The copy is given to the device before the sort, which need not be done when it is read.
+        sizes = HostCopy(torch.stack([counts.sum(1), theirs.sum(1)]))
+        return _Plan(torch.sort(flat, stable=True).indices, theirs, sizes)
 
-    def _even(self, flat: torch.Tensor, ranks: int) -> tuple[list[int], list[int], torch.Tensor]:
-        """Where nobody knows what routers choose: all experts have equally many tokens."""
-        exchange_counts(torch.zeros(ranks, self.here, dtype=torch.int64, device=flat.device), self.group)
-        rows = len(flat)
-        parts = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-        return parts, parts, torch.arange(rows, device=flat.device) % self.here
+
+Sizes = tuple[list[int], list[int]]
+"""Rows to every rank, and rows from every rank."""
+
+
+class _Plan:
+    """Where the rows of one call go. A recomputation has the plan of its forward, whatever its router would choose: ranks
+    agree about the sizes of their messages, and nothing is asked of the device."""
+
+    def __init__(self, order: torch.Tensor, theirs: torch.Tensor, sizes: HostCopy) -> None:
+        """`theirs` [ranks, experts of this rank]: how many rows come from each rank for each expert."""
+        self.order = order
+        """Rows in the order of their experts."""
+        self._theirs = theirs
+        self._copy: HostCopy | None = sizes
+        self._sizes: Sizes = [], []
+
+    def rows(self) -> Sizes:
+        """Waits for the device when it is first called."""
+        if self._copy is not None:
+            sent, received = self._copy.values().tolist()
+            self._sizes, self._copy = (sent, received), None
+        return self._sizes
+
+    def experts(self, received: list[int]) -> torch.Tensor:
+        """The local expert of every row that arrives."""
+        ranks, count = self._theirs.shape
+        names = torch.arange(count, device=self._theirs.device).repeat(ranks)
+        return names.repeat_interleave(self._theirs.view(-1), output_size=sum(received))
+
+
+@dataclass(frozen=True)
+class _EvenPlan:
+    """The plan of a dry run."""
+
+    order: torch.Tensor
+    ranks: int
+    here: int
+    """Experts of each rank."""
+
+    def rows(self) -> Sizes:
+        """As evenly as they divide."""
+        count = len(self.order)
+        sizes = [count // self.ranks + (rank < count % self.ranks) for rank in range(self.ranks)]
+        return sizes, sizes
+
+    def experts(self, received: list[int]) -> torch.Tensor:
+        """As `_Plan.experts`."""
+        return torch.arange(sum(received), device=self.order.device) % self.here
 
 
 def _is_watched(module: nn.Module) -> bool:

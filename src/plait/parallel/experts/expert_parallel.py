@@ -28,6 +28,7 @@ from plait.model.facts import ModelFacts
 from plait.model.plans import TensorPlan
 from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.activations.decisions import Deciding
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
 from plait.parallel.data.compression import Compression
@@ -78,7 +79,7 @@ class ExpertParallel(Technique):
             sequence = region if is_inside(experts.name, shards) else None
             dispatch.install(module, group, here=experts.count // mesh.layout.ep, tp=mesh.group("tp"), sequence=sequence)
         own_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in found}
-        return parts.with_shard(own_mesh=own_mesh).with_notes(SplitExperts(found))
+        return parts.with_shard(own_mesh=own_mesh).with_notes(SplitExperts(found), Deciding())
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Sum gradients over ranks that have the same experts."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from plait.model.facts import ModelFacts, ParameterFacts
+from plait.model.outer_units import OuterUnits
 from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
 from plait.parallel.accounting.ledger import Ledger, StageCounts, part_of
@@ -43,7 +44,8 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
     if experts is not None:
         here = {p.name for p in kept}
         experts = replace(experts, parameters=tuple(name for name in experts.parameters if name in here))
-    return replace(facts, parameters=tuple(kept), blocks=blocks, tensor_plan=plan, experts=experts)
+    # In a pipeline everything outside of the blocks is one unit (`data.shard_units`).
+    return replace(facts, parameters=tuple(kept), blocks=blocks, tensor_plan=plan, experts=experts, outer=OuterUnits())
 
 
 def _plan_of_rank(plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[str, ...]) -> TensorPlan:

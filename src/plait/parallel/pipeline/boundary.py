@@ -11,7 +11,7 @@ import torch
 from plait._torch.operators import tree_leaves, tree_map
 from plait.errors import ModelError
 from plait.parallel.containers import tensors_in
-from plait.parallel.pipeline.stage_cache import CACHE, StageCaches
+from plait.parallel.pipeline.stage_cache import StageCaches
 
 Signature = tuple[Any, ...]
 MASK = "attention_mask"
@@ -57,14 +57,14 @@ class EarlierStageFailed(ModelError):
 def signature(piece: Any) -> Signature:
     """What the shapes between stages follow from. Those of single tokens do not follow from the mask over all tokens before them."""
     if has_cache(piece):
-        piece = {key: entry for key, entry in piece.items() if key not in (CACHE, MASK)}
+        piece = {key: entry for key, entry in piece.items() if key != MASK and not isinstance(entry, StageCaches)}
     tensors = [tensor for leaf in tree_leaves(piece) for tensor in tensors_in(leaf)]
     return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
 
 def has_cache(piece: Any) -> bool:
     """Whether a micro-batch comes with what stages keep of earlier tokens."""
-    return isinstance(piece, Mapping) and isinstance(piece.get(CACHE), StageCaches)
+    return isinstance(piece, Mapping) and any(isinstance(entry, StageCaches) for entry in piece.values())
 
 
 def assembled(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:

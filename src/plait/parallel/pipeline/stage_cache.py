@@ -14,9 +14,6 @@ from torch import nn
 from plait.errors import ModelError
 from plait.parallel.pipeline.stage import StagedModel
 
-CACHE = "past_key_values"
-"""Transformers' name of the argument."""
-
 
 class StageCaches:
     """The caches of a rank's stages. `make` returns an empty one of the whole model, with all of its layers."""
@@ -52,16 +49,19 @@ class StageCaches:
 
 def for_stage(piece: Any, stage: int) -> Any:
     """A micro-batch with the cache of one stage, where it has any."""
-    if isinstance(piece, Mapping) and isinstance(found := piece.get(CACHE), StageCaches):
-        return {**piece, CACHE: found.caches[stage]}
-    return piece
+    return _replaced(piece, lambda caches: caches.caches[stage])
 
 
 def with_empty_cache(piece: Any) -> Any:
     """A micro-batch for a model that has all of its blocks and has seen no token, where it has a cache."""
-    if isinstance(piece, Mapping) and isinstance(found := piece.get(CACHE), StageCaches):
-        return {**piece, CACHE: found.empty()}
-    return piece
+    return _replaced(piece, lambda caches: caches.empty())
+
+
+def _replaced(piece: Any, choose: Callable[[StageCaches], Any]) -> Any:
+    if not isinstance(piece, Mapping):
+        return piece
+    chosen = {name: choose(entry) for name, entry in piece.items() if isinstance(entry, StageCaches)}
+    return {**piece, **chosen} if chosen else piece
 
 
 def _layers(staged: StagedModel, stage: int) -> list[int]:

@@ -26,6 +26,7 @@ from plait._torch.modules import hooks_of, own_parameters
 from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
 from plait.model.layers import is_conv1d
 from plait.parallel.containers import rebuilt
+from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.overlap import Weight, enter_overlapped, product, summed_product
 from plait.parallel.tensor.random_streams import SplitStream
 
@@ -240,7 +241,8 @@ def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> 
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = _matmul(module, region_input(x), _weight(module), _bias(module))
-        if region.gather_logits or hooks_of(module, "forward") or hooks_of(module, "backward"):  # a hook gets and returns all
+        hooks = (*hooks_of(module, "forward").values(), *hooks_of(module, "backward").values())
+        if region.gather_logits or any(is_foreign(hook) for hook in hooks):  # a user's hook gets and returns all logits
             return gather(y, region.group, dim=-1, length=features)
         shape = torch.Size((*y.shape[:-1], features))
         stride = tuple(torch.empty(shape, device="meta").stride())

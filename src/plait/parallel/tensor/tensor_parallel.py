@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from plait._torch.dtensor import keep_uneven_gradients_split
 from plait.cluster.mesh import Mesh
 from plait.comm.collectives import gather, shard_range, split
 from plait.errors import ModelError
@@ -95,6 +96,7 @@ class TensorParallel(Technique):
 
 def _split_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Replace every split parameter by a DTensor that holds this rank's shard. Tied parameters stay one."""
+    keep_uneven_gradients_split()
     group = mesh.get_group()
     for first, *others in (*tied_names(model), *((name,) for name in _untied(model))):
         dim = plan.dims[first]

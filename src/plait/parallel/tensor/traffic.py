@@ -31,9 +31,7 @@ def tensor_traffic(
     facts: ModelFacts, plan: TensorPlan, ledger: Ledger, *, sequence_parallel: bool, loss_parallel: bool
 ) -> dict[str, Array]:
     """Collective to bytes that one rank sends per optimizer step."""
-    features, gathered, parameters = _features(
-        facts, plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, loss_passes=ledger.loss_passes
-    )
+    features, gathered, parameters = _features(facts, plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     itemsize = facts.parameters[0].itemsize if ledger.compute_bytes is None else ledger.compute_bytes
     loss_itemsize = np.maximum(itemsize, 4)
     n, tokens = ledger.tp, ledger.tokens // ledger.cp
@@ -53,9 +51,7 @@ def tensor_traffic(
     return sent
 
 
-def _features(
-    facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool, loss_parallel: bool, loss_passes: int
-) -> tuple[Counter[str], list[int], int]:
+def _features(facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool, loss_parallel: bool) -> tuple[Counter[str], list[int], int]:
     """Collective to the features of a token that it moves (`loss`: float32 elements), the widths that are gathered along features, and the
     elements of all-reduced parameter gradients."""
     shape_of = {name: p for p in facts.parameters for name in (p.name, *p.also)}
@@ -76,9 +72,9 @@ def _features(
         if entry.style == "colwise_gather_output":
             gathered.append(outputs)
         if entry.style == "vocab_head" and loss_parallel:
-            moved["loss"] += 3 * loss_passes
+            moved["loss"] += 3
         elif entry.style == "vocab_head":
-            gathered += [outputs] * loss_passes
+            gathered.append(outputs)
         if entry.style in ("rowwise", "rowwise_split_input"):
             moved.update({"all_gather": outputs, "reduce_scatter": outputs} if sequence else {"all_reduce": outputs})
             bias = shape_of.get(f"{entry.name}.bias")

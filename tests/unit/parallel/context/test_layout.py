@@ -18,8 +18,7 @@ def test_what_is_cut_comes_back(ranks: int, length: int, zigzag: bool) -> None:
     assert {part.shape[1] for part in parts} == {padded // ranks} and 0 <= padded - length < layouts[0].count
     together = layouts[0].join(parts, dim=1)
     assert torch.equal(together[:, :length], whole) and bool((together[:, length:] == -100).all())
-    for part, again in zip(parts, layouts[0].parts(together, dim=1), strict=True):
-        assert torch.equal(part, again)
+    assert torch.equal(layouts[0].stacked(together, dim=1), torch.cat(parts))
     for layout, part in zip(layouts, parts, strict=True):
         for chunk in layout.chunks(part.shape[1]):
             assert torch.equal(part[:, chunk.local : chunk.local + chunk.size], together[:, chunk.at : chunk.at + chunk.size])

@@ -1,0 +1,1 @@
+"""Kernels that attention launches under context parallelism, beside a ring written by hand."""

@@ -1,0 +1,165 @@
+"""Counts of the kernels of one attention layer, forward and backward, from fake tensors, which need no device.
+
+A kernel is an operator that computes or moves data: views and allocations are none, and a send with its receive is one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from plait._torch.operators import FakeTensorMode, TorchDispatchMode
+from plait.parallel.context.kernel import Kernel, Rule
+from plait.parallel.context.kinds import Kind, Place, attention
+from plait.parallel.context.layout import SequenceLayout
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 32
+"""Of Llama-3-8B."""
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device")
+
+
+class CountKernels(TorchDispatchMode):
+    """Counts kernels by the names of their operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func._opname)
+        if not func.is_view and name not in (*ALLOCATIONS, "recv_"):
+            self.kernels[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_of_layer(
+    kind: Kind, tokens: int, ranks: int, rank: int, *, window: int | None = None, kernel: Kernel = "flash"
+) -> Counter[str]:
+    """Count the kernels of a layer of Plait on one rank.
+
+    Args:
+        kind: How queries see the keys of other ranks.
+        tokens: Of the full sequence.
+        ranks: Degree of context parallelism.
+        rank: This rank.
+        window: Of the layer.
+        kernel: What computes attention.
+    """
+    layout = SequenceLayout(ranks, rank, zigzag=kind != "ulysses")
+    rule = Rule(HEAD_DIM**-0.5, window, kernel=kernel)
+    return _counted(ranks, rank, tokens, lambda q, k, v: attention(kind, q, k, v, None, Place(layout, dist.group.WORLD), rule))
+
+
+def kernels_by_hand(tokens: int, ranks: int, rank: int) -> Counter[str]:
+    """Count the kernels of the same layer as a ring that is written by hand."""
+    return _counted(ranks, rank, tokens, lambda *tensors: RingByHand.apply(*tensors, ranks, rank))
+
+
+def _counted(ranks: int, rank: int, tokens: int, compute: Callable[..., torch.Tensor]) -> Counter[str]:
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        with FakeTensorMode():
+            # As Transformers' projections make them: [batch, tokens, heads, head_dim] in memory.
+            shapes = [(1, tokens // ranks, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+            tensors = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2) for shape in shapes]
+            with CountKernels() as counted:
+                output = compute(*tensors)
+                output.backward(torch.empty_like(output))
+        return counted.kernels
+    finally:
+        dist.destroy_process_group()
+
+
+class RingByHand(torch.autograd.Function):
+    """Ring attention with zigzag chunks for causal attention without documents, as lean as it can be written in torch.
+
+    A step is one call of FlashAttention, one merge of five element-wise operators, and one message.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+        width, half = key.shape[3], key.shape[2] // 2
+        output, log_sum_exp, both = None, None, torch.cat([key, value], -1)
+        for step in range(ranks):
+            arriving = torch.empty_like(both) if step < ranks - 1 else None
+            works = [] if arriving is None else _send(both, arriving, ranks, rank)
+            source = (rank - step) % ranks
+            rows = slice(half, None) if source > rank else slice(None)
+            keys = slice(0, half) if source < rank else slice(None)
+            part, part_log_sum_exp = _flash(query[:, :, rows], both[:, :, keys, :width], both[:, :, keys, width:], causal=step == 0)
+            if output is None or log_sum_exp is None:
+                output, log_sum_exp = part.float(), part_log_sum_exp
+            else:
+                total = log_sum_exp[:, :, rows]
+                output[:, :, rows].lerp_(part.float(), torch.sigmoid(part_log_sum_exp - total).unsqueeze(-1))
+                torch.logaddexp(total, part_log_sum_exp, out=total)
+            for work in works:
+                work.wait()
+            both = both if arriving is None else arriving
+        assert output is not None and log_sum_exp is not None
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.ranks, ctx.rank = ranks, rank
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        ranks, rank, width, half = ctx.ranks, ctx.rank, key.shape[3], key.shape[2] // 2
+        both = torch.cat([key, value], -1)
+        grad_query, travelling = torch.zeros_like(query, dtype=torch.float32), torch.zeros_like(both, dtype=torch.float32)
+        last = log_sum_exp[:, :, half:].contiguous()
+        for step in range(ranks):
+            arriving = torch.empty_like(both) if step < ranks - 1 else None
+            works = [] if arriving is None else _send(both, arriving, ranks, rank)
+            source = (rank - step) % ranks
+            rows = slice(half, None) if source > rank else slice(None)
+            keys = slice(0, half) if source < rank else slice(None)
+            gradients = _flash_backward(
+                *(x[:, :, rows] for x in (grad, query)),
+                *(both[:, :, keys, :width], both[:, :, keys, width:], output[:, :, rows]),
+                last if source > rank else log_sum_exp,
+                causal=step == 0,
+            )
+            grad_query[:, :, rows].add_(gradients[0])
+            travelling[:, :, keys, :width].add_(gradients[1])
+            travelling[:, :, keys, width:].add_(gradients[2])
+            arrived = torch.empty_like(travelling)
+            for work in (*works, *_send(travelling, arrived, ranks, rank)):
+                work.wait()
+            both, travelling = both if arriving is None else arriving, arrived
+        grad_both = travelling.to(key.dtype)
+        return grad_query.to(query.dtype), grad_both[..., :width], grad_both[..., width:], None, None
+
+
+def _send(sent: torch.Tensor, received: torch.Tensor, ranks: int, rank: int) -> list[dist.Work]:
+    ends = ((dist.isend, sent, (rank + 1) % ranks), (dist.irecv, received, (rank - 1) % ranks))
+    return dist.batch_isend_irecv([dist.P2POp(*end) for end in ends])
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = [x.transpose(1, 2) for x in (query, key, value)]
+    lengths = query.shape[2], key.shape[2]
+    output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(*tensors, None, None, *lengths, 0.0, causal, False)
+    return output.transpose(1, 2), log_sum_exp
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    *,
+    causal: bool,
+) -> list[torch.Tensor]:
+    tensors = [x.transpose(1, 2) for x in (grad, query, key, value, output)]
+    random, lengths = query.new_empty(0), (query.shape[2], key.shape[2])
+    backward = torch.ops.aten._flash_attention_backward
+    return [x.transpose(1, 2) for x in backward(*tensors, log_sum_exp, None, None, *lengths, 0.0, causal, random, random)]

@@ -1,0 +1,67 @@
+"""What the releases of Transformers name differently in the Trainer, asked from the one that is installed.
+
+The Trainer of Plait runs on Transformers 5.17 and newer. Everything that depends on the release is decided here, by what
+exists, and falls back to what Transformers itself did in that release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.metadata import version
+from typing import Any
+
+import transformers
+from packaging.version import Version
+
+from plait.errors import InputError
+
+OLDEST_TRAINER = "5.17.0"
+"""Oldest release of Transformers whose Trainer was run on Plait. Models do not need it."""
+RECOMPUTE_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
+"""Fields of `TrainingArguments` that ask for recomputation. The first exists since Transformers 5.23."""
+
+
+def has_supported_trainer() -> bool:
+    """Return whether the installed Trainer is one that Plait was run with."""
+    return Version(version("transformers")).release >= Version(OLDEST_TRAINER).release
+
+
+def require_supported_trainer() -> None:
+    """Refuse a Trainer that is too old.
+
+    Raises:
+        InputError: Transformers is older than `OLDEST_TRAINER`.
+    """
+    if not has_supported_trainer():
+        raise InputError(
+            f"plait.hf.Trainer: Transformers {version('transformers')} is installed, and Plait overrides methods of the "
+            f"Trainer as {OLDEST_TRAINER} and newer have them; run pip install 'transformers>={OLDEST_TRAINER}', or train with "
+            "plait.initialize"
+        )
+
+
+def recompute_fields(args: Any) -> tuple[str, ...]:
+    """Return those of `RECOMPUTE_FIELDS` that these arguments have, the current name first."""
+    existing = {field.name for field in fields(args)}
+    return tuple(name for name in RECOMPUTE_FIELDS if name in existing)
+
+
+def recompute_arguments(args: Any) -> Mapping[str, Any] | None:
+    """Return the keyword arguments of recomputation; None where the arguments do not ask for it."""
+    names = recompute_fields(args)
+    if not any(getattr(args, name) for name in names):
+        return None
+    given = (getattr(args, f"{name}_kwargs") for name in names)
+    return next((kwargs for kwargs in given if kwargs), {})
+
+
+def loss_is_scaled(trainer: Any, items: Any) -> bool:
+    """Return whether `compute_loss` has divided by the items of the step, so that `training_step` does not divide again.
+
+    Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do where it is None.
+    """
+    declared = trainer.loss_is_scaled_for_ga if hasattr(transformers.Trainer, "loss_is_scaled_for_ga") else None
+    if declared is not None:
+        return bool(declared)
+    return (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None

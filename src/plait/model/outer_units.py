@@ -1,0 +1,67 @@
+"""Which layers outside of the blocks are sharding units of their own: embeddings and the head.
+
+The backward of an embedding does not read its weight, so its parameters can be freed after the forward.
+The parameters of a head are needed from its forward to its own backward only. Everything else outside of
+the blocks is one unit, the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from plait.model.boundary_layers import head_name
+from plait.model.layers import is_embedding, is_linear
+from plait.model.tied import tied_names
+
+LEAST_SHARE = 0.1
+"""Smallest share of the parameters outside of the blocks that makes a layer a unit. A unit costs one
+more collective in each direction."""
+
+
+@dataclass(frozen=True)
+class OuterUnits:
+    """Names of the layers outside of the blocks that are gathered and reduced by themselves."""
+
+    embeddings: tuple[str, ...] = ()
+    head: str | None = None
+
+    def unit_of(self, parameter: str) -> str:
+        """Name of the unit that holds a parameter of this name, empty for a parameter of none of them."""
+        module = parameter.rpartition(".")[0]
+        return module if module in self.embeddings or module == self.head else ""
+
+
+def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
+    """Find the outer units of an unsharded model whose repeated blocks are named `blocks`.
+
+    A layer must compute exactly a lookup or a linear map, so that it is known what its backward reads.
+    It must share no parameter with another layer: tied weights stay in the root unit. The head is the
+    layer that the model names (`get_output_embeddings`). In a model that names none, it is the last
+    linear layer outside of the blocks.
+    """
+    if not blocks:
+        return OuterUnits()
+
+    inside = tuple(f"{block}." for block in blocks)
+    tied = {name for names in tied_names(model) for name in names}
+    outside = sum(parameter.numel() for name, parameter in model.named_parameters() if not name.startswith(inside))
+
+    def large_layers() -> Iterator[tuple[str, nn.Module]]:
+        for name, module in model.named_modules():
+            if f"{name}.".startswith(inside) or not (is_embedding(module) or is_linear(module)):
+                continue
+            own = {f"{name}.{leaf}": parameter for leaf, parameter in module.named_parameters()}
+            size = sum(parameter.numel() for parameter in own.values())
+            if not tied & set(own) and size > 0 and size >= LEAST_SHARE * outside:
+                yield name, module
+
+    layers = dict(large_layers())
+    linear = [name for name, module in layers.items() if is_linear(module)]
+    named = head_name(model)
+    if named is not None:  # an adapter wraps the layer whose weight is large
+        linear = [name for name in linear if f"{name}.".startswith(f"{named}.")]
+    embeddings = tuple(name for name, module in layers.items() if is_embedding(module))
+    return OuterUnits(embeddings, linear[-1] if linear else None)

@@ -1,0 +1,133 @@
+"""Upper limits of the device: memory bandwidth, matrix products, and the link to host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+
+from plait.cluster import accelerator
+from plait.errors import InputError
+from plait.planner.hardware import Device
+from plait.planner.hardware import device as device_of
+from plait.units import GIB, MIB
+from plait.validation.context import Context, timed
+from plait.validation.rows import NotRun, Verdict, verdict
+
+LEAST_SHARE = 0.5
+"""Share of the planner's figure below which a row fails: plans for this device would be far off."""
+PRODUCT_SIZE = 8192
+_ROUNDS = 5
+_CALLS = 10
+"""Calls of an operation between two waits, so that launches and the wait itself do not count."""
+
+
+def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Measure a copy on the device and a large bfloat16 product."""
+    figures = datasheet(context)
+    size = 64 if context.is_small else PRODUCT_SIZE
+    nbytes = MIB if context.is_small else GIB
+    where = context.device
+
+    copied = copies_on_device(context, nbytes)
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=where) for _ in range(2))
+    flops = 2 * size**3 / seconds_of(context, lambda: torch.mm(left, right))
+
+    bandwidth, peak = float(figures.memory_bandwidth), float(figures.flops.get("bf16", float("nan")))
+    numbers = {
+        "copy_bytes_per_second": copied,
+        "copy_share_of_datasheet": copied / bandwidth,
+        "product_flops_per_second": flops,
+        "product_share_of_datasheet": flops / peak,
+        "datasheet": {"memory_bandwidth": bandwidth, "bfloat16_flops": peak},
+        "least_share": LEAST_SHARE,
+    }
+    problems = [too_slow("copy", copied, bandwidth), too_slow("product", flops, peak)]
+    return timed(context, verdict([problem for problem in problems if problem], **numbers))
+
+
+def copies_on_device(context: Context, nbytes: int) -> float:
+    """Return the bytes per second that copies on the device read and write."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=context.device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / seconds_of(context, lambda: target.copy_(source))
+
+
+def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Measure copies between pinned host memory and the device, each way and both at once."""
+    figure = float(datasheet(context).host_bandwidth)
+    nbytes = MIB if context.is_small else 256 * MIB
+    pin = accelerator.is_one(context.device)
+    on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+    on_device = [torch.empty(nbytes, dtype=torch.uint8, device=context.device) for _ in range(2)]
+    streams = [accelerator.new_stream(context.device) if pin else None for _ in range(2)]
+
+    def to_device() -> None:
+        with accelerator.on_stream(streams[0]):
+            on_device[0].copy_(on_host[0], non_blocking=True)
+
+    def to_host() -> None:
+        with accelerator.on_stream(streams[1]):
+            on_host[1].copy_(on_device[1], non_blocking=True)
+
+    def both() -> None:
+        to_device()
+        to_host()
+
+    rates = {
+        "to_device": nbytes / seconds_of(context, to_device),
+        "to_host": nbytes / seconds_of(context, to_host),
+        "both": 2 * nbytes / seconds_of(context, both),
+    }
+    problems = [too_slow(name, rates[name], figure) for name in ("to_device", "to_host")]
+    numbers = {**rates, "datasheet": figure, "least_share": LEAST_SHARE}
+    return timed(context, verdict([problem for problem in problems if problem], **numbers))
+
+
+def datasheet(context: Context) -> Device:
+    """Return the planner's figures of this device.
+
+    A simulated device and a CPU have those of an H100, so that the code can run.
+
+    Raises:
+        NotRun: The planner does not know the device.
+    """
+    name = "h100" if context.is_small else accelerator.model_name(context.device)
+    try:
+        return device_of(name)
+    except InputError as error:
+        raise NotRun(str(error)) from None
+
+
+def too_slow(name: str, rate: float, figure: float) -> str:
+    """Return what is wrong with a rate. Empty if nothing is; a figure of NaN is not compared."""
+    if not rate < LEAST_SHARE * figure:
+        return ""
+    return f"{name}: {rate / 1e9:.1f} G per second, less than half of the datasheet's {figure / 1e9:.1f}"
+
+
+def copy_rate(context: Context, nbytes: int) -> float:
+    """Return bytes per second of copies of `nbytes` from pinned host memory to the device."""
+    pin = accelerator.is_one(context.device)
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
+    return nbytes / seconds_of(context, lambda: target.copy_(source, non_blocking=True))
+
+
+def seconds_of(context: Context, operation: Callable[[], object], *, calls: int = _CALLS) -> float:
+    """Return the median seconds of one call, from rounds of several calls between two waits."""
+    calls = 1 if context.is_small else calls
+    rounds = 1 if context.is_small else _ROUNDS
+    operation()  # The first call loads the kernel.
+    seconds = []
+    for _ in range(rounds):
+        context.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            operation()
+        context.synchronize()
+        seconds.append((time.perf_counter() - started) / calls)
+    return median(seconds)

@@ -1,0 +1,251 @@
+"""Times of single kernels, and the planner's constants that follow from them, as a calibration file.
+
+`plait plan --calibrate FILE` reads it. The measured constants get the uncertainty of a rate that is
+measured outside of a step; all others keep the shipped values. `plait calibrate` measures training
+steps too, and takes longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from plait.planner.calibrate import Calibration, uncalibrated
+from plait.planner.calibration_file import Origin, save
+from plait.planner.calibration_runs import RATE_WIDTH, DeviceRates, believed
+from plait.planner.choice import price
+from plait.planner.constants import Knowledge, knowledge
+from plait.planner.hardware import FAMILIES, Device
+from plait.planner.hardware import cluster as cluster_of
+from plait.planner.models import Model, from_config
+from plait.planner.request import Request
+from plait.units import GIB, MIB
+from plait.validation.ceilings import PRODUCT_SIZE, datasheet, seconds_of
+from plait.validation.context import Context, timed
+from plait.validation.models import TINY, WIDE, Workload
+from plait.validation.rows import Verdict, verdict
+from plait.validation.throughput import STEP_SECONDS
+
+LENGTHS = (1024, 4096, 8192, 32768)
+"""Sequence lengths of the attention kernels. The tokens of a call are 8,192 or one sequence."""
+TOKENS = 8192
+_SMALL_LENGTHS = (16, 32)
+_RAMP_KERNELS = 200
+
+
+def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Measure kernels, write the calibration, and compare the planner with the measured step."""
+    figures = datasheet(context)
+    workload = TINY if context.is_small else WIDE
+    kernels = {
+        "products": products(context, workload),
+        "attention": attention(context, workload),
+        "norms": norms(context, workload),
+        "loss": loss(context, workload),
+        "optimizer": optimizer(context),
+        "addition_bytes_per_second": addition(context),
+        "small_kernel_seconds": small_kernel(context),
+    }
+    context.progress(kernels)
+    calibration = calibration_of(kernels, figures)
+    numbers = {**kernels, "constants": constants_of(calibration), **planned_step(context, figures, calibration)}
+    # Times of a simulated device would be wrong constants, but what writes them runs.
+    if context.calibration is not None and not context.is_small:
+        facts = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "kernels": kernels}
+        save(context.calibration, calibration, Origin(str(figures.name), "", facts))
+        numbers["file"] = context.calibration.name
+    return timed(context, verdict([], **numbers))
+
+
+def products(context: Context, workload: Workload) -> dict[str, float]:
+    """Return FLOP/s of the products of a layer and of the head, in bfloat16, by their shape."""
+    rows = 64 if context.is_small else TOKENS
+    width = (workload.heads + 2 * workload.kv_heads) * workload.head_dim
+    shapes = [
+        (rows, workload.hidden, width),
+        (rows, workload.hidden, workload.hidden),
+        (rows, workload.hidden, 2 * workload.ffn),
+        (rows, workload.ffn, workload.hidden),
+        (rows, workload.hidden, workload.vocabulary),
+    ]
+    if not context.is_small:
+        shapes.append((PRODUCT_SIZE, PRODUCT_SIZE, PRODUCT_SIZE))
+    rates = {}
+    for rows, inner, columns in shapes:
+        left = torch.randn(rows, inner, dtype=torch.bfloat16, device=context.device)
+        right = torch.randn(inner, columns, dtype=torch.bfloat16, device=context.device)
+        seconds = seconds_of(context, lambda left=left, right=right: torch.mm(left, right))  # type: ignore[misc]
+        rates[f"{rows} x {inner} x {columns}"] = 2.0 * rows * inner * columns / seconds
+    return rates
+
+
+def attention(context: Context, workload: Workload) -> dict[str, dict[str, float]]:
+    """Return seconds and FLOP/s of causal attention, forward and with its backward, by length."""
+    found = {}
+    for length in _SMALL_LENGTHS if context.is_small else LENGTHS:
+        batch = max(1, (32 if context.is_small else TOKENS) // length)
+        shape = (batch, workload.heads, length, workload.head_dim)
+        kv_shape = (batch, workload.kv_heads, length, workload.head_dim)
+        query, key, value = (
+            torch.randn(of, dtype=torch.bfloat16, device=context.device, requires_grad=True) for of in (shape, kv_shape, kv_shape)
+        )
+
+        def forward(query: torch.Tensor = query, key: torch.Tensor = key, value: torch.Tensor = value) -> torch.Tensor:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+        inputs = (query, key, value)
+        gradient = torch.randn_like(forward())
+
+        def both(
+            forward: Callable[[], torch.Tensor] = forward,
+            inputs: tuple[torch.Tensor, ...] = inputs,
+            gradient: torch.Tensor = gradient,
+        ) -> None:
+            # Unlike `backward`, this does not add to earlier gradients, which would be measured too.
+            torch.autograd.grad(forward(), inputs, gradient)
+
+        calls = max(2, 8192 // length)
+        forward_seconds = seconds_of(context, forward, calls=calls)
+        both_seconds = seconds_of(context, both, calls=calls)
+        # Causal attention computes half of the square: scores and outputs, 2 FLOPs each.
+        flops = 2.0 * batch * length**2 * workload.heads * workload.head_dim
+        found[str(length)] = {
+            "forward_seconds": forward_seconds,
+            "forward_backward_seconds": both_seconds,
+            "forward_flops_per_second": flops / forward_seconds,
+            # The backward computes five products of the forward's two.
+            "flops_per_second": 3.5 * flops / both_seconds,
+        }
+    return found
+
+
+def norms(context: Context, workload: Workload) -> dict[str, float]:
+    """Return seconds of RMSNorm with its backward, fused and as Transformers writes it."""
+    rows = 64 if context.is_small else TOKENS
+    x = torch.randn(rows, workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True)
+    weight = torch.ones(workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def fused() -> None:
+        torch.autograd.grad(F.rms_norm(x, (workload.hidden,), weight, 1e-5), (x, weight), gradient)
+
+    def in_parts() -> None:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        torch.autograd.grad(weight * scaled.to(x.dtype), (x, weight), gradient)
+
+    return {
+        "fused_seconds": seconds_of(context, fused),
+        "in_parts_seconds": seconds_of(context, in_parts),
+    }
+
+
+def loss(context: Context, workload: Workload) -> dict[str, float]:
+    """Return seconds of the cross entropy of bfloat16 logits in float32, with its backward."""
+    rows = 64 if context.is_small else TOKENS
+    vocabulary = workload.vocabulary
+    logits = torch.randn(rows, vocabulary, dtype=torch.bfloat16, device=context.device, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (rows,), device=context.device)
+
+    def cross_entropy() -> None:
+        torch.autograd.grad(F.cross_entropy(logits.float(), targets), logits)
+
+    return {"seconds": seconds_of(context, cross_entropy, calls=3)}
+
+
+def optimizer(context: Context) -> dict[str, float]:
+    """Return seconds of the fused AdamW, and the bytes per second of its 28 bytes per parameter."""
+    count = 2**16 if context.is_small else 2**28
+    parameter = torch.zeros(count, device=context.device, requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
+    adamw = torch.optim.AdamW([parameter], fused=True)
+    seconds = seconds_of(context, adamw.step, calls=3)
+    # Reads weight, gradient and two moments; writes weight and moments; float32.
+    return {"seconds": seconds, "parameters": count, "bytes_per_second": 28.0 * count / seconds}
+
+
+def addition(context: Context) -> float:
+    """Return bytes per second of an addition of two float32 tensors."""
+    nbytes = MIB if context.is_small else GIB
+    left = torch.ones(nbytes // 4, device=context.device)
+    right = torch.ones_like(left)
+    result = torch.empty_like(left)
+    return 3.0 * nbytes / seconds_of(context, lambda: torch.add(left, right, out=result))
+
+
+def small_kernel(context: Context) -> float:
+    """Return seconds per kernel of many kernels that compute almost nothing.
+
+    The host launches them one after another, so this is the slower of the host and the device.
+    """
+    x = torch.zeros(1, device=context.device)
+
+    def kernels() -> None:
+        for _ in range(_RAMP_KERNELS):
+            x.add_(1.0)
+
+    return seconds_of(context, kernels, calls=1) / _RAMP_KERNELS
+
+
+def calibration_of(kernels: Mapping[str, Any], figures: Device) -> Calibration:
+    """Return the shipped constants with those that the kernels determine in their place."""
+    rates = DeviceRates(kernels["products"], kernels["addition_bytes_per_second"])
+    known = believed(knowledge(), figures, rates, processes=1, precision="bf16")
+    peak = float(figures.flops["bf16"] * figures.power)
+    family = FAMILIES[int(figures.family)]
+    shares = [entry["flops_per_second"] / peak for entry in kernels["attention"].values()]
+    known = with_value(known, f"attention.{family}", median(shares))
+    return uncalibrated(with_value(known, "ramp", kernels["small_kernel_seconds"]))
+
+
+def with_value(known: Knowledge, name: str, value: float) -> Knowledge:
+    """Return `known` with a measured constant, inside the constant's physical range."""
+    constant = known.constants[name]
+    inside = min(max(value, constant.least), constant.most)
+    measured = replace(constant, median=inside, width=max(RATE_WIDTH, 0.4 * constant.width))
+    return replace(known, constants={**known.constants, name: measured})
+
+
+def constants_of(calibration: Calibration) -> dict[str, float]:
+    """Return the values of the calibration that differ from the shipped ones."""
+    shipped = knowledge().rates.values
+    values = calibration.time.rates.values
+    return {name: float(value) for name, value in values.items() if value != shipped[name]}
+
+
+def planned_step(context: Context, figures: Device, calibration: Calibration) -> dict[str, Any]:
+    """Return the planner's seconds for the step that `throughput` measured, if it was measured."""
+    if STEP_SECONDS not in context.results:
+        return {}
+    workload, seconds = context.results[STEP_SECONDS]
+    cluster = cluster_of(str(figures.name), 1, devices_per_node=1, memory_bytes=float(figures.memory_bytes))
+    model = Model(from_config(workload.fields, source="the measured model"), {"config": workload.fields})
+    request = Request(model, cluster, workload.samples * workload.accumulation, workload.length, "bf16")
+    layout = {
+        "pp": 1,
+        "schedule": 0,
+        "tp": 1,
+        "dp_replicate": 1,
+        "dp_shard": 1,
+        "stage": 3,
+        "recompute": 0,
+        "micro_batch": workload.samples,
+        "accumulation": workload.accumulation,
+    }
+    shipped = price(request, [layout])[0]
+    fitted = price(request, [layout], calibration=calibration)[0]
+    return {
+        "step": {
+            "measured_seconds": seconds,
+            "planned_seconds": shipped.seconds,
+            "planned_seconds_calibrated": fitted.seconds,
+            "interval": [shipped.seconds_low, shipped.seconds_high],
+            "terms": dict(shipped.terms),
+        }
+    }

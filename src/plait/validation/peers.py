@@ -1,0 +1,241 @@
+"""Trainers that `throughput` compares: Plait, and the same step written with torch or DeepSpeed.
+
+All compute in bfloat16 on float32 parameters, reduce in float32, clip the gradient norm to 1 and
+use the fused AdamW. Torch's peers are written as its documentation recommends. Each trainer returns
+its loss on the device and never reads a number, so the host does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from plait.engine.build import initialize
+from plait.losses.loss import causal_lm_loss
+from plait.validation.catalogue import BF16
+from plait.validation.context import Context
+from plait.validation.models import Workload, on_device, step_settings
+
+REDUCED_IN_FP32: Mapping[str, Any] = {**BF16, "communication_data_type": "fp32"}
+LEARNING_RATE = 1e-4
+IGNORED_LABEL = -100
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A model with its optimizer."""
+
+    step: Callable[[Batch], torch.Tensor]
+    """Runs one optimizer step and returns the loss, 0-dimensional, on the device."""
+    close: Callable[[], None] = lambda: None
+    """Ends what the trainer has started."""
+
+
+TrainerFactory = Callable[[Context, Workload], Trainer]
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding of queries and keys."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
+
+    def forward(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, [length, head_dim], in the dtype of `like`."""
+        exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float32)
+        frequencies = self.theta ** (-exponents / self.head_dim)
+        positions = torch.arange(length, device=like.device, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies).repeat(1, 2)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x`, [batch, heads, tokens, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Block(nn.Module):
+    """A layer of a Llama, with torch's fused RMSNorm and attention."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        hidden, width = workload.hidden, workload.head_dim
+        self.head_dim = width
+        self.input_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.query = nn.Linear(hidden, workload.heads * width, bias=False)
+        self.key = nn.Linear(hidden, workload.kv_heads * width, bias=False)
+        self.value = nn.Linear(hidden, workload.kv_heads * width, bias=False)
+        self.output = nn.Linear(workload.heads * width, hidden, bias=False)
+        self.ffn_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.gate = nn.Linear(hidden, workload.ffn, bias=False)
+        self.up = nn.Linear(hidden, workload.ffn, bias=False)
+        self.down = nn.Linear(workload.ffn, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, [batch, tokens, hidden], for an input of the same shape."""
+        normed = self.input_norm(x)
+        # [batch, heads, tokens, head_dim]; under tensor parallelism a rank has a part of the heads.
+        query, key, value = (
+            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        attention = F.scaled_dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True, enable_gqa=True)
+        x = x + self.output(attention.transpose(1, 2).flatten(2))
+        normed = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    """A hand-written Llama without anything that its training does not need."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(workload.vocabulary, workload.hidden)
+        self.rotary = Rotary(workload.head_dim, workload.fields["rope_theta"])
+        self.layers = nn.ModuleList(Block(workload) for _ in range(workload.layers))
+        self.norm = nn.RMSNorm(workload.hidden, eps=1e-5)
+        self.head = nn.Linear(workload.hidden, workload.vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return logits, [batch, tokens, vocabulary]."""
+        x = self.embedding(input_ids)
+        cos, sin = self.rotary(input_ids.shape[1], x)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return cast(torch.Tensor, self.head(self.norm(x)))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross entropy of the next tokens."""
+        return next_token_loss(self.logits(input_ids), labels)
+
+
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of the next tokens, in float32."""
+    # Shifting the labels leaves the large tensor uncopied.
+    targets = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED_LABEL)
+
+
+def plait_trainer(context: Context, workload: Workload, config: Mapping[str, Any]) -> Trainer:
+    """Return Plait's engine for a Transformers Llama."""
+    resolved = step_settings({**REDUCED_IN_FP32, **config}, workload, world=context.world)
+    model = on_device(workload, context.device)
+    engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=1_000_000)
+    return Trainer(lambda batch: engine.train_batch(batch).loss, engine.close)
+
+
+def fsdp2(context: Context, model: nn.Module, blocks: nn.ModuleList, *, compiled: bool) -> Trainer:
+    """Return a trainer of a model whose blocks `fully_shard` shards and whose forward gives the loss."""
+    mesh = device_mesh(context, (context.world,), ("dp",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks:
+        if compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # The root's parameters are used at both ends of a pass, so torch keeps them by default.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return Trainer(torch_step(model))
+
+
+def torch_step(model: nn.Module) -> Callable[[Batch], torch.Tensor]:
+    """Return a step of a model whose forward gives the loss or an output that has it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step(batch: Batch) -> torch.Tensor:
+        output = model(**batch)
+        loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def device_mesh(context: Context, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return torch's mesh of all ranks. Collective."""
+    context.group()
+    return init_device_mesh(context.device.type, shape, mesh_dim_names=names)
+
+
+def transformers_fsdp2(context: Context, workload: Workload, *, compiled: bool = False, liger: bool = False) -> Trainer:
+    """Return FSDP2 with a Transformers Llama."""
+    model = on_device(workload, context.device)
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+    blocks = cast(nn.ModuleList, model.get_submodule("model.layers"))
+    return fsdp2(context, model, blocks, compiled=compiled)
+
+
+def ceiling(context: Context, workload: Workload, *, compiled: bool = False) -> Trainer:
+    """Return FSDP2 with the hand-written Llama."""
+    model = hand_written(context, workload)
+    return fsdp2(context, model, model.layers, compiled=compiled)
+
+
+def hand_written(context: Context, workload: Workload) -> Llama:
+    """Return the hand-written Llama on the device."""
+    torch.manual_seed(0)
+    with torch.device(context.device):
+        return Llama(workload)
+
+
+def deepspeed_zero_3(context: Context, workload: Workload) -> Trainer:
+    """Return DeepSpeed's engine at stage 3 with a Transformers Llama."""
+    import deepspeed
+
+    context.group()
+    config = {
+        **REDUCED_IN_FP32,
+        "train_micro_batch_size_per_gpu": workload.samples,
+        "gradient_accumulation_steps": workload.accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {"stage": 3},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 1_000_000,
+    }
+    model = on_device(workload, context.device)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(batch: Batch) -> torch.Tensor:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        detached: torch.Tensor = loss.detach()
+        return detached
+
+    return Trainer(step, engine.destroy)
+
+
+STAGE_3: Mapping[str, Any] = {"zero_optimization": {"stage": 3}}
+TRAINERS: Mapping[str, TrainerFactory] = {
+    "plait": lambda context, workload: plait_trainer(context, workload, {**STAGE_3, "parallel": {"dp_shard": context.world}}),
+    "plait-compiled": lambda context, workload: plait_trainer(
+        context,
+        workload,
+        {**STAGE_3, "parallel": {"dp_shard": context.world}, "compile": {"enabled": True}},
+    ),
+    "fsdp2": transformers_fsdp2,
+    "fsdp2-compiled": lambda context, workload: transformers_fsdp2(context, workload, compiled=True),
+    "fsdp2-liger": lambda context, workload: transformers_fsdp2(context, workload, liger=True),
+    "ceiling": ceiling,
+    "ceiling-compiled": lambda context, workload: ceiling(context, workload, compiled=True),
+    "deepspeed": deepspeed_zero_3,
+}

@@ -1,0 +1,182 @@
+"""A profile of training steps: kernels, gaps between them, and when the device is idle.
+
+Note [Steps in a trace]
+    Steps are marked with `record_function`. The profiler repeats such a range on the device, from
+    the first to the last kernel that the range's thread has launched. The forward begins a step
+    and the optimizer ends it, both on the main thread, so the range spans the backward as well,
+    whose kernels another thread launches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Literal
+
+from torch.autograd import DeviceType
+from torch.profiler import profile, record_function
+
+from plait.cluster import accelerator
+from plait.validation.context import Context, require, timed
+from plait.validation.models import random_batch
+from plait.validation.rows import Verdict, verdict
+from plait.validation.throughput import TRAINERS, WARM_STEPS, first_workload
+
+STEPS = 3
+STEP_MARK = "plait validation step"
+_LONGEST = 12
+"""Number of kernels that are reported, those with the most time first."""
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+_LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+
+Interval = tuple[float, float]
+"""(begin, end) in seconds."""
+Kind = Literal["products", "attention", "collectives", "copies", "other"]
+_WORDS: Mapping[Kind, tuple[str, ...]] = {
+    "collectives": ("nccl",),
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "products": ("gemm", "cutlass", "xmma", "nvjet", "cublas", "matmul"),
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Part of a trace."""
+
+    name: str
+    begin: float
+    end: float
+    """Seconds."""
+    place: Literal["device", "mark", "host"]
+    """A kernel or copy on the device; a step's range on the device; a call on the host."""
+
+
+def step(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Profile steps of `settings["contender"]` on the workload of `throughput`."""
+    require("transformers")
+    context.group()
+    workload = first_workload(context)
+    batch = random_batch(workload, context.device, seed=context.rank)
+    trainer = TRAINERS[settings["contender"]](context, workload)
+    try:
+        for _ in range(WARM_STEPS):
+            trainer.step(batch)
+        context.synchronize()
+        with profile(activities=accelerator.profiled()) as recorded:
+            for _ in range(STEPS):
+                with record_function(STEP_MARK):
+                    trainer.step(batch)
+            context.synchronize()
+    finally:
+        trainer.close()
+        del trainer
+        context.release_memory()
+    numbers = analyse(events_of(recorded), STEPS)
+    problems = [] if numbers["kernels_per_step"] else ["the profiler saw no kernel on the device"]
+    return timed(context, verdict(problems, workload=workload.as_dict(), **numbers))
+
+
+def events_of(recorded: profile) -> list[Event]:
+    """Return the events of a recorded profile that `analyse` uses."""
+    events = []
+    for event in recorded.events() or ():
+        place: Literal["device", "mark", "host"] = "host"
+        if event.device_type != DeviceType.CPU:
+            if event.name == STEP_MARK:
+                place = "mark"
+            elif event.is_user_annotation:
+                continue  # Another range around kernels, such as one of FSDP's.
+            else:
+                place = "device"
+        elif event.name not in (*_WAITS, *_LAUNCHES):
+            continue
+        begin, end = event.time_range.start / 1e6, event.time_range.end / 1e6
+        events.append(Event(event.name, begin, end, place))
+    return events
+
+
+def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
+    """Return kernels, gaps, idle times and shares of kinds of kernels, per step."""
+    on_device = [event for event in events if event.place == "device"]
+    marks = sorted((event.begin, event.end) for event in events if event.place == "mark")
+    busy = union((event.begin, event.end) for event in on_device)
+    span = busy[-1][1] - busy[0][0] if busy else 0.0
+    gaps = [after[0] - before[1] for before, after in pairwise(busy)]
+    between = [after[0] - before[1] for before, after in pairwise(marks)]
+    on_host = Counter(event.name for event in events if event.place == "host")
+
+    by_kind: dict[Kind, list[Interval]] = defaultdict(list)
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in on_device:
+        by_kind[kind_of(event.name)].append((event.begin, event.end))
+        by_name[event.name].append(event.end - event.begin)
+    computing = union(interval for kind, found in by_kind.items() for interval in found if kind not in ("collectives", "copies"))
+    exposed = {kind: total(outside(union(by_kind[kind]), computing)) / steps for kind in ("collectives", "copies") if by_kind.get(kind)}
+    longest = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))[:_LONGEST]
+    return {
+        "steps": steps,
+        "seconds_per_step": span / steps,
+        "kernels_per_step": len(on_device) / steps,
+        "launches_per_step": sum(on_host[name] for name in _LAUNCHES) / steps,
+        "busy_seconds_per_step": total(busy) / steps,
+        "idle_share": sum(gaps) / span if span else 0.0,
+        "gaps_per_step": len(gaps) / steps,
+        "median_gap_seconds": median(gaps) if gaps else 0.0,
+        "longest_gap_seconds": max(gaps, default=0.0),
+        "idle_seconds_between_steps": median(between) if between else None,
+        "host_waits_per_step": {name: on_host[name] / steps for name in _WAITS if on_host[name]},
+        "seconds_per_step_by_kind": {kind: total(union(found)) / steps for kind, found in by_kind.items()},
+        "exposed_seconds_per_step": exposed,
+        "longest_kernels": [
+            {"name": name[:120], "per_step": len(found) / steps, "seconds_per_step": sum(found) / steps} for name, found in longest
+        ],
+    }
+
+
+def kind_of(name: str) -> Kind:
+    """Return the kind of a kernel or copy by its name. A copy inside the device's memory is other."""
+    lowered = name.lower()
+    if lowered.startswith("memcpy"):
+        return "copies" if "htod" in lowered or "dtoh" in lowered else "other"
+    for kind, words in _WORDS.items():
+        if any(word in lowered for word in words):
+            return kind
+    return "other"
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the intervals sorted and merged, so that none overlap."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Return the seconds of intervals that do not overlap."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def outside(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Return the parts of `intervals` that lie in none of `others`. Both are sorted and merged."""
+    parts = []
+    first = 0
+    for begin, end in intervals:
+        at = begin
+        while first < len(others) and others[first][1] <= begin:
+            first += 1
+        for low, high in others[first:]:
+            if low >= end:
+                break
+            if low > at:
+                parts.append((at, low))
+            at = max(at, high)
+        if at < end:
+            parts.append((at, end))
+    return parts

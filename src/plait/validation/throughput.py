@@ -1,0 +1,283 @@
+"""Throughput of a Llama of 8B width: Plait beside torch's FSDP2 and a hand-written model.
+
+Note [Visits]
+    A model with as many layers as fit leaves no room for a second one, so contenders cannot be
+    resident together. A visit builds one on the device, warms it up, times some steps and frees
+    it. Rounds of visits alternate the order, so that a drift of the clocks meets all of them. The
+    first visit of each includes compilation. Rounds are added while the row's planned time lasts.
+
+Note [FLOPs]
+    Model FLOPs of a step are 6 x parameters of products x tokens, plus 6 x width x length x tokens
+    per layer for causal attention, which computes half of the square. Recomputation does not count.
+    MFU is model FLOPs per second over the datasheet's bfloat16 peak. A layer's time is the slope
+    between two depths, which removes the embedding, the head, the loss and fixed costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.cluster import accelerator
+from plait.units import format_bytes
+from plait.validation import model_parallel_peers, peers
+from plait.validation.ceilings import datasheet
+from plait.validation.context import Context, require, require_compiler, timed
+from plait.validation.models import TINY, WIDE, Workload, random_batch
+from plait.validation.rows import NotRun, Verdict, verdict
+
+SLOWEST = 1.2
+"""A step of Plait may take this many times the step of its first peer."""
+WARM_STEPS = 2
+TIMED_STEPS = 5
+MOST_ROUNDS = 4
+MOST_LAYERS = 12
+"""More layers would repeat the same measurement at a higher price."""
+LEAST_LAYERS = 2
+MARGIN = 0.92
+"""Share of the free memory that is planned for. The rest is lost between blocks of the allocator."""
+LAYERS = "throughput layers"
+"""Entry of `Context.results`: number of layers that fit."""
+STEP_SECONDS = "throughput step seconds"
+"""Entry of `Context.results`: (workload, median seconds of Plait's step), for the planner."""
+TRAINERS = {**peers.TRAINERS, **model_parallel_peers.TRAINERS}
+PACKAGES = {"deepspeed": "deepspeed", "fsdp2-liger": "liger_kernel"}
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One contender's timed steps."""
+
+    seconds: float
+    """Seconds per step, of the slowest rank."""
+    warm_seconds: float
+    """Seconds of building and of the first steps, compilation included."""
+    peak_bytes: int
+    loss: float
+
+
+def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Time the steps of `settings["contenders"]` in rounds of visits. See Note [Visits]."""
+    contenders: Sequence[str] = settings["contenders"]
+    packages = [PACKAGES[name] for name in contenders if name in PACKAGES]
+    require("transformers", *packages)
+    if any(name.endswith("-compiled") for name in contenders):
+        require_compiler(context)
+    context.group()
+    peak = float(datasheet(context).flops["bf16"])
+    workload = first_workload(context, settings.get("accumulation", 1))
+
+    workload, first_round, errors = first_visits(context, contenders, workload)
+    contenders = [name for name in contenders if name in first_round]
+    report = {"workload": workload.as_dict(), "bfloat16_peak": peak, "allowed": SLOWEST, "errors": errors}
+    if not contenders:
+        return verdict(list(errors.values()), **report)
+    rounds = [first_round]
+    context.progress({**report, **comparison(rounds, workload, peak, context.world)})
+    while another_round_fits(context, rounds, settings):
+        order = contenders if len(rounds) % 2 == 0 else contenders[::-1]
+        rounds.append({name: visit(context, name, workload) for name in order})
+        context.progress(comparison(rounds, workload, peak, context.world))
+    numbers = {**report, **comparison(rounds, workload, peak, context.world)}
+    if contenders[0] == "plait" and context.world == 1:
+        context.results[STEP_SECONDS] = (workload, numbers["seconds"]["plait"])
+
+    if settings.get("depths") and workload.layers > 1:
+        shallow = {name: visit(context, name, workload.with_layers(1)) for name in contenders}
+        seconds = {name: one.seconds for name, one in shallow.items()}
+        numbers["layer"] = per_layer(numbers["seconds"], seconds, workload, peak)
+    if any(name.endswith("-compiled") for name in contenders):
+        torch.compiler.reset()  # Compiled code of later rows is for other shapes.
+    return timed(context, judge(numbers, contenders))
+
+
+def first_workload(context: Context, accumulation: int = 1) -> Workload:
+    """Return the workload with the number of layers that is expected to fit."""
+    if context.is_small:
+        workload = TINY
+    else:
+        free = min(context.gathered(context.free_bytes()))
+        layers = context.results.get(LAYERS) or layers_that_fit(free, WIDE)
+        workload = WIDE.with_layers(layers)
+    return replace(workload, accumulation=accumulation)
+
+
+def layers_that_fit(free_bytes: float, workload: Workload) -> int:
+    """Return how many layers a training step on one GPU has room for.
+
+    Two moments of a step decide. At the end of the forward there are 12 bytes per parameter
+    (float32 weights and both moments of Adam), the gathered embedding and head in bfloat16, the
+    activations (30 bytes per token and hidden element, 8 per element of the feed-forward part) and
+    16 bytes per token and vocabulary entry for the logits and the loss. In the update there are
+    16 bytes per parameter, and no activations.
+
+    Raises:
+        NotRun: Fewer than LEAST_LAYERS fit.
+    """
+    tokens = workload.length * workload.samples
+    ends = 2 * workload.vocabulary * workload.hidden
+    layer = workload.layer_parameters
+    activations = tokens * (30 * workload.hidden + 8 * workload.ffn)
+
+    usable = MARGIN * free_bytes
+    forward_fixed = 14 * ends + 16 * tokens * workload.vocabulary
+    forward_layer = 12 * layer + activations
+    in_forward = (usable - forward_fixed) / forward_layer
+    in_update = (usable - 18 * ends) / (16 * layer)
+
+    layers = int(min(in_forward, in_update))
+    if layers < LEAST_LAYERS:
+        needed = (forward_fixed + LEAST_LAYERS * forward_layer) / MARGIN
+        raise NotRun(f"{LEAST_LAYERS} layers need {format_bytes(needed)}, and the device has {format_bytes(free_bytes)} free")
+    return min(layers, MOST_LAYERS)
+
+
+def first_visits(context: Context, contenders: Sequence[str], workload: Workload) -> tuple[Workload, dict[str, Visit], dict[str, str]]:
+    """Visit each contender once, with fewer layers if one of them runs out of memory.
+
+    Returns:
+        The workload that fits, the visits, and the errors of contenders that do not run.
+
+    Raises:
+        NotRun: Memory runs out with LEAST_LAYERS too.
+    """
+    while True:
+        visits: dict[str, Visit] = {}
+        errors: dict[str, str] = {}
+        for name in contenders:
+            attempt = try_visit(context, name, workload)
+            if attempt is None:
+                break
+            if isinstance(attempt, str):
+                errors[name] = f"{name}: {attempt}"
+            else:
+                visits[name] = attempt
+            context.progress({"first_visits": {name: asdict(one) for name, one in visits.items()}})
+        if len(visits) + len(errors) == len(contenders):
+            context.results[LAYERS] = workload.layers
+            return workload, visits, errors
+        if workload.layers <= LEAST_LAYERS:
+            raise NotRun(f"out of memory with {workload.layers} layers")
+        workload = workload.with_layers(max(LEAST_LAYERS, workload.layers * 3 // 4))
+        torch.compiler.reset()  # Compiled code may keep memory of the models that did not fit.
+        context.release_memory()
+
+
+def try_visit(context: Context, name: str, workload: Workload) -> Visit | str | None:
+    """Return a visit, None if memory ran out, or the error of a contender that does not run.
+
+    With several ranks every error is raised: the others wait in a collective, so the launch ends.
+    """
+    result: Visit | str | None
+    try:
+        result = visit(context, name, workload)
+    except torch.OutOfMemoryError:
+        if context.world > 1:
+            raise
+        result = None
+    except Exception as error:
+        if context.world > 1:
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        result = f"{type(error).__name__}: {lines[0][:500]}"
+    # The handlers have ended: no error keeps the frames and their tensors alive.
+    context.release_memory()
+    return result
+
+
+def visit(context: Context, name: str, workload: Workload) -> Visit:
+    """Build a contender, warm it up, time its steps and free it. Collective."""
+    started = time.perf_counter()
+    batch = random_batch(workload, context.device, seed=context.rank)
+    trainer = TRAINERS[name](context, workload)
+    try:
+        for _ in range(WARM_STEPS):
+            trainer.step(batch)
+        context.synchronize()
+        warm_seconds = time.perf_counter() - started
+        accelerator.reset_peak(context.device)
+        seconds, loss = timed_steps(context, trainer, batch)
+        peak = 0 if context.device.type == "cpu" else accelerator.peak_bytes(context.device)
+    finally:
+        trainer.close()
+        del trainer
+        context.release_memory()
+    if loss != loss:
+        raise AssertionError(f"{name}: the loss is not a number")
+    return Visit(max(context.gathered(seconds)), warm_seconds, peak, loss)
+
+
+def timed_steps(context: Context, trainer: peers.Trainer, batch: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+    """Return (seconds per step, last loss). The host waits before the first step and after the last."""
+    count = 1 if context.is_small else TIMED_STEPS
+    context.synchronize()
+    if context.world > 1:
+        dist.barrier()
+        context.synchronize()
+    started = time.perf_counter()
+    for _ in range(count):
+        loss = trainer.step(batch)
+    context.synchronize()
+    return (time.perf_counter() - started) / count, float(loss)
+
+
+def another_round_fits(context: Context, rounds: Sequence[Mapping[str, Visit]], settings: Mapping[str, Any]) -> bool:
+    """Return whether the row's planned time lasts for one more round. Collective."""
+    if context.is_small:
+        return len(rounds) < 2
+    if len(rounds) >= MOST_ROUNDS:
+        return False
+    steps = WARM_STEPS + TIMED_STEPS
+    last = rounds[-1].values()
+    # A later visit does not compile again. Building takes seconds at most.
+    round_seconds = sum(min(one.warm_seconds, 2 * one.seconds + 5) + steps * one.seconds for one in last)
+    depths = 0.5 * round_seconds if settings.get("depths") else 0.0
+    fits = context.row_deadline - time.monotonic() > round_seconds + depths
+    return bool(context.from_first_rank(fits))  # Clocks of ranks differ, and all must decide alike.
+
+
+def comparison(rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int) -> dict[str, Any]:
+    """Return the numbers of rounds: per contender medians, and ratios to Plait by round."""
+    names = list(rounds[0])
+    first = names[0]
+    seconds = {name: median(visits[name].seconds for visits in rounds) for name in names}
+    # Peers with the model split over ranks compute a part of the FLOPs each; ranks share a batch.
+    replicas = ranks if first in ("plait", "plait-compiled") else max(1, ranks // 2)
+    ratios = {name: [visits[first].seconds / visits[name].seconds for visits in rounds] for name in names[1:]}
+    return {
+        "rounds": len(rounds),
+        "seconds": seconds,
+        "tokens_per_second": {name: replicas * workload.tokens / value for name, value in seconds.items()},
+        "mfu": {name: replicas * workload.flops / value / (ranks * peak) for name, value in seconds.items()},
+        "ratio": {name: {"median": median(values), "least": min(values), "most": max(values)} for name, values in ratios.items()},
+        "peak_bytes": {name: max(visits[name].peak_bytes for visits in rounds) for name in names},
+        "first_visit_seconds": {name: rounds[0][name].warm_seconds for name in names},
+        "loss": {name: rounds[-1][name].loss for name in names},
+    }
+
+
+def per_layer(deep: Mapping[str, float], shallow: Mapping[str, float], workload: Workload, peak: float) -> dict[str, Any]:
+    """Return seconds and MFU of a layer, from the step times of two depths. See Note [FLOPs]."""
+    layers = workload.layers - 1
+    seconds = {name: (deep[name] - shallow[name]) / layers for name in deep}
+    return {
+        "seconds": seconds,
+        "mfu": {name: workload.layer_flops / value / peak if value > 0 else float("nan") for name, value in seconds.items()},
+        "seconds_with_one_layer": dict(shallow),
+    }
+
+
+def judge(numbers: Mapping[str, Any], contenders: Sequence[str]) -> Verdict:
+    """Fail if a contender does not run, or a step of Plait takes SLOWEST times its first peer's."""
+    problems = list(numbers.get("errors", {}).values())
+    for peer in contenders[1:2]:
+        ratio = numbers["ratio"][peer]["median"]
+        if not ratio <= SLOWEST:
+            problems.append(f"a step of {contenders[0]} takes {ratio:.2f} times that of {peer}, {SLOWEST} are allowed")
+    return verdict(problems, **numbers)

@@ -1,0 +1,42 @@
+"""Attention on the simulated device by CUDA's fused operators, which references stand for, in the dtype that tests compare in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from plait._torch import attention
+from plait._torch.operators import TorchDispatchMode
+from tests import fused_attention
+from tests.parity.context_parallel import Case, train
+
+
+@contextmanager
+def _fused_in(dtype: torch.dtype, name: str) -> Iterator[None]:
+    """Let a kernel compute `dtype` too: the references do, and only float64 shows a wrong term of a gradient."""
+    before = getattr(attention, name)
+    setattr(attention, name, (*before, dtype))
+    try:
+        with fused_attention.registered("CUDA"):
+            yield
+    finally:
+        setattr(attention, name, before)
+
+
+def train_fused(rank: int, world: int, case: Case, dtypes: str) -> tuple[Any, int]:
+    """A trace, and how often a fused kernel was called. `dtypes` names those of the kernel. Runs in a worker."""
+    calls = 0
+    forward = {"FLASH_DTYPES": "_flash_attention_forward", "EFFICIENT_DTYPES": "_scaled_dot_product_efficient_attention"}[dtypes]
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal calls
+            calls += func._opname == forward
+            return func(*args, **(kwargs or {}))
+
+    with _fused_in(torch.float64, dtypes), Count():
+        trace = train(rank, world, case)
+    return trace, calls

@@ -1,0 +1,29 @@
+"""Parts of sequences on simulated GPUs through the fused kernels of CUDA, beside one process on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.verify.parity import compare, worst
+from tests.parity.context_parallel import Case, reference
+from tests.simulated_device.attention import train_fused
+from tests.simulated_device.conftest import Row
+from tests.simulated_device.pool import SimulatedPool
+
+CASES = [
+    (Case("ring", "uneven", "llama", stage=3, more=(("recompute", {"mode": "full"}),)), "FLASH_DTYPES"),
+    (Case("all-gather-kv", "padded", "mistral", window=True, stage=2), "FLASH_DTYPES"),
+    (Case("ring", "border", "mistral", window=True), "FLASH_DTYPES"),
+    (Case("ulysses", "padded", "qwen3", stage=1), "FLASH_DTYPES"),
+    (Case("all-gather-kv", "causal", "llama"), "EFFICIENT_DTYPES"),
+    (Case("ring", "causal", "gpt2"), "EFFICIENT_DTYPES"),
+]
+
+
+@pytest.mark.parametrize(("case", "dtypes"), CASES, ids=lambda value: value.name if isinstance(value, Case) else value[:5])
+def test_fused_kernels_compute_parts(simulated: SimulatedPool, row: Row, case: Case, dtypes: str) -> None:
+    """Losses, gradients, norms and weights are those of one process, and a fused kernel made them."""
+    for trace, calls in simulated.run(case.world, train_fused, case, dtypes):
+        difference = worst(compare(reference(case), trace))
+        assert difference.ok(1e-10) and calls > 0, (difference, calls)
+        row(f"cp 2 ({case.kind}), fused kernels, ZeRO {case.stage}", "one process on the CPU", difference.error)

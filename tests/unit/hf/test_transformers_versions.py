@@ -1,0 +1,78 @@
+"""What the Trainer of Plait asks of the installed release of Transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import transformers
+
+from plait.errors import InputError
+from plait.hf import Trainer, TrainerMixin
+from plait.hf.transformers_versions import OLDEST_TRAINER, loss_is_scaled
+
+OVERRIDDEN = (
+    "_build_accelerator_args",
+    "_clip_grad_norm",
+    "_get_dataloader",
+    "_get_grad_norm",
+    "_get_num_items_in_batch",
+    "_get_train_sampler",
+    "_init_training_state",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_move_model_to_device",
+    "_prepare_for_training",
+    "_run_epoch",
+    "_save_optimizer_and_scheduler",
+    "_save_rng_state",
+    "_track_num_input_tokens",
+)
+"""Private methods of Transformers' Trainer. One that is renamed would never be called, in silence."""
+
+
+def test_overridden_methods_exist() -> None:
+    for name in OVERRIDDEN:
+        assert callable(getattr(transformers.Trainer, name, None)), f"transformers.Trainer.{name}"
+        assert getattr(TrainerMixin, name) is not getattr(transformers.Trainer, name)
+
+
+@pytest.mark.parametrize("installed", ["5.0.0", "5.16.1"])
+def test_an_older_trainer_is_refused(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.hf.transformers_versions.version", lambda name: installed)
+    with pytest.raises(InputError, match=rf"Transformers {installed} .*pip install 'transformers>={OLDEST_TRAINER}'"):
+        Trainer()
+
+
+def test_an_older_trainer_keeps_its_arguments() -> None:
+    """Plait takes `deepspeed=` and `fsdp=` from TrainingArguments only where its Trainer can train."""
+    script = """
+import importlib.metadata
+from transformers import TrainingArguments
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: "5.16.1" if name == "transformers" else version(name)
+own = TrainingArguments.__post_init__
+import plait.hf
+assert TrainingArguments.__post_init__ is own
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_loss_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule of the installed release: before 5.19 it reads no `loss_is_scaled_for_ga`."""
+    rule = SimpleNamespace(loss_is_scaled_for_ga=None, model_accepts_loss_kwargs=True, compute_loss_func=None)
+    assert loss_is_scaled(rule, 3) and not loss_is_scaled(rule, None)
+    rule.model_accepts_loss_kwargs = False
+    assert not loss_is_scaled(rule, 3)
+    rule.compute_loss_func = max
+    assert loss_is_scaled(rule, None)
+
+    rule.loss_is_scaled_for_ga = False
+    monkeypatch.setattr(transformers.Trainer, "loss_is_scaled_for_ga", None, raising=False)
+    assert not loss_is_scaled(rule, None)
+    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    assert loss_is_scaled(rule, None)

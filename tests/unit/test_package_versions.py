@@ -1,0 +1,34 @@
+"""The record of runs with other versions of packages, and its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tools.package_versions import PAGE, RESULTS, counts, page
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="a" name="passes"/><testcase classname="a" name="fails"><failure/></testcase>
+<testcase classname="a" name="breaks"><error/></testcase><testcase classname="a" name="skips"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_page() -> None:
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == page(rows), "run python -m tools.package_versions"
+
+
+def test_counts(tmp_path: Path) -> None:
+    for name in ("one.xml", "two.xml"):
+        (tmp_path / name).write_text(JUNIT)
+    found = counts(sorted(tmp_path.iterdir()))
+    assert (found["passed"], found["failed"], found["skipped"]) == (2, 4, 2)
+    assert found["failures"] == ["a::fails", "a::breaks"] * 2
+
+
+def test_what_failed_is_on_the_page() -> None:
+    packages = {"torch": "2.13.0", "transformers": "5.24.0"}
+    row = {"python": "3.11.7", "packages": packages, "tests": "the set", "passed": 7, "failed": 1, "skipped": 0, "failures": ["a::b"]}
+    written = page({"newest": row})
+    assert "| newest | 3.11.7 | 2.13.0 | 5.24.0 | the set | 7 | 1 | 0 |" in written
+    assert "Failed with newest:\n\n- `a::b`" in written
