@@ -12,7 +12,7 @@
 #   make serving       the tests of `plait serve` with FastAPI and OpenAI's client, in an environment of its own beside .venv
 #   make bitsandbytes     adapters on weights of bitsandbytes (QLoRA) with the library, in an environment of its own beside .venv
 #   make torchao       the recorded numbers of low-bit optimizer states beside torchao's own, in an environment of its own beside .venv
-#   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
+#   make versions      docs/versions.md: every technique on torch 2.11 to 2.15, in environments of their own (GBs; ARGS="2.14.1")
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
