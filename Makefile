@@ -12,7 +12,7 @@
 #   make serving       the tests of `plait serve` with FastAPI and OpenAI's client, in an environment of its own beside .venv
 #   make bitsandbytes     adapters on weights of bitsandbytes (QLoRA) with the library, in an environment of its own beside .venv
 #   make torchao       the recorded numbers of low-bit optimizer states beside torchao's own, in an environment of its own beside .venv
-#   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
+#   make versions      docs/versions.md: every technique on torch 2.11 to 2.15, in environments of their own (GBs; ARGS="2.14.1")
 #   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml allows, in environments of
 #                      their own; docs/versions-packages.md
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)

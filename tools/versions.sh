@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Every technique on each torch that pyproject.toml allows, and on those beside it, in environments of their own: tools/versions.sh [TORCH ...]
-# Results go to benchmarks/results/versions/ and docs/versions.md. Environments are kept in $VERSIONS (default build/versions). PYTHON chooses
-# their interpreter, PIP_ARGS are pip's. Without a GPU, PyTorch's own index gives builds without CUDA; where it cannot be reached, PyPI's take
-# some GB each.
+# tools/versions.sh [TORCH ...] runs every technique on each release of torch that pyproject.toml
+# allows, and the parity tests on the oldest and the newest. The results are written to
+# benchmarks/results/versions and docs/versions.md.
+#
+# Each release has an environment of its own in $VERSIONS (default build/versions). PYTHON names the
+# interpreter, PIP_ARGS are arguments of pip. Without a GPU, builds without CUDA are taken from
+# PyTorch's index. Where that cannot be reached, PyPI's builds take some GB each.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${VERSIONS:-build/versions}
 mkdir -p "$folder"
-[[ $# -gt 0 ]] || set -- 2.13.0 2.14.1 2.15.0
+[[ $# -gt 0 ]] || set -- 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 failed=()
 
 make_environment() { # folder, torch
@@ -25,6 +28,14 @@ for version; do
     "$python" -c "import torch, pytest, transformers; assert torch.__version__.split('+')[0] == '$version'" 2>/dev/null ||
         make_environment "$folder/$version" "$version" || { failed+=("$version: not installed"); continue; }
     PYTHONPATH=src OMP_NUM_THREADS=1 "$python" -W ignore tools/version_cover.py || failed+=("$version: see docs/versions.md")
+    case $version in
+        2.11.0 | 2.15.0)
+            PYTHONPATH=src OMP_NUM_THREADS=1 "$python" -m pytest -q tests/parity tests/fake \
+                --junitxml="$folder/$version.xml"
+            PYTHONPATH=src "$python" tools/version_cover.py --suite "$folder/$version.xml" ||
+                failed+=("$version: tests failed, see docs/versions.md")
+            ;;
+    esac
     PYTHONPATH=src "$python" tools/version_cover.py --page
 done
 ((${#failed[@]} == 0)) || { printf 'failed: %s\n' "${failed[@]}"; exit 1; }
