@@ -24,6 +24,7 @@ from plait._torch.attention import (
     why_not_flex,
 )
 from plait._torch.operators import FakeTensor
+from plait.cluster import accelerator
 from plait.parallel.context import flex
 
 TILE_ELEMENTS = 2**22
@@ -119,7 +120,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]
     has_mask = documents or rule.softcap is not None
     if device.type == "cpu":
         return ("products" if has_mask or widths[0] != widths[1] else "cpu"), ""
-    if device.type != "cuda":
+    if not accelerator.is_one(device):
         return "products", f"no fused kernel of torch is known for devices of type {device.type!r}"
     why_not = []
     if not has_mask:
