@@ -62,6 +62,9 @@ def gather_in_place(
     reshard, began = group.reshard, SimpleNamespace(all_gather_event=None, all_gather_work=None)
 
     def unshard(async_op: bool = False) -> None:
+        in_backward = group._training_state is TrainingState.PRE_BACKWARD
+        if in_backward and not group.unshard_in_backward:
+            return  # an embedding, which torch prefetches like any other unit
         if group._all_gather_result is None and not group.is_unsharded:
             begin()
             group._all_gather_result = began
