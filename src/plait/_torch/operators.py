@@ -41,7 +41,7 @@ def without_failed_operators() -> Iterator[None]:
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which `tensor` is a view; itself if it is none."""
+    """Return the tensor that `tensor` is a view of, or `tensor` itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 

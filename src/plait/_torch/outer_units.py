@@ -1,20 +1,20 @@
-"""Patched behaviour of `fully_shard`: units outside of the blocks that are gathered as surely as the
-root and freed earlier.
+"""Patched behaviour of `fully_shard`: sharding units outside of the blocks (outer units), which all
+ranks gather in every forward, as they gather the root unit, and which are freed before the root.
 
 Note [Life of an outer unit]:
-The root unit of `fully_shard` is gathered in every forward of the model, whatever the batch makes the
-model do. Ranks may therefore use different layers outside of the blocks. A plain unit is gathered when
-its own forward runs, and ranks that run different layers would wait for each other forever. Outer units
-keep the guarantee of the root: an embedding is gathered with the root, and a head at the end of the
-model's forward at the latest.
+The root unit of `fully_shard` is gathered in every forward of the model, whichever layers run. Ranks may
+therefore use different layers outside of the blocks. An ordinary unit is gathered when its own forward
+runs, so ranks that run different layers would deadlock. Outer units are gathered in every forward, as
+the root is: an embedding together with the root, and a head at the end of the model's forward at the
+latest.
 
-An embedding is freed when its forward has run, because its backward does not read the weight. A head
-stays gathered until the backward of its first call in the forward has ended. The backwards of all later
-uses have ended by then, because autograd runs the nodes that were made last first.
+An embedding is freed after its forward, because its backward does not read the weight. A head stays
+gathered until the backward of its first call in the forward has ended. The backwards of all later calls
+have ended by then, because autograd runs the most recent nodes first.
 
 Other code of the model may read a unit's parameter, for example to multiply with the transposed weight
-of the embedding. Such a read gathers the unit. From then on the unit is handled as the root is: it stays
-gathered until the end of the backward, and is reduced there.
+of the embedding. Such a read gathers the unit. From then on the unit is treated like the root: it stays
+gathered until the end of the backward, and is reduced then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from plait._torch.units import parameter_groups
 
 
 def follow_root(root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Sequence[FSDPModule]) -> None:
-    """Gather and free the outer units of the sharded model `root` as described in Note [Life of an outer unit]."""
+    """Gather and free outer units as described in Note [Life of an outer unit].
+
+    Args:
+        root: The sharded model.
+        embeddings: Units of embeddings, in the order in which they are gathered.
+        heads: Units of heads.
+    """
     assert isinstance(root, nn.Module)
     units = [_OuterUnit(module) for module in (*embeddings, *heads)]
     early = units[: len(embeddings)]
@@ -75,7 +81,7 @@ def follow_root(root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Se
 
 
 class _OuterUnit:
-    """One unit outside of the blocks, and what the running forward of the model has done with it."""
+    """A unit outside of the blocks, and its state in the running forward of the model."""
 
     def __init__(self, module: FSDPModule) -> None:
         assert isinstance(module, nn.Module)
@@ -87,7 +93,7 @@ class _OuterUnit:
         self._model_runs = False
         self._runs = False
         self._awaits_backward = False
-        """Whether a call in a forward has asked for the end of its backward, which has not come yet."""
+        """Whether a call in a forward has registered a hook at the end of its backward, which has not run yet."""
         self._register_post_backward = self.group._register_post_backward_hook
         self._pre_forward, self._post_forward = self.group.pre_forward, self.group.post_forward
         self._post_backward = self.group.post_backward
@@ -105,11 +111,11 @@ class _OuterUnit:
         state._register_pre_backward_hook = watch_output
 
     def begin(self) -> None:
-        """The model's forward begins."""
+        """Record that the model's forward begins."""
         self._model_runs, self._runs, self.has_run = True, False, False
 
     def end(self) -> None:
-        """The model's forward ends, or was left by an error."""
+        """Record that the model's forward has ended or raised an error."""
         self._model_runs = self._runs = False
 
     def gather(self, state: TrainingState) -> None:
@@ -127,7 +133,7 @@ class _OuterUnit:
             group.unshard_in_backward = before
 
     def free(self) -> None:
-        """Free a gathered unit where it is freed after a forward."""
+        """Reshard a gathered unit, unless it stays gathered after a forward."""
         with self.group.use_training_state(TrainingState.FORWARD):
             self.group.reshard()
 
@@ -159,7 +165,7 @@ class _OuterUnit:
 
 
 class _WatchedParameters(dict[str, Any]):
-    """The parameters of a module, which calls a function before the module's attributes or all parameters are read."""
+    """Parameters of a module. Calls a function before one of them, or all of them, are read."""
 
     def __init__(self, parameters: dict[str, Any], before_read: Callable[[], None]) -> None:
         super().__init__(parameters)

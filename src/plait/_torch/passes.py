@@ -54,7 +54,7 @@ def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
     Args:
         model: The root. Nothing happens to a model that is not sharded or has not run.
         keep_gradients: Whether gradients of earlier micro-batches stay, reduced or not. Otherwise
-            the caller drops them.
+            the caller must drop them.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -94,6 +94,8 @@ def graph_task() -> int | None:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that is running now keeps the graph for another one (`retain_graph=True`). True under
-    `torch.compile`, which traces a backward before anyone runs it."""
+    """Return whether the running backward pass retains the graph (`retain_graph=True`).
+
+    The result is True under `torch.compile`, which traces a backward before its caller is known.
+    """
     return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()

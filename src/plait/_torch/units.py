@@ -61,15 +61,15 @@ ShardShape = tuple[int, int, bool]
 
 
 def gathered_shapes(module: FSDPModule) -> list[ShardShape]:
-    """Parameters of one unit, in the order in which an all-gather sends their shards."""
+    """Return the shapes of one unit's parameters, in the order in which an all-gather sends their shards."""
     return [_shape_of(p) for p in sharded_parameters(module)]
 
 
 def reduced_shapes(module: FSDPModule) -> list[ShardShape]:
-    """Parameters of one unit, in the order in which a reduce-scatter sends their gradients.
+    """Return the shapes of one unit's parameters, in the order in which a reduce-scatter sends gradients.
 
     Since torch 2.15 parameters are grouped by the dtype of their gradients (`Tensor.grad_dtype`),
-    in the order in which the dtypes appear. Before, the order is that of the all-gather.
+    in the order in which the dtypes appear. Before 2.15 the order is that of the all-gather.
     """
     parameters = sharded_parameters(module)
     dtypes = [getattr(p, "sharded_grad_dtype", None) for p in parameters]
@@ -117,7 +117,7 @@ def _gathered(model: nn.Module) -> list[Any]:
 
 
 def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
-    """Gradients that torch's record of a gathered parameter holds before their reduction."""
+    """Return the gradients of a parameter that are not reduced yet, from torch's record of the parameter."""
     held = [p._unsharded_param.grad]
     if _ACCUMULATES_APART:
         held.append(p.unsharded_accumulated_grad)
@@ -184,6 +184,7 @@ def _reduce_every_gradient(group: Any) -> None:
 
 
 def _complete_gradients(parameters: Iterable[Any]) -> None:
+    """Give every trainable parameter a gradient, in the dtype in which the group accumulates gradients."""
     gathered = [p for p in parameters if hasattr(p, "_unsharded_param")]
     trainable = [p for p in gathered if p._unsharded_param.requires_grad]
     accumulates = any(p.unsharded_accumulated_grad is not None for p in trainable)

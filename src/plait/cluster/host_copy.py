@@ -1,4 +1,4 @@
-"""Numbers of a device that the program reads later, without a wait for the work that follows."""
+"""Asynchronous copies of small tensors from a device to the host."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from plait.cluster import accelerator
 class HostCopy:
     """Copy of a small tensor in host memory.
 
-    The copy is queued behind the work that computes the tensor, and an event behind the copy. Reading
-    therefore waits for that work only, and not for what the device was given afterwards, as `.item()`
-    would.
+    The copy is queued on the current stream, and an event after it. `values` therefore waits for the
+    work that computes the tensor only, whereas `.item()` would also wait for work that was queued later.
 
     Args:
-        tensor: A tensor on any device. One in host memory is not copied.
+        tensor: A tensor on any device. A tensor in host memory is not copied.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -29,7 +28,7 @@ class HostCopy:
         self._arrived = accelerator.current_stream(tensor.device).record_event()
 
     def values(self) -> torch.Tensor:
-        """Return the values in host memory, once they have arrived."""
+        """Wait for the copy and return the tensor in host memory."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None

@@ -69,8 +69,11 @@ def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> t
 
 
 def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
-    """Concatenate shards of `shard_lengths(length, ranks)` along `dim`; contiguous. The shards are received in their
-    place where every dimension before `dim` has size 1, as in a micro-batch of one sequence."""
+    """Concatenate shards of `shard_lengths(length, ranks)` along `dim`. The result is contiguous.
+
+    If every dimension before `dim` has size 1, as in a micro-batch of one sequence, the shards are
+    received directly into the result.
+    """
     ranks = group.size()
     shape = [*x.shape]
     shape[dim] = shard_size(length, ranks)
@@ -89,8 +92,10 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
-    """Sum over ranks, of which this rank keeps its shard along `dim`; contiguous. `x` is sent as it lies in memory
-    where that is the order of the shards."""
+    """Sum over ranks, and return this rank's shard of the sum along `dim`. The result is contiguous.
+
+    If the shards of `x` follow each other in memory, `x` is sent without a copy.
+    """
     ranks, length = group.size(), x.shape[dim]
     shape = [*x.shape]
     shape[dim] = size = shard_size(length, ranks)
@@ -108,7 +113,7 @@ def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> tor
 
 
 def _is_outermost(x: torch.Tensor, dim: int) -> bool:
-    """Whether a concatenation along `dim` is one of the tensors' memory."""
+    """Return whether shards along `dim` follow each other in the memory of a contiguous tensor."""
     return all(size == 1 for size in x.shape[:dim])
 
 
@@ -121,7 +126,7 @@ def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """The first `length` entries along `dim` of a contiguous tensor that nothing else uses."""
+    """Return the first `length` entries along `dim` of a contiguous tensor that nothing else uses."""
     if x.shape[dim] == length:
         return x
     if _is_outermost(x, dim):

@@ -1,12 +1,15 @@
-"""Next-token cross entropy without full logits: the head and the loss are computed for a chunk of tokens at a time, which saves about 12
-bytes per token and vocabulary entry.
+"""Next-token cross entropy without full logits.
 
-The forward computes each chunk's gradients along with its loss, while its logits exist, so the head is computed once. What stays until the
-backward are the gradients of the hidden states [tokens, hidden] and of the head's own parameters; the backward scales them. Gradients of
-parameters are accumulated in float32 or wider. Without gradients (an evaluation) only the loss is computed.
+The head and the loss are computed for one chunk of tokens at a time, which saves about 12 bytes per token
+and vocabulary entry. The forward computes the gradients of a chunk together with its loss, while the
+logits of the chunk exist, so the head is computed once. The gradients of the hidden states
+[tokens, hidden] and of the head's parameters are stored until the backward, which scales them. Gradients
+of parameters are accumulated in float32 or wider. If gradients are disabled (an evaluation), only the loss
+is computed.
 
-While the model runs, its head returns its input. Elementwise changes that the model makes to its logits afterwards (a soft cap, a scale, a
-cast) are recorded and applied to each chunk; anything else is refused.
+While the model runs, its head returns its input. Elementwise changes that the model makes to its logits
+afterwards (a soft cap, a scale, a cast) are recorded and applied to each chunk. All other changes are
+refused.
 """
 
 from __future__ import annotations
@@ -95,7 +98,12 @@ def chunked_cross_entropy(logits: DeferredLogits, targets: torch.Tensor, *, chun
 def _with_gradients(
     logits: DeferredLogits, chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """(the sum, every tensor that needs a gradient with the gradient of the sum). A parameter's gradient may be wider than it is."""
+    """Compute the loss and its gradients, one chunk at a time.
+
+    Returns:
+        The sum of the losses, and a pair (tensor, gradient of the sum) for every tensor that needs a
+        gradient. The dtype of a parameter's gradient may be wider than that of the parameter.
+    """
     hidden, parameters = logits.hidden, logits.parameters
     gradient, slices = None, ()
     if hidden.requires_grad:
@@ -135,7 +143,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Zero, whose gradient for a tensor is one that is known already."""
+    """Zero in the forward. The backward returns a gradient that was computed before, scaled."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

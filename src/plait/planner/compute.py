@@ -220,16 +220,16 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
 
 
 def _attention_of_parts(job: Job, rates: Rates, forward: Numbers) -> tuple[Numbers, Numbers]:
-    """(forward, backward) of attention where sequences are cut on GPUs, in `parallel.context`.
+    """Return the seconds of attention, forward and backward, on GPUs with context parallelism.
 
-    The fused kernel takes `forward`, where values are not padded to the width of queries.
-    FlexAttention, which computes capped scores, runs its forward again in the backward. Around the
-    kernels, element-wise ones combine results, per token of this rank:
+    `forward` is the time of the fused kernel without padding of values to the width of queries.
+    FlexAttention, which computes capped scores, runs its forward again in the backward. In addition,
+    element-wise kernels move data for each token of this rank:
 
-    - ring: an output in float32 is merged with that of each other rank. Of later ranks half of the
-      queries take part, so on average three quarters. Gradients are added up in float32.
-    - all-gather-kv: keys and values of all ranks are put in order, and their gradients are added up
-      in float32 and put back.
+    - ring: the output for the keys of every other rank is merged in float32. Half of the queries see
+      the keys of a later rank, so three quarters are merged on average. Gradients are summed in float32.
+    - all-gather-kv: keys and values of all ranks are reordered. Their gradients are summed in float32
+      and reordered back.
     - ulysses: queries, keys, values and outputs are packed for the exchange and unpacked.
     """
     model, at, b = job.model, job.layouts, job.element_bytes

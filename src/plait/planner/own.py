@@ -138,8 +138,10 @@ def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
 
 
 def kept_head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
-    """For an element of the head: its gradient, which a loss in chunks makes in the forward and keeps for the backward. In float32 where
-    it is the sum of several chunks."""
+    """Return the bytes of the head's gradient per element that exist from the forward to the backward.
+
+    Only a chunked loss computes this gradient in the forward. A sum over several chunks is in float32.
+    """
     in_chunks = np.asarray(job.layouts.loss_chunk) > 0
     return np.where(in_chunks, np.where(job.loss_tokens < job.tokens, 4, width), 0)
 

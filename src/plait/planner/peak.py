@@ -47,13 +47,13 @@ class Units:
     block: Numbers
     """Of one block, after tp, padded to equal shards."""
     root: Numbers
-    """Outside of the blocks, in the root unit and in units of their own."""
+    """Outside of the blocks, in the root unit and in outer units."""
     freed: Numbers
-    """Of that, embeddings that are units of their own, which stage 3 frees after their forward."""
+    """Of embeddings that are outer units. Stage 3 frees them after their forward."""
     apart: Numbers
-    """A head that is a unit of its own, which is reduced after its own backward."""
+    """Of a head that is an outer unit. It is reduced after its backward."""
     last: Numbers
-    """Of the largest unit that is reduced when the backward of the blocks has ended."""
+    """Of the largest unit that is reduced after the backward of the blocks."""
     head: Numbers
     """Of the matrix that makes the logits; 0 on a rank without it."""
     width: Numbers
@@ -108,7 +108,7 @@ class _Rank:
     kept_by_loss: Numbers
     """Kept by what is behind the last block."""
     deferred: tuple[Numbers, Numbers]
-    """For gradients of weights that come later: a token of a block, and what is behind the last block."""
+    """Bytes kept for deferred weight gradients: per token of a block, and of what follows the last block."""
     shards: Numbers
     stage: Numbers
     block_weights: Numbers
@@ -308,8 +308,15 @@ def _shard_bytes(rank: _Rank) -> Numbers:
 
 
 def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = False) -> Numbers:
-    """Weights in the dtype of computation, where `left` blocks have them; at stage 3 only `ahead` of the blocks to come, and the root
-    without its embeddings. `after_head`: a head that is a unit of its own has been freed."""
+    """Return the bytes of gathered weights in the dtype of computation.
+
+    Args:
+        rank: The rank.
+        left: Blocks whose weights are gathered.
+        ahead: Largest number of gathered blocks at stage 3. Stage 3 also frees embeddings that are outer
+            units.
+        after_head: Whether a head that is an outer unit has been freed.
+    """
     units = rank.units
     blocks = np.where(rank.stage == 3, np.minimum(ahead, left), left)
     ends = units.root - np.where(rank.stage == 3, units.freed, 0.0) - np.where(after_head, units.apart, 0.0)
@@ -317,26 +324,26 @@ def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = F
 
 
 def _adds_up(rank: _Rank, point: _Point) -> Numbers:
-    """Whether unsharded gradients of earlier micro-batches are there, which the reduction of their unit frees."""
+    """Return whether unsharded gradients of earlier micro-batches exist. The reduction of a unit frees its own."""
     return (rank.stage <= 1) & (np.asarray(point.holding.growing) > 0)
 
 
 def _change(rank: _Rank, point: _Point, elements: Numbers) -> Numbers:
-    """Bytes of gradients that the reduction of a unit adds or frees."""
+    """Return the bytes of gradients that the reduction of a unit adds (positive) or frees (negative)."""
     sums, shards = _adds_up(rank, point), (1 - rank.held["offloaded"]) * _REDUCED * elements / rank.shards
     new = (np.asarray(point.added) == 0) | sums
     return np.where(sums, -_REDUCED * elements, 0.0) + np.where(new, shards, 0.0)
 
 
 def _of_head(rank: _Rank, point: _Point, *, last: bool) -> Numbers:
-    """Bytes of gradients of the head after its backward: shards where it is a unit of its own and is reduced."""
+    """Return the bytes of the head's gradients after its backward: of shards if it is an outer unit that is reduced."""
     units = rank.units
     reduced = _reduces(rank, last) & (units.apart > 0)
     return point.holding.head * np.where(reduced, _change(rank, point, units.apart), units.width * units.head)
 
 
 def _head(rank: _Rank, point: _Point, *, last: bool) -> Iterator[tuple[str, Terms]]:
-    """The reduction of a head that is a unit of its own."""
+    """Yield the memory at the reduction of a head that is an outer unit."""
     units, added = rank.units, np.asarray(point.added)
     there = _reduces(rank, last) & (units.apart > 0) & (np.asarray(point.holding.head) > 0)
     if not np.any(there):

@@ -136,7 +136,7 @@ def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
 
 
 def outer_ends(model: Architecture) -> frozenset[str]:
-    """Return the keys of `end_parameters` that are sharding units of their own without a pipeline (`model.outer_units`)."""
+    """Return the keys of `end_parameters` that are outer units (`model.outer_units`) without a pipeline."""
     entries = end_parameters(model)
     outside = sum(_elements(own) for own in entries.values())
     lookups = ("embedding",) if model.end_parameters else ("embedding", "positions")

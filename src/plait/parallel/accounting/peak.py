@@ -307,7 +307,7 @@ class _Walk:
     # ---- gradients ----------------------------------------------------------------------------------------------------------------------
 
     def _end_backward(self, stage: int) -> None:
-        """The root unit's turn, then that of the embeddings, and the end of the flat buffers."""
+        """Reduce the root unit and then the embeddings, and free the flat buffers."""
         left = self.now.root_gradients
         of_embeddings: dict[Unit, int] = {name: min(self.units[name].made_gradients, left) for name in self.embeddings}
         made_by: dict[Unit, int] = {ROOT: max(0, left - sum(of_embeddings.values())), **of_embeddings}
@@ -367,7 +367,7 @@ class _Walk:
         self.shards[unit] = bytes_.sharded_gradients
 
     def _adds(self, unit: Unit) -> bool:
-        """Whether a new gradient of the unit is added to one that is there already, as soon as it is made."""
+        """Return whether the unit has an unsharded gradient to which a new one is added immediately."""
         return unit in self.whole and not self.units[unit].casts_gradients
 
     def _rule(self, unit: Unit, stage: int) -> AfterBackward:

@@ -1,7 +1,8 @@
-"""What the forward of a block decided, for its recomputation.
+"""Reuse of decisions of a block's forward in its recomputation.
 
-A forward may have to ask the device for a number that the program needs, such as how many tokens go to each expert. Its
-recomputation would wait for the same number again. It takes what the forward noted instead, so both decide the same.
+A forward may have to read a number from the device, such as how many tokens go to each expert. The
+recomputation would wait for the device again, and could decide differently. It reads the decision that
+the forward recorded instead.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from plait.parallel.activations.selective import keeping_nothing
 
 Result = TypeVar("Result")
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""As torch's checkpoint takes it: makes what is around the forward of one call of a block, and around its recomputations."""
+"""`context_fn` of `torch.utils.checkpoint`: returns the context managers around the forward of one call of a
+block and around its recomputations."""
 
 
 @dataclass(frozen=True)
 class Deciding:
-    """A note of `Parts`: blocks of the model call `decided_once`."""
+    """Note of `Parts` which says that blocks of the model call `decided_once`."""
 
 
 def decided_once(decide: Callable[[], Result]) -> Result:
-    """Return `decide()`, or in a recomputation what it returned in the forward that is recomputed.
+    """Return `decide()`, or in a recomputation the value that it returned in the original forward.
 
-    A block must make the same calls in both. Where nothing recomputes, this is `decide()`.
+    A block must make the same calls in the same order in its forward and in its recomputation. Without
+    recomputation this function only calls `decide`.
     """
     current = _CURRENT.get()
     if isinstance(current, _Reading):
@@ -42,7 +45,7 @@ def decided_once(decide: Callable[[], Result]) -> Result:
 
 
 def contexts(besides: ContextFn | None) -> ContextFn:
-    """`besides`, with which decisions are noted and read."""
+    """Return `besides` extended by contexts that record the decisions of a forward and read them again."""
 
     def pair() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         noted: list[Any] = []
@@ -67,7 +70,10 @@ _CURRENT: ContextVar[_Noting | _Reading | None] = ContextVar("the block that run
 
 @dataclass
 class _Inside:
-    """Entered again for every recomputation, which reads from the first decision on."""
+    """Context manager that can be entered several times, once for each recomputation.
+
+    Every recomputation reads the decisions from the first one on.
+    """
 
     begin: Callable[[], _Noting | _Reading]
     besides: AbstractContextManager[Any] | None

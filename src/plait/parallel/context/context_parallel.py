@@ -39,7 +39,7 @@ from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tokens import mark
 
 IN_TILES = "attention is computed in tiles of matrix products, which is many times slower than a fused kernel"
-"""Message where no fused kernel is used on a GPU; the reason follows it."""
+"""Begin of the message if a GPU uses no fused kernel. The reason follows."""
 
 
 class ContextParallel(Technique):
@@ -194,7 +194,17 @@ class SequenceParts(StepHook):
         *,
         device: torch.device,
     ) -> None:
-        """`device`: where micro-batches go. What is decided by their values is decided before, while they are on the host."""
+        """Create the hook.
+
+        Args:
+            model: The model, after `ContextParallel.apply`.
+            technique: Its settings.
+            installed: What `apply` has changed.
+            parameters: Parameters whose gradients are summed over the axis.
+            dtype: Dtype in which attention is computed.
+            device: Device of the model. Micro-batches are moved to it after their values were read on the
+                host, so that reading them does not wait for the device.
+        """
         self.device = device
         self.model, self.technique, self.before, self.parameters = model, technique, installed.before, parameters
         self._compared = False

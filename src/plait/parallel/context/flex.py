@@ -1,7 +1,8 @@
-"""torch's FlexAttention for a part of a softmax: outputs, log-sum-exps, and gradients of a softmax over more keys.
+"""torch's FlexAttention for a part of a softmax: outputs, log-sum-exps, and the gradients of a softmax over
+more keys.
 
-What a query sees is a function of positions, so that blocks of scores of which none is seen are not computed. FlexAttention is compiled,
-except on CPUs, where torch has no backward for it.
+Visibility is a function of positions, so that blocks of scores without a visible pair are skipped.
+FlexAttention is compiled, except on CPUs, where torch has no backward for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from plait._torch.operators import viewed
 
 _document_masks: Any = WeakIdKeyDictionary()
-"""Block masks of each micro-batch, by the tensor of its document starts: they are the same in all layers."""
+"""Block masks of a micro-batch, keyed by its tensor of document starts. All layers share them."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,17 @@ class Scores:
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention; differentiable.
+    """Compute attention. The result is differentiable.
 
     Args:
         query: [batch, heads, queries, head_dim].
         key: [batch, kv_heads, keys, head_dim].
         value: [batch, kv_heads, keys, width].
-        scores: What is done to the scores.
+        scores: What the layer does to its scores.
 
     Returns:
-        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries], -inf where a query sees no key.
+        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries], which is
+        -inf where a query sees no key.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -76,10 +78,20 @@ def gradients(
     log_sum_exp: torch.Tensor,
     scores: Scores,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of query, key and value that go through these keys. `grad`, `output` and `log_sum_exp` are over all keys.
+    """Return the share of the gradients of query, key and value that flows through these keys.
 
-    With o and l the output and the log-sum-exp over these keys, and O and L those over all keys, the output is a sum of parts
-    exp(l - L) o. So its gradient g is w g for o, with w = exp(l - L), and w (g o - g O) for l.
+    Let o and l be the output and the log-sum-exp over these keys, and O and L those over all keys. O is the
+    sum of w o over all parts of the keys, with w = exp(l - L). A gradient g of O therefore gives the gradient
+    w g for o, and w (g o - g O) for l.
+
+    Args:
+        grad: Gradient of `output`.
+        query: See `attention`.
+        key: See `attention`.
+        value: See `attention`.
+        output: Output over all keys.
+        log_sum_exp: Log-sum-exp over all keys.
+        scores: What the layer does to its scores.
     """
     query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
     with torch.enable_grad():

@@ -34,7 +34,7 @@ class PartialAttention:
     kind: Kind
     place: Place
     implementation: str
-    """Transformers' name of what computes it."""
+    """Transformers' name of the implementation."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return _nobody, ()  # a copy of the model, or one from a file, has no ranks
@@ -65,8 +65,16 @@ def remove(model: Any, before: str) -> None:
 
 
 def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
-    """A part of a micro-batch on the device, from what `ContextParallel.part` returns. Where FlashAttention computes `model`, its mask
-    knows the documents of the rows: they are the same for all layers, and found without a wait where the part is still on the host."""
+    """Move this rank's part of a micro-batch to the device.
+
+    If the attention of `model` is FlashAttention, the documents of the rows are computed once for all
+    layers and attached to the mask. This does not wait for the device if the part is on the host.
+
+    Args:
+        model: The model, after `install`.
+        part: Result of `ContextParallel.part`.
+        device: Device of the model.
+    """
     mask = part["attention_mask"]
     moved = to_device(part, device)
     mark(moved["attention_mask"], to_device(tokens_of(mask), device))
@@ -78,7 +86,10 @@ def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
 
 
 def _documents_of(mask: torch.Tensor) -> Documents | None:
-    """The documents that `mask` stands for. A mask that something has copied knows none, so they are found again, once for each copy."""
+    """Return the documents that are attached to a mask.
+
+    A copy of the mask has lost them. They are then computed again and attached to the copy.
+    """
     starts, known = of_mask(mask), getattr(mask, _DOCUMENTS, None)
     if starts is None or known is not None:
         return known

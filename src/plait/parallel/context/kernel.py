@@ -1,9 +1,9 @@
 """Attention of some queries to some keys, as a part of a softmax over more keys.
 
 Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU one
-fused kernel computes a whole piece. If the kernel does not support its shape, the piece is divided into
-parts that are fully visible or causal, or into tiles that are small enough for a mask. Scores are
-computed in float32 or wider. Nothing is communicated here.
+fused kernel computes a complete piece. If the kernel does not support its shape, the piece is divided
+into parts that are fully visible or causal, or into tiles that are small enough for a mask. Scores are
+computed in float32 or wider. This module does not communicate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plait._torch.operators import FakeTensor
 from plait.parallel.context import flex
 
 TILE_ELEMENTS = 2**22
-"""Scores that exist at a time where a mask is needed; 2^22 are 16 MiB of float32."""
+"""Largest number of scores of a tile; 2^22 are 16 MiB of float32."""
 LOWEST = -1e30
 """Log-sum-exp of a query that sees no key. It is finite, so that the difference of two of them is not nan."""
 Kernel = Literal["sdpa", "cpu", "flash", "efficient", "flex", "products"]
@@ -40,12 +40,12 @@ class Rule:
 
     scale: float
     window: int | None = None
-    """Number of tokens that a token sees, itself included. None: all before it."""
+    """Number of tokens that a token sees, itself included. None: all previous tokens."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
     kernel: Kernel = "sdpa"
-    """What computes attention. "sdpa" stands for the best one that the device has (`kernel_for`);
-    "products" are matrix products in tiles."""
+    """Kernel of the layer. "sdpa" stands for the best kernel of the device (`kernel_for`), "products" for
+    matrix products in tiles."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class Piece:
     key_at: int
     """Position of the first key in the sequence."""
     starts: torch.Tensor | None = None
-    """[batch, queries], position at which the document of a query begins. None: a query sees all keys before it."""
+    """[batch, queries], position at which the document of a query begins. None: one document."""
     row: int = 0
     """Index of the first query in the tensors that results are added to."""
     column: int = 0
     """Index of the first key in the tensors that gradients are added to."""
 
     def rows(self, start: int, end: int) -> Piece:
-        """Return the piece of some of the queries."""
+        """Return the piece with the queries from index `start` up to but not including `end`."""
         return replace(
             self,
             query=self.query[:, :, start:end],
@@ -80,7 +80,7 @@ class Piece:
         )
 
     def keys(self, low: int, high: int) -> Piece:
-        """Return the piece of the keys from position `low` up to but not including `high`."""
+        """Return the piece with the keys from position `low` up to but not including `high`."""
         start, end = low - self.key_at, high - self.key_at
         return replace(
             self,
@@ -105,14 +105,14 @@ def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]
     """Choose the kernel of a layer.
 
     Args:
-        device: Where the tensors are.
-        dtype: That of queries, keys and values.
+        device: Device of the tensors.
+        dtype: Dtype of queries, keys and values.
         widths: Head dimensions of queries and of values.
-        rule: The layer's.
-        documents: Whether sequences are made of several documents.
+        rule: Rule of the layer.
+        documents: Whether sequences consist of several documents.
 
     Returns:
-        The kernel, and where it is "products" on a GPU, the reason why no fused kernel is used.
+        The kernel, and for "products" on a GPU the reason why no fused kernel is used.
     """
     if rule.kernel != "sdpa":
         return rule.kernel, 'attn_implementation is "eager"' if rule.kernel == "products" else ""
@@ -138,7 +138,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]
 
 
 class PartialSoftmax:
-    """Output and log-sum-exp of a softmax over the keys that were added so far."""
+    """Running softmax: output and log-sum-exp over the keys that were added so far."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
         """Start with no keys.
@@ -152,9 +152,9 @@ class PartialSoftmax:
         self._log_sum_exp: torch.Tensor | None = None
 
     def add(self, row: int, output: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
-        """Add the softmax over other keys for the queries from index `row` on.
+        """Add the softmax over more keys for the queries from index `row` on.
 
-        Both tensors may be changed later.
+        Both tensors belong to this object afterwards and may be changed in place.
         """
         count, dtype = output.shape[2], wide(self._query.dtype)
         if self._output is None or self._log_sum_exp is None:
@@ -176,7 +176,7 @@ class PartialSoftmax:
         """Return the output in the dtype of the queries, and the log-sum-exp, of the softmax over all keys.
 
         Args:
-            sinks: [heads], the score of one more key of each head, whose value is 0. It counts once,
+            sinks: [heads], score of an additional key of each head, whose value is 0. It is added once,
                 after the parts of the sequence are combined.
         """
         output, log_sum_exp = self._output, self._log_sum_exp
@@ -189,7 +189,7 @@ class PartialSoftmax:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the backward reads of queries. Output and log-sum-exp are over all keys."""
+    """Inputs of the backward for some queries. Output and log-sum-exp are those over all keys."""
 
     grad: torch.Tensor
     output: torch.Tensor
@@ -197,9 +197,10 @@ class Outputs:
     _rows: dict[tuple[int, int], Outputs] = field(default_factory=dict)
 
     def rows(self, start: int, end: int) -> Outputs:
-        """Return those of some of the queries, without gaps between tokens, as fused kernels read them.
+        """Return the inputs for the queries from index `start` up to but not including `end`.
 
-        They are kept for the next piece of the same queries.
+        Their tokens follow each other in memory, which fused kernels require. The result is cached for
+        the next piece with the same queries.
         """
         if (start, end) == (0, self.output.shape[2]):
             return self
@@ -210,25 +211,31 @@ class Outputs:
 
 
 def _gapless(x: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, tokens, width] in which tokens follow each other in memory."""
+    """Return [batch, heads, tokens, width] with tokens that follow each other in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class GradientSum:
-    """The gradient of one tensor, a sum over pieces, in the dtype of `wide` once there is more than one."""
+    """Gradient of one tensor, summed over pieces.
+
+    The sum is in the dtype of `wide` as soon as it has more than one term.
+    """
 
     def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
         """Start with a sum of zero.
 
         Args:
             like: The tensor whose gradient this is.
-            total: Tensor of zeros in which the sum is made. None: the first gradient that covers all
-                tokens is the sum so far.
+            total: Tensor of zeros that receives the sum. None: a first gradient that covers all tokens
+                becomes the sum without a copy.
         """
         self.like, self._total = like, total
 
     def add(self, start: int, gradient: torch.Tensor) -> None:
-        """Add a gradient of the tokens from index `start` on; it may be changed later."""
+        """Add a gradient of the tokens from index `start` on.
+
+        The tensor belongs to this object afterwards and may be changed in place.
+        """
         if self._total is None and gradient.shape[2] == self.like.shape[2]:
             # Without a copy: where one kernel computes the gradient, nothing is added.
             self._total = gradient
@@ -238,7 +245,7 @@ class GradientSum:
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum so far."""
+        """Sum of the gradients that were added so far."""
         if self._total is None:
             self._total = torch.zeros_like(self.like, dtype=wide(self.like.dtype))
         return self._total
@@ -251,14 +258,18 @@ class Gradients:
         self.query, self.key, self.value = query, key, value
 
     def add(self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Add the gradients of a piece; those of keys and values may be of every query head."""
+        """Add the gradients of a piece.
+
+        The gradients of keys and values may have one head per query head. They are then summed over the
+        query heads of each key-value head.
+        """
         self.query.add(piece.row, query)
         self.key.add(piece.column, _summed(key, piece.key.shape[1]))
         self.value.add(piece.column, _summed(value, piece.value.shape[1]))
 
 
 def attend(piece: Piece, rule: Rule, into: PartialSoftmax) -> None:
-    """Add these keys to the softmax of these queries."""
+    """Add the keys of a piece to the softmax of its queries."""
     visible = _visible(piece, rule)
     if visible is None:
         return
@@ -284,9 +295,13 @@ def attend(piece: Piece, rule: Rule, into: PartialSoftmax) -> None:
 
 
 def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients) -> None:
-    """Add the gradients that go through these keys.
+    """Add the gradients that flow through the keys of a piece.
 
-    `outputs` are of all queries that `piece.row` counts from.
+    Args:
+        piece: Queries and keys.
+        rule: Rule of the layer.
+        outputs: Inputs of the backward for the tensor of queries that `piece.row` is an index of.
+        into: Sums that receive the gradients.
     """
     visible = _visible(piece, rule)
     if visible is None:
@@ -318,9 +333,13 @@ def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients)
 
 
 def sink_gradient(sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of `sinks` [heads] from these queries.
+    """Return the gradient of the attention sinks that flows through these queries.
 
-    `grad` is of `output`; `output` and `log_sum_exp` are what `PartialSoftmax.finished` returned.
+    Args:
+        sinks: [heads], or None for a layer without sinks.
+        grad: Gradient of `output`.
+        output: First result of `PartialSoftmax.finished`.
+        log_sum_exp: Second result of `PartialSoftmax.finished`.
     """
     if sinks is None:
         return None
@@ -335,9 +354,9 @@ def _kernel(piece: Piece, rule: Rule) -> Kernel:
 
 
 def _visible(piece: Piece, rule: Rule) -> Piece | None:
-    """The piece without keys that no query sees, and without queries whose window is behind all keys.
+    """Drop the keys that no query sees, and the queries whose window begins after the last key.
 
-    None if nothing is left.
+    Returns None if nothing is left.
     """
     count = piece.query.shape[2]
     low, high = piece.key_at, min(piece.key_at + piece.key.shape[2], piece.query_at + count)
@@ -356,7 +375,7 @@ def _visible(piece: Piece, rule: Rule) -> Piece | None:
 
 
 def _band(piece: Piece, rule: Rule) -> Band:
-    """The keys that queries see by position and window."""
+    """Return the band of keys that queries see according to their positions and the window."""
     queries, keys = piece.query.shape[2], piece.key.shape[2]
     # Query i sees key j where i + ahead - window < j <= i + ahead, and a band counts from i + keys - queries.
     # `_visible` has left no query without a key, so that neither limit is negative.
@@ -373,7 +392,11 @@ def _supports(fused: FusedAttention, piece: Piece, band: Band) -> bool:
 
 
 def _divided(piece: Piece) -> tuple[Piece, Piece] | None:
-    """The keys from the first query's position on, and those before it, if the piece has both and no documents."""
+    """Divide the keys at the position of the first query.
+
+    Returns the piece with the keys from that position on, and the piece with the keys before it. Returns
+    None if one of them would be empty, or if the piece has documents.
+    """
     low, high = piece.key_at, piece.key_at + piece.key.shape[2]
     if piece.starts is not None or not low < piece.query_at < high:
         return None
@@ -381,7 +404,7 @@ def _divided(piece: Piece) -> tuple[Piece, Piece] | None:
 
 
 def _tiles(piece: Piece) -> list[Piece]:
-    """Rows of the piece, so many that `TILE_ELEMENTS` holds their scores."""
+    """Divide the queries into tiles of at most `TILE_ELEMENTS` scores, or of one query."""
     batch, heads, count, _ = piece.query.shape
     step = max(1, TILE_ELEMENTS // (batch * heads * piece.key.shape[2]))
     return [piece.rows(start, min(start + step, count)) for start in range(0, count, step)]
@@ -398,7 +421,7 @@ def _scores_of(piece: Piece, rule: Rule) -> flex.Scores:
 
 
 def _mask(piece: Piece, rule: Rule) -> torch.Tensor | None:
-    """[1 or batch, 1, queries, keys], whether a query sees a key. None: each sees all."""
+    """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all keys are visible."""
     if piece.starts is None and _band(piece, rule) == Band():
         return None
     query = torch.arange(piece.query_at, piece.query_at + piece.query.shape[2], device=piece.query.device)[:, None]
@@ -412,7 +435,7 @@ def _mask(piece: Piece, rule: Rule) -> torch.Tensor | None:
 
 
 def _tile(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of a tile, in the dtype of `wide`."""
+    """Return the output and the log-sum-exp of a tile in the dtype of `wide`."""
     visible = _visible(piece, rule)
     if visible is None or visible.query.shape[2] < piece.query.shape[2]:
         visible = piece
@@ -424,7 +447,10 @@ def _tile(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scores(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores [batch, heads, queries, keys], -inf where a key is not seen, and the derivative of their cap."""
+    """Return the scores [batch, heads, queries, keys] and the derivative of their cap.
+
+    Scores of invisible keys are -inf. The derivative is None without a cap.
+    """
     key = _repeated(piece.key, piece.groups)
     scores = (piece.query @ key.transpose(-1, -2)).to(wide(piece.query.dtype)) * rule.scale
     slope = None
@@ -450,10 +476,10 @@ def _tile_gradients(piece: Piece, rule: Rule, outputs: Outputs) -> tuple[torch.T
 
 
 def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[batch, kv_heads, ...] for every query head."""
+    """Repeat [batch, kv_heads, ...] for every query head."""
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
 def _summed(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """The gradient of key-value heads from that of each query head."""
+    """Sum a gradient with one head per query head over the query heads of each key-value head."""
     return gradient if gradient.shape[1] == kv_heads else gradient.unflatten(1, (kv_heads, -1)).sum(2)

@@ -1,10 +1,12 @@
-"""How queries see the keys of other parts of their sequence, in three kinds. Each is an autograd function over local tensors.
+"""Three ways in which queries reach the keys of other ranks. Each is an autograd function of local tensors.
 
-    all-gather-kv   keys and values of all parts are gathered, again in the backward, and their gradients are reduce-scattered
-    ring            the keys and values of each rank go from rank to rank, and their gradients follow them
-    ulysses         heads are exchanged for tokens: a rank has all tokens of its part of the heads
+    all-gather-kv   keys and values are all-gathered, in the forward and again in the backward, and their
+                    gradients are reduce-scattered
+    ring            keys and values travel from rank to rank, and their gradients follow them
+    ulysses         heads are exchanged for tokens: each rank has all tokens of some of the heads
 
-Per layer a rank keeps its own queries, keys, values and outputs, whatever the kind. Tensors are [batch, heads, tokens, head_dim].
+For each layer a rank stores its local queries, keys, values and outputs. Tensors are
+[batch, heads, tokens, head_dim].
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Kind = Literal["all-gather-kv", "ulysses", "ring"]
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's part of every sequence, and the ranks that have the others."""
+    """Layout of a sequence over ranks, and their process group."""
 
     layout: SequenceLayout
     group: ProcessGroup
@@ -59,14 +61,16 @@ def attention(
     """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
 
     Args:
-        kind: How they see the keys of other ranks.
+        kind: How queries reach the keys of other ranks.
         query: [batch, heads, tokens, head_dim].
         key: [batch, kv_heads, tokens, head_dim].
         value: [batch, kv_heads, tokens, width].
-        starts: Where the documents of these queries begin (see `visible`), under `ulysses` those of all queries.
-        place: The ranks.
+        starts: [batch, tokens], position at which the document of each query begins (see `visible`). With
+            `ulysses` it has all tokens of the sequence.
+        place: Layout and process group.
         rule: What the layer does to its scores.
-        sinks: [heads], see `PartialSoftmax.finished`. Their gradient is of this rank's queries, or heads.
+        sinks: [heads], see `PartialSoftmax.finished`. Their gradient covers the queries of this rank, with
+            `ulysses` the heads of this rank.
 
     Returns:
         [batch, heads, tokens, width].
@@ -78,12 +82,12 @@ def attention(
 
 
 def kv_copies(kv_heads: int, ranks: int) -> int:
-    """Return how often `ulysses` repeats a key-value head, so that every rank has those of its queries."""
+    """Return how often `ulysses` repeats a key-value head so that the heads divide evenly over the ranks."""
     return lcm(kv_heads, ranks) // kv_heads
 
 
 def _joined(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Results of consecutive queries as one tensor."""
+    """Concatenate the results of consecutive queries."""
     return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), 2)
 
 
@@ -135,7 +139,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the sequence, in its order."""
+    """Gather keys and values of the sequence, in the order of its tokens. Collective."""
     own = torch.cat([key, value], -1)
     ranks = place.layout.ranks
     stacked = own.new_empty(ranks * own.shape[0], *own.shape[1:])
@@ -145,7 +149,7 @@ def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[tor
 
 
 def _pieces(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, place: Place) -> Iterator[Piece]:
-    """Each chunk of the queries with all keys."""
+    """Yield each chunk of the queries with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
         start, end = chunk.local, chunk.local + chunk.size
         own_starts = None if starts is None else starts[:, start:end]
@@ -202,11 +206,11 @@ class _Ring(torch.autograd.Function):
 
 
 class _RingOfParts:
-    """The pieces of this rank's queries with the keys of each rank.
+    """Pieces that combine this rank's queries with the keys of one rank at a time.
 
-    Where only the order of tokens decides what is seen, one kernel computes all pieces of a step: the
-    tokens of a rank are in order, and what it sees of another rank is fully visible (see
-    `SequenceLayout.block`). A window or documents need each pair of chunks by itself.
+    If visibility depends on the order of tokens only, each step of the ring is one piece: the tokens of a
+    rank are in order, and its queries see a rectangle of another rank's keys in full (see
+    `SequenceLayout.block`). With a window or documents, each pair of chunks is a piece.
     """
 
     def __init__(self, query: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, rule: Rule) -> None:
@@ -219,7 +223,12 @@ class _RingOfParts:
             self.runs = [(chunk.local, chunk.local + chunk.size) for chunk in place.layout.chunks(tokens)]
 
     def pieces(self, both: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
-        """Yield (index of the run of queries, piece) of keys and values `both` of the rank `source`."""
+        """Yield (index of the run of queries, piece) for the keys and values of one rank.
+
+        Args:
+            both: Keys and values, concatenated in the last dimension.
+            source: The rank that they come from.
+        """
         if self._in_pairs:
             yield from self._pairs(both, source)
             return
@@ -243,21 +252,21 @@ class _RingOfParts:
 
 
 class _TravellingGradients:
-    """Gradients of the keys and values of one part, from the ranks that it has been to."""
+    """Gradients of the keys and values of one rank, summed over the ranks that have visited them."""
 
     def __init__(self, both: torch.Tensor, exchange: _Exchange | None) -> None:
         self.both, self._exchange = both, exchange
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """The sum, to which this rank adds its share. Waits until it has arrived."""
+        """Sum to which this rank adds its share. The first access waits until the sum has arrived."""
         if self._exchange is None:
             return torch.zeros_like(self.both, dtype=wide(self.both.dtype))
         return self._exchange.wait()
 
 
 class _SumsOfTravelling(GradientSum):
-    """The gradient of keys or of values, which travel in one tensor."""
+    """Gradient of keys or of values, which travel in one tensor."""
 
     def __init__(self, travelling: _TravellingGradients, low: int, high: int) -> None:
         super().__init__(travelling.both[..., low:high])
@@ -269,7 +278,10 @@ class _SumsOfTravelling(GradientSum):
 
 
 def _going_round(own: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (rank, its part) for every rank, this one first; the next part arrives while one is used."""
+    """Yield (rank, its tensor) for every rank, beginning with this one.
+
+    The next tensor is received while the caller works with the current one.
+    """
     ranks, rank = place.layout.ranks, place.layout.rank
     part = own.contiguous()
     for step in range(ranks):
@@ -280,7 +292,7 @@ def _going_round(own: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.T
 
 
 class _Exchange:
-    """Sends a tensor to the next rank, and receives that of the one before, which is read after `wait`."""
+    """Exchange that sends a tensor to the next rank and receives one from the previous rank."""
 
     def __init__(self, tensor: torch.Tensor, place: Place) -> None:
         ranks, rank = place.layout.ranks, place.layout.rank
@@ -294,7 +306,7 @@ class _Exchange:
         )
 
     def wait(self) -> torch.Tensor:
-        """Return what has arrived."""
+        """Wait for both messages and return the received tensor."""
         for work in self._works:
             work.wait()
         return self._received
@@ -348,7 +360,7 @@ def _exchanged(x: torch.Tensor, place: Place, *, to_tokens: bool) -> torch.Tenso
 
 
 class _AllTokens(torch.autograd.Function):
-    """Attention of a full sequence on this rank."""
+    """Attention of complete sequences on this rank."""
 
     @staticmethod
     def forward(

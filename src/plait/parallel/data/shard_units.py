@@ -1,5 +1,5 @@
-"""The units that torch gathers and reduces at once: blocks, the experts of a block over a mesh of their own, the embeddings and the head,
-and the rest of the model."""
+"""Division of a model into the units that `fully_shard` gathers and reduces: blocks, the experts of a block on a separate mesh, embeddings,
+the head, and the rest of the model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plait.parallel.technique import Parts
 
 
 def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
-    """Shard the blocks and what is outside of them, in place.
+    """Shard the blocks and the parameters outside of them, in place.
 
     Args:
-        parts: The model, with the outer units that `DataParallel.check` has found.
+        parts: The model, with the outer units that `DataParallel.check` returned.
         mesh: The mesh of all ranks.
-        free_after_forward: Whether the parameters of a block are freed after its forward. A number keeps them in shards over that many
-            ranks.
+        free_after_forward: Whether the parameters of a block are freed after its forward. If this is a
+            number, they are resharded over that many ranks instead.
 
     Raises:
         ModelError: If torch cannot shard a parameter.

@@ -93,7 +93,11 @@ class Dispatch:
             return self.original(arrived, experts.unsqueeze(-1), arrived.new_ones(len(arrived), 1))
 
     def _plan(self, flat: torch.Tensor) -> _Plan | _EvenPlan:
-        """`flat` [rows]: the expert of every row. Collective."""
+        """Exchange the numbers of rows with the other ranks. Collective.
+
+        Args:
+            flat: [rows], expert of every row.
+        """
         ranks = self.group.size()
         if isinstance(flat, FakeTensor) or flat.is_meta or is_fake(self.group):
             # Nobody knows what routers choose: all experts have equally many tokens.
@@ -108,30 +112,38 @@ class Dispatch:
 
 
 Sizes = tuple[list[int], list[int]]
-"""Rows to every rank, and rows from every rank."""
+"""Numbers of rows that go to each rank, and of rows that come from each rank."""
 
 
 class _Plan:
-    """Where the rows of one call go. A recomputation has the plan of its forward, whatever its router would choose: ranks
-    agree about the sizes of their messages, and nothing is asked of the device."""
+    """Destinations of the rows of one call.
+
+    A recomputation uses the plan of its forward, even if its router would choose differently. The ranks
+    then agree on the sizes of their messages, and no rank waits for its device again.
+    """
 
     def __init__(self, order: torch.Tensor, theirs: torch.Tensor, sizes: HostCopy) -> None:
-        """`theirs` [ranks, experts of this rank]: how many rows come from each rank for each expert."""
+        """Create the plan.
+
+        Args:
+            order: [rows], indices of the rows in the order of their experts.
+            theirs: [ranks, experts of this rank], rows that come from each rank for each expert.
+            sizes: [2, ranks], rows to each rank and rows from each rank.
+        """
         self.order = order
-        """Rows in the order of their experts."""
         self._theirs = theirs
         self._copy: HostCopy | None = sizes
         self._sizes: Sizes = [], []
 
     def rows(self) -> Sizes:
-        """Waits for the device when it is first called."""
+        """Return the sizes of the messages. The first call waits for the device."""
         if self._copy is not None:
             sent, received = self._copy.values().tolist()
             self._sizes, self._copy = (sent, received), None
         return self._sizes
 
     def experts(self, received: list[int]) -> torch.Tensor:
-        """The local expert of every row that arrives."""
+        """Return the local expert of every row that arrives."""
         ranks, count = self._theirs.shape
         names = torch.arange(count, device=self._theirs.device).repeat(ranks)
         return names.repeat_interleave(self._theirs.view(-1), output_size=sum(received))
@@ -139,7 +151,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _EvenPlan:
-    """The plan of a dry run."""
+    """Plan of a dry run, in which all experts have equally many tokens."""
 
     order: torch.Tensor
     ranks: int
@@ -147,13 +159,13 @@ class _EvenPlan:
     """Experts of each rank."""
 
     def rows(self) -> Sizes:
-        """As evenly as they divide."""
+        """Return sizes that are as even as possible."""
         count = len(self.order)
         sizes = [count // self.ranks + (rank < count % self.ranks) for rank in range(self.ranks)]
         return sizes, sizes
 
     def experts(self, received: list[int]) -> torch.Tensor:
-        """As `_Plan.experts`."""
+        """Return the local expert of every row that arrives."""
         return torch.arange(sum(received), device=self.order.device) % self.here
 
 
