@@ -129,7 +129,7 @@ def _flash_backward(
     widths = [x.shape[3] for x in (query, key, value)]
     query, key, value = _flash_inputs(query, key, value)
     grad, output = (_padded(x.transpose(1, 2), query.shape[3]) for x in (grad, output))
-    random = query.new_empty(0)  # states of a dropout that is not used
+    rng_state = query.new_empty(0)  # not read, because there is no dropout
     gradients = torch.ops.aten._flash_attention_backward(
         grad,
         query,
@@ -143,8 +143,8 @@ def _flash_backward(
         key.shape[1],
         0.0,
         band.right == 0,
-        random,
-        random,
+        rng_state,
+        rng_state,
         scale=scale,
         window_size_left=band.left,
         window_size_right=band.right,
@@ -164,7 +164,8 @@ def _flash_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _efficient_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    width, queries = value.shape[3], query.shape[2]
+    queries = query.shape[2]
+    width = value.shape[3]
     query, key, value = (_padded(x, _aligned(x.shape[3])) for x in (query, key, value))
     output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, 0.0, band.right == 0, scale=scale
@@ -185,20 +186,20 @@ def _efficient_backward(
     widths = [x.shape[3] for x in (query, key, value)]
     query, key, value, grad, output = (_padded(x, _aligned(x.shape[3])) for x in (query, key, value, grad, output))
     if torch.version.hip is None:
-        # A query of the padding has an infinite denominator, so that its weights are 0.
+        # A padding query has an infinite log-sum-exp, so that its weights are 0.
         log_sum_exp = F.pad(log_sum_exp, (0, -log_sum_exp.shape[2] % _LOG_SUM_EXP_ALIGNMENT), value=inf)
-    random = query.new_empty((), dtype=torch.int64)  # states of a dropout that is not used
+    rng_state = query.new_empty((), dtype=torch.int64)  # not read, because there is no dropout
     *gradients, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        # The kernel assumes that an output has no gaps between its tokens.
         grad,
         query,
         key,
         value,
         None,
+        # The kernel assumes that the tokens of an output follow each other in memory.
         output.transpose(1, 2).contiguous().transpose(1, 2),
         log_sum_exp.contiguous(),
-        random,
-        random,
+        rng_state,
+        rng_state,
         0.0,
         [True, True, True, False],
         band.right == 0,
@@ -216,7 +217,9 @@ def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
     """Return the tensor with its last dimension contiguous and padded to `width`."""
     if x.shape[3] != width:
         return F.pad(x, (0, width - x.shape[3]))
-    return x if x.stride(3) == 1 else x.contiguous()
+    if x.stride(3) != 1:
+        return x.contiguous()
+    return x
 
 
 CPU = FusedAttention(_cpu_forward, _cpu_backward, shares_heads=False, bands=False)

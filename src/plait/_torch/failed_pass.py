@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from plait._torch.units import parameter_groups, sharded_modules
 
 
-class KeptGradients:
+class GradientSnapshot:
     """Gradients of a sharded model at the time of construction, reduced or not."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,21 +82,22 @@ def _take_reductions(context: Any) -> list[Any]:
     torch 2.11 keeps at most one, 2.12 keeps a list.
     """
     if hasattr(context, "reduce_scatter_states"):
-        taken = list(context.reduce_scatter_states)
+        reductions = list(context.reduce_scatter_states)
         context.reduce_scatter_states.clear()
-        return taken
-    taken = [context.reduce_scatter_state]
+        return reductions
+
+    reductions = [context.reduce_scatter_state]
     context.reduce_scatter_state = None
-    return taken
+    return reductions
 
 
 def _reset_group(group: Any, stream: Any) -> None:
     """Wait for a unit's collectives and reshard its parameters. Its gradients are not changed."""
-    gathering = group._all_gather_result
-    if gathering is not None:
-        _wait_for(stream, gathering.all_gather_event)
-        if isinstance(gathering.all_gather_work, dist.Work):
-            gathering.all_gather_work.wait()
+    all_gather = group._all_gather_result
+    if all_gather is not None:
+        _wait_for(stream, all_gather.all_gather_event)
+        if isinstance(all_gather.all_gather_work, dist.Work):
+            all_gather.all_gather_work.wait()
         group._all_gather_result = None
 
     _wait_for(stream, group._post_reduce_event)
@@ -105,7 +106,7 @@ def _reset_group(group: Any, stream: Any) -> None:
         _wait_for(stream, group._all_reduce_state.event)
         group._all_reduce_state = None
 
-    # The gathering streams read what the resharding has written.
+    # Later all-gathers read the shards that an earlier resharding has written on another stream.
     group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
     group._reshard_after_forward_event = None
 

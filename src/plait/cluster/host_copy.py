@@ -19,17 +19,17 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = tensor
-        self._arrived: torch.Event | None = None
+        self._event: torch.Event | None = None
         if not accelerator.is_one(tensor.device):
             return
-        # From or to memory that is not pinned, the copy would block whatever it is asked for.
+        # A copy to memory that is not pinned blocks the host even with non_blocking=True.
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         self._values = host.copy_(tensor, non_blocking=True)
-        self._arrived = accelerator.current_stream(tensor.device).record_event()
+        self._event = accelerator.current_stream(tensor.device).record_event()
 
     def values(self) -> torch.Tensor:
         """Wait for the copy and return the tensor in host memory."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
         return self._values

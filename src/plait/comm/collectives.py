@@ -77,7 +77,7 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
     ranks = group.size()
     shape = [*x.shape]
     shape[dim] = shard_size(length, ranks)
-    x = _padded(x, dim, shape[dim])  # collectives want equal parts
+    x = _padded(x, dim, shape[dim])  # collectives require shards of equal size
 
     if _is_outermost(x, dim):
         gathered = x.new_empty(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
@@ -96,13 +96,16 @@ def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> tor
 
     If the shards of `x` follow each other in memory, `x` is sent without a copy.
     """
-    ranks, length = group.size(), x.shape[dim]
+    ranks = group.size()
+    length = x.shape[dim]
+    size = shard_size(length, ranks)
     shape = [*x.shape]
-    shape[dim] = size = shard_size(length, ranks)
+    shape[dim] = size
     if ranks * size == length and _is_outermost(x, dim):
         stacked = x.contiguous().view(ranks * shape[0], *shape[1:])
     else:
         shards = [_padded(shard, dim, size) for shard in x.split(size, dim)]
+        # `split` makes no empty shards, which the last ranks have if there are fewer entries than ranks.
         if len(shards) < ranks:
             shards += [x.new_zeros(shape)] * (ranks - len(shards))
         stacked = torch.cat(shards)
@@ -130,7 +133,7 @@ def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     if x.shape[dim] == length:
         return x
     if _is_outermost(x, dim):
-        # Not `narrow`: autograd allows no change in place of a view that an autograd function returns.
+        # `narrow` would return a view, and autograd forbids in-place changes of a view that a function returns.
         return x.resize_(*x.shape[:dim], length, *x.shape[dim + 1 :])
     return x.narrow(dim, 0, length).contiguous()
 

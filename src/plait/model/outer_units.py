@@ -53,15 +53,16 @@ def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
         for name, module in model.named_modules():
             if f"{name}.".startswith(inside) or not (is_embedding(module) or is_linear(module)):
                 continue
-            own = {f"{name}.{leaf}": parameter for leaf, parameter in module.named_parameters()}
-            size = sum(parameter.numel() for parameter in own.values())
-            if not tied & set(own) and size > 0 and size >= LEAST_SHARE * outside:
+            parameters = {f"{name}.{leaf}": parameter for leaf, parameter in module.named_parameters()}
+            size = sum(parameter.numel() for parameter in parameters.values())
+            is_large = size > 0 and size >= LEAST_SHARE * outside
+            if is_large and tied.isdisjoint(parameters):
                 yield name, module
 
     layers = dict(large_layers())
     linear = [name for name, module in layers.items() if is_linear(module)]
     named = head_name(model)
-    if named is not None:  # an adapter wraps the layer whose weight is large
+    if named is not None:  # the head itself, or the layer with its weight inside of an adapter
         linear = [name for name in linear if f"{name}.".startswith(f"{named}.")]
     embeddings = tuple(name for name, module in layers.items() if is_embedding(module))
     return OuterUnits(embeddings, linear[-1] if linear else None)

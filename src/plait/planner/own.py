@@ -142,8 +142,9 @@ def kept_head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
 
     Only a chunked loss computes this gradient in the forward. A sum over several chunks is in float32.
     """
-    in_chunks = np.asarray(job.layouts.loss_chunk) > 0
-    return np.where(in_chunks, np.where(job.loss_tokens < job.tokens, 4, width), 0)
+    is_chunked = np.asarray(job.layouts.loss_chunk) > 0
+    has_several_chunks = job.loss_tokens < job.tokens
+    return np.where(is_chunked, np.where(has_several_chunks, 4, width), 0)
 
 
 def _has_layer_norms(job: Job) -> Numbers:

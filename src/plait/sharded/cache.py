@@ -50,7 +50,9 @@ def cache_argument(model: nn.Module) -> str | None:
     arguments = arguments_of(model)
     if old in arguments:
         return old
-    return new if new in arguments and _outputs_name(new) else None
+    if new in arguments and _outputs_name(new):
+        return new
+    return None
 
 
 @functools.cache

@@ -186,6 +186,7 @@ class _Walk:
             if moment.unit >= 0:
                 self.order.append(moment.unit)
             if self.zero == 3:
+                # Embeddings run outside of the blocks, and the first such moment frees them.
                 freed: Sequence[Unit] = (moment.unit,) if moment.unit >= 0 else self.embeddings
                 for unit in freed:
                     self.gathered.pop(unit, None)
@@ -308,13 +309,13 @@ class _Walk:
 
     def _end_backward(self, stage: int) -> None:
         """Reduce the root unit and then the embeddings, and free the flat buffers."""
-        left = self.now.root_gradients
-        of_embeddings: dict[Unit, int] = {name: min(self.units[name].made_gradients, left) for name in self.embeddings}
-        made_by: dict[Unit, int] = {ROOT: max(0, left - sum(of_embeddings.values())), **of_embeddings}
-        for unit, made in made_by.items():
-            self._gradients_made(unit, made, stage)
-            left -= made
-            self.now = replace(self.now, root_gradients=left)
+        remaining = self.now.root_gradients
+        of_embeddings: dict[Unit, int] = {name: min(self.units[name].made_gradients, remaining) for name in self.embeddings}
+        of_units: dict[Unit, int] = {ROOT: max(0, remaining - sum(of_embeddings.values())), **of_embeddings}
+        for unit, gradients in of_units.items():
+            self._gradients_made(unit, gradients, stage)
+            remaining -= gradients
+            self.now = replace(self.now, root_gradients=remaining)
         self.now = replace(self.now, root_gradients=0)
         self.reduce_input = self.across = 0
         self.order.clear()

@@ -8,7 +8,7 @@ the forward recorded instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,38 +34,44 @@ def decided_once(decide: Callable[[], Result]) -> Result:
     """
     current = _CURRENT.get()
     if isinstance(current, _Reading):
-        return next(current.noted)
+        return next(current.decisions)
     if current is None:
         return decide()
-    # Selective recomputation would look for the results of operators that the recomputation does not call.
+    # Selective recomputation stores results of operators by their order, and the recomputation does not call
+    # the operators of `decide`.
     with keeping_nothing():
         result = decide()
-    current.noted.append(result)
+    current.decisions.append(result)
     return result
 
 
-def contexts(besides: ContextFn | None) -> ContextFn:
-    """Return `besides` extended by contexts that record the decisions of a forward and read them again."""
+def contexts(inner: ContextFn | None) -> ContextFn:
+    """Return `inner` extended by contexts that record the decisions of a forward and read them again."""
 
     def pair() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        noted: list[Any] = []
-        forward, recomputation = besides() if besides is not None else (None, None)
-        return _Inside(lambda: _Noting(noted), forward), _Inside(lambda: _Reading(iter(noted)), recomputation)
+        decisions: list[Any] = []
+        forward: AbstractContextManager[Any] = nullcontext()
+        recomputation: AbstractContextManager[Any] = nullcontext()
+        if inner is not None:
+            forward, recomputation = inner()
+        recording = _Inside(lambda: _Recording(decisions), forward)
+        reading = _Inside(lambda: _Reading(iter(decisions)), recomputation)
+        return recording, reading
 
     return pair
 
 
 @dataclass(frozen=True)
-class _Noting:
-    noted: list[Any]
+class _Recording:
+    decisions: list[Any]
 
 
 @dataclass(frozen=True)
 class _Reading:
-    noted: Iterator[Any]
+    decisions: Iterator[Any]
 
 
-_CURRENT: ContextVar[_Noting | _Reading | None] = ContextVar("the block that runs", default=None)
+_CURRENT: ContextVar[_Recording | _Reading | None] = ContextVar("the block that runs", default=None)
 
 
 @dataclass
@@ -75,14 +81,13 @@ class _Inside:
     Every recomputation reads the decisions from the first one on.
     """
 
-    begin: Callable[[], _Noting | _Reading]
-    besides: AbstractContextManager[Any] | None
+    begin: Callable[[], _Recording | _Reading]
+    inner: AbstractContextManager[Any]
     _exits: list[ExitStack] = field(default_factory=list)
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            if self.besides is not None:
-                stack.enter_context(self.besides)
+            stack.enter_context(self.inner)
             stack.callback(_CURRENT.reset, _CURRENT.set(self.begin()))
             self._exits.append(stack.pop_all())
 

@@ -31,6 +31,7 @@ KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
 WITHOUT_FLEX_BACKWARD = ("cpu",)
 """Device types for which torch's FlexAttention raises NotImplementedError where it would need a backward."""
 _KERNEL_NAMES: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
+"""Kernels of `Rule.kernel`, keyed by Transformers' names. "sdpa" stands for all other names."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow from the longest position of a batch."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -120,6 +121,11 @@ def implementation_of(model: nn.Module) -> str:
     return "sdpa" if chosen == "eager" and not getattr(model, "_supports_sdpa", True) else chosen
 
 
+def kernel_named(implementation: str) -> Kernel:
+    """Return the kernel that a result of `implementation_of` stands for."""
+    return _KERNEL_NAMES.get(implementation, "sdpa")
+
+
 def why_in_tiles(config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:
     """Return why attention is computed in tiles of matrix products on a GPU.
 
@@ -135,7 +141,8 @@ def why_in_tiles(config: Any, implementation: str, device: torch.device, dtype: 
     """
     if device.type == "cpu" or implementation in IMPLEMENTATIONS:
         return ""
-    rule = Rule(1.0, _window(config), getattr(config, "attn_logit_softcapping", None), _KERNEL_NAMES.get(implementation, "sdpa"))
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    rule = Rule(1.0, _window(config), softcap, kernel_named(implementation))
     kernel, reason = kernel_for(device, dtype, _head_widths(config), rule, documents=documents)
     return reason if kernel == "products" else ""
 
@@ -143,8 +150,11 @@ def why_in_tiles(config: Any, implementation: str, device: torch.device, dtype: 
 def _window(config: Any) -> int | None:
     """Return the length of the model's sliding window, or None if no layer has one."""
     layers = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)
-    return getattr(config, "sliding_window", None) if slides else None
+    if layers:
+        has_window = "sliding_attention" in layers
+    else:
+        has_window = getattr(config, "use_sliding_window", True)
+    return getattr(config, "sliding_window", None) if has_window else None
 
 
 def _head_widths(config: Any) -> tuple[int, int]:

@@ -31,9 +31,9 @@ class Documents:
             starts: [batch, tokens], position at which the document of each token begins.
             device: Device of the result.
         """
-        begins = starts == torch.arange(starts.shape[1], device=starts.device)
-        places = begins.flatten().nonzero().flatten()
-        bounds = F.pad(places, (0, 1), value=starts.numel()).to(torch.int32)
+        is_first = starts == torch.arange(starts.shape[1], device=starts.device)
+        first_tokens = is_first.flatten().nonzero().flatten()
+        bounds = F.pad(first_tokens, (0, 1), value=starts.numel()).to(torch.int32)
         return cls(to_device(bounds, device), int(torch.diff(bounds).max()))
 
 

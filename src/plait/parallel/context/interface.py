@@ -5,7 +5,6 @@ Transformers has one table of attention functions by name. The function in it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.errors import InputError, ModelError
+from plait.parallel.context.families import kernel_named
 from plait.parallel.context.flash import IMPLEMENTATIONS, Documents, flash_attention
-from plait.parallel.context.kernel import Kernel, Rule
+from plait.parallel.context.kernel import Rule
 from plait.parallel.context.kinds import Kind, Place, attention, exchanged
 from plait.parallel.context.visible import is_ours, of_mask
 from plait.parallel.micro_batches import to_device
@@ -24,7 +24,6 @@ from plait.parallel.tokens import mark, tokens_of
 NAME = "plait_context_parallel"
 _ATTRIBUTE = "_plait_context"
 _DOCUMENTS = "_plait_documents"
-_KERNELS: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,13 @@ def _documents_of(mask: torch.Tensor) -> Documents | None:
 
     A copy of the mask has lost them. They are then computed again and attached to the copy.
     """
-    starts, known = of_mask(mask), getattr(mask, _DOCUMENTS, None)
-    if starts is None or known is not None:
-        return known
-    found = Documents.of(starts, mask.device)
-    setattr(mask, _DOCUMENTS, found)
-    return found
+    attached: Documents | None = getattr(mask, _DOCUMENTS, None)
+    starts = of_mask(mask)
+    if starts is None or attached is not None:
+        return attached
+    documents = Documents.of(starts, mask.device)
+    setattr(mask, _DOCUMENTS, documents)
+    return documents
 
 
 def attend(
@@ -129,7 +129,7 @@ def attend(
     if query.is_meta:  # a model that is run for its shapes: its ranks are not asked
         output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
     else:
-        rule = Rule(float(scale), sliding_window, softcap, _KERNELS.get(chosen.implementation, "sdpa"))
+        rule = Rule(float(scale), sliding_window, softcap, kernel_named(chosen.implementation))
         place = chosen.place
         if chosen.implementation in IMPLEMENTATIONS:
             documents = _documents_of(attention_mask)
