@@ -91,7 +91,7 @@ def page(rows: dict[str, Any]) -> str:
     header = ["run", "Python", "torch", "Transformers", "tests", "passed", "failed", "skipped"]
     parts = [INTRODUCTION, markdown(header, runs)]
 
-    # torch has a page of its own.
+    # Releases of torch are on another page.
     bounds = {requirement.name: str(requirement.specifier) for requirement in requirements() if requirement.name != "torch"}
     sets = [name for name in ("lowest", "newest") if name in rows]
     versions = []

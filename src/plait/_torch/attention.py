@@ -95,7 +95,8 @@ def _cpu_backward(
 def _flash_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # `_scaled_dot_product_flash_attention` calls this operator, but has no window and takes causal squares only.
+    # `_scaled_dot_product_flash_attention` calls this operator, but it has no window, and a causal mask needs
+    # as many keys as queries.
     width = value.shape[3]
     query, key, value = _flash_inputs(query, key, value)
     output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
@@ -242,7 +243,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     version = f"{capability[0]}.{capability[1]}"
     if capability < (8, 0):
         return f"FlashAttention needs compute capability 8.0, and the device has {version}"
-    # SDPA refuses the same: the backward needs more shared memory than these devices have.
+    # The backward needs more shared memory than these devices have. SDPA has the same condition.
     if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
         return f"FlashAttention's backward takes no head dimension of {head_dim} on compute capability {version}"
     return ""

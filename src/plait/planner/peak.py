@@ -388,7 +388,7 @@ def _block(rank: _Rank, point: _Point, *, done: Numbers, last: bool) -> Iterator
     left, gathered = running - 1 - done, units.layers - point.holding.ended
     stays = point.activations - (_kept(rank, running) - _kept(rank, left))
     working = rank.block_working + np.where(left % rank.job.layouts.every == 0, rank.spent, 0.0)
-    # The row of the unit that was reduced before is still there.
+    # The flat buffer of the unit that was reduced before still exists.
     before = np.where(reduces, _REDUCED * np.where(done > 0, units.block, point.holding.head * units.head_unit), 0.0)
     terms = {
         "gradients": added + np.where(reduces, done * change, 0.0) + of_head + rank.block_weights,

@@ -257,9 +257,9 @@ def account_states(
 
     def held(layers: np.ndarray, on: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         taken = {name: value * layers + sum(ends[end][name] * there for end, there in on.items()) for name, value in block.items()}
-        # While a block is computed it is gathered, the next one with it, and at stage 3 what is outside of the blocks, without the ends
-        # that are units of their own. At the loss the head and one block are gathered. The gradient of a block and the reduction's buffer
-        # are unsharded. Without accumulation stages 1 and 2 gather for the step alone.
+        # While a block is computed, it and the next block are gathered, at stage 3 also the root unit. At the
+        # loss the head and one block are gathered. The gradient of a block and the buffer of its reduction
+        # are unsharded. Without accumulation stages 1 and 2 gather only during the step.
         unit, ends_whole = block["whole"], sum(ends[end]["whole"] * there for end, there in on.items())
         outer_whole = sum(np.where(single, ends[end]["whole"] * on[end], 0) for end in outer)
         head = np.where(single, ends["head"]["whole"] * on["head"], 0) if "head" in outer else 0

@@ -116,7 +116,7 @@ class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Raises CheckpointError for everything else."""
         if module == "__builtin__":
-            module = "builtins"  # the name that pickle protocols 0 to 2 write, torch.save among them
+            module = "builtins"  # pickle protocols 0 to 2, which torch.save uses, write the other name
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if (module, name) in _ENUM_CLASSES:

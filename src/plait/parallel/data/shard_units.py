@@ -53,13 +53,15 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     for name in parts.blocks:
         shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
 
-    # A pipeline gathers what is outside of the blocks for each computation of a stage, so there it stays one unit.
+    # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so they stay one
+    # unit.
     outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
     outer = outer or OuterUnits()
     free_embeddings = bool(free_after_forward)
     embeddings = [shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings]
     heads = [shard(outer.head, mesh.sub(*axes), policy, "", free=False)] if outer.head is not None else []
-    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered from forward to the end of backward.
+    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered from the
+    # forward to the end of the backward.
     root = shard("", mesh.sub(*axes), policy, "", free=False)
     if embeddings or heads:
         follow_root(root, embeddings=embeddings, heads=heads)

@@ -53,7 +53,7 @@ class UnusedTracker(StepHook):
         # The tensors that autograd accumulates into exist after a unit's first gathering, which torch does in a hook before this one.
         units = [module for module in sharded_modules(model) if sharded_parameters(module)]
         self._handles = {m: m.register_forward_pre_hook(self._watch) for m in units}  # type: ignore[attr-defined]
-        # A unit may be gathered because another module reads its parameter, without a forward of its own.
+        # A unit whose own forward does not run may still be gathered, if another module reads its parameter.
         self._end_handle = model.register_forward_hook(self._watch_gathered)
 
     def _watch(self, module: FSDPModule, *_: object) -> None:
