@@ -2,7 +2,8 @@
 #
 #   make quickstart    train the small model of examples/quickstart.json
 #   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
-#   make simulated     the tests on a simulated CUDA device (needs a C++ compiler); RUN=/path/to/python for another torch, with CUDA or without
+#   make simulated     the tests on a simulated CUDA device (needs a C++ compiler); RUN=/path/to/python
+#                      runs them with another torch, built with CUDA or without
 #   make simulated-docs   docs/simulated_device.md from these tests and more (half an hour)
 #   make waits         docs/waits.md: takes every wait for a device out, one at a time, and reports which of these tests notices
 #   make validate-gpus   Plait on this machine's GPUs: waits, parity, throughput, memory (8 minutes; ARGS="--minutes 5"); exit code 6 without
@@ -13,8 +14,8 @@
 #   make bitsandbytes     adapters on weights of bitsandbytes (QLoRA) with the library, in an environment of its own beside .venv
 #   make torchao       the recorded numbers of low-bit optimizer states beside torchao's own, in an environment of its own beside .venv
 #   make versions      docs/versions.md: every technique on torch 2.11 to 2.15, in environments of their own (GBs; ARGS="2.14.1")
-#   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml allows, in environments of
-#                      their own; docs/versions-packages.md
+#   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml
+#                      allows, in separate environments; writes docs/versions-packages.md
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make step-counts   docs/step_counts.md: kernels, copies, collectives and waits of a step beside plain torch, minutes (needs a C++ compiler)

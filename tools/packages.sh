@@ -3,11 +3,12 @@
 #
 #   bash tools/packages.sh lowest
 #   bash tools/packages.sh newest                         pre-releases included
-#   bash tools/packages.sh newest transformers==5.20.0    the newest packages beside one that is fixed
+#   bash tools/packages.sh newest transformers==5.20.0    the newest packages with one that is fixed
 #
-# torch is that of requirements.lock, or $TORCH; its releases have `make versions`. Environments are kept in $VERSIONS
-# (default build/versions) and made anew each time. PYTHON chooses their interpreter; PIP_ARGS are pip's and uv's.
-# The counts go to benchmarks/results/versions/packages.json and docs/versions-packages.md.
+# The release of torch is that of requirements.lock, or $TORCH (`make versions` tests other releases). The
+# environments are in $VERSIONS (default build/versions) and are made again by each run. PYTHON is their
+# interpreter, PIP_ARGS are arguments for pip and uv. The numbers of tests are written to
+# benchmarks/results/versions/packages.json and docs/versions-packages.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 set_name=${1:?lowest or newest}
@@ -31,15 +32,16 @@ printf '%s\n' "$torch" "$@" >"$environment/pins"
 "$environment/bin/uv" pip compile -q --no-header --no-annotate ${PIP_ARGS:-} "${resolution[@]}" --constraint "$environment/pins" \
     --extra hf --extra peft --extra trl --extra viz --python "$environment/bin/python" pyproject.toml -o "$environment/resolved"
 if [[ $(uname -s) == Linux && ! -e /proc/driver/nvidia/version && -z ${PIP_ARGS:-} ]]; then
-    # The build of PyPI brings CUDA, some GB; where PyTorch's own index cannot be reached, the next line takes it.
+    # The build on PyPI needs several GB of CUDA libraries. It is installed below only if PyTorch's index
+    # cannot be reached.
     "${pip[@]}" --no-deps --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu "$torch" >/dev/null 2>&1 || true
 fi
 "${pip[@]}" ${PIP_ARGS:-} --no-deps "$torch"
-# A build of torch without CUDA needs none of its libraries.
+# A build of torch without CUDA needs no CUDA libraries.
 if "$environment/bin/python" -c 'import importlib.metadata as m; assert "+cpu" in m.version("torch")' 2>/dev/null; then
     sed -i -E '/^(nvidia|cuda|triton)/d' "$environment/resolved"
 fi
-# The tests' own tools are not a part of what is tried.
+# Packages that only the tests use are installed without bounds.
 "${pip[@]}" ${PIP_ARGS:-} -r "$environment/resolved" pytest pytest-timeout hypothesis psutil
 
 tests() { # name of the result, arguments of pytest

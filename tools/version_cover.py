@@ -99,8 +99,10 @@ def losses(world: int, more: dict[str, Any], folder: str, name: str) -> list[flo
     """Two steps, a checkpoint before the third, and the third by who has loaded it."""
     dtype = torch.float32 if name.startswith(LOSSY) else torch.float64
     steps = cases.ragged_steps(GLOBAL, steps=3, keys=())
-    if "unused" in name:  # the last micro-batch alone uses a branch, so the first rank never does
-        steps = [[{**piece, "side": index == GLOBAL - 1} for index, piece in enumerate(step)] for step in steps]
+    if "unused" in name:  # only the last micro-batch uses a branch, so the first rank never does
+        for step in steps:
+            for index, micro_batch in enumerate(step):
+                micro_batch["side"] = index == GLOBAL - 1
 
     def build(more: dict[str, Any]) -> plait.Engine:
         config = settings(world, more, folder)
@@ -181,12 +183,12 @@ def run(name: str, world: int, more: dict[str, Any]) -> list[float] | str:
 
 @cache
 def one_process(name: str, clipping: float | None) -> list[float] | str:
-    """Losses of one process, for cases whose model and dtype are those of the case `name`."""
+    """Return the losses of one process with the model and the dtype of the case `name`."""
     return run(name, 1, {} if clipping is None else {"gradient_clipping": clipping})
 
 
 def reference_of(name: str) -> str:
-    """Name of a case with the model and the dtype of `name`, and no technique."""
+    """Return the case without a technique that has the model and the dtype of the case `name`."""
     if "unused" in name:
         return name
     return "bf16" if name.startswith(LOSSY) else "zero-0"
@@ -224,29 +226,32 @@ def cover(wanted: str) -> int:
 
 
 def result_file() -> Path:
-    """File with the results of this torch."""
+    """Return the file with the results of this torch."""
     return RESULTS / f"torch-{torch.__version__.partition('+')[0]}.json"
 
 
 def recorded() -> dict[str, Any]:
-    """Results of this torch so far."""
+    """Return the results of this torch that were recorded before."""
     if result_file().exists():
         return json.loads(result_file().read_text())
     return {"cases": {}, "seconds": 0}
 
 
 def record(content: dict[str, Any]) -> None:
-    """Write the results of this torch."""
+    """Write results of this torch, with the versions of torch and Python."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    about = {"torch": torch.__version__, "python": platform.python_version()}
-    result_file().write_text(json.dumps(content | about, indent=1) + "\n")
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    result_file().write_text(json.dumps(content | versions, indent=1) + "\n")
 
 
 def add_suite(files: list[str]) -> int:
-    """Record how many tests of each folder passed, failed and were skipped; 1 where one failed.
+    """Record how many tests of each folder passed, failed and were skipped.
 
     Args:
-        files: Results that pytest wrote with `--junitxml`. Together they are the whole suite.
+        files: Result files of `pytest --junitxml`. Together they cover the complete suite.
+
+    Returns:
+        1 if a test failed, else 0.
     """
     counts: dict[str, dict[str, int]] = {}
     for file in files:
@@ -342,7 +347,7 @@ def page() -> None:
 
 
 def suite_table(tested: list[dict[str, Any]]) -> str:
-    """Numbers of tests, one row per release and folder."""
+    """Return the table of test results, one row per release and folder."""
     rows = [
         (one["torch"], f"`{folder}`", count["passed"], count["failed"], count["skipped"], one["suite_plait"])
         for one in tested
@@ -352,7 +357,7 @@ def suite_table(tested: list[dict[str, Any]]) -> str:
 
 
 def release(one: dict[str, Any]) -> list[int]:
-    """Numbers of a release, to sort by."""
+    """Return the release of a result as numbers, which sort correctly."""
     return [int(number) for number in one["torch"].partition("+")[0].split(".")]
 
 

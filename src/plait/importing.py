@@ -18,15 +18,16 @@ class MissingExtraError(InputError, ImportError):
 
 
 def require_extra(what: str, extra: str, **packages: str) -> None:
-    """Refuse `what` where a package that it needs is not installed.
+    """Raise an error if a package that `what` needs is not installed.
 
     Args:
-        what: The field, option or package that needs them.
+        what: The field, option or package that needs the packages.
         extra: The extra of Plait that installs them.
         packages: Titles of the packages for the message, keyed by the name that is imported.
 
     Raises:
-        MissingExtraError: A package is not installed. The message has the command that installs the extra.
+        MissingExtraError: A package is not installed. The message contains the command that installs the
+            extra.
     """
     missing = [title for name, title in packages.items() if find_spec(name) is None]
     if missing:
@@ -37,7 +38,8 @@ def require_extra(what: str, extra: str, **packages: str) -> None:
 def install_line(extra: str) -> str:
     """Return the command that installs an optional extra of Plait.
 
-    Plait is not on a package index, so the command names the folder that Plait was installed from, if it still exists.
+    Plait is not on a package index, so the command names the folder that Plait was installed from, if
+    the folder still exists.
     """
     try:
         origin = json.loads(distribution("plait").read_text("direct_url.json") or "{}")

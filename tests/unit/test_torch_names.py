@@ -1008,5 +1008,5 @@ def test_views_know_what_they_are_views_of() -> None:
     """Through several views, with and without gradients."""
     tensor = torch.zeros(2, 1, 6)
     with torch.no_grad():
-        assert operators.viewed(tensor[:, 0]) is tensor
-    assert operators.viewed(tensor[:, 0, 2:]) is tensor and operators.viewed(tensor) is tensor
+        assert operators.view_base(tensor[:, 0]) is tensor
+    assert operators.view_base(tensor[:, 0, 2:]) is tensor and operators.view_base(tensor) is tensor

@@ -1,8 +1,9 @@
-"""Fused attention kernels of torch that return the log-sum-exp, so that parts of a softmax can be combined.
+"""Fused attention kernels of torch that return the log-sum-exp, so that parts of a softmax can be
+combined.
 
-All tensors are [batch, heads, tokens, head_dim], and a log-sum-exp is [batch, heads, queries] in float32 or wider. The backward of each
-kernel may be given the output and the log-sum-exp of a softmax over more keys than the keys that it is given: it then returns the part of
-the gradients that goes through these keys.
+All tensors are [batch, heads, tokens, head_dim]. A log-sum-exp is [batch, heads, queries] in float32 or
+wider. The output and the log-sum-exp that a backward receives may be those of a softmax over more keys
+than the backward receives. It then returns the share of the gradients that flows through its keys.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import torch
 import torch.nn.functional as F
 
 _ALIGNMENT = 8
-"""Flash and efficient attention read 16 bytes at a time, so head dimensions are padded to a multiple of this."""
+"""Multiple to which head dimensions are padded. Flash and efficient attention read 16 bytes at a time."""
 _FLASH_HEAD_DIM = 256
-"""Widest head for which FlashAttention has kernels."""
+"""Largest head dimension for which FlashAttention has kernels."""
 _LOG_SUM_EXP_ALIGNMENT = 32
-"""Efficient attention pads the queries of its log-sum-exp to a multiple of this, and its backward requires the padding."""
+"""Multiple to which efficient attention pads the queries of its log-sum-exp. Its backward requires the
+padding."""
 _FLEX_HEAD_DIM = 16
-"""Narrowest head that FlexAttention compiles."""
+"""Smallest head dimension that FlexAttention compiles."""
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 EFFICIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,16 +34,19 @@ FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Band:
-    """Keys that queries see, counted from the diagonal that ends at the last query and the last key.
+    """Keys that queries see, relative to the diagonal that ends at the last query and the last key.
 
-    Query i of n sees key j of m where `i + m - n - left <= j <= i + m - n + right`. None is no limit.
+    Query i of n sees key j of m if `i + m - n - left <= j <= i + m - n + right`. None means no limit.
     """
 
     left: int | None = None
     right: int | None = None
 
     def is_square(self, queries: int, keys: int) -> bool:
-        """Whether the band is the full rectangle, or causal with as many keys as queries. Every kernel computes these two."""
+        """Return whether the band is the full rectangle, or causal with as many keys as queries.
+
+        Every kernel supports these two bands.
+        """
         return self.left is None and (self.right is None or (self.right == 0 and queries == keys))
 
 
@@ -50,10 +55,11 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """One kernel, forward and backward.
+    """Forward and backward of one kernel.
 
     `forward(query, key, value, band, scale)` returns the output and its log-sum-exp.
-    `backward(grad, query, key, value, output, log_sum_exp, band, scale)` returns the gradients of query, key and value.
+    `backward(grad, query, key, value, output, log_sum_exp, band, scale)` returns the gradients of query,
+    key and value.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -61,7 +67,7 @@ class FusedAttention:
     shares_heads: bool
     """Whether keys and values may have fewer heads than queries."""
     bands: bool
-    """Whether it computes every band. Otherwise only those that `Band.is_square`."""
+    """Whether the kernel supports every band. Otherwise it supports those with `Band.is_square` only."""
 
 
 def _cpu_forward(
@@ -89,7 +95,8 @@ def _cpu_backward(
 def _flash_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # `_scaled_dot_product_flash_attention` calls this operator, but has no window and takes causal squares only.
+    # `_scaled_dot_product_flash_attention` calls this operator, but it has no window, and a causal mask needs
+    # as many keys as queries.
     width = value.shape[3]
     query, key, value = _flash_inputs(query, key, value)
     output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
@@ -123,7 +130,7 @@ def _flash_backward(
     widths = [x.shape[3] for x in (query, key, value)]
     query, key, value = _flash_inputs(query, key, value)
     grad, output = (_padded(x.transpose(1, 2), query.shape[3]) for x in (grad, output))
-    random = query.new_empty(0)  # states of a dropout that is not used
+    rng_state = query.new_empty(0)  # not read, because there is no dropout
     gradients = torch.ops.aten._flash_attention_backward(
         grad,
         query,
@@ -137,8 +144,8 @@ def _flash_backward(
         key.shape[1],
         0.0,
         band.right == 0,
-        random,
-        random,
+        rng_state,
+        rng_state,
         scale=scale,
         window_size_left=band.left,
         window_size_right=band.right,
@@ -148,7 +155,8 @@ def _flash_backward(
 
 
 def _flash_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tensors:
-    """[batch, tokens, heads, width] with one aligned width, of which the last dimension is contiguous."""
+    """Return the tensors as [batch, tokens, heads, width], with one aligned width and a contiguous last
+    dimension."""
     width = _aligned(max(query.shape[3], value.shape[3]))
     query, key, value = (_padded(x.transpose(1, 2), width) for x in (query, key, value))
     return query, key, value
@@ -157,7 +165,8 @@ def _flash_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _efficient_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    width, queries = value.shape[3], query.shape[2]
+    queries = query.shape[2]
+    width = value.shape[3]
     query, key, value = (_padded(x, _aligned(x.shape[3])) for x in (query, key, value))
     output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, 0.0, band.right == 0, scale=scale
@@ -178,20 +187,20 @@ def _efficient_backward(
     widths = [x.shape[3] for x in (query, key, value)]
     query, key, value, grad, output = (_padded(x, _aligned(x.shape[3])) for x in (query, key, value, grad, output))
     if torch.version.hip is None:
-        # A query of the padding has an infinite denominator, so that its weights are 0.
+        # A padding query has an infinite log-sum-exp, so that its weights are 0.
         log_sum_exp = F.pad(log_sum_exp, (0, -log_sum_exp.shape[2] % _LOG_SUM_EXP_ALIGNMENT), value=inf)
-    random = query.new_empty((), dtype=torch.int64)  # states of a dropout that is not used
+    rng_state = query.new_empty((), dtype=torch.int64)  # not read, because there is no dropout
     *gradients, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        # The kernel assumes that an output has no gaps between its tokens.
         grad,
         query,
         key,
         value,
         None,
+        # The kernel assumes that the tokens of an output follow each other in memory.
         output.transpose(1, 2).contiguous().transpose(1, 2),
         log_sum_exp.contiguous(),
-        random,
-        random,
+        rng_state,
+        rng_state,
         0.0,
         [True, True, True, False],
         band.right == 0,
@@ -206,10 +215,12 @@ def _aligned(width: int) -> int:
 
 
 def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
-    """The tensor with its last dimension contiguous and padded to `width`."""
+    """Return the tensor with its last dimension contiguous and padded to `width`."""
     if x.shape[3] != width:
         return F.pad(x, (0, width - x.shape[3]))
-    return x if x.stride(3) == 1 else x.contiguous()
+    if x.stride(3) != 1:
+        return x.contiguous()
+    return x
 
 
 CPU = FusedAttention(_cpu_forward, _cpu_backward, shares_heads=False, bands=False)
@@ -219,7 +230,7 @@ EFFICIENT = FusedAttention(_efficient_forward, _efficient_backward, shares_heads
 
 
 def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The reason why FlashAttention does not compute heads of this width; empty if it does."""
+    """Return why FlashAttention does not support these heads, or an empty string if it does."""
     if dtype not in FLASH_DTYPES:
         return f"FlashAttention computes no {_name(dtype)}"
     if head_dim > _FLASH_HEAD_DIM:
@@ -232,14 +243,15 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     version = f"{capability[0]}.{capability[1]}"
     if capability < (8, 0):
         return f"FlashAttention needs compute capability 8.0, and the device has {version}"
-    # SDPA refuses the same: the backward needs more shared memory than these devices have.
+    # The backward needs more shared memory than these devices have. SDPA has the same condition.
     if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
         return f"FlashAttention's backward takes no head dimension of {head_dim} on compute capability {version}"
     return ""
 
 
 def why_not_efficient(dtype: torch.dtype) -> str:
-    """The reason why torch's memory-efficient attention does not compute a dtype; empty if it does."""
+    """Return why torch's memory-efficient attention does not support a dtype, or an empty string if it
+    does."""
     if dtype not in EFFICIENT_DTYPES:
         return f"efficient attention computes no {_name(dtype)}"
     if not _is_built("_scaled_dot_product_efficient_attention"):
@@ -250,7 +262,7 @@ def why_not_efficient(dtype: torch.dtype) -> str:
 
 
 def why_not_flex(dtype: torch.dtype, head_dim: int) -> str:
-    """The reason why FlexAttention does not compile for these; empty if it does."""
+    """Return why FlexAttention does not compile for these heads, or an empty string if it does."""
     if dtype not in FLEX_DTYPES:
         return f"FlexAttention computes no {_name(dtype)}"
     if head_dim < _FLEX_HEAD_DIM:
@@ -270,5 +282,10 @@ def _is_built(operator: str) -> bool:
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability. A fake tensor on a machine without a GPU stands for a device that has all kernels."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
+    """Return the compute capability of a device.
+
+    On a machine without a GPU the tensors are fake. They stand for a device that has all kernels.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability(device)
+    return 9, 0

@@ -1,4 +1,4 @@
-"""This rank's part of a DTensor, and patched behaviour of DTensor.
+"""Access to this rank's shard of a DTensor, and patched behaviour of DTensor.
 
 torch is changed by `sum_before_reading`, `keep_uneven_gradients_split`, `forget_meshes` and
 `around_shape_inference`.
@@ -68,15 +68,15 @@ def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
 
 
 def keep_uneven_gradients_split() -> None:
-    """Make an unevenly split parameter get a gradient that is split as the parameter is.
+    """Shard the gradient of an unevenly sharded parameter as the parameter is sharded.
 
-    Autograd copies a gradient into memory that `new_empty_strided` makes. In torch 2.11 the result
-    of that operator is whole (`Replicate`) where the ranks' parts differ in size, because the
-    strides of a part are derived from the number of ranks and not from its shape. Code that
-    combines the local parts of the parameter and of its gradient would fail, and the gradient
-    would be gathered in every backward. Later releases derive the strides from the shape.
+    Autograd copies a gradient into memory that `new_empty_strided` allocates. In torch 2.11 the
+    result of that operator is replicated if the shards differ in size, because torch derives the
+    strides of a shard from the number of ranks and not from its shape. The gradient would be
+    gathered in every backward, and code that combines the local shards of a parameter and of its
+    gradient would fail. Later releases derive the strides from the shape.
 
-    The change is for all DTensors of the process.
+    The change applies to all DTensors of the process.
     """
     if getattr(_tensor_strategies, "is_tensor_evenly_shardable", _counts_as_even) is _counts_as_even:
         return
@@ -98,7 +98,7 @@ def _counts_as_even(*_: object) -> bool:
 
 
 def _dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor whose dimensions lie in memory in the order of the strides `like`."""
+    """Return the strides of a dense tensor whose dimensions have the memory order of the strides `like`."""
     stride = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):

@@ -1,8 +1,8 @@
-"""Recovery of a sharded model from a pass that an exception left.
+"""Recovery of a sharded model after an exception in its forward or backward.
 
 torch has had `FSDPModule.reset_iter_state` since 2.13. `reset_pass` does the same for earlier
-releases. What `reset_iter_state` drops of earlier micro-batches has grown: partial reductions in
-2.13, and every gradient since 2.15. `KeptGradients` holds them across the reset.
+releases. The reset also drops results of earlier micro-batches: partial reductions in 2.13 and
+2.14, and all gradients since 2.15. `GradientSnapshot` preserves them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from plait._torch.units import parameter_groups, sharded_modules
 
 
-class KeptGradients:
-    """Gradients of a sharded model as they are now, reduced or not."""
+class GradientSnapshot:
+    """Gradients of a sharded model at the time of construction, reduced or not."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = sharded_modules(model)
@@ -34,7 +34,7 @@ class KeptGradients:
         ]
 
     def restore(self) -> None:
-        """Put the gradients back where they were."""
+        """Assign the gradients to the parameters again, and the partial reductions to their units."""
         for group, partial, layout in zip(self._groups, self._partial, self._layouts, strict=True):
             group._partial_reduce_output = partial
             _partial_layout(group).update(layout)
@@ -43,12 +43,19 @@ class KeptGradients:
 
 
 def _partial_layout(group: Any) -> dict[Any, tuple[int, int]]:
-    """Position of each parameter in a partial reduction. Before torch 2.15 it never changes."""
+    """Return the position of each parameter in a partial reduction.
+
+    Before torch 2.15 the positions never change, and torch does not record them.
+    """
     return getattr(group, "_partial_reduce_output_layout", {})
 
 
 def reset_pass(root: Any) -> None:
-    """Do what `reset_iter_state` does, for a root's state of torch 2.11 or 2.12."""
+    """Do what `reset_iter_state` does in later releases.
+
+    Args:
+        root: FSDP state of the root module, as torch 2.11 and 2.12 have it.
+    """
     stream = root._device_handle.current_stream()
     context = root._comm_ctx
     reductions = _take_reductions(context)
@@ -70,23 +77,27 @@ def reset_pass(root: Any) -> None:
 
 
 def _take_reductions(context: Any) -> list[Any]:
-    """Reduce-scatters whose inputs are still held: one at most in torch 2.11, a list in 2.12."""
+    """Remove and return the reduce-scatters whose inputs are still referenced.
+
+    torch 2.11 keeps at most one, 2.12 keeps a list.
+    """
     if hasattr(context, "reduce_scatter_states"):
-        taken = list(context.reduce_scatter_states)
+        reductions = list(context.reduce_scatter_states)
         context.reduce_scatter_states.clear()
-        return taken
-    taken = [context.reduce_scatter_state]
+        return reductions
+
+    reductions = [context.reduce_scatter_state]
     context.reduce_scatter_state = None
-    return taken
+    return reductions
 
 
 def _reset_group(group: Any, stream: Any) -> None:
-    """Wait for a unit's collectives and shard it. Gradients stay."""
-    gathering = group._all_gather_result
-    if gathering is not None:
-        _wait_for(stream, gathering.all_gather_event)
-        if isinstance(gathering.all_gather_work, dist.Work):
-            gathering.all_gather_work.wait()
+    """Wait for a unit's collectives and reshard its parameters. Its gradients are not changed."""
+    all_gather = group._all_gather_result
+    if all_gather is not None:
+        _wait_for(stream, all_gather.all_gather_event)
+        if isinstance(all_gather.all_gather_work, dist.Work):
+            all_gather.all_gather_work.wait()
         group._all_gather_result = None
 
     _wait_for(stream, group._post_reduce_event)
@@ -95,7 +106,7 @@ def _reset_group(group: Any, stream: Any) -> None:
         _wait_for(stream, group._all_reduce_state.event)
         group._all_reduce_state = None
 
-    # The gathering streams read what the resharding has written.
+    # Later all-gathers read the shards that an earlier resharding has written on another stream.
     group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
     group._reshard_after_forward_event = None
 

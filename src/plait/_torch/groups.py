@@ -92,11 +92,12 @@ _NAMES_BEFORE_2_13 = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""Methods of a process group, with the names by which torch called them before 2.13."""
+"""Names of process group methods before torch 2.13, keyed by the names since then."""
 
 
 def with_called_names(group: Group) -> Group:
-    """Give a process group written in Python its methods under the names that this torch calls."""
+    """Decorate a process group class written in Python: add its methods under the names that this torch
+    calls."""
     for name, earlier in _NAMES_BEFORE_2_13.items():
         if not hasattr(dist.ProcessGroup, name):
             setattr(group, earlier, getattr(group, name))

@@ -53,9 +53,10 @@ def without_failed_operators() -> Iterator[None]:
         log.disabled = before
 
 
-def viewed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which `tensor` is a view; itself if it is none."""
-    return tensor if tensor._base is None else tensor._base
+def view_base(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `tensor` is a view of, or `tensor` itself if it is not a view."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def operator_named(name: str) -> Any | None:

@@ -1,20 +1,20 @@
-"""Patched behaviour of `fully_shard`: units outside of the blocks that are gathered as surely as the
-root and freed earlier.
+"""Patched behaviour of `fully_shard`: sharding units outside of the blocks (outer units), which all
+ranks gather in every forward, as they gather the root unit, and which are freed before the root.
 
 Note [Life of an outer unit]:
-The root unit of `fully_shard` is gathered in every forward of the model, whatever the batch makes the
-model do. Ranks may therefore use different layers outside of the blocks. A plain unit is gathered when
-its own forward runs, and ranks that run different layers would wait for each other forever. Outer units
-keep the guarantee of the root: an embedding is gathered with the root, and a head at the end of the
-model's forward at the latest.
+The root unit of `fully_shard` is gathered in every forward of the model, whichever layers run. Ranks may
+therefore use different layers outside of the blocks. An ordinary unit is gathered when its own forward
+runs, so ranks that run different layers would deadlock. Outer units are gathered in every forward, as
+the root is: an embedding together with the root, and a head at the end of the model's forward at the
+latest.
 
-An embedding is freed when its forward has run, because its backward does not read the weight. A head
-stays gathered until the backward of its first call in the forward has ended. The backwards of all later
-uses have ended by then, because autograd runs the nodes that were made last first.
+An embedding is freed after its forward, because its backward does not read the weight. A head stays
+gathered until the backward of its first call in the forward has ended. The backwards of all later calls
+have ended by then, because autograd runs the most recent nodes first.
 
 Other code of the model may read a unit's parameter, for example to multiply with the transposed weight
-of the embedding. Such a read gathers the unit. From then on the unit is handled as the root is: it stays
-gathered until the end of the backward, and is reduced there.
+of the embedding. Such a read gathers the unit. From then on the unit is treated like the root: it stays
+gathered until the end of the backward, and is reduced then.
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ from plait._torch.units import parameter_groups
 
 
 def follow_root(root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Sequence[FSDPModule]) -> None:
-    """Gather and free the outer units of the sharded model `root` as described in Note [Life of an outer unit]."""
+    """Gather and free outer units as described in Note [Life of an outer unit].
+
+    Args:
+        root: The sharded model.
+        embeddings: Units of embeddings, in the order in which they are gathered.
+        heads: Units of heads.
+    """
     assert isinstance(root, nn.Module)
-    units = [_OuterUnit(module) for module in (*embeddings, *heads)]
-    early = units[: len(embeddings)]
-    for unit in early:
+    embedding_units = [_OuterUnit(module) for module in embeddings]
+    units = [*embedding_units, *(_OuterUnit(module) for module in heads)]
+    for unit in embedding_units:
         unit.group.unshard_in_backward = False
     state: Any = root._get_fsdp_state()
     root_pre_backward = state._pre_backward
@@ -43,7 +49,7 @@ def follow_root(root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Se
     def before_forward(*_: object) -> None:
         for unit in units:
             unit.begin()
-        for unit in early:
+        for unit in embedding_units:
             unit.gather(TrainingState.FORWARD)
 
     def after_forward(*_: object) -> None:
@@ -51,7 +57,7 @@ def follow_root(root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Se
             unit.end()
             if not unit.has_run:
                 unit.gather(TrainingState.FORWARD)
-        for unit in early:
+        for unit in embedding_units:
             if not unit.has_run and not unit.is_read_elsewhere:
                 unit.free()
 
@@ -61,21 +67,22 @@ def follow_root(root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Se
 
     def pre_backward(gradient: torch.Tensor) -> torch.Tensor:
         gradient = root_pre_backward(gradient)
-        # Another forward between this one and its backward may have freed them, and their own forward need not have run.
+        # Another forward may have freed these units since. Their own backward hooks are not enough,
+        # because their own forward may not have run.
         for unit in units:
             if unit.is_read_elsewhere:
                 unit.gather(TrainingState.PRE_BACKWARD)
         return gradient
 
     state._pre_backward = pre_backward
-    # Behind torch's hook in front of the forward, and before torch's hook behind it.
+    # These hooks run after torch's pre-forward hook and before torch's post-forward hook of the root.
     root.register_forward_pre_hook(before_forward)
     root.register_forward_hook(after_forward, prepend=True)
     root.register_forward_hook(leave_forward, always_call=True)
 
 
 class _OuterUnit:
-    """One unit outside of the blocks, and what the running forward of the model has done with it."""
+    """A unit outside of the blocks, and its state in the running forward of the model."""
 
     def __init__(self, module: FSDPModule) -> None:
         assert isinstance(module, nn.Module)
@@ -85,19 +92,23 @@ class _OuterUnit:
         self.has_run = False
         """Whether the unit's forward has run in this forward of the model."""
         self._model_runs = False
-        self._runs = False
+        self._unit_runs = False
         self._awaits_backward = False
-        """Whether a call in a forward has asked for the end of its backward, which has not come yet."""
+        """Whether a call in a forward has registered a hook at the end of its backward, which has not run yet."""
         self._register_post_backward = self.group._register_post_backward_hook
-        self._pre_forward, self._post_forward = self.group.pre_forward, self.group.post_forward
+        self._pre_forward = self.group.pre_forward
+        self._post_forward = self.group.post_forward
         self._post_backward = self.group.post_backward
-        self.group.pre_forward, self.group.post_forward = self._before_call, self._after_call
-        self.group.post_backward, self.group._register_post_backward_hook = self._after_backward, self._watch_inputs
+        self.group.pre_forward = self._before_call
+        self.group.post_forward = self._after_call
+        self.group.post_backward = self._after_backward
+        self.group._register_post_backward_hook = self._watch_inputs
         module._parameters = _WatchedParameters(module._parameters, self._before_read)
         state: Any = module._get_fsdp_state()
 
         def watch_output(output: Any) -> Any:
-            # As torch does, without its warning of in-place operations on a view: the unit is still gathered where they drop the hook.
+            # torch warns if the output is a view, because an in-place operation drops the hook. That is
+            # harmless here: a head stays gathered, and an embedding's backward needs no weight.
             if torch.is_grad_enabled() and isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(state._pre_backward)
             return output
@@ -105,38 +116,43 @@ class _OuterUnit:
         state._register_pre_backward_hook = watch_output
 
     def begin(self) -> None:
-        """The model's forward begins."""
-        self._model_runs, self._runs, self.has_run = True, False, False
+        """Record that the model's forward begins."""
+        self._model_runs = True
+        self._unit_runs = False
+        self.has_run = False
 
     def end(self) -> None:
-        """The model's forward ends, or was left by an error."""
-        self._model_runs = self._runs = False
+        """Record that the model's forward has ended or raised an error."""
+        self._model_runs = False
+        self._unit_runs = False
 
     def gather(self, state: TrainingState) -> None:
         """Gather the unit if it is not gathered. Collective."""
         group = self.group
         if group.is_unsharded:
             return
-        # An embedding is not gathered again in a backward by itself; here somebody else reads it.
-        before, group.unshard_in_backward = group.unshard_in_backward, True
+        # torch gathers nothing in a backward where this is False, as it is for embeddings.
+        unshard_in_backward = group.unshard_in_backward
+        group.unshard_in_backward = True
         try:
             with group.use_training_state(state):
                 group.unshard()
                 group.wait_for_unshard()
         finally:
-            group.unshard_in_backward = before
+            group.unshard_in_backward = unshard_in_backward
 
     def free(self) -> None:
-        """Free a gathered unit where it is freed after a forward."""
+        """Reshard a gathered unit, unless it stays gathered after a forward."""
         with self.group.use_training_state(TrainingState.FORWARD):
             self.group.reshard()
 
     def _before_call(self, *args: Any) -> Any:
-        self._runs = True
+        self._unit_runs = True
         return self._pre_forward(*args)
 
     def _after_call(self, *args: Any) -> Any:
-        self._runs, self.has_run = False, True
+        self._unit_runs = False
+        self.has_run = True
         return self._post_forward(*args)
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> Any:
@@ -150,16 +166,17 @@ class _OuterUnit:
         self._post_backward(*args)
 
     def _before_read(self) -> None:
-        if not self._model_runs or self._runs:
+        if not self._model_runs or self._unit_runs:
             return
         if not self.is_read_elsewhere:
             self.is_read_elsewhere = True
-            self.group.post_forward_mesh_info = None  # not freed after its own forward
+            # Without this mesh torch does not free the unit after its forward.
+            self.group.post_forward_mesh_info = None
         self.gather(TrainingState.FORWARD)
 
 
 class _WatchedParameters(dict[str, Any]):
-    """The parameters of a module, which calls a function before the module's attributes or all parameters are read."""
+    """Parameters of a module. Calls a function before one of them, or all of them, are read."""
 
     def __init__(self, parameters: dict[str, Any], before_read: Callable[[], None]) -> None:
         super().__init__(parameters)

@@ -1,4 +1,4 @@
-"""Tensors in what a unit of `fully_shard` returns."""
+"""Discovery of tensors in the output of a `fully_shard` unit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 
 def watch_dataclasses(module: FSDPModule) -> None:
-    """Make the backward of a unit gather its parameters where its forward returned a dataclass.
+    """Make the backward of a unit gather its parameters if its forward returns a dataclass.
 
-    A unit is gathered when a gradient of its output arrives. torch 2.11 looks for tensors in an
-    output by pytrees only, which do not open dataclasses that are not registered, so the backward
-    would compute with memory that is freed. Later releases open them. Call this once per unit.
+    The backward gathers a unit when a gradient of its output arrives. torch 2.11 finds tensors in an
+    output with pytree functions only, which treat unregistered dataclasses as leaves. The backward
+    would then compute with freed memory. Later releases search dataclasses. Call this once per unit.
     """
     if hasattr(_common_utils, "collect_grad_tensors"):
         return

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.failed_pass import KeptGradients, reset_pass
+from plait._torch.failed_pass import GradientSnapshot, reset_pass
 from plait._torch.storage import is_view
 from plait._torch.units import parameter_groups
 
@@ -40,7 +40,7 @@ def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
             group.post_backward()
     state = model._get_fsdp_state()
     if hasattr(state._state_ctx, "manual_backward_finalization_active"):
-        # Since torch 2.15 the callback expects that a backward pass has chosen this.
+        # Since torch 2.15 the callback reads this attribute, which a backward pass would have set.
         state._state_ctx.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
 
@@ -54,14 +54,14 @@ def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
     Args:
         model: The root. Nothing happens to a model that is not sharded or has not run.
         keep_gradients: Whether gradients of earlier micro-batches stay, reduced or not. Otherwise
-            the caller drops them.
+            the caller must drop them.
     """
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()
     if state._is_root is None:
         return
-    gradients = KeptGradients(model)
+    gradients = GradientSnapshot(model)
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
     else:
@@ -94,6 +94,8 @@ def graph_task() -> int | None:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that is running now keeps the graph for another one (`retain_graph=True`). True under
-    `torch.compile`, which traces a backward before anyone runs it."""
+    """Return whether the running backward pass retains the graph (`retain_graph=True`).
+
+    The result is True under `torch.compile`, which traces a backward before its caller is known.
+    """
     return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()

@@ -15,9 +15,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from plait._torch.dtensor import local_tensor
 
-# Before torch 2.15, a gradient of the reduction's dtype is kept apart from the gathered parameter.
-# Since then the gathered parameter's own `grad` holds it, and a property of the old name reads it.
-_ACCUMULATES_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
+# Before torch 2.15 FSDP stores the sum of gradients in the dtype of the reduction in an attribute of its
+# own. Since 2.15 `grad` of the gathered parameter has the sum, and the old name is a property of the class.
+_HAS_SEPARATE_SUM = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -61,15 +61,15 @@ ShardShape = tuple[int, int, bool]
 
 
 def gathered_shapes(module: FSDPModule) -> list[ShardShape]:
-    """Parameters of one unit, in the order in which an all-gather sends their shards."""
+    """Return the shapes of one unit's parameters, in the order in which an all-gather sends their shards."""
     return [_shape_of(p) for p in sharded_parameters(module)]
 
 
 def reduced_shapes(module: FSDPModule) -> list[ShardShape]:
-    """Parameters of one unit, in the order in which a reduce-scatter sends their gradients.
+    """Return the shapes of one unit's parameters, in the order in which a reduce-scatter sends gradients.
 
     Since torch 2.15 parameters are grouped by the dtype of their gradients (`Tensor.grad_dtype`),
-    in the order in which the dtypes appear. Before, the order is that of the all-gather.
+    in the order in which the dtypes appear. Before 2.15 the order is that of the all-gather.
     """
     parameters = sharded_parameters(module)
     dtypes = [getattr(p, "sharded_grad_dtype", None) for p in parameters]
@@ -93,8 +93,8 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
 def has_unreduced(model: nn.Module) -> bool:
     """Whether a unit of a sharded model keeps gradients of micro-batches that were not reduced over all ranks."""
     groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
-    kept = any(_unsharded_gradients(p) for p in _gathered(model))
-    return kept or any(group._partial_reduce_output is not None for group in groups)
+    unsharded = any(_unsharded_gradients(p) for p in _gathered(model))
+    return unsharded or any(group._partial_reduce_output is not None for group in groups)
 
 
 def drop_gradients(model: nn.Module) -> None:
@@ -106,7 +106,7 @@ def drop_gradients(model: nn.Module) -> None:
             group._partial_reduce_output = None
             for held in group.fsdp_params:
                 held.sharded_param.grad = None
-                if _ACCUMULATES_APART:
+                if _HAS_SEPARATE_SUM:
                     held.unsharded_accumulated_grad = None
                 if hasattr(held, "_unsharded_param"):
                     held._unsharded_param.grad = None
@@ -117,11 +117,11 @@ def _gathered(model: nn.Module) -> list[Any]:
 
 
 def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
-    """Gradients that torch's record of a gathered parameter holds before their reduction."""
-    held = [p._unsharded_param.grad]
-    if _ACCUMULATES_APART:
-        held.append(p.unsharded_accumulated_grad)
-    return [gradient for gradient in held if gradient is not None]
+    """Return the gradients of a parameter that are not reduced yet, from torch's record of the parameter."""
+    gradients = [p._unsharded_param.grad]
+    if _HAS_SEPARATE_SUM:
+        gradients.append(p.unsharded_accumulated_grad)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def unsharded_gradient_bytes(model: nn.Module) -> int:
 def reduce_unused_parameters(model: nn.Module) -> None:
     """Make units reduce zeros for parameters that a backward did not reach, so that ranks that used others issue the same collective."""
     for module in sharded_modules(model):
-        if not _ACCUMULATES_APART:
+        if not _HAS_SEPARATE_SUM:
             module.set_reduce_scatter_unused_params(True, recurse=False)
             continue
         for group in parameter_groups(module):
@@ -184,11 +184,12 @@ def _reduce_every_gradient(group: Any) -> None:
 
 
 def _complete_gradients(parameters: Iterable[Any]) -> None:
+    """Give every trainable parameter a gradient, in the dtype in which the group accumulates gradients."""
     gathered = [p for p in parameters if hasattr(p, "_unsharded_param")]
     trainable = [p for p in gathered if p._unsharded_param.requires_grad]
-    accumulates = any(p.unsharded_accumulated_grad is not None for p in trainable)
+    has_sum = any(p.unsharded_accumulated_grad is not None for p in trainable)
     for p in trainable:
         if not _unsharded_gradients(p):
             p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
-        if accumulates and p.unsharded_accumulated_grad is None:
+        if has_sum and p.unsharded_accumulated_grad is None:
             p.to_accumulated_grad_if_needed()

@@ -34,7 +34,7 @@ def make_default_group(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
 
 
 def register_backend() -> None:
-    """Let torch.distributed make groups with this backend. Later calls do nothing."""
+    """Register this backend with torch.distributed. Later calls do nothing."""
     if BACKEND.upper() not in vars(dist.Backend):
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu", accelerator.NAME])
 

@@ -69,12 +69,15 @@ def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> t
 
 
 def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
-    """Concatenate shards of `shard_lengths(length, ranks)` along `dim`; contiguous. The shards are received in their
-    place where every dimension before `dim` has size 1, as in a micro-batch of one sequence."""
+    """Concatenate shards of `shard_lengths(length, ranks)` along `dim`. The result is contiguous.
+
+    If every dimension before `dim` has size 1, as in a micro-batch of one sequence, the shards are
+    received directly into the result.
+    """
     ranks = group.size()
     shape = [*x.shape]
     shape[dim] = shard_size(length, ranks)
-    x = _padded(x, dim, shape[dim])  # collectives want equal parts
+    x = _padded(x, dim, shape[dim])  # collectives require shards of equal size
 
     if _is_outermost(x, dim):
         gathered = x.new_empty(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
@@ -89,15 +92,20 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
-    """Sum over ranks, of which this rank keeps its shard along `dim`; contiguous. `x` is sent as it lies in memory
-    where that is the order of the shards."""
-    ranks, length = group.size(), x.shape[dim]
+    """Sum over ranks, and return this rank's shard of the sum along `dim`. The result is contiguous.
+
+    If the shards of `x` follow each other in memory, `x` is sent without a copy.
+    """
+    ranks = group.size()
+    length = x.shape[dim]
+    size = shard_size(length, ranks)
     shape = [*x.shape]
-    shape[dim] = size = shard_size(length, ranks)
+    shape[dim] = size
     if ranks * size == length and _is_outermost(x, dim):
         stacked = x.contiguous().view(ranks * shape[0], *shape[1:])
     else:
         shards = [_padded(shard, dim, size) for shard in x.split(size, dim)]
+        # `split` makes no empty shards, which the last ranks have if there are fewer entries than ranks.
         if len(shards) < ranks:
             shards += [x.new_zeros(shape)] * (ranks - len(shards))
         stacked = torch.cat(shards)
@@ -108,7 +116,7 @@ def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> tor
 
 
 def _is_outermost(x: torch.Tensor, dim: int) -> bool:
-    """Whether a concatenation along `dim` is one of the tensors' memory."""
+    """Return whether shards along `dim` follow each other in the memory of a contiguous tensor."""
     return all(size == 1 for size in x.shape[:dim])
 
 
@@ -121,11 +129,11 @@ def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """The first `length` entries along `dim` of a contiguous tensor that nothing else uses."""
+    """Return the first `length` entries along `dim` of a contiguous tensor that nothing else uses."""
     if x.shape[dim] == length:
         return x
     if _is_outermost(x, dim):
-        # Not `narrow`: autograd allows no change in place of a view that an autograd function returns.
+        # `narrow` would return a view, and autograd forbids in-place changes of a view that a function returns.
         return x.resize_(*x.shape[:dim], length, *x.shape[dim + 1 :])
     return x.narrow(dim, 0, length).contiguous()
 

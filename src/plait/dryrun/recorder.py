@@ -31,7 +31,7 @@ class Recorder(LiveStorages):
         super().__init__(known=known)
         self.unit = BESIDE
         self.gradients: Counter[int] = Counter()
-        """Bytes of gradients that are accumulated, by block; HEAD of a head that is a sharding unit of its own."""
+        """Bytes of accumulated gradients, keyed by block. HEAD stands for a head that is a sharding unit."""
         self.drops_gradients = drops_gradients
         """Whether a block's gradients are gone when its backward ends."""
         self._done: list[Moment] = []
@@ -148,15 +148,16 @@ _COLLECTIVES = {
 def watch(
     model: nn.Module, units: Mapping[str, int], recorder: Recorder, *, last: bool = True, head: str | None = None
 ) -> Callable[[], None]:
-    """Tell the recorder which block runs, forward and backward, and which gradients are made. A block's input belongs to it, whoever made
-    it.
+    """Record which block runs, forward and backward, and which gradients are computed.
+
+    The input of a block counts as part of the block, even if another module computes it.
 
     Args:
         model: The model that will run.
-        units: The unit of every block by its name.
-        recorder: The recorder that is told.
+        units: Units, keyed by the name of the block.
+        recorder: Receives the events.
         last: Whether the head follows the last of the blocks.
-        head: Name of a head that is a sharding unit of its own.
+        head: Name of the head if it is a sharding unit, else None.
 
     Returns:
         A function that removes the watch.

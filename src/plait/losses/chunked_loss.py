@@ -1,12 +1,15 @@
-"""Next-token cross entropy without full logits: the head and the loss are computed for a chunk of tokens at a time, which saves about 12
-bytes per token and vocabulary entry.
+"""Next-token cross entropy without full logits.
 
-The forward computes each chunk's gradients along with its loss, while its logits exist, so the head is computed once. What stays until the
-backward are the gradients of the hidden states [tokens, hidden] and of the head's own parameters; the backward scales them. Gradients of
-parameters are accumulated in float32 or wider. Without gradients (an evaluation) only the loss is computed.
+The head and the loss are computed for one chunk of tokens at a time, which saves about 12 bytes per token
+and vocabulary entry. The forward computes the gradients of a chunk together with its loss, while the
+logits of the chunk exist, so the head is computed once. The gradients of the hidden states
+[tokens, hidden] and of the head's parameters are stored until the backward, which scales them. Gradients
+of parameters are accumulated in float32 or wider. If gradients are disabled (an evaluation), only the loss
+is computed.
 
-While the model runs, its head returns its input. Elementwise changes that the model makes to its logits afterwards (a soft cap, a scale, a
-cast) are recorded and applied to each chunk; anything else is refused.
+While the model runs, its head returns its input. Elementwise changes that the model makes to its logits
+afterwards (a soft cap, a scale, a cast) are recorded and applied to each chunk. All other changes are
+refused.
 """
 
 from __future__ import annotations
@@ -80,13 +83,17 @@ def chunked_causal_lm_loss(
 def chunked_cross_entropy(logits: DeferredLogits, targets: torch.Tensor, *, chunk_tokens: int) -> torch.Tensor:
     """Sum over targets, 0-dimensional. `targets` [batch, seq] int64, `IGNORED` ones count for nothing."""
     hidden = logits.hidden
-    chunks = list(zip(hidden.reshape(-1, hidden.shape[-1]).split(chunk_tokens), targets.reshape(-1).split(chunk_tokens), strict=True))
+    hidden_chunks = hidden.reshape(-1, hidden.shape[-1]).split(chunk_tokens)
+    target_chunks = targets.reshape(-1).split(chunk_tokens)
+    chunks = list(zip(hidden_chunks, target_chunks, strict=True))
     if not torch.is_grad_enabled() or not (hidden.requires_grad or logits.parameters):
-        return torch.stack([cross_entropy_sum(logits.head(chunk), wanted) for chunk, wanted in chunks]).sum()
+        losses = [cross_entropy_sum(logits.head(chunk), chunk_targets) for chunk, chunk_targets in chunks]
+        return torch.stack(losses).sum()
 
     value, gradients = _with_gradients(logits, chunks)
     total = value
-    # One node of the graph per tensor: a pipeline that splits its backward asks for them at different times.
+    # The graph has one node per tensor, because a pipeline that splits its backward needs the gradients of
+    # activations and of weights at different times.
     for tensor, gradient in gradients:
         total = total + _KnownGradient.apply(tensor, gradient, value)
     return total
@@ -95,47 +102,55 @@ def chunked_cross_entropy(logits: DeferredLogits, targets: torch.Tensor, *, chun
 def _with_gradients(
     logits: DeferredLogits, chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """(the sum, every tensor that needs a gradient with the gradient of the sum). A parameter's gradient may be wider than it is."""
-    hidden, parameters = logits.hidden, logits.parameters
-    gradient, slices = None, ()
+    """Compute the loss and its gradients, one chunk at a time.
+
+    Returns:
+        The sum of the losses, and a pair (tensor, gradient of the sum) for every tensor that needs a
+        gradient. The dtype of a parameter's gradient may be wider than that of the parameter.
+    """
+    hidden = logits.hidden
+    parameters = logits.parameters
+    hidden_gradient: torch.Tensor | None = None
+    slices: Sequence[torch.Tensor] = ()
     if hidden.requires_grad:
-        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
-        slices = gradient.view(-1, hidden.shape[-1]).split(len(chunks[0][0]))
+        hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
+        slices = hidden_gradient.view(-1, hidden.shape[-1]).split(len(chunks[0][0]))
 
     losses: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
-    for index, (chunk, wanted) in enumerate(chunks):
+    for index, (chunk, targets) in enumerate(chunks):
         leaf = chunk.detach().requires_grad_(hidden.requires_grad)
+        leaves = [leaf, *parameters] if slices else parameters
         # Hooks on saved tensors (checkpointing, offload) are for graphs that outlive the forward.
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-            loss = cross_entropy_sum(logits.head(leaf), wanted)
-            found = list(torch.autograd.grad(loss, [*([leaf] if slices else []), *parameters]))
+        with torch.enable_grad(), saved_tensors_hooks(_identity, _identity):
+            loss = cross_entropy_sum(logits.head(leaf), targets)
+            gradients = list(torch.autograd.grad(loss, leaves))
         losses.append(loss.detach())
         if slices:
-            slices[index].copy_(found.pop(0))
+            slices[index].copy_(gradients.pop(0))
         if not sums:
-            # Halves lose digits when many are added up.
-            sums = [_widened(part) for part in found] if len(chunks) > 1 else found
+            # Sums of many terms in 16 bits lose digits.
+            sums = [_widened(gradient) for gradient in gradients] if len(chunks) > 1 else gradients
         else:
-            for before, part in zip(sums, found, strict=True):
-                before.add_(part)
+            for total, gradient in zip(sums, gradients, strict=True):
+                total.add_(gradient)
 
-    gradients: list[tuple[torch.Tensor, torch.Tensor]] = list(zip(parameters, sums, strict=True))
-    if gradient is not None:
-        gradients.append((hidden, gradient))
-    return torch.stack(losses).sum(), gradients
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = list(zip(parameters, sums, strict=True))
+    if hidden_gradient is not None:
+        pairs.append((hidden, hidden_gradient))
+    return torch.stack(losses).sum(), pairs
 
 
 def _widened(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Zero, whose gradient for a tensor is one that is known already."""
+    """Zero in the forward. The backward returns a gradient that was computed before, scaled."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -147,7 +162,7 @@ class _KnownGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        # Without a further pass through the graph nothing else reads it, and a head's gradient is large.
+        # The gradient of a head is large, so it is scaled in place unless another backward will read it.
         scaled = gradient * grad if keeps_graph() else gradient.mul_(grad)
         return scaled.to(ctx.dtype), None, None
 

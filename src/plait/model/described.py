@@ -27,16 +27,19 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 OLDEST_TRANSFORMERS = "5.17.0"
-"""Oldest release whose models were run on Plait. 5.0 leaves tied weights apart in models that are built on meta, and rotary
-embeddings by length gave other tokens with 5.10.1."""
+"""Oldest supported release of Transformers. In 5.0 tied weights are not shared in models that are built on
+the meta device. With 5.10.1 models whose rotary frequencies depend on the length generated other tokens."""
 
 
 def require_transformers(what: str) -> None:
-    """Refuse `what`, the field or option that needs Transformers, where there is none that Plait was run with.
+    """Raise an error if no supported release of Transformers is installed.
+
+    Args:
+        what: The field or option that needs Transformers, for the message.
 
     Raises:
         MissingExtraError: Transformers is not installed.
-        InputError: It is older than `OLDEST_TRANSFORMERS`.
+        InputError: Transformers is older than `OLDEST_TRANSFORMERS`.
     """
     require_extra(what, "hf", transformers="Hugging Face Transformers")
     installed = version("transformers")

@@ -18,7 +18,7 @@ from plait.model.outer_units import OuterUnits, outer_units
 from plait.model.plans import TensorPlan
 
 ROOT = -1
-"""Unit of the parameters that are in no block and in no outer unit."""
+"""Sharding unit of the parameters that belong to no block and to no outer unit."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,13 @@ class ModelFacts:
     experts: ExpertFacts | None = None
     """None for a model without, or one that does not say how many experts a token goes to."""
     outer: OuterUnits = field(default_factory=OuterUnits)
-    """The layers outside of the blocks that are gathered and reduced by themselves."""
+    """Layers outside of the blocks that are sharding units."""
 
     def sharding_unit(self, parameter: ParameterFacts) -> int | str:
-        """Return the unit that a parameter is gathered and reduced with: the index of a block, the name of an outer unit, or ROOT."""
-        return parameter.unit if parameter.unit >= 0 else self.outer.unit_of(parameter.name) or ROOT
+        """Return the sharding unit of a parameter: index of a block, name of an outer unit, or ROOT."""
+        if parameter.unit >= 0:
+            return parameter.unit
+        return self.outer.unit_of(parameter.name) or ROOT
 
     @property
     def numel(self) -> int:

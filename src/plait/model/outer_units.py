@@ -1,8 +1,8 @@
-"""Which layers outside of the blocks are sharding units of their own: embeddings and the head.
+"""Choice of the outer units: embeddings and the head, if each is a sharding unit outside of the blocks.
 
 The backward of an embedding does not read its weight, so its parameters can be freed after the forward.
-The parameters of a head are needed from its forward to its own backward only. Everything else outside of
-the blocks is one unit, the root.
+The parameters of a head are needed only from its forward to its backward. All other parameters outside
+of the blocks form one unit, the root.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from plait.model.layers import is_embedding, is_linear
 from plait.model.tied import tied_names
 
 LEAST_SHARE = 0.1
-"""Smallest share of the parameters outside of the blocks that makes a layer a unit. A unit costs one
-more collective in each direction."""
+"""Smallest share of the parameters outside of the blocks for which a layer becomes a unit. Each unit costs
+one more all-gather and one more reduce-scatter."""
 
 
 @dataclass(frozen=True)
 class OuterUnits:
-    """Names of the layers outside of the blocks that are gathered and reduced by themselves."""
+    """Names of the layers outside of the blocks that are sharding units."""
 
     embeddings: tuple[str, ...] = ()
     head: str | None = None
 
     def unit_of(self, parameter: str) -> str:
-        """Name of the unit that holds a parameter of this name, empty for a parameter of none of them."""
+        """Return the name of the unit that holds a parameter, or an empty string if no unit holds it."""
         module = parameter.rpartition(".")[0]
         return module if module in self.embeddings or module == self.head else ""
 
@@ -37,9 +37,9 @@ class OuterUnits:
 def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
     """Find the outer units of an unsharded model whose repeated blocks are named `blocks`.
 
-    A layer must compute exactly a lookup or a linear map, so that it is known what its backward reads.
-    It must share no parameter with another layer: tied weights stay in the root unit. The head is the
-    layer that the model names (`get_output_embeddings`). In a model that names none, it is the last
+    A unit is exactly a lookup or a linear map, because what the backward of other layers reads is not
+    known. It shares no parameter with another layer: tied weights stay in the root unit. The head is the
+    layer that the model names (`get_output_embeddings`). If the model names none, the head is the last
     linear layer outside of the blocks.
     """
     if not blocks:
@@ -53,15 +53,16 @@ def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
         for name, module in model.named_modules():
             if f"{name}.".startswith(inside) or not (is_embedding(module) or is_linear(module)):
                 continue
-            own = {f"{name}.{leaf}": parameter for leaf, parameter in module.named_parameters()}
-            size = sum(parameter.numel() for parameter in own.values())
-            if not tied & set(own) and size > 0 and size >= LEAST_SHARE * outside:
+            parameters = {f"{name}.{leaf}": parameter for leaf, parameter in module.named_parameters()}
+            size = sum(parameter.numel() for parameter in parameters.values())
+            is_large = size > 0 and size >= LEAST_SHARE * outside
+            if is_large and tied.isdisjoint(parameters):
                 yield name, module
 
     layers = dict(large_layers())
     linear = [name for name, module in layers.items() if is_linear(module)]
     named = head_name(model)
-    if named is not None:  # an adapter wraps the layer whose weight is large
+    if named is not None:  # the head itself, or the layer with its weight inside of an adapter
         linear = [name for name in linear if f"{name}.".startswith(f"{named}.")]
     embeddings = tuple(name for name, module in layers.items() if is_embedding(module))
     return OuterUnits(embeddings, linear[-1] if linear else None)

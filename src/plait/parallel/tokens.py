@@ -20,7 +20,7 @@ def mark(mask: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
 
 
 def tokens_of(mask: Any) -> Any:
-    """The tokens that a mask knows by `mark`; any other mask itself."""
+    """Return the tokens that `mark` attached to a mask, or the mask itself if none are attached."""
     (tokens,) = getattr(mask, _ATTRIBUTE, (mask,))
     return tokens
 

@@ -212,52 +212,65 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     in_parts, parts_backward = _attention_in_parts(job, rates, flops)
     forward = np.where(job.attention_in_parts, in_parts, np.where(one_kernel, flash, unfused))
     backward = np.where(job.attention_in_parts, parts_backward, backward)
-    cut = job.is_plait & (np.asarray(at.cp) > 1) & ~np.asarray(job.device.on_cpu)
-    if not np.any(cut):
+    uses_cp = job.is_plait & (np.asarray(at.cp) > 1) & ~np.asarray(job.device.on_cpu)
+    if not np.any(uses_cp):
         return forward, backward
-    cut_forward, cut_backward = _attention_of_parts(job, rates, forward)
-    return np.where(cut, cut_forward, forward), np.where(cut, cut_backward, backward)
+    cp_forward, cp_backward = _attention_with_cp(job, rates, forward)
+    return np.where(uses_cp, cp_forward, forward), np.where(uses_cp, cp_backward, backward)
 
 
-def _attention_of_parts(job: Job, rates: Rates, forward: Numbers) -> tuple[Numbers, Numbers]:
-    """(forward, backward) of attention where sequences are cut on GPUs, in `parallel.context`.
+def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the seconds of attention, forward and backward, on GPUs with context parallelism.
 
-    The fused kernel takes `forward`, where values are not padded to the width of queries.
-    FlexAttention, which computes capped scores, runs its forward again in the backward. Around the
-    kernels, element-wise ones combine results, per token of this rank:
+    `forward` is the time of the fused kernel without padding of values to the width of queries.
+    FlexAttention, which computes capped scores, runs its forward again in the backward. In addition,
+    element-wise kernels move data for each token of this rank:
 
-    - ring: an output in float32 is merged with that of each other rank. Of later ranks half of the
-      queries take part, so on average three quarters. Gradients are added up in float32.
-    - all-gather-kv: keys and values of all ranks are put in order, and their gradients are added up
-      in float32 and put back.
+    - ring: the output for the keys of every other rank is merged in float32. Half of the queries see
+      the keys of a later rank, so three quarters are merged on average. Gradients are summed in float32.
+    - all-gather-kv: keys and values of all ranks are reordered. Their gradients are summed in float32
+      and reordered back.
     - ulysses: queries, keys, values and outputs are packed for the exchange and unpacked.
     """
-    model, at, b = job.model, job.layouts, job.element_bytes
-    tp, cp = (1 if job.whole_attention else at.tp), np.asarray(at.cp)
+    model, layouts, element = job.model, job.layouts, job.element_bytes
+    tp = 1 if job.whole_attention else layouts.tp
+    cp = np.asarray(layouts.cp)
     padding = 2 * np.maximum(model.head_dim, model.value_width) / (model.head_dim + model.value_width)
-    by_flex = np.isin(np.asarray(model.model_type), WITH_CAPPED_SCORES)
+    has_capped_scores = np.isin(np.asarray(model.model_type), WITH_CAPPED_SCORES)
     kernel = padding * forward
-    kernel_backward = 2.5 * kernel + by_flex * kernel  # five products of one width in place of two
+    # The backward has five products of one width where the forward has two.
+    kernel_backward = 2.5 * kernel + has_capped_scores * kernel
 
-    queries, outputs = model.heads * model.head_dim / tp, model.heads * model.value_width / tp
+    # Elements per token.
+    queries = model.heads * model.head_dim / tp
+    outputs = model.heads * model.value_width / tp
     kv_heads = np.maximum(model.kv_heads / tp, 1)
-    both = kv_heads * (model.head_dim + model.value_width)
-    casts = np.where(b < 4, b + 4, 0)
-    merges, added = 0.75 * (cp - 1), b + 8  # a sum in float32 is read and written
-    ring = merges * outputs * (casts + 12) + 2 * casts * outputs + 2 * b * both
-    ring_backward = merges * queries * added + 0.75 * cp * both * added + 2 * casts * queries + (4 + casts + 2 * b) * both
-    gathered = 2 * b * both * (1 + cp)
-    gathered_backward = gathered + both * cp * (4 + added + casts + 4 * b)
-    repeated = np.lcm(np.asarray(kv_heads, dtype=int), np.asarray(cp, dtype=int)) * (model.head_dim + model.value_width)
-    ulysses = 4 * b * (queries + outputs + repeated / cp)
+    keys_values = kv_heads * (model.head_dim + model.value_width)
 
-    kinds = np.asarray(at.context)
+    # Bytes per element: a cast to float32, and the addition of a gradient to a sum in float32, which is read
+    # and written.
+    cast = np.where(element < 4, element + 4, 0)
+    addition = element + 8
+
+    merges = 0.75 * (cp - 1)
+    ring = merges * outputs * (cast + 12) + 2 * cast * outputs + 2 * element * keys_values
+    ring_queries = merges * queries * addition + 2 * cast * queries
+    ring_keys_values = 0.75 * cp * keys_values * addition + (4 + cast + 2 * element) * keys_values
+    ring_backward = ring_queries + ring_keys_values
+    gathered = 2 * element * keys_values * (1 + cp)
+    gathered_backward = gathered + keys_values * cp * (4 + addition + cast + 4 * element)
+    repeated_heads = np.lcm(np.asarray(kv_heads, dtype=int), np.asarray(cp, dtype=int))
+    repeated = repeated_heads * (model.head_dim + model.value_width)
+    ulysses = 4 * element * (queries + outputs + repeated / cp)
+
+    kinds = np.asarray(layouts.context)
     moved = np.choose(kinds, np.broadcast_arrays(gathered, ring, ulysses))
     moved_backward = np.choose(kinds, np.broadcast_arrays(gathered_backward, ring_backward, ulysses))
-    kernels = np.choose(kinds, np.broadcast_arrays(6.0, 6.0 * cp, 9.0))  # as many again in the backward
-    ramps = kernels * kernel_seconds(job, rates)
-    rate = job.tokens / memory_rate(job, rates)
-    return kernel + moved * rate + ramps, kernel_backward + moved_backward * rate + ramps
+    kernels = np.choose(kinds, np.broadcast_arrays(6.0, 6.0 * cp, 9.0))  # the backward has as many
+    launches = kernels * kernel_seconds(job, rates)
+    seconds_per_byte = job.tokens / memory_rate(job, rates)  # for one byte of every token
+    forward = kernel + moved * seconds_per_byte + launches
+    return forward, kernel_backward + moved_backward * seconds_per_byte + launches
 
 
 def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers, Numbers]:

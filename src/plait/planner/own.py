@@ -138,10 +138,13 @@ def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
 
 
 def kept_head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
-    """For an element of the head: its gradient, which a loss in chunks makes in the forward and keeps for the backward. In float32 where
-    it is the sum of several chunks."""
-    in_chunks = np.asarray(job.layouts.loss_chunk) > 0
-    return np.where(in_chunks, np.where(job.loss_tokens < job.tokens, 4, width), 0)
+    """Return the bytes of the head's gradient per element that exist from the forward to the backward.
+
+    Only a chunked loss computes this gradient in the forward. A sum over several chunks is in float32.
+    """
+    is_chunked = np.asarray(job.layouts.loss_chunk) > 0
+    has_several_chunks = job.loss_tokens < job.tokens
+    return np.where(is_chunked, np.where(has_several_chunks, 4, width), 0)
 
 
 def _has_layer_norms(job: Job) -> Numbers:

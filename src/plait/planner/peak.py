@@ -47,13 +47,13 @@ class Units:
     block: Numbers
     """Of one block, after tp, padded to equal shards."""
     root: Numbers
-    """Outside of the blocks, in the root unit and in units of their own."""
-    freed: Numbers
-    """Of that, embeddings that are units of their own, which stage 3 frees after their forward."""
-    apart: Numbers
-    """A head that is a unit of its own, which is reduced after its own backward."""
-    last: Numbers
-    """Of the largest unit that is reduced when the backward of the blocks has ended."""
+    """Outside of the blocks, in the root unit and in outer units."""
+    embedding_units: Numbers
+    """Of embeddings that are outer units. Stage 3 frees them after their forward."""
+    head_unit: Numbers
+    """Of a head that is an outer unit. It is reduced after its backward."""
+    late_unit: Numbers
+    """Of the largest unit that is reduced after the backward of the blocks."""
     head: Numbers
     """Of the matrix that makes the logits; 0 on a rank without it."""
     width: Numbers
@@ -108,7 +108,7 @@ class _Rank:
     kept_by_loss: Numbers
     """Kept by what is behind the last block."""
     deferred: tuple[Numbers, Numbers]
-    """For gradients of weights that come later: a token of a block, and what is behind the last block."""
+    """Bytes kept for deferred weight gradients: per token of a block, and of what follows the last block."""
     shards: Numbers
     stage: Numbers
     block_weights: Numbers
@@ -279,7 +279,7 @@ def _backward(rank: _Rank, point: _Point) -> Iterator[tuple[str, Terms]]:
         norm = {
             "gradients": added + _of_head(rank, point, last=False),
             "gathered": _gathered(rank, left=units.layers - point.holding.ended, ahead=1, after_head=rank.stage == 3)
-            + np.where(_reduces(rank, last=False), _REDUCED * units.apart, 0.0),
+            + np.where(_reduces(rank, last=False), _REDUCED * units.head_unit, 0.0),
         }
         norm |= {"activations": point.activations, "working": last_norm_backward(rank.job) * rank.job.tokens}
         yield "backward of the last norm", norm
@@ -308,45 +308,53 @@ def _shard_bytes(rank: _Rank) -> Numbers:
 
 
 def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = False) -> Numbers:
-    """Weights in the dtype of computation, where `left` blocks have them; at stage 3 only `ahead` of the blocks to come, and the root
-    without its embeddings. `after_head`: a head that is a unit of its own has been freed."""
+    """Return the bytes of gathered weights in the dtype of computation.
+
+    Args:
+        rank: The rank.
+        left: Blocks whose weights are gathered.
+        ahead: Largest number of gathered blocks at stage 3. Stage 3 also frees embeddings that are outer
+            units.
+        after_head: Whether a head that is an outer unit has been freed.
+    """
     units = rank.units
     blocks = np.where(rank.stage == 3, np.minimum(ahead, left), left)
-    ends = units.root - np.where(rank.stage == 3, units.freed, 0.0) - np.where(after_head, units.apart, 0.0)
+    ends = units.root - np.where(rank.stage == 3, units.embedding_units, 0.0) - np.where(after_head, units.head_unit, 0.0)
     return np.where(units.sharded, units.width * (ends + blocks * units.block), 0.0)
 
 
 def _adds_up(rank: _Rank, point: _Point) -> Numbers:
-    """Whether unsharded gradients of earlier micro-batches are there, which the reduction of their unit frees."""
+    """Return whether unsharded gradients of earlier micro-batches exist. The reduction of a unit frees its own."""
     return (rank.stage <= 1) & (np.asarray(point.holding.growing) > 0)
 
 
 def _change(rank: _Rank, point: _Point, elements: Numbers) -> Numbers:
-    """Bytes of gradients that the reduction of a unit adds or frees."""
-    sums, shards = _adds_up(rank, point), (1 - rank.held["offloaded"]) * _REDUCED * elements / rank.shards
-    new = (np.asarray(point.added) == 0) | sums
-    return np.where(sums, -_REDUCED * elements, 0.0) + np.where(new, shards, 0.0)
+    """Return the bytes of gradients that the reduction of a unit adds (positive) or frees (negative)."""
+    sums = _adds_up(rank, point)
+    shards = (1 - rank.held["offloaded"]) * _REDUCED * elements / rank.shards
+    has_no_shards = (np.asarray(point.added) == 0) | sums
+    return np.where(sums, -_REDUCED * elements, 0.0) + np.where(has_no_shards, shards, 0.0)
 
 
 def _of_head(rank: _Rank, point: _Point, *, last: bool) -> Numbers:
-    """Bytes of gradients of the head after its backward: shards where it is a unit of its own and is reduced."""
+    """Return the bytes of the head's gradients after its backward: of shards if it is an outer unit that is reduced."""
     units = rank.units
-    reduced = _reduces(rank, last) & (units.apart > 0)
-    return point.holding.head * np.where(reduced, _change(rank, point, units.apart), units.width * units.head)
+    reduced = _reduces(rank, last) & (units.head_unit > 0)
+    return point.holding.head * np.where(reduced, _change(rank, point, units.head_unit), units.width * units.head)
 
 
 def _head(rank: _Rank, point: _Point, *, last: bool) -> Iterator[tuple[str, Terms]]:
-    """The reduction of a head that is a unit of its own."""
+    """Yield the memory at the reduction of a head that is an outer unit."""
     units, added = rank.units, np.asarray(point.added)
-    there = _reduces(rank, last) & (units.apart > 0) & (np.asarray(point.holding.head) > 0)
+    there = _reduces(rank, last) & (units.head_unit > 0) & (np.asarray(point.holding.head) > 0)
     if not np.any(there):
         return
     sums = _adds_up(rank, point)
-    shards = (1 - rank.held["offloaded"]) * _REDUCED * units.apart / rank.shards
+    shards = (1 - rank.held["offloaded"]) * _REDUCED * units.head_unit / rank.shards
     terms = {
-        "gradients": added + _change(rank, point, units.apart) + np.where((added > 0) & ~sums, shards, 0.0),
+        "gradients": added + _change(rank, point, units.head_unit) + np.where((added > 0) & ~sums, shards, 0.0),
         "gathered": _gathered(rank, left=units.layers - point.holding.ended, ahead=1, after_head=last | (rank.stage == 3))
-        + _buffers(rank, units.apart, added=np.where(sums, added, 0)),
+        + _buffers(rank, units.head_unit, added=np.where(sums, added, 0)),
         "activations": point.activations,
         "working": rank.hidden,
     }
@@ -380,8 +388,8 @@ def _block(rank: _Rank, point: _Point, *, done: Numbers, last: bool) -> Iterator
     left, gathered = running - 1 - done, units.layers - point.holding.ended
     stays = point.activations - (_kept(rank, running) - _kept(rank, left))
     working = rank.block_working + np.where(left % rank.job.layouts.every == 0, rank.spent, 0.0)
-    # The row of the unit that was reduced before is still there.
-    before = np.where(reduces, _REDUCED * np.where(done > 0, units.block, point.holding.head * units.apart), 0.0)
+    # The flat buffer of the unit that was reduced before still exists.
+    before = np.where(reduces, _REDUCED * np.where(done > 0, units.block, point.holding.head * units.head_unit), 0.0)
     terms = {
         "gradients": added + np.where(reduces, done * change, 0.0) + of_head + rank.block_weights,
         "gathered": _gathered(rank, left=gathered - np.where(freed, done, 0), ahead=2, after_head=freed) + before,
@@ -407,7 +415,7 @@ def _ends(rank: _Rank, point: _Point, *, last: bool) -> Iterator[tuple[str, Term
     units, added = rank.units, np.asarray(point.added)
     sums = (rank.stage <= 1) & (added > 0)
     shard = (1 - rank.held["offloaded"]) * _REDUCED / rank.shards
-    again = np.where((added > 0) & ~sums, shard * units.last, 0.0)
+    again = np.where((added > 0) & ~sums, shard * units.late_unit, 0.0)
     others = units.layers - point.holding.running - point.holding.ended
     # Unsharded gradients of stages that have not ended, which add up until they have.
     apart = np.where(sums, np.minimum(others, np.maximum(point.holding.growing - point.holding.running, 0)), 0.0)
@@ -418,7 +426,7 @@ def _ends(rank: _Rank, point: _Point, *, last: bool) -> Iterator[tuple[str, Term
         "gradients": shard * ((units.layers - others) * units.block + units.root)
         + np.where(sums, _REDUCED, shard) * apart * units.block
         + again,
-        "gathered": whole + _buffers(rank, units.last, added=np.where(sums, added, 0)),
+        "gathered": whole + _buffers(rank, units.late_unit, added=np.where(sums, added, 0)),
         "activations": np.maximum(point.activations - _kept(rank, point.holding.running), 0.0),
     }
     there = point.holding.ends_root if last else point.holding.head + (point.holding.fronts > 0)

@@ -295,8 +295,8 @@ def _contexts(asked: _Asked, tp: int, cp: int) -> list[int]:
             _note(asked.excluded, f"ulysses with tp = {tp} and cp = {cp}", rule)
             return []
         return [asked.fixed["context"]]
-    # Of the account's bytes a ring waits for the last gradients of keys and values, and ulysses for all.
-    # Gathered keys and values are waited for three times, and held in full.
+    # A ring waits only for the last gradients of keys and values, ulysses for all of its traffic.
+    # all-gather-kv waits three times for keys and values, and needs memory for those of all ranks.
     fewer = heads % cp == 0 and heads + lcm(kv, cp) < kv * cp
     return [CONTEXT.index("ulysses" if fewer else "ring")]
 

@@ -136,13 +136,15 @@ def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
 
 
 def outer_ends(model: Architecture) -> frozenset[str]:
-    """Return the keys of `end_parameters` that are sharding units of their own without a pipeline (`model.outer_units`)."""
+    """Return the keys of `end_parameters` that are outer units (`model.outer_units`) without a pipeline."""
     entries = end_parameters(model)
-    outside = sum(_elements(own) for own in entries.values())
-    lookups = ("embedding",) if model.end_parameters else ("embedding", "positions")
-    ends = ("positions",) if model.tied else (*lookups, "head")
-    large = {end for end in ends if end in (*lookups, "head") and _elements(entries[end]) >= LEAST_SHARE * outside}
-    return frozenset(end for end in large if entries[end])
+    smallest = LEAST_SHARE * sum(_elements(parameters) for parameters in entries.values())
+    # Tied weights stay in the root unit. If the model states `end_parameters`, the entry "positions" stands
+    # for the parameters of unknown layers.
+    layers = set() if model.tied else {"embedding", "head"}
+    if not model.end_parameters:
+        layers.add("positions")
+    return frozenset(end for end in layers if entries[end] and _elements(entries[end]) >= smallest)
 
 
 def _facts(entries: list[Entry], unit: int) -> tuple[ModelFacts, Split]:
@@ -255,16 +257,16 @@ def account_states(
 
     def held(layers: np.ndarray, on: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         taken = {name: value * layers + sum(ends[end][name] * there for end, there in on.items()) for name, value in block.items()}
-        # While a block is computed it is gathered, the next one with it, and at stage 3 what is outside of the blocks, without the ends
-        # that are units of their own. At the loss the head and one block are gathered. The gradient of a block and the reduction's buffer
-        # are unsharded. Without accumulation stages 1 and 2 gather for the step alone.
+        # While a block is computed, it and the next block are gathered, at stage 3 also the root unit. At the
+        # loss the head and one block are gathered. The gradient of a block and the buffer of its reduction
+        # are unsharded. Without accumulation stages 1 and 2 gather only during the step.
         unit, ends_whole = block["whole"], sum(ends[end]["whole"] * there for end, there in on.items())
-        apart = sum(np.where(single, ends[end]["whole"] * on[end], 0) for end in outer)
+        outer_whole = sum(np.where(single, ends[end]["whole"] * on[end], 0) for end in outer)
         head = np.where(single, ends["head"]["whole"] * on["head"], 0) if "head" in outer else 0
         grads = unit * (3 if compute else 2)
         once = unit * layers + ends_whole
-        most = unit + np.maximum(unit, head) + ends_whole - apart
-        moving = np.where(third, most, np.where(taken["gathered"] > 0, 0, once)) + grads
+        at_stage_3 = unit + np.maximum(unit, head) + ends_whole - outer_whole
+        moving = np.where(third, at_stage_3, np.where(taken["gathered"] > 0, 0, once)) + grads
         taken["gathered"] = taken["gathered"] + np.where(sharded & casts, moving, 0)
         # On the host: the master weights, the shards of their gradients, and the states.
         taken["host"] = off * (taken["weights"] + taken["gradients"] + taken["optimizer"])
@@ -279,16 +281,17 @@ def account_states(
             return entry["weights"] / _MASTER_BYTES * shards
 
         head = elements(ends["embedding" if model.tied else "head"])
-        alone = {end: np.where(single, elements(ends[end]) * on[end], 0.0) for end in outer}
+        outer_units = {end: np.where(single, elements(ends[end]) * on[end], 0.0) for end in outer}
+        embeddings = [numel for end, numel in outer_units.items() if end != "head"]
+        none = np.zeros(size)
         root = np.asarray(sum(elements(ends[end]) * there for end, there in on.items()))
-        tables = [size for end, size in alone.items() if end != "head"]
         return Units(
             layers=layers,
             block=elements(block),
             root=root,
-            freed=np.asarray(sum(tables, start=np.zeros(size))),
-            apart=alone.get("head", np.zeros(size)),
-            last=np.max([root - sum(alone.values(), start=np.zeros(size)), *tables], axis=0),
+            embedding_units=np.asarray(sum(embeddings, start=none)),
+            head_unit=outer_units.get("head", none),
+            late_unit=np.max([root - sum(outer_units.values(), start=none), *embeddings], axis=0),
             head=head * on["norm"],
             width=2 if compute else 4,
             sharded=sharded,

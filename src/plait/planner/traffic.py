@@ -91,10 +91,12 @@ def context_seconds(job: Job, rates: Rates, attention: Numbers, backward: Number
     whole = collective_seconds(job, rates, ranks, both * at.cp, "one_way")
     gathered = (3 + again) * whole
     part = whole / np.maximum(at.cp - 1, 1)  # a message to the neighbour
-    last = part * 4 / job.element_bytes  # gradients are sent in float32, and nothing is computed under the last message
-    others = last * (at.cp - 1)
-    hidden = np.where(job.device.on_cpu, 0.0, others)  # cores that compute also carry the traffic
-    ring_backward = np.maximum(whole + hidden - backward, 0) + others - hidden + last
+    # Gradients are sent in float32. Nothing is computed during the last message. On CPUs nothing is
+    # computed during the others either, because the cores that compute also carry the traffic.
+    message = part * 4 / job.element_bytes
+    earlier = message * (at.cp - 1)
+    overlapped = np.where(job.device.on_cpu, 0.0, earlier)
+    ring_backward = np.maximum(whole + overlapped - backward, 0) + earlier - overlapped + message
     ring = (1 + again) * np.maximum(whole - attention, 0) + ring_backward
     repeated = np.lcm(np.asarray(np.maximum(model.kv_heads / tp, 1), dtype=int), np.asarray(at.cp, dtype=int))
     exchanged = width * (model.heads / tp + repeated)

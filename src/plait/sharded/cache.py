@@ -45,17 +45,22 @@ def wait_for_layers(cache: Any) -> None:
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """Return the name of the argument by which a model takes a KV cache; None where it has no such argument."""
+    """Return the name of the argument for a KV cache, or None if the model's forward has none."""
     old, new = CACHES
     arguments = arguments_of(model)
     if old in arguments:
         return old
-    return new if new in arguments and _outputs_name(new) else None
+    if new in arguments and _outputs_name(new):
+        return new
+    return None
 
 
 @functools.cache
 def _outputs_name(argument: str) -> bool:
-    """Whether the installed Transformers calls a KV cache so. Before 5.24, `cache` was another thing in some models (XLM)."""
+    """Return whether models of the installed Transformers return a KV cache under this name.
+
+    Before 5.24 some models (XLM) have an argument `cache` that is not a KV cache.
+    """
     if find_spec("transformers") is None:
         return False
     from transformers.modeling_outputs import CausalLMOutputWithPast

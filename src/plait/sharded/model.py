@@ -103,7 +103,7 @@ class ShardedModel:
 
     def prepared(self, batch: Any) -> Any:
         """A micro-batch on the device, as the techniques want it."""
-        # In this order: what a technique reads in a batch is read on the host, without a wait for the device.
+        # Techniques run first: they read values of the batch, which after the move would wait for the device.
         return to_device(self.hooks.prepared(batch), self.device)
 
     def micro_batches(self, batch: Any) -> list[Any]:

@@ -94,7 +94,7 @@ _ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
 _ENUM_CLASSES = {(module, name): type(name, (_InertEnum,), {"__module__": module}) for module, name in _ENUM_MEMBERS}
 
 
-def _enum_member(kind: Any, member: Any) -> Inert:
+def _enum_member(enum: Any, member: Any) -> Inert:
     """Stand in for `builtins.getattr` in a pickle: a listed member of a listed enum, nothing else.
 
     The real `getattr` would let a file reach any attribute of any object that it can name.
@@ -102,9 +102,10 @@ def _enum_member(kind: Any, member: Any) -> Inert:
     Raises:
         CheckpointError: The arguments are not a listed enum class and one of its members.
     """
-    for named, enum_class in _ENUM_CLASSES.items():
-        if kind is enum_class and isinstance(member, str) and member in _ENUM_MEMBERS[named]:
-            return enum_class(_ENUM_MEMBERS[named][member])
+    for name, enum_class in _ENUM_CLASSES.items():
+        members = _ENUM_MEMBERS[name]
+        if enum is enum_class and isinstance(member, str) and member in members:
+            return enum_class(members[member])
 
     raise CheckpointError("it calls getattr on something other than a known enum, which is not read: only tensors and plain data are")
 
@@ -115,7 +116,7 @@ class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Raises CheckpointError for everything else."""
         if module == "__builtin__":
-            module = "builtins"  # the name that pickle protocols 0 to 2 write, torch.save among them
+            module = "builtins"  # pickle protocols 0 to 2, which torch.save uses, write the other name
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if (module, name) in _ENUM_CLASSES:

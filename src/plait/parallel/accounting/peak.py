@@ -186,6 +186,7 @@ class _Walk:
             if moment.unit >= 0:
                 self.order.append(moment.unit)
             if self.zero == 3:
+                # Embeddings run outside of the blocks, and the first such moment frees them.
                 freed: Sequence[Unit] = (moment.unit,) if moment.unit >= 0 else self.embeddings
                 for unit in freed:
                     self.gathered.pop(unit, None)
@@ -307,14 +308,14 @@ class _Walk:
     # ---- gradients ----------------------------------------------------------------------------------------------------------------------
 
     def _end_backward(self, stage: int) -> None:
-        """The root unit's turn, then that of the embeddings, and the end of the flat buffers."""
-        left = self.now.root_gradients
-        of_embeddings: dict[Unit, int] = {name: min(self.units[name].made_gradients, left) for name in self.embeddings}
-        made_by: dict[Unit, int] = {ROOT: max(0, left - sum(of_embeddings.values())), **of_embeddings}
-        for unit, made in made_by.items():
-            self._gradients_made(unit, made, stage)
-            left -= made
-            self.now = replace(self.now, root_gradients=left)
+        """Reduce the root unit and then the embeddings, and free the flat buffers."""
+        remaining = self.now.root_gradients
+        of_embeddings: dict[Unit, int] = {name: min(self.units[name].made_gradients, remaining) for name in self.embeddings}
+        of_units: dict[Unit, int] = {ROOT: max(0, remaining - sum(of_embeddings.values())), **of_embeddings}
+        for unit, gradients in of_units.items():
+            self._gradients_made(unit, gradients, stage)
+            remaining -= gradients
+            self.now = replace(self.now, root_gradients=remaining)
         self.now = replace(self.now, root_gradients=0)
         self.reduce_input = self.across = 0
         self.order.clear()
@@ -367,7 +368,7 @@ class _Walk:
         self.shards[unit] = bytes_.sharded_gradients
 
     def _adds(self, unit: Unit) -> bool:
-        """Whether a new gradient of the unit is added to one that is there already, as soon as it is made."""
+        """Return whether the unit has an unsharded gradient to which a new one is added immediately."""
         return unit in self.whole and not self.units[unit].casts_gradients
 
     def _rule(self, unit: Unit, stage: int) -> AfterBackward:

@@ -45,7 +45,7 @@ class Alive:
     temporaries: int = 0
     """Made in backward: gradients of activations, what is computed again."""
     gradients: int = 0
-    """Gradients of the block's own parameters, or of a head that is a sharding unit of its own, in the dtype of computation."""
+    """Gradients of the block's parameters, or of a head that is a sharding unit, in the dtype of computation."""
     root_gradients: int = 0
     """Gradients of the other parameters outside of the blocks."""
 

@@ -1,13 +1,14 @@
-"""What the forward of a block decided, for its recomputation.
+"""Reuse of decisions of a block's forward in its recomputation.
 
-A forward may have to ask the device for a number that the program needs, such as how many tokens go to each expert. Its
-recomputation would wait for the same number again. It takes what the forward noted instead, so both decide the same.
+A forward may have to read a number from the device, such as how many tokens go to each expert. The
+recomputation would wait for the device again, and could decide differently. It reads the decision that
+the forward recorded instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,67 +17,77 @@ from plait.parallel.activations.selective import keeping_nothing
 
 Result = TypeVar("Result")
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""As torch's checkpoint takes it: makes what is around the forward of one call of a block, and around its recomputations."""
+"""`context_fn` of `torch.utils.checkpoint`: returns the context managers around the forward of one call of a
+block and around its recomputations."""
 
 
 @dataclass(frozen=True)
 class Deciding:
-    """A note of `Parts`: blocks of the model call `decided_once`."""
+    """Note of `Parts` which says that blocks of the model call `decided_once`."""
 
 
 def decided_once(decide: Callable[[], Result]) -> Result:
-    """Return `decide()`, or in a recomputation what it returned in the forward that is recomputed.
+    """Return `decide()`, or in a recomputation the value that it returned in the original forward.
 
-    A block must make the same calls in both. Where nothing recomputes, this is `decide()`.
+    A block must make the same calls in the same order in its forward and in its recomputation. Without
+    recomputation this function only calls `decide`.
     """
     current = _CURRENT.get()
     if isinstance(current, _Reading):
-        return next(current.noted)
+        return next(current.decisions)
     if current is None:
         return decide()
-    # Selective recomputation would look for the results of operators that the recomputation does not call.
+    # Selective recomputation stores results of operators by their order, and the recomputation does not call
+    # the operators of `decide`.
     with keeping_nothing():
         result = decide()
-    current.noted.append(result)
+    current.decisions.append(result)
     return result
 
 
-def contexts(besides: ContextFn | None) -> ContextFn:
-    """`besides`, with which decisions are noted and read."""
+def contexts(inner: ContextFn | None) -> ContextFn:
+    """Return `inner` extended by contexts that record the decisions of a forward and read them again."""
 
     def pair() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        noted: list[Any] = []
-        forward, recomputation = besides() if besides is not None else (None, None)
-        return _Inside(lambda: _Noting(noted), forward), _Inside(lambda: _Reading(iter(noted)), recomputation)
+        decisions: list[Any] = []
+        forward: AbstractContextManager[Any] = nullcontext()
+        recomputation: AbstractContextManager[Any] = nullcontext()
+        if inner is not None:
+            forward, recomputation = inner()
+        recording = _Inside(lambda: _Recording(decisions), forward)
+        reading = _Inside(lambda: _Reading(iter(decisions)), recomputation)
+        return recording, reading
 
     return pair
 
 
 @dataclass(frozen=True)
-class _Noting:
-    noted: list[Any]
+class _Recording:
+    decisions: list[Any]
 
 
 @dataclass(frozen=True)
 class _Reading:
-    noted: Iterator[Any]
+    decisions: Iterator[Any]
 
 
-_CURRENT: ContextVar[_Noting | _Reading | None] = ContextVar("the block that runs", default=None)
+_CURRENT: ContextVar[_Recording | _Reading | None] = ContextVar("the block that runs", default=None)
 
 
 @dataclass
 class _Inside:
-    """Entered again for every recomputation, which reads from the first decision on."""
+    """Context manager that can be entered several times, once for each recomputation.
 
-    begin: Callable[[], _Noting | _Reading]
-    besides: AbstractContextManager[Any] | None
+    Every recomputation reads the decisions from the first one on.
+    """
+
+    begin: Callable[[], _Recording | _Reading]
+    inner: AbstractContextManager[Any]
     _exits: list[ExitStack] = field(default_factory=list)
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            if self.besides is not None:
-                stack.enter_context(self.besides)
+            stack.enter_context(self.inner)
             stack.callback(_CURRENT.reset, _CURRENT.set(self.begin()))
             self._exits.append(stack.pop_all())
 

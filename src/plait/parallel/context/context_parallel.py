@@ -39,7 +39,7 @@ from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tokens import mark
 
 IN_TILES = "attention is computed in tiles of matrix products, which is many times slower than a fused kernel"
-"""Message where no fused kernel is used on a GPU; the reason follows it."""
+"""Begin of the message if a GPU uses no fused kernel. The reason follows."""
 
 
 class ContextParallel(Technique):
@@ -88,7 +88,8 @@ class ContextParallel(Technique):
             return parts
         model: Any = parts.model
         place = Place(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
-        before, implementation = str(model.config._attn_implementation), implementation_of(model)
+        before = str(model.config._attn_implementation)
+        implementation = implementation_of(model)
         interface.install(model, PartialAttention(self.context, place, implementation))
         return parts.with_notes(Installed(before, implementation, place))
 
@@ -194,18 +195,29 @@ class SequenceParts(StepHook):
         *,
         device: torch.device,
     ) -> None:
-        """`device`: where micro-batches go. What is decided by their values is decided before, while they are on the host."""
+        """Create the hook.
+
+        Args:
+            model: The model, after `ContextParallel.apply`.
+            technique: Its settings.
+            installed: What `apply` has changed.
+            parameters: Parameters whose gradients are summed over the axis.
+            dtype: Dtype in which attention is computed.
+            device: Device of the model. Micro-batches are moved to it after their values were read on the
+                host, so that reading them does not wait for the device.
+        """
         self.device = device
         self.model, self.technique, self.before, self.parameters = model, technique, installed.before, parameters
         self._compared = False
         self.layout, self.group = installed.place.layout, installed.place.group
         chunks = "2 chunks, from both ends" if self.layout.zigzag else "one chunk"
         self.said = f"each sequence is cut over {self.layout.ranks} ranks ({technique.context}; a rank has {chunks})"
-        self._implementation, self._dtype = installed.implementation, dtype
-        self._tiles = self._why_in_tiles(documents=False)
-        if self._tiles:
-            self.said += f"; {IN_TILES}: {self._tiles}"
-        self._saw_documents = False
+        self._implementation = installed.implementation
+        self._dtype = dtype
+        self._tiles_reason = self._why_in_tiles(documents=False)
+        if self._tiles_reason:
+            self.said += f"; {IN_TILES}: {self._tiles_reason}"
+        self._checked_documents = False
 
     def _why_in_tiles(self, *, documents: bool) -> str:
         if not self.parameters:
@@ -218,10 +230,10 @@ class SequenceParts(StepHook):
         config = getattr(self.model, "config", None)
         keeps_cache, family = bool(getattr(config, "use_cache", False)), str(getattr(config, "model_type", ""))
         part = self.technique.part(batch, self.layout, keeps_cache=keeps_cache, family=family)
-        if not self._saw_documents and visible.of_mask(part["attention_mask"]) is not None:
-            self._saw_documents = True
+        if not self._checked_documents and visible.of_mask(part["attention_mask"]) is not None:
+            self._checked_documents = True
             reason = self._why_in_tiles(documents=True)
-            if reason and not self._tiles:
+            if reason and not self._tiles_reason:
                 warn(f"parallel.cp: rows have several documents, and {IN_TILES}: {reason}")
         return interface.on_device(self.model, part, self.device)
 

@@ -25,12 +25,13 @@ FAMILIES = (
 WITHOUT_DOCUMENTS = ("gpt_oss",)
 """Those whose masks Transformers makes without `position_ids`: documents in one row see each other, which one process does not tell."""
 WITH_CAPPED_SCORES = ("gemma2",)
-"""Families whose attention caps scores, which on GPUs FlexAttention computes."""
+"""Families whose attention caps its scores. On GPUs FlexAttention computes them."""
 KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
 """What computes attention: SDPA's kernels, products and a softmax, FlexAttention, or FlashAttention."""
 WITHOUT_FLEX_BACKWARD = ("cpu",)
 """Device types for which torch's FlexAttention raises NotImplementedError where it would need a backward."""
 _KERNEL_NAMES: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
+"""Kernels of `Rule.kernel`, keyed by Transformers' names. "sdpa" stands for all other names."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow from the longest position of a batch."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -109,45 +110,55 @@ def _unfit(config: Any) -> Iterator[str]:
 
 
 def implementation_of(model: nn.Module) -> str:
-    """Return Transformers' name of the attention that a model is to compute.
+    """Return Transformers' name of the attention implementation of a model.
 
-    Transformers gives GPT-OSS and Gemma 2 no "sdpa", because its SDPA knows neither sinks nor caps. So
-    "eager" is not their user's choice, and Plait computes both with fused kernels.
+    Transformers does not offer "sdpa" for GPT-OSS and Gemma 2, because its SDPA supports neither sinks nor
+    capped scores. Their "eager" is therefore not a choice of the user. Plait has fused kernels for both
+    models, so it treats their "eager" as "sdpa".
     """
     config: Any = model.config
     chosen = str(config._attn_implementation)
     return "sdpa" if chosen == "eager" and not getattr(model, "_supports_sdpa", True) else chosen
 
 
+def kernel_named(implementation: str) -> Kernel:
+    """Return the kernel that a result of `implementation_of` stands for."""
+    return _KERNEL_NAMES.get(implementation, "sdpa")
+
+
 def why_in_tiles(config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:
     """Return why attention is computed in tiles of matrix products on a GPU.
 
     Args:
-        config: The model's.
-        implementation: Of `implementation_of`.
-        device: Of the model.
-        dtype: That attention is computed in.
-        documents: Whether sequences are made of several documents.
+        config: Configuration of the model.
+        implementation: Result of `implementation_of`.
+        device: Device of the model.
+        dtype: Dtype in which attention is computed.
+        documents: Whether sequences consist of several documents.
 
     Returns:
-        The reason, empty if a fused kernel computes attention.
+        The reason, or an empty string if a fused kernel computes attention.
     """
     if device.type == "cpu" or implementation in IMPLEMENTATIONS:
         return ""
-    rule = Rule(1.0, _window(config), getattr(config, "attn_logit_softcapping", None), _KERNEL_NAMES.get(implementation, "sdpa"))
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    rule = Rule(1.0, _window(config), softcap, kernel_named(implementation))
     kernel, reason = kernel_for(device, dtype, _head_widths(config), rule, documents=documents)
     return reason if kernel == "products" else ""
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window of some layers; None if no layer has one."""
+    """Return the length of the model's sliding window, or None if no layer has one."""
     layers = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)
-    return getattr(config, "sliding_window", None) if slides else None
+    if layers:
+        has_window = "sliding_attention" in layers
+    else:
+        has_window = getattr(config, "use_sliding_window", True)
+    return getattr(config, "sliding_window", None) if has_window else None
 
 
 def _head_widths(config: Any) -> tuple[int, int]:
-    """Head dimensions of queries and of values."""
+    """Return the head dimensions of queries and of values."""
     if getattr(config, "v_head_dim", None):
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -16,18 +16,24 @@ IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3")
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch, all rows one after the other, as FlashAttention takes them."""
+    """Documents of a micro-batch as FlashAttention takes them: all rows are concatenated."""
 
     bounds: torch.Tensor
-    """Where each begins, and where the last ends: [documents + 1] int32, on the device."""
+    """Start of each document, and end of the last one: [documents + 1] int32, on the device."""
     longest: int
+    """Tokens of the longest document."""
 
     @classmethod
     def of(cls, starts: torch.Tensor, device: torch.device) -> Documents:
-        """Of `starts` [batch, tokens], where the document of each token begins. Waits for the device that `starts` is on."""
-        begins = starts == torch.arange(starts.shape[1], device=starts.device)
-        places = begins.flatten().nonzero().flatten()
-        bounds = F.pad(places, (0, 1), value=starts.numel()).to(torch.int32)
+        """Find the documents of a micro-batch. Waits for the device of `starts`.
+
+        Args:
+            starts: [batch, tokens], position at which the document of each token begins.
+            device: Device of the result.
+        """
+        is_first = starts == torch.arange(starts.shape[1], device=starts.device)
+        first_tokens = is_first.flatten().nonzero().flatten()
+        bounds = F.pad(first_tokens, (0, 1), value=starts.numel()).to(torch.int32)
         return cls(to_device(bounds, device), int(torch.diff(bounds).max()))
 
 
@@ -35,7 +41,7 @@ def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, rule: Rule, implementation: str
 ) -> torch.Tensor:
     """Causal attention [batch, heads, tokens, width] of queries [batch, heads, tokens, head_dim], and keys and values
-    [batch, kv_heads, tokens, ...]; differentiable. `documents` None: each row is one."""
+    [batch, kv_heads, tokens, ...]; differentiable. If `documents` is None, each row is one document."""
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
     (of_rows, of_documents, *_), (arguments_of, _) = lazy_import_flash_attention(implementation)

@@ -1,7 +1,8 @@
-"""torch's FlexAttention for a part of a softmax: outputs, log-sum-exps, and gradients of a softmax over more keys.
+"""torch's FlexAttention for a part of a softmax: outputs, log-sum-exps, and the gradients of a softmax over
+more keys.
 
-What a query sees is a function of positions, so that blocks of scores of which none is seen are not computed. FlexAttention is compiled,
-except on CPUs, where torch has no backward for it.
+Visibility is a function of positions, so that blocks of scores without a visible pair are skipped.
+FlexAttention is compiled, except on CPUs, where torch has no backward for it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from plait._torch.operators import viewed
+from plait._torch.operators import view_base
 
 _document_masks: Any = WeakIdKeyDictionary()
-"""Block masks of each micro-batch, by the tensor of its document starts: they are the same in all layers."""
+"""Block masks of a micro-batch, keyed by its tensor of document starts. All layers share them."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,17 @@ class Scores:
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention; differentiable.
+    """Compute attention. The result is differentiable.
 
     Args:
         query: [batch, heads, queries, head_dim].
         key: [batch, kv_heads, keys, head_dim].
         value: [batch, kv_heads, keys, width].
-        scores: What is done to the scores.
+        scores: What the layer does to its scores.
 
     Returns:
-        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries], -inf where a query sees no key.
+        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries], which is
+        -inf where a query sees no key.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -54,7 +56,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score
     def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return torch.tanh(score / cap) * cap
 
-    output, more = _function("flex_attention", query.device.type)(
+    output, auxiliary = _function("flex_attention", query.device.type)(
         query,
         key,
         value,
@@ -64,7 +66,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    return output, more.lse
+    return output, auxiliary.lse
 
 
 def gradients(
@@ -76,19 +78,29 @@ def gradients(
     log_sum_exp: torch.Tensor,
     scores: Scores,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of query, key and value that go through these keys. `grad`, `output` and `log_sum_exp` are over all keys.
+    """Return the share of the gradients of query, key and value that flows through these keys.
 
-    With o and l the output and the log-sum-exp over these keys, and O and L those over all keys, the output is a sum of parts
-    exp(l - L) o. So its gradient g is w g for o, with w = exp(l - L), and w (g o - g O) for l.
+    Let o and l be the output and the log-sum-exp over these keys, and O and L those over all keys. O is the
+    sum of w o over all parts of the keys, with w = exp(l - L). A gradient g of O therefore gives the gradient
+    w g for o, and w (g o - g O) for l.
+
+    Args:
+        grad: Gradient of `output`.
+        query: See `attention`.
+        key: See `attention`.
+        value: See `attention`.
+        output: Output over all keys.
+        log_sum_exp: Log-sum-exp over all keys.
+        scores: What the layer does to its scores.
     """
     query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
     with torch.enable_grad():
         part, part_log_sum_exp = attention(query, key, value, scores)
     wide = part_log_sum_exp.dtype
     weight = torch.exp(part_log_sum_exp.detach() - log_sum_exp.to(wide))
-    of_part = weight.unsqueeze(-1) * grad.to(wide)
-    of_log_sum_exp = (of_part * (part.detach().to(wide) - output.to(wide))).sum(-1)
-    return torch.autograd.grad((part, part_log_sum_exp), (query, key, value), (of_part.to(part.dtype), of_log_sum_exp))
+    part_grad = weight.unsqueeze(-1) * grad.to(wide)
+    log_sum_exp_grad = (part_grad * (part.detach().to(wide) - output.to(wide))).sum(-1)
+    return torch.autograd.grad((part, part_log_sum_exp), (query, key, value), (part_grad.to(part.dtype), log_sum_exp_grad))
 
 
 def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
@@ -96,9 +108,9 @@ def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
     starts = scores.starts
     if starts is None:
         return _position_mask(query.device, *sizes)
-    masks = _document_masks.setdefault(viewed(starts), {})
+    masks = _document_masks.setdefault(view_base(starts), {})
     if sizes not in masks:
-        # A copy: what the mask refers to must not keep the key of its own entry alive.
+        # The mask refers to a copy, because an entry that refers to its own weak key would live forever.
         masks[sizes] = _new_mask(query.device, *sizes, starts.clone())
     return masks[sizes]
 
@@ -117,17 +129,19 @@ def _new_mask(
     window: int | None,
     starts: torch.Tensor | None,
 ) -> Any:
-    # Tensors, because compiled code is specialised on numbers. They are filled on the device, so the host does not wait.
+    # Positions are tensors, because code would be compiled anew for every number. `torch.full` fills them on
+    # the device, so the host does not wait.
     first_query = torch.full((), query_at, device=device)
     first_key = torch.full((), key_at, device=device)
 
     def seen(batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor) -> torch.Tensor:
-        place, other = query_index + first_query, key_index + first_key
-        visible = other <= place
+        query_position = query_index + first_query
+        key_position = key_index + first_key
+        visible = key_position <= query_position
         if window is not None:
-            visible = visible & (other > place - window)
+            visible = visible & (key_position > query_position - window)
         if starts is not None:
-            visible = visible & (other >= starts[batch, query_index])
+            visible = visible & (key_position >= starts[batch, query_index])
         return visible
 
     rows = None if starts is None else len(starts)
@@ -138,5 +152,5 @@ def _new_mask(
 def _function(name: str, device_type: str) -> Any:
     from torch.nn.attention import flex_attention
 
-    found = getattr(flex_attention, name)
-    return found if device_type == "cpu" else torch.compile(found)
+    function = getattr(flex_attention, name)
+    return function if device_type == "cpu" else torch.compile(function)

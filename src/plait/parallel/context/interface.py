@@ -5,7 +5,6 @@ Transformers has one table of attention functions by name. The function in it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.errors import InputError, ModelError
+from plait.parallel.context.families import kernel_named
 from plait.parallel.context.flash import IMPLEMENTATIONS, Documents, flash_attention
-from plait.parallel.context.kernel import Kernel, Rule
+from plait.parallel.context.kernel import Rule
 from plait.parallel.context.kinds import Kind, Place, attention, exchanged
 from plait.parallel.context.visible import is_ours, of_mask
 from plait.parallel.micro_batches import to_device
@@ -24,7 +24,6 @@ from plait.parallel.tokens import mark, tokens_of
 NAME = "plait_context_parallel"
 _ATTRIBUTE = "_plait_context"
 _DOCUMENTS = "_plait_documents"
-_KERNELS: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class PartialAttention:
     kind: Kind
     place: Place
     implementation: str
-    """Transformers' name of what computes it."""
+    """Transformers' name of the implementation."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return _nobody, ()  # a copy of the model, or one from a file, has no ranks
@@ -65,8 +64,16 @@ def remove(model: Any, before: str) -> None:
 
 
 def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
-    """A part of a micro-batch on the device, from what `ContextParallel.part` returns. Where FlashAttention computes `model`, its mask
-    knows the documents of the rows: they are the same for all layers, and found without a wait where the part is still on the host."""
+    """Move this rank's part of a micro-batch to the device.
+
+    If the attention of `model` is FlashAttention, the documents of the rows are computed once for all
+    layers and attached to the mask. This does not wait for the device if the part is on the host.
+
+    Args:
+        model: The model, after `install`.
+        part: Result of `ContextParallel.part`.
+        device: Device of the model.
+    """
     mask = part["attention_mask"]
     moved = to_device(part, device)
     mark(moved["attention_mask"], to_device(tokens_of(mask), device))
@@ -78,13 +85,17 @@ def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
 
 
 def _documents_of(mask: torch.Tensor) -> Documents | None:
-    """The documents that `mask` stands for. A mask that something has copied knows none, so they are found again, once for each copy."""
-    starts, known = of_mask(mask), getattr(mask, _DOCUMENTS, None)
-    if starts is None or known is not None:
-        return known
-    found = Documents.of(starts, mask.device)
-    setattr(mask, _DOCUMENTS, found)
-    return found
+    """Return the documents that are attached to a mask.
+
+    A copy of the mask has lost them. They are then computed again and attached to the copy.
+    """
+    attached: Documents | None = getattr(mask, _DOCUMENTS, None)
+    starts = of_mask(mask)
+    if starts is None or attached is not None:
+        return attached
+    documents = Documents.of(starts, mask.device)
+    setattr(mask, _DOCUMENTS, documents)
+    return documents
 
 
 def attend(
@@ -118,7 +129,7 @@ def attend(
     if query.is_meta:  # a model that is run for its shapes: its ranks are not asked
         output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
     else:
-        rule = Rule(float(scale), sliding_window, softcap, _KERNELS.get(chosen.implementation, "sdpa"))
+        rule = Rule(float(scale), sliding_window, softcap, kernel_named(chosen.implementation))
         place = chosen.place
         if chosen.implementation in IMPLEMENTATIONS:
             documents = _documents_of(attention_mask)

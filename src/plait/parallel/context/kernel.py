@@ -1,9 +1,9 @@
 """Attention of some queries to some keys, as a part of a softmax over more keys.
 
 Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU one
-fused kernel computes a whole piece. If the kernel does not support its shape, the piece is divided into
-parts that are fully visible or causal, or into tiles that are small enough for a mask. Scores are
-computed in float32 or wider. Nothing is communicated here.
+fused kernel computes a complete piece. If the kernel does not support its shape, the piece is divided
+into parts that are fully visible or causal, or into tiles that are small enough for a mask. Scores are
+computed in float32 or wider. This module does not communicate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from plait.cluster import accelerator
 from plait.parallel.context import flex
 
 TILE_ELEMENTS = 2**22
-"""Scores that exist at a time where a mask is needed; 2^22 are 16 MiB of float32."""
+"""Largest number of scores of a tile; 2^22 are 16 MiB of float32."""
 LOWEST = -1e30
 """Log-sum-exp of a query that sees no key. It is finite, so that the difference of two of them is not nan."""
 Kernel = Literal["sdpa", "cpu", "flash", "efficient", "flex", "products"]
@@ -41,12 +41,12 @@ class Rule:
 
     scale: float
     window: int | None = None
-    """Number of tokens that a token sees, itself included. None: all before it."""
+    """Number of tokens that a token sees, itself included. None: all previous tokens."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
     kernel: Kernel = "sdpa"
-    """What computes attention. "sdpa" stands for the best one that the device has (`kernel_for`);
-    "products" are matrix products in tiles."""
+    """Kernel of the layer. "sdpa" stands for the best kernel of the device (`kernel_for`), "products" for
+    matrix products in tiles."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Piece:
     key_at: int
     """Position of the first key in the sequence."""
     starts: torch.Tensor | None = None
-    """[batch, queries], position at which the document of a query begins. None: a query sees all keys before it."""
+    """[batch, queries], position at which the document of a query begins. None: one document."""
     row: int = 0
     """Index of the first query in the tensors that results are added to."""
     column: int = 0
     """Index of the first key in the tensors that gradients are added to."""
 
     def rows(self, start: int, end: int) -> Piece:
-        """Return the piece of some of the queries."""
+        """Return the piece with the queries from index `start` up to but not including `end`."""
         return replace(
             self,
             query=self.query[:, :, start:end],
@@ -81,7 +81,7 @@ class Piece:
         )
 
     def keys(self, low: int, high: int) -> Piece:
-        """Return the piece of the keys from position `low` up to but not including `high`."""
+        """Return the piece with the keys from position `low` up to but not including `high`."""
         start, end = low - self.key_at, high - self.key_at
         return replace(
             self,
@@ -106,22 +106,27 @@ def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]
     """Choose the kernel of a layer.
 
     Args:
-        device: Where the tensors are.
-        dtype: That of queries, keys and values.
+        device: Device of the tensors.
+        dtype: Dtype of queries, keys and values.
         widths: Head dimensions of queries and of values.
-        rule: The layer's.
-        documents: Whether sequences are made of several documents.
+        rule: Rule of the layer.
+        documents: Whether sequences consist of several documents.
 
     Returns:
-        The kernel, and where it is "products" on a GPU, the reason why no fused kernel is used.
+        The kernel, and for "products" on a GPU the reason why no fused kernel is used.
     """
+    if rule.kernel == "products":
+        return "products", 'attn_implementation is "eager"'
     if rule.kernel != "sdpa":
-        return rule.kernel, 'attn_implementation is "eager"' if rule.kernel == "products" else ""
+        return rule.kernel, ""
+
     has_mask = documents or rule.softcap is not None
     if device.type == "cpu":
-        return ("products" if has_mask or widths[0] != widths[1] else "cpu"), ""
+        is_supported = not has_mask and widths[0] == widths[1]
+        return "cpu" if is_supported else "products", ""
     if not accelerator.is_one(device):
         return "products", f"no fused kernel of torch is known for devices of type {device.type!r}"
+
     why_not = []
     if not has_mask:
         reason = why_not_flash(device, dtype, max(widths))
@@ -132,6 +137,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]
         if not reason and rule.window is None:
             return "efficient", ""
         why_not.append(reason or "efficient attention takes no window between parts of a sequence")
+
     reason = why_not_flex(dtype, min(widths))
     if not reason:
         return "flex", ""
@@ -139,7 +145,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]
 
 
 class PartialSoftmax:
-    """Output and log-sum-exp of a softmax over the keys that were added so far."""
+    """Running softmax: output and log-sum-exp over the keys that were added so far."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
         """Start with no keys.
@@ -148,49 +154,57 @@ class PartialSoftmax:
             query: [batch, heads, queries, head_dim], all queries of this softmax.
             width: Width of a value.
         """
-        self._query, self._width = query, width
+        self._query = query
+        self._width = width
         self._output: torch.Tensor | None = None
         self._log_sum_exp: torch.Tensor | None = None
 
     def add(self, row: int, output: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
-        """Add the softmax over other keys for the queries from index `row` on.
+        """Add the softmax over more keys for the queries from index `row` on.
 
-        Both tensors may be changed later.
+        Both tensors belong to this object afterwards and may be changed in place.
         """
-        count, dtype = output.shape[2], wide(self._query.dtype)
+        count = output.shape[2]
+        dtype = wide(self._query.dtype)
         if self._output is None or self._log_sum_exp is None:
             if count == self._query.shape[2]:
-                # Kept as it is: where one kernel computes everything, nothing is cast or merged.
-                self._output, self._log_sum_exp = output, log_sum_exp
+                # One kernel often computes all keys. Its results are then neither cast nor merged.
+                self._output = output
+                self._log_sum_exp = log_sum_exp
                 return
             shape = self._query.shape[:3]
             self._output = self._query.new_zeros(*shape, self._width, dtype=dtype)
             self._log_sum_exp = self._query.new_full(shape, LOWEST, dtype=dtype)
+
         self._output = self._output.to(dtype)
-        before, total = self._output[:, :, row : row + count], self._log_sum_exp[:, :, row : row + count]
-        # With weights exp(l - L) of each part, L that of both, the new part has sigmoid(l - before).
-        weight = torch.sigmoid(log_sum_exp - total)
-        before.lerp_(output.to(dtype), weight.unsqueeze(-1))
-        torch.logaddexp(total, log_sum_exp, out=total)
+        merged_output = self._output[:, :, row : row + count]
+        merged_log_sum_exp = self._log_sum_exp[:, :, row : row + count]
+        # Let l be the new log-sum-exp, m the previous one, and L that of both. The new output has the weight
+        # exp(l - L) = sigmoid(l - m).
+        weight = torch.sigmoid(log_sum_exp - merged_log_sum_exp)
+        merged_output.lerp_(output.to(dtype), weight.unsqueeze(-1))
+        torch.logaddexp(merged_log_sum_exp, log_sum_exp, out=merged_log_sum_exp)
 
     def finished(self, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output in the dtype of the queries, and the log-sum-exp, of the softmax over all keys.
 
         Args:
-            sinks: [heads], the score of one more key of each head, whose value is 0. It counts once,
+            sinks: [heads], score of an additional key of each head, whose value is 0. It is added once,
                 after the parts of the sequence are combined.
         """
-        output, log_sum_exp = self._output, self._log_sum_exp
+        output = self._output
+        log_sum_exp = self._log_sum_exp
         assert output is not None and log_sum_exp is not None  # each token sees itself
         if sinks is not None:
             total = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
-            output, log_sum_exp = output * torch.exp(log_sum_exp - total).unsqueeze(-1), total
+            output = output * torch.exp(log_sum_exp - total).unsqueeze(-1)
+            log_sum_exp = total
         return output.to(self._query.dtype), log_sum_exp
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the backward reads of queries. Output and log-sum-exp are over all keys."""
+    """Inputs of the backward for some queries. Output and log-sum-exp are those over all keys."""
 
     grad: torch.Tensor
     output: torch.Tensor
@@ -198,9 +212,10 @@ class Outputs:
     _rows: dict[tuple[int, int], Outputs] = field(default_factory=dict)
 
     def rows(self, start: int, end: int) -> Outputs:
-        """Return those of some of the queries, without gaps between tokens, as fused kernels read them.
+        """Return the inputs for the queries from index `start` up to but not including `end`.
 
-        They are kept for the next piece of the same queries.
+        Their tokens follow each other in memory, which fused kernels require. The result is cached for
+        the next piece with the same queries.
         """
         if (start, end) == (0, self.output.shape[2]):
             return self
@@ -211,27 +226,34 @@ class Outputs:
 
 
 def _gapless(x: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, tokens, width] in which tokens follow each other in memory."""
+    """Return [batch, heads, tokens, width] with tokens that follow each other in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class GradientSum:
-    """The gradient of one tensor, a sum over pieces, in the dtype of `wide` once there is more than one."""
+    """Gradient of one tensor, summed over pieces.
+
+    The sum is in the dtype of `wide` as soon as it has more than one term.
+    """
 
     def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
         """Start with a sum of zero.
 
         Args:
             like: The tensor whose gradient this is.
-            total: Tensor of zeros in which the sum is made. None: the first gradient that covers all
-                tokens is the sum so far.
+            total: Tensor of zeros that receives the sum. None: a first gradient that covers all tokens
+                becomes the sum without a copy.
         """
-        self.like, self._total = like, total
+        self.like = like
+        self._total = total
 
     def add(self, start: int, gradient: torch.Tensor) -> None:
-        """Add a gradient of the tokens from index `start` on; it may be changed later."""
+        """Add a gradient of the tokens from index `start` on.
+
+        The tensor belongs to this object afterwards and may be changed in place.
+        """
         if self._total is None and gradient.shape[2] == self.like.shape[2]:
-            # Without a copy: where one kernel computes the gradient, nothing is added.
+            # One kernel often computes the full gradient, which then needs no copy and no addition.
             self._total = gradient
             return
         self._total = self.total.to(wide(self.like.dtype))
@@ -239,7 +261,7 @@ class GradientSum:
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum so far."""
+        """Sum of the gradients that were added so far."""
         if self._total is None:
             self._total = torch.zeros_like(self.like, dtype=wide(self.like.dtype))
         return self._total
@@ -252,82 +274,104 @@ class Gradients:
         self.query, self.key, self.value = query, key, value
 
     def add(self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Add the gradients of a piece; those of keys and values may be of every query head."""
+        """Add the gradients of a piece.
+
+        The gradients of keys and values may have one head per query head. They are then summed over the
+        query heads of each key-value head.
+        """
         self.query.add(piece.row, query)
         self.key.add(piece.column, _summed(key, piece.key.shape[1]))
         self.value.add(piece.column, _summed(value, piece.value.shape[1]))
 
 
 def attend(piece: Piece, rule: Rule, into: PartialSoftmax) -> None:
-    """Add these keys to the softmax of these queries."""
+    """Add the keys of a piece to the softmax of its queries."""
     visible = _visible(piece, rule)
     if visible is None:
         return
-    piece, kernel = visible, _kernel(visible, rule)
+    piece = visible
+    kernel = _kernel(piece, rule)
     if kernel == "flex":
         output, log_sum_exp = flex.attention(piece.query, piece.key, piece.value, _scores_of(piece, rule))
         into.add(piece.row, output, log_sum_exp.clamp_(min=LOWEST))
         return
+
     fused = FUSED.get(kernel)
     band = _band(piece, rule)
     if fused is not None and _supports(fused, piece, band):
         key, value = _heads_for(fused, piece)
         into.add(piece.row, *fused.forward(piece.query, key, value, band, rule.scale))
         return
+
     halves = _divided(piece)
     if halves is not None:
         for half in halves:
             attend(half, rule, into)
         return
-    tiles = [_tile(tile, rule) for tile in _tiles(piece)]
-    outputs, log_sum_exps = ([tile[index] for tile in tiles] for index in (0, 1))
+
+    results = [_tile(tile, rule) for tile in _tiles(piece)]
+    outputs, log_sum_exps = zip(*results, strict=True)
     into.add(piece.row, torch.cat(outputs, 2), torch.cat(log_sum_exps, 2))
 
 
 def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients) -> None:
-    """Add the gradients that go through these keys.
+    """Add the gradients that flow through the keys of a piece.
 
-    `outputs` are of all queries that `piece.row` counts from.
+    Args:
+        piece: Queries and keys.
+        rule: Rule of the layer.
+        outputs: Inputs of the backward for the tensor of queries that `piece.row` is an index of.
+        into: Sums that receive the gradients.
     """
     visible = _visible(piece, rule)
     if visible is None:
         return
-    piece, kernel = visible, _kernel(visible, rule)
-    rows = piece.row, piece.row + piece.query.shape[2]
+    piece = visible
+    kernel = _kernel(piece, rule)
+    first_row = piece.row
+    end_row = first_row + piece.query.shape[2]
     if kernel == "flex":
-        own, scores = outputs.rows(*rows), _scores_of(piece, rule)
-        found = flex.gradients(own.grad, piece.query, piece.key, piece.value, own.output, own.log_sum_exp, scores)
-        into.add(piece, *found)
+        rows = outputs.rows(first_row, end_row)
+        scores = _scores_of(piece, rule)
+        gradients = flex.gradients(rows.grad, piece.query, piece.key, piece.value, rows.output, rows.log_sum_exp, scores)
+        into.add(piece, *gradients)
         return
+
     fused = FUSED.get(kernel)
     band = _band(piece, rule)
     if fused is not None and _supports(fused, piece, band):
         key, value = _heads_for(fused, piece)
-        own = outputs.rows(*rows)
-        gradients = fused.backward(own.grad, piece.query, key, value, own.output, own.log_sum_exp, band, rule.scale)
+        rows = outputs.rows(first_row, end_row)
+        gradients = fused.backward(rows.grad, piece.query, key, value, rows.output, rows.log_sum_exp, band, rule.scale)
         into.add(piece, *gradients)
         return
+
     halves = _divided(piece)
     if halves is not None:
         for half in halves:
             attend_backward(half, rule, outputs, into)
         return
+
     for tile in _tiles(piece):
-        seen = _visible(tile, rule)
-        if seen is not None:
-            into.add(seen, *_tile_gradients(seen, rule, outputs))
+        visible = _visible(tile, rule)
+        if visible is not None:
+            into.add(visible, *_tile_gradients(visible, rule, outputs))
 
 
 def sink_gradient(sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of `sinks` [heads] from these queries.
+    """Return the gradient of the attention sinks that flows through these queries.
 
-    `grad` is of `output`; `output` and `log_sum_exp` are what `PartialSoftmax.finished` returned.
+    Args:
+        sinks: [heads], or None for a layer without sinks.
+        grad: Gradient of `output`.
+        output: First result of `PartialSoftmax.finished`.
+        log_sum_exp: Second result of `PartialSoftmax.finished`.
     """
     if sinks is None:
         return None
     weights = torch.exp(sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp)
-    expected = (grad.to(weights.dtype) * output.to(weights.dtype)).sum(-1)
-    return -(weights * expected).sum((0, 2)).to(sinks.dtype)
+    grad_dot_output = (grad.to(weights.dtype) * output.to(weights.dtype)).sum(-1)
+    return -(weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)
 
 
 def _kernel(piece: Piece, rule: Rule) -> Kernel:
@@ -336,37 +380,43 @@ def _kernel(piece: Piece, rule: Rule) -> Kernel:
 
 
 def _visible(piece: Piece, rule: Rule) -> Piece | None:
-    """The piece without keys that no query sees, and without queries whose window is behind all keys.
+    """Drop the keys that no query sees, and the queries whose window begins after the last key.
 
-    None if nothing is left.
+    Returns None if nothing is left.
     """
     count = piece.query.shape[2]
-    low, high = piece.key_at, min(piece.key_at + piece.key.shape[2], piece.query_at + count)
+    low = piece.key_at
+    high = min(piece.key_at + piece.key.shape[2], piece.query_at + count)
     if rule.window is not None:
         low = max(low, piece.query_at - rule.window + 1)
         count = min(count, high + rule.window - 1 - piece.query_at)
     starts = piece.starts
-    # On a GPU the host would wait for the number.
+    # Only on CPUs, because on a GPU the host would wait for the number.
     if starts is not None and starts.device.type == "cpu" and not isinstance(starts, FakeTensor):
         low = max(low, int(starts.min()))
     if low >= high or count <= 0:
         return None
+
     if count < piece.query.shape[2]:
         piece = piece.rows(0, count)
-    return piece.keys(low, high) if (low, high) != (piece.key_at, piece.key_at + piece.key.shape[2]) else piece
+    if high - low < piece.key.shape[2]:
+        piece = piece.keys(low, high)
+    return piece
 
 
 def _band(piece: Piece, rule: Rule) -> Band:
-    """The keys that queries see by position and window."""
-    queries, keys = piece.query.shape[2], piece.key.shape[2]
-    # Query i sees key j where i + ahead - window < j <= i + ahead, and a band counts from i + keys - queries.
-    # `_visible` has left no query without a key, so that neither limit is negative.
+    """Return the band of keys that queries see according to their positions and the window."""
+    queries = piece.query.shape[2]
+    keys = piece.key.shape[2]
+    # Query i sees key j if i + ahead - window < j <= i + ahead. A band counts from i + keys - queries.
+    # `_visible` has left no query without a key, so neither limit is negative.
     ahead = piece.query_at - piece.key_at
     right = ahead - (keys - queries) if ahead < keys - 1 else None
     if rule.window is None:
         return Band(None, right)
-    first = ahead - rule.window + 1  # key that the first query sees first
-    return Band(keys - queries - first if first + queries > 1 else None, right)
+    first_key = ahead - rule.window + 1  # the first one that the first query sees
+    left = keys - queries - first_key if first_key + queries > 1 else None
+    return Band(left, right)
 
 
 def _supports(fused: FusedAttention, piece: Piece, band: Band) -> bool:
@@ -374,15 +424,20 @@ def _supports(fused: FusedAttention, piece: Piece, band: Band) -> bool:
 
 
 def _divided(piece: Piece) -> tuple[Piece, Piece] | None:
-    """The keys from the first query's position on, and those before it, if the piece has both and no documents."""
-    low, high = piece.key_at, piece.key_at + piece.key.shape[2]
+    """Divide the keys at the position of the first query.
+
+    Returns the piece with the keys from that position on, and the piece with the keys before it. Returns
+    None if one of them would be empty, or if the piece has documents.
+    """
+    low = piece.key_at
+    high = low + piece.key.shape[2]
     if piece.starts is not None or not low < piece.query_at < high:
         return None
     return piece.keys(piece.query_at, high), piece.keys(low, piece.query_at)
 
 
 def _tiles(piece: Piece) -> list[Piece]:
-    """Rows of the piece, so many that `TILE_ELEMENTS` holds their scores."""
+    """Divide the queries into tiles of at most `TILE_ELEMENTS` scores, or of one query."""
     batch, heads, count, _ = piece.query.shape
     step = max(1, TILE_ELEMENTS // (batch * heads * piece.key.shape[2]))
     return [piece.rows(start, min(start + step, count)) for start in range(0, count, step)]
@@ -399,22 +454,23 @@ def _scores_of(piece: Piece, rule: Rule) -> flex.Scores:
 
 
 def _mask(piece: Piece, rule: Rule) -> torch.Tensor | None:
-    """[1 or batch, 1, queries, keys], whether a query sees a key. None: each sees all."""
+    """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all keys are visible."""
     if piece.starts is None and _band(piece, rule) == Band():
         return None
     query = torch.arange(piece.query_at, piece.query_at + piece.query.shape[2], device=piece.query.device)[:, None]
     key = torch.arange(piece.key_at, piece.key_at + piece.key.shape[2], device=piece.query.device)
-    seen = (key <= query)[None]
+    is_visible = (key <= query)[None]
     if piece.starts is not None:
-        seen = seen & (key >= piece.starts[..., None])
+        is_visible = is_visible & (key >= piece.starts[..., None])
     if rule.window is not None:
-        seen = seen & (key > query - rule.window)
-    return seen[:, None]
+        is_visible = is_visible & (key > query - rule.window)
+    return is_visible[:, None]
 
 
 def _tile(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of a tile, in the dtype of `wide`."""
+    """Return the output and the log-sum-exp of a tile in the dtype of `wide`."""
     visible = _visible(piece, rule)
+    # Every query of the tile needs a result, also one that sees no key.
     if visible is None or visible.query.shape[2] < piece.query.shape[2]:
         visible = piece
     scores, _ = _scores(visible, rule)
@@ -425,15 +481,21 @@ def _tile(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scores(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores [batch, heads, queries, keys], -inf where a key is not seen, and the derivative of their cap."""
+    """Return the scores [batch, heads, queries, keys] and the derivative of their cap.
+
+    Scores of invisible keys are -inf. The derivative is None without a cap.
+    """
     key = _repeated(piece.key, piece.groups)
     scores = (piece.query @ key.transpose(-1, -2)).to(wide(piece.query.dtype)) * rule.scale
     slope = None
     if rule.softcap is not None:
-        bent = torch.tanh(scores / rule.softcap)
-        scores, slope = bent * rule.softcap, 1 - bent * bent
+        capped = torch.tanh(scores / rule.softcap)
+        scores = capped * rule.softcap
+        slope = 1 - capped * capped
     mask = _mask(piece, rule)
-    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)), slope
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores, slope
 
 
 def _tile_gradients(piece: Piece, rule: Rule, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -442,19 +504,30 @@ def _tile_gradients(piece: Piece, rule: Rule, outputs: Outputs) -> tuple[torch.T
     scores, slope = _scores(piece, rule)
     weights = torch.exp(scores - log_sum_exp.unsqueeze(-1))
     dtype = piece.query.dtype
-    key, value = (_repeated(x, piece.groups) for x in (piece.key, piece.value))
-    expected = (grad.to(scores.dtype) * output.to(scores.dtype)).sum(-1, keepdim=True)
-    back = weights * ((grad @ value.transpose(-1, -2)).to(scores.dtype) - expected)
-    back = back * rule.scale if slope is None else back * slope * rule.scale
-    back = back.to(dtype)
-    return back @ key, back.transpose(-1, -2) @ piece.query, weights.to(dtype).transpose(-1, -2) @ grad
+    key = _repeated(piece.key, piece.groups)
+    value = _repeated(piece.value, piece.groups)
+
+    grad_dot_output = (grad.to(scores.dtype) * output.to(scores.dtype)).sum(-1, keepdim=True)
+    grad_scores = weights * ((grad @ value.transpose(-1, -2)).to(scores.dtype) - grad_dot_output)
+    if slope is not None:
+        grad_scores = grad_scores * slope
+    grad_scores = (grad_scores * rule.scale).to(dtype)
+
+    grad_query = grad_scores @ key
+    grad_key = grad_scores.transpose(-1, -2) @ piece.query
+    grad_value = weights.to(dtype).transpose(-1, -2) @ grad
+    return grad_query, grad_key, grad_value
 
 
 def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[batch, kv_heads, ...] for every query head."""
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+    """Repeat [batch, kv_heads, ...] for every query head."""
+    if groups == 1:
+        return x
+    return x.repeat_interleave(groups, dim=1)
 
 
 def _summed(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """The gradient of key-value heads from that of each query head."""
-    return gradient if gradient.shape[1] == kv_heads else gradient.unflatten(1, (kv_heads, -1)).sum(2)
+    """Sum a gradient with one head per query head over the query heads of each key-value head."""
+    if gradient.shape[1] == kv_heads:
+        return gradient
+    return gradient.unflatten(1, (kv_heads, -1)).sum(2)

@@ -1,10 +1,12 @@
-"""How queries see the keys of other parts of their sequence, in three kinds. Each is an autograd function over local tensors.
+"""Three ways in which queries reach the keys of other ranks. Each is an autograd function of local tensors.
 
-    all-gather-kv   keys and values of all parts are gathered, again in the backward, and their gradients are reduce-scattered
-    ring            the keys and values of each rank go from rank to rank, and their gradients follow them
-    ulysses         heads are exchanged for tokens: a rank has all tokens of its part of the heads
+    all-gather-kv   keys and values are all-gathered, in the forward and again in the backward, and their
+                    gradients are reduce-scattered
+    ring            keys and values travel from rank to rank, and their gradients follow them
+    ulysses         heads are exchanged for tokens: each rank has all tokens of some of the heads
 
-Per layer a rank keeps its own queries, keys, values and outputs, whatever the kind. Tensors are [batch, heads, tokens, head_dim].
+For each layer a rank stores its local queries, keys, values and outputs. Tensors are
+[batch, heads, tokens, head_dim].
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Kind = Literal["all-gather-kv", "ulysses", "ring"]
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's part of every sequence, and the ranks that have the others."""
+    """Layout of a sequence over ranks, and their process group."""
 
     layout: SequenceLayout
     group: ProcessGroup
@@ -59,14 +61,16 @@ def attention(
     """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
 
     Args:
-        kind: How they see the keys of other ranks.
+        kind: How queries reach the keys of other ranks.
         query: [batch, heads, tokens, head_dim].
         key: [batch, kv_heads, tokens, head_dim].
         value: [batch, kv_heads, tokens, width].
-        starts: Where the documents of these queries begin (see `visible`), under `ulysses` those of all queries.
-        place: The ranks.
+        starts: [batch, tokens], position at which the document of each query begins (see `visible`). With
+            `ulysses` it has all tokens of the sequence.
+        place: Layout and process group.
         rule: What the layer does to its scores.
-        sinks: [heads], see `PartialSoftmax.finished`. Their gradient is of this rank's queries, or heads.
+        sinks: [heads], see `PartialSoftmax.finished`. Their gradient covers the queries of this rank, with
+            `ulysses` the heads of this rank.
 
     Returns:
         [batch, heads, tokens, width].
@@ -78,12 +82,12 @@ def attention(
 
 
 def kv_copies(kv_heads: int, ranks: int) -> int:
-    """Return how often `ulysses` repeats a key-value head, so that every rank has those of its queries."""
+    """Return how often `ulysses` repeats a key-value head so that the heads divide evenly over the ranks."""
     return lcm(kv_heads, ranks) // kv_heads
 
 
 def _joined(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Results of consecutive queries as one tensor."""
+    """Concatenate the results of consecutive queries."""
     return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), 2)
 
 
@@ -99,9 +103,9 @@ class _Gathered(torch.autograd.Function):
         rule: Rule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        whole_key, whole_value = _gathered(key, value, place)
+        gathered_key, gathered_value = _gathered(key, value, place)
         results = []
-        for piece in _pieces(query, whole_key, whole_value, starts, place):
+        for piece in _pieces(query, gathered_key, gathered_value, starts, place):
             softmax = PartialSoftmax(piece.query, value.shape[3])
             attend(piece, rule, softmax)
             results.append(softmax.finished(sinks))
@@ -115,41 +119,46 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
         place: Place = ctx.place
-        gathered = _gathered(key, value, place)
-        tokens, width = gathered[0].shape[2], key.shape[3]
-        both = key.new_zeros(*key.shape[:2], tokens, width + value.shape[3], dtype=wide(key.dtype))
-        sums = GradientSum(gathered[0], both[..., :width]), GradientSum(gathered[1], both[..., width:])
+        gathered_key, gathered_value = _gathered(key, value, place)
+
+        # Gradients of keys and values are parts of one tensor, so that one reduce-scatter suffices.
+        width = key.shape[3]
+        shape = (*key.shape[:2], gathered_key.shape[2], width + value.shape[3])
+        grad_kv = key.new_zeros(shape, dtype=wide(key.dtype))
+        key_sum = GradientSum(gathered_key, grad_kv[..., :width])
+        value_sum = GradientSum(gathered_value, grad_kv[..., width:])
         grad_queries = []
-        pieces = _pieces(query, *gathered, starts, place)
+        pieces = _pieces(query, gathered_key, gathered_value, starts, place)
         for piece, chunk, log_sum_exp in zip(pieces, place.layout.chunks(query.shape[2]), log_sum_exps, strict=True):
             rows = slice(chunk.local, chunk.local + chunk.size)
-            into = Gradients(GradientSum(piece.query), *sums)
+            into = Gradients(GradientSum(piece.query), key_sum, value_sum)
             attend_backward(piece, ctx.rule, Outputs(grad[:, :, rows], output[:, :, rows], log_sum_exp), into)
             grad_queries.append(into.query.total)
-        stacked = place.layout.stacked(both.to(key.dtype), dim=2)
-        own = stacked.new_empty(*key.shape[:3], both.shape[3])
-        reduce_scatter(own, stacked, place.group)
-        grad_key, grad_value = own.split([width, value.shape[3]], -1)
+
+        stacked = place.layout.stacked(grad_kv.to(key.dtype), dim=2)
+        local_grad_kv = stacked.new_empty(*key.shape[:3], grad_kv.shape[3])
+        reduce_scatter(local_grad_kv, stacked, place.group)
+        grad_key, grad_value = local_grad_kv.split([width, value.shape[3]], -1)
         grad_sinks = sink_gradient(sinks, grad, output, _joined(log_sum_exps)) if sinks is not None else None
         return _joined(grad_queries).to(query.dtype), grad_key, grad_value, None, None, None, grad_sinks
 
 
 def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the sequence, in its order."""
-    own = torch.cat([key, value], -1)
+    """Gather keys and values of the sequence, in the order of its tokens. Collective."""
+    local_kv = torch.cat([key, value], -1)
     ranks = place.layout.ranks
-    stacked = own.new_empty(ranks * own.shape[0], *own.shape[1:])
-    all_gather_single(stacked, own, group=place.group)
-    whole = place.layout.join(stacked.chunk(ranks), dim=2)
-    return whole[..., : key.shape[3]], whole[..., key.shape[3] :]
+    stacked = local_kv.new_empty(ranks * local_kv.shape[0], *local_kv.shape[1:])
+    all_gather_single(stacked, local_kv, group=place.group)
+    sequence_kv = place.layout.join(stacked.chunk(ranks), dim=2)
+    return sequence_kv[..., : key.shape[3]], sequence_kv[..., key.shape[3] :]
 
 
 def _pieces(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, place: Place) -> Iterator[Piece]:
-    """Each chunk of the queries with all keys."""
+    """Yield each chunk of the queries with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
-        start, end = chunk.local, chunk.local + chunk.size
-        own_starts = None if starts is None else starts[:, start:end]
-        yield Piece(query[:, :, start:end], key, value, chunk.at, 0, own_starts)
+        rows = slice(chunk.local, chunk.local + chunk.size)
+        chunk_starts = None if starts is None else starts[:, rows]
+        yield Piece(query[:, :, rows], key, value, chunk.at, 0, chunk_starts)
 
 
 class _Ring(torch.autograd.Function):
@@ -164,10 +173,10 @@ class _Ring(torch.autograd.Function):
         rule: Rule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        ring = _RingOfParts(query, key.shape[3], starts, place, rule)
+        ring = _RingPieces(query, key.shape[3], starts, place, rule)
         softmaxes = [PartialSoftmax(query[:, :, start:end], value.shape[3]) for start, end in ring.runs]
-        for source, both in _going_round(torch.cat([key, value], -1), place):
-            for run, piece in ring.pieces(both, source):
+        for source, kv in _ring_steps(torch.cat([key, value], -1), place):
+            for run, piece in ring.pieces(kv, source):
                 attend(piece, rule, softmaxes[run])
         outputs, log_sum_exps = zip(*(softmax.finished(sinks) for softmax in softmaxes), strict=True)
         output = _joined(outputs)
@@ -180,20 +189,22 @@ class _Ring(torch.autograd.Function):
         query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
         place: Place = ctx.place
         width = key.shape[3]
-        ring = _RingOfParts(query, width, starts, place, ctx.rule)
-        outputs, grad_queries = [], []
+        ring = _RingPieces(query, width, starts, place, ctx.rule)
+        outputs = []
+        grad_queries = []
         for (start, end), log_sum_exp in zip(ring.runs, log_sum_exps, strict=True):
             outputs.append(Outputs(grad[:, :, start:end], output[:, :, start:end], log_sum_exp))
             grad_queries.append(GradientSum(query[:, :, start:end]))
         exchange: _Exchange | None = None
-        for source, both in _going_round(torch.cat([key, value], -1), place):
-            # The gradients of a part follow it from rank to rank. They arrive while this rank's share
-            # of them is computed, and after as many steps as there are ranks they are at home.
-            travelling = _TravellingGradients(both, exchange)
-            sums = _SumsOfTravelling(travelling, 0, width), _SumsOfTravelling(travelling, width, both.shape[3])
-            for run, piece in ring.pieces(both, source):
-                attend_backward(piece, ctx.rule, outputs[run], Gradients(grad_queries[run], *sums))
-            exchange = _Exchange(travelling.total, place)
+        for source, kv in _ring_steps(torch.cat([key, value], -1), place):
+            # The gradients of a rank's keys and values follow them from rank to rank. They arrive while this
+            # rank computes its share of them. After one step per rank they are back at their rank.
+            grad_kv = _RingGradients(kv, exchange)
+            key_sum = _RingGradientSum(grad_kv, 0, width)
+            value_sum = _RingGradientSum(grad_kv, width, kv.shape[3])
+            for run, piece in ring.pieces(kv, source):
+                attend_backward(piece, ctx.rule, outputs[run], Gradients(grad_queries[run], key_sum, value_sum))
+            exchange = _Exchange(grad_kv.total, place)
         assert exchange is not None
         grad_key, grad_value = exchange.wait().to(key.dtype).split([width, value.shape[3]], -1)
         grad_query = _joined([total.total for total in grad_queries]).to(query.dtype)
@@ -201,16 +212,19 @@ class _Ring(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None, None, grad_sinks
 
 
-class _RingOfParts:
-    """The pieces of this rank's queries with the keys of each rank.
+class _RingPieces:
+    """Pieces that combine this rank's queries with the keys of one rank at a time.
 
-    Where only the order of tokens decides what is seen, one kernel computes all pieces of a step: the
-    tokens of a rank are in order, and what it sees of another rank is fully visible (see
-    `SequenceLayout.block`). A window or documents need each pair of chunks by itself.
+    If visibility depends on the order of tokens only, each step of the ring is one piece: the tokens of a
+    rank are in order, and its queries see a rectangle of another rank's keys in full (see
+    `SequenceLayout.block`). With a window or documents, each pair of chunks is a piece.
     """
 
     def __init__(self, query: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, rule: Rule) -> None:
-        self._query, self._width, self._starts, self._layout = query, width, starts, place.layout
+        self._query = query
+        self._width = width
+        self._starts = starts
+        self._layout = place.layout
         self._in_pairs = starts is not None or rule.window is not None
         tokens = query.shape[2]
         self.runs = [(0, tokens)]
@@ -218,83 +232,100 @@ class _RingOfParts:
         if self._in_pairs:
             self.runs = [(chunk.local, chunk.local + chunk.size) for chunk in place.layout.chunks(tokens)]
 
-    def pieces(self, both: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
-        """Yield (index of the run of queries, piece) of keys and values `both` of the rank `source`."""
+    def pieces(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
+        """Yield (index of the run of queries, piece) for the keys and values of one rank.
+
+        Args:
+            kv: Keys and values, concatenated in the last dimension.
+            source: The rank that they come from.
+        """
         if self._in_pairs:
-            yield from self._pairs(both, source)
+            yield from self._pairs(kv, source)
             return
-        block = self._layout.block(both.shape[2], source)
+
+        block = self._layout.block(kv.shape[2], source)
         if block is None:
             return
-        held = both[:, :, : block.keys]
-        # Positions by order alone: tokens of this rank are causal, and see all of another rank's block.
+        # These positions only have the right order: the tokens of this rank are causal, and its queries see
+        # the block of another rank in full.
         query_at = 0 if source == self._layout.rank else block.keys
-        key, value = held[..., : self._width], held[..., self._width :]
+        key, value = self._split(kv[:, :, : block.keys])
         yield 0, Piece(self._query[:, :, block.first_query :], key, value, query_at, 0, row=block.first_query)
 
-    def _pairs(self, both: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
+    def _split(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the keys and of the values."""
+        return kv[..., : self._width], kv[..., self._width :]
+
+    def _pairs(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
         for run, chunk in enumerate(self._layout.chunks(self._query.shape[2])):
             rows = slice(chunk.local, chunk.local + chunk.size)
             starts = None if self._starts is None else self._starts[:, rows]
-            for other in self._layout.chunks(both.shape[2], source):
-                held = both[:, :, other.local : other.local + other.size]
-                key, value = held[..., : self._width], held[..., self._width :]
-                yield run, Piece(self._query[:, :, rows], key, value, chunk.at, other.at, starts, column=other.local)
+            for keys in self._layout.chunks(kv.shape[2], source):
+                key, value = self._split(kv[:, :, keys.local : keys.local + keys.size])
+                yield run, Piece(self._query[:, :, rows], key, value, chunk.at, keys.at, starts, column=keys.local)
 
 
-class _TravellingGradients:
-    """Gradients of the keys and values of one part, from the ranks that it has been to."""
+class _RingGradients:
+    """Gradients of the keys and values of one rank, summed over the ranks that have visited them."""
 
-    def __init__(self, both: torch.Tensor, exchange: _Exchange | None) -> None:
-        self.both, self._exchange = both, exchange
+    def __init__(self, kv: torch.Tensor, exchange: _Exchange | None) -> None:
+        self.kv = kv
+        self._exchange = exchange
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """The sum, to which this rank adds its share. Waits until it has arrived."""
+        """Sum to which this rank adds its share. The first access waits until the sum has arrived."""
         if self._exchange is None:
-            return torch.zeros_like(self.both, dtype=wide(self.both.dtype))
+            return torch.zeros_like(self.kv, dtype=wide(self.kv.dtype))
         return self._exchange.wait()
 
 
-class _SumsOfTravelling(GradientSum):
-    """The gradient of keys or of values, which travel in one tensor."""
+class _RingGradientSum(GradientSum):
+    """Gradient of keys or of values, which travel in one tensor."""
 
-    def __init__(self, travelling: _TravellingGradients, low: int, high: int) -> None:
-        super().__init__(travelling.both[..., low:high])
-        self._travelling, self._low, self._high = travelling, low, high
+    def __init__(self, gradients: _RingGradients, low: int, high: int) -> None:
+        super().__init__(gradients.kv[..., low:high])
+        self._gradients = gradients
+        self._low = low
+        self._high = high
 
     def add(self, start: int, gradient: torch.Tensor) -> None:
-        total = self._travelling.total[..., self._low : self._high]
+        total = self._gradients.total[..., self._low : self._high]
         total[:, :, start : start + gradient.shape[2]].add_(gradient)
 
 
-def _going_round(own: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (rank, its part) for every rank, this one first; the next part arrives while one is used."""
+def _ring_steps(local: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (rank, its tensor) for every rank, beginning with this one.
+
+    The next tensor is received while the caller works with the current one.
+    """
     ranks, rank = place.layout.ranks, place.layout.rank
-    part = own.contiguous()
+    current = local.contiguous()
     for step in range(ranks):
-        arriving = _Exchange(part, place) if step < ranks - 1 else None
-        yield (rank - step) % ranks, part
-        if arriving is not None:
-            part = arriving.wait()
+        exchange = _Exchange(current, place) if step < ranks - 1 else None
+        yield (rank - step) % ranks, current
+        if exchange is not None:
+            current = exchange.wait()
 
 
 class _Exchange:
-    """Sends a tensor to the next rank, and receives that of the one before, which is read after `wait`."""
+    """Exchange that sends a tensor to the next rank and receives one from the previous rank."""
 
     def __init__(self, tensor: torch.Tensor, place: Place) -> None:
         ranks, rank = place.layout.ranks, place.layout.rank
-        self._sent, self._received = tensor, torch.empty_like(tensor)
-        after, before = (dist.get_global_rank(place.group, (rank + step) % ranks) for step in (1, -1))
+        following = dist.get_global_rank(place.group, (rank + 1) % ranks)
+        previous = dist.get_global_rank(place.group, (rank - 1) % ranks)
+        self._sent = tensor  # referenced until the message has left
+        self._received = torch.empty_like(tensor)
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self._sent, after, place.group),
-                dist.P2POp(dist.irecv, self._received, before, place.group),
+                dist.P2POp(dist.isend, self._sent, following, place.group),
+                dist.P2POp(dist.irecv, self._received, previous, place.group),
             ]
         )
 
     def wait(self) -> torch.Tensor:
-        """Return what has arrived."""
+        """Wait for both messages and return the received tensor."""
         for work in self._works:
             work.wait()
         return self._received
@@ -309,8 +340,12 @@ def _ulysses(
     rule: Rule,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    own = None if sinks is None else sinks.chunk(place.layout.ranks)[place.layout.rank]
-    return exchanged(query, key, value, place, lambda *all_tokens: _AllTokens.apply(*all_tokens, starts, rule, own))
+    local_sinks = None if sinks is None else sinks.chunk(place.layout.ranks)[place.layout.rank]
+
+    def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return _AllTokens.apply(query, key, value, starts, rule, local_sinks)
+
+    return exchanged(query, key, value, place, compute)
 
 
 def exchanged(
@@ -348,7 +383,7 @@ def _exchanged(x: torch.Tensor, place: Place, *, to_tokens: bool) -> torch.Tenso
 
 
 class _AllTokens(torch.autograd.Function):
-    """Attention of a full sequence on this rank."""
+    """Attention of complete sequences on this rank."""
 
     @staticmethod
     def forward(

@@ -27,12 +27,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """The rectangle of this rank's queries and of another rank's keys outside of which no query sees a key."""
+    """Smallest rectangle of this rank's queries and another rank's keys that holds every visible pair."""
 
     first_query: int
-    """Index of its first query in this rank's part. The block goes to the last query."""
+    """Index of its first query in this rank's part. The block extends to the last query."""
     keys: int
-    """Number of its keys, from the first one of the other part on."""
+    """Number of its keys, counted from the first key of the other rank."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,18 @@ class SequenceLayout:
         return tuple(Chunk(local * size, index * size, size) for local, index in enumerate(held))
 
     def block(self, part: int, source: int) -> VisibleBlock | None:
-        """Return what this rank's queries see of the keys of `source`, by the order of tokens alone.
+        """Return the block of this rank's queries and the keys of `source` if only token order matters.
 
-        With two chunks per rank, the first chunk of an earlier rank is before both of this rank's chunks, and its second one after them.
-        The chunks of a later rank are both between this rank's. So the block is fully visible, or causal if `source` is this rank.
+        With two chunks per rank, the first chunk of an earlier rank is before both chunks of this rank,
+        and its second chunk is after them. Both chunks of a later rank are between the chunks of this
+        rank. The block is therefore fully visible, or causal if `source` is this rank.
 
         Args:
             part: Tokens of a part.
             source: The rank that has the keys.
+
+        Returns:
+            The block, or None if no query sees a key.
         """
         if source == self.rank:
             return VisibleBlock(0, part)
@@ -103,7 +107,12 @@ class SequenceLayout:
         return torch.cat([chunks[index] for index in range(self.count)], dim)
 
     def stacked(self, whole: torch.Tensor, *, dim: int) -> torch.Tensor:
-        """The parts of all ranks from the padded sequence, one after the other in the first dimension: the inverse of `join`."""
+        """Return the parts of all ranks, concatenated in the first dimension. This is the inverse of `join`.
+
+        Args:
+            whole: The padded sequence.
+            dim: The dimension of its tokens.
+        """
         chunks = whole.chunk(self.count, dim)
         in_order = torch.cat([chunks[index] for rank in range(self.ranks) for index in self.indices(rank)], dim)
         return in_order.unflatten(dim, (self.ranks, -1)).movedim(dim, 0).flatten(0, 1).contiguous()

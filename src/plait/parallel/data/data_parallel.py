@@ -6,10 +6,11 @@ A stage is a meaning, in bytes and in traffic (P: bytes of all parameters, k: mi
     0      nothing                            2 P   (one all-reduce)     parameters, full gradients
     1      optimizer states                   2 P                        gathered parameters, full gradients
     2      and gradients                      (k + 1) P                  gathered parameters, gradient shards
-    3      and parameters, freed after use    3 k P, less k P of O       shards only
+    3      and parameters, freed after use    3 k P - k O                shards only
 
-O is what is outside of the blocks, which is gathered once per micro-batch: the root unit stays gathered from forward to backward, the head
-from its forward to its own backward, and the backward of an embedding does not need the weight (`model.outer_units`).
+O are the bytes of the parameters outside of the blocks, which are gathered once per micro-batch: the root unit stays gathered from the
+forward to the end of the backward, the head from its forward to its backward, and an embedding does not need its weight in the backward
+(`model.outer_units`).
 
 Mechanisms: replicated parameters in their own dtype use `reducer.Reducer`; everything else is torch's `fully_shard`, which keeps the master
 weights sharded and gathers a copy in the compute dtype. With `dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group
@@ -78,7 +79,11 @@ class DataParallel(CollectiveSettings):
     """Update a parameter when its gradient is complete, inside of the backward, and free the gradient."""
 
     def check(self, context: Context) -> OuterUnits | None:
-        """Find the outer units while their layers are as the model defines them. Raise ModelError for parameters that cannot be trained."""
+        """Find the outer units before other techniques change the model's layers.
+
+        Raises:
+            ModelError: A parameter cannot be trained.
+        """
         if context.model is None:
             return None
         layout, offloads = context.layout, (context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device)

@@ -1,5 +1,5 @@
-"""The units that torch gathers and reduces at once: blocks, the experts of a block over a mesh of their own, the embeddings and the head,
-and the rest of the model."""
+"""Division of a model into the units that `fully_shard` gathers and reduces: blocks, the experts of a block on a separate mesh, embeddings,
+the head, and the rest of the model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plait.parallel.technique import Parts
 
 
 def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
-    """Shard the blocks and what is outside of them, in place.
+    """Shard the blocks and the parameters outside of them, in place.
 
     Args:
-        parts: The model, with the outer units that `DataParallel.check` has found.
+        parts: The model, with the outer units that `DataParallel.check` returned.
         mesh: The mesh of all ranks.
-        free_after_forward: Whether the parameters of a block are freed after its forward. A number keeps them in shards over that many
-            ranks.
+        free_after_forward: Whether the parameters of a block are freed after its forward. If this is a
+            number, they are resharded over that many ranks instead.
 
     Raises:
         ModelError: If torch cannot shard a parameter.
@@ -53,13 +53,15 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     for name in parts.blocks:
         shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
 
-    # A pipeline gathers what is outside of the blocks for each computation of a stage, so there it stays one unit.
+    # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so they stay one
+    # unit.
     outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
     outer = outer or OuterUnits()
     free_embeddings = bool(free_after_forward)
     embeddings = [shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings]
     heads = [shard(outer.head, mesh.sub(*axes), policy, "", free=False)] if outer.head is not None else []
-    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered from forward to the end of backward.
+    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered from the
+    # forward to the end of the backward.
     root = shard("", mesh.sub(*axes), policy, "", free=False)
     if embeddings or heads:
         follow_root(root, embeddings=embeddings, heads=heads)

@@ -53,8 +53,8 @@ class UnusedTracker(StepHook):
         # The tensors that autograd accumulates into exist after a unit's first gathering, which torch does in a hook before this one.
         units = [module for module in sharded_modules(model) if sharded_parameters(module)]
         self._handles = {m: m.register_forward_pre_hook(self._watch) for m in units}  # type: ignore[attr-defined]
-        # A unit may be gathered because another module reads its parameter, without a forward of its own.
-        self._at_end = model.register_forward_hook(self._watch_gathered)
+        # A unit whose own forward does not run may still be gathered, if another module reads its parameter.
+        self._end_handle = model.register_forward_hook(self._watch_gathered)
 
     def _watch(self, module: FSDPModule, *_: object) -> None:
         pairs = gathered_parameters(module)
@@ -68,7 +68,7 @@ class UnusedTracker(StepHook):
         for module in list(self._handles):
             self._watch(module)
         if not self._handles:
-            self._at_end.remove()
+            self._end_handle.remove()
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -78,7 +78,8 @@ class Dispatch:
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
 
-        sent, received = plan.rows()  # as late as possible: the device has the work above to do meanwhile
+        # The host waits for the sizes as late as possible, while the device does the work above.
+        sent, received = plan.rows()
         arrived = exchange_rows(rows, self.group, sent=sent, received=received)
         computed = self._compute(arrived, plan.experts(received))
         returned = exchange_rows(computed, self.group, sent=received, received=sent)
@@ -93,68 +94,76 @@ class Dispatch:
             return self.original(arrived, experts.unsqueeze(-1), arrived.new_ones(len(arrived), 1))
 
     def _plan(self, flat: torch.Tensor) -> _Plan | _EvenPlan:
-        """`flat` [rows]: the expert of every row. Collective."""
+        """Exchange the numbers of rows with the other ranks. Collective.
+
+        Args:
+            flat: [rows], expert of every row.
+        """
         ranks = self.group.size()
         if isinstance(flat, FakeTensor) or flat.is_meta or is_fake(self.group):
-            # Nobody knows what routers choose: all experts have equally many tokens.
+            # Choices of a router have no values here, so all experts have equally many tokens.
             exchange_counts(torch.zeros(ranks, self.here, dtype=torch.int64, device=flat.device), self.group)
             return _EvenPlan(torch.sort(flat, stable=True).indices, ranks, self.here)
         counts = torch.zeros(ranks * self.here, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(ranks, self.here)
-        theirs = exchange_counts(counts, self.group)
-        # The copy is given to the device before the sort, which need not be done when it is read.
-        sizes = HostCopy(torch.stack([counts.sum(1), theirs.sum(1)]))
-        return _Plan(torch.sort(flat, stable=True).indices, theirs, sizes)
+        received_counts = exchange_counts(counts, self.group)
+        # The copy is queued before the sort, so that reading it does not wait for the sort.
+        sizes = HostCopy(torch.stack([counts.sum(1), received_counts.sum(1)]))
+        return _Plan(torch.sort(flat, stable=True).indices, received_counts, sizes)
 
 
 Sizes = tuple[list[int], list[int]]
-"""Rows to every rank, and rows from every rank."""
+"""Numbers of rows that go to each rank, and of rows that come from each rank."""
 
 
 class _Plan:
-    """Where the rows of one call go. A recomputation has the plan of its forward, whatever its router would choose: ranks
-    agree about the sizes of their messages, and nothing is asked of the device."""
+    """Destinations of the rows of one call.
 
-    def __init__(self, order: torch.Tensor, theirs: torch.Tensor, sizes: HostCopy) -> None:
-        """`theirs` [ranks, experts of this rank]: how many rows come from each rank for each expert."""
+    A recomputation uses the plan of its forward, even if its router would choose differently. The ranks
+    then agree on the sizes of their messages, and no rank waits for its device again.
+    """
+
+    def __init__(self, order: torch.Tensor, received_counts: torch.Tensor, sizes: HostCopy) -> None:
+        """Create the plan.
+
+        Args:
+            order: [rows], indices of the rows in the order of their experts.
+            received_counts: [ranks, experts of this rank], rows that come from each rank for each expert.
+            sizes: [2, ranks], rows to each rank and rows from each rank.
+        """
         self.order = order
-        """Rows in the order of their experts."""
-        self._theirs = theirs
-        self._copy: HostCopy | None = sizes
-        self._sizes: Sizes = [], []
+        self._received_counts = received_counts
+        self._sizes = sizes
 
     def rows(self) -> Sizes:
-        """Waits for the device when it is first called."""
-        if self._copy is not None:
-            sent, received = self._copy.values().tolist()
-            self._sizes, self._copy = (sent, received), None
-        return self._sizes
+        """Return the sizes of the messages. The first call waits for the device."""
+        sent, received = self._sizes.values().tolist()
+        return sent, received
 
     def experts(self, received: list[int]) -> torch.Tensor:
-        """The local expert of every row that arrives."""
-        ranks, count = self._theirs.shape
-        names = torch.arange(count, device=self._theirs.device).repeat(ranks)
-        return names.repeat_interleave(self._theirs.view(-1), output_size=sum(received))
+        """Return the local expert of every row that arrives."""
+        ranks, count = self._received_counts.shape
+        experts = torch.arange(count, device=self._received_counts.device).repeat(ranks)
+        return experts.repeat_interleave(self._received_counts.view(-1), output_size=sum(received))
 
 
 @dataclass(frozen=True)
 class _EvenPlan:
-    """The plan of a dry run."""
+    """Plan of a dry run, in which all experts have equally many tokens."""
 
     order: torch.Tensor
     ranks: int
-    here: int
-    """Experts of each rank."""
+    experts_per_rank: int
 
     def rows(self) -> Sizes:
-        """As evenly as they divide."""
+        """Return sizes that are as even as possible."""
         count = len(self.order)
         sizes = [count // self.ranks + (rank < count % self.ranks) for rank in range(self.ranks)]
         return sizes, sizes
 
     def experts(self, received: list[int]) -> torch.Tensor:
-        """As `_Plan.experts`."""
-        return torch.arange(sum(received), device=self.order.device) % self.here
+        """Return the local expert of every row that arrives."""
+        return torch.arange(sum(received), device=self.order.device) % self.experts_per_rank
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -57,11 +57,12 @@ def with_empty_cache(piece: Any) -> Any:
     return _replaced(piece, lambda caches: caches.empty())
 
 
-def _replaced(piece: Any, choose: Callable[[StageCaches], Any]) -> Any:
+def _replaced(piece: Any, cache_of: Callable[[StageCaches], Any]) -> Any:
+    """Replace the caches of a micro-batch, which may have either of the names in `CACHES`."""
     if not isinstance(piece, Mapping):
         return piece
-    chosen = {name: choose(entry) for name, entry in piece.items() if isinstance(entry, StageCaches)}
-    return {**piece, **chosen} if chosen else piece
+    caches = {name: cache_of(entry) for name, entry in piece.items() if isinstance(entry, StageCaches)}
+    return {**piece, **caches} if caches else piece
 
 
 def _layers(staged: StagedModel, stage: int) -> list[int]:

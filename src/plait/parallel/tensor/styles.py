@@ -242,7 +242,8 @@ def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = _matmul(module, region_input(x), _weight(module), _bias(module))
         hooks = (*hooks_of(module, "forward").values(), *hooks_of(module, "backward").values())
-        if region.gather_logits or any(is_foreign(hook) for hook in hooks):  # a user's hook gets and returns all logits
+        # A hook of the user receives and returns the logits of the full vocabulary.
+        if region.gather_logits or any(is_foreign(hook) for hook in hooks):
             return gather(y, region.group, dim=-1, length=features)
         shape = torch.Size((*y.shape[:-1], features))
         stride = tuple(torch.empty(shape, device="meta").stride())
