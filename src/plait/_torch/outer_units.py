@@ -8,7 +8,10 @@ its own forward runs, and ranks that run different layers would wait for each ot
 keep the guarantee of the root: an embedding is gathered with the root, and a head at the end of the
 model's forward at the latest.
 
-An embedding is freed when its forward has run, because its backward does not read the weight. A head
+An embedding is freed when its forward has run, because its backward does not read the weight. Another use
+in the same forward gathers it again, so the ranks must agree about that use: the first use on one rank only
+is safe, a further one is not. A model whose ranks differ there reads the weight at the start of its forward
+on all of them, as other code that reads it does (see below). A head
 stays gathered until the backward of its first call in the forward has ended. The backwards of all later
 uses have ended by then, because autograd runs the nodes that were made last first.
 
@@ -94,6 +97,8 @@ class _OuterUnit:
         self.group.pre_forward, self.group.post_forward = self._before_call, self._after_call
         self.group.post_backward, self.group._register_post_backward_hook = self._after_backward, self._watch_inputs
         module._parameters = _WatchedParameters(module._parameters, self._before_read)
+        # In front of hooks of the user, which may read the weight, and whose backward needs it.
+        module.register_forward_hook(self._leave_call, prepend=True)
         state: Any = module._get_fsdp_state()
 
         def watch_output(output: Any) -> Any:
@@ -134,6 +139,9 @@ class _OuterUnit:
     def _before_call(self, *args: Any) -> Any:
         self._runs = True
         return self._pre_forward(*args)
+
+    def _leave_call(self, *_: object) -> None:
+        self._runs = False
 
     def _after_call(self, *args: Any) -> Any:
         self._runs, self.has_run = False, True
