@@ -79,6 +79,14 @@ class ReadsEmbedding(Base):
         return self.head(hidden) + F.linear(hidden, self.embed.weight)
 
 
+class HookReadsEmbedding(Base):
+    """A hook behind the embedding reads its weight, and the hook's backward does too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.register_forward_hook(lambda module, _, output: output + 0.1 * output @ module.weight.t() @ module.weight)
+
+
 class ReadsHead(Base):
     """The head is never called: another function reads its weight."""
 
@@ -128,6 +136,7 @@ MODELS: dict[str, type[Base]] = {
         CalledTwice,
         FirstCallWithoutGradient,
         ReadsEmbedding,
+        HookReadsEmbedding,
         ReadsHead,
         ReadsHeadFirst,
         ReadsAll,

@@ -8,9 +8,10 @@ runs, so ranks that run different layers would deadlock. Outer units are gathere
 the root is: an embedding together with the root, and a head at the end of the model's forward at the
 latest.
 
-An embedding is freed after its forward, because its backward does not read the weight. A head stays
-gathered until the backward of its first call in the forward has ended. The backwards of all later calls
-have ended by then, because autograd runs the most recent nodes first.
+An embedding is freed after its forward, because its backward does not read the weight. Another call in the
+same forward gathers it again, so all ranks must make that further call; a first call may be made on some
+ranks only. A head stays gathered until the backward of its first call in the forward has ended. The
+backwards of all later calls have ended by then, because autograd runs the most recent nodes first.
 
 Other code of the model may read a unit's parameter, for example to multiply with the transposed weight
 of the embedding. Such a read gathers the unit. From then on the unit is treated like the root: it stays
@@ -104,6 +105,8 @@ class _OuterUnit:
         self.group.post_backward = self._after_backward
         self.group._register_post_backward_hook = self._watch_inputs
         module._parameters = _WatchedParameters(module._parameters, self._before_read)
+        # In front of hooks of the user, which may read the weight, and whose backward needs it.
+        module.register_forward_hook(self._leave_call, prepend=True)
         state: Any = module._get_fsdp_state()
 
         def watch_output(output: Any) -> Any:
@@ -149,6 +152,9 @@ class _OuterUnit:
     def _before_call(self, *args: Any) -> Any:
         self._unit_runs = True
         return self._pre_forward(*args)
+
+    def _leave_call(self, *_: object) -> None:
+        self._unit_runs = False
 
     def _after_call(self, *args: Any) -> Any:
         self._unit_runs = False

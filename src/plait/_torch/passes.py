@@ -99,3 +99,16 @@ def keeps_graph() -> bool:
     The result is True under `torch.compile`, which traces a backward before its caller is known.
     """
     return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def leaves_of_graph(output: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Leaf tensors to which the graph of `output` leads."""
+    nodes: Any = [output.grad_fn] if output.grad_fn is not None else []
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):  # it accumulates the gradient of a leaf
+            yield node.variable
+        following = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= following
+        nodes.extend(following)

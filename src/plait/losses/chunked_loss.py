@@ -5,7 +5,7 @@ and vocabulary entry. The forward computes the gradients of a chunk together wit
 logits of the chunk exist, so the head is computed once. The gradients of the hidden states
 [tokens, hidden] and of the head's parameters are stored until the backward, which scales them. Gradients
 of parameters are accumulated in float32 or wider. If gradients are disabled (an evaluation), only the loss
-is computed.
+is computed. In float16 the chunks are computed again in the backward, which knows the loss scale.
 
 While the model runs, its head returns its input. Elementwise changes that the model makes to its logits
 afterwards (a soft cap, a scale, a cast) are recorded and applied to each chunk. All other changes are
@@ -25,15 +25,17 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from plait._torch.dtensor import local_tensor
 from plait._torch.modules import hooks_of
 from plait._torch.operators import tree_leaves
-from plait._torch.passes import keeps_graph
+from plait._torch.passes import keeps_graph, leaves_of_graph
 from plait._torch.storage import is_view
 from plait.errors import ModelError
 from plait.losses.loss import CausalLMLoss, cross_entropy_sum
 from plait.model.boundary_layers import head_name
 from plait.parallel.micro_batches import IGNORED, Forward, shifted
 from plait.parallel.tensor.hook_checks import is_foreign
+from plait.parallel.tensor.styles import Region
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -83,74 +85,115 @@ def chunked_causal_lm_loss(
 def chunked_cross_entropy(logits: DeferredLogits, targets: torch.Tensor, *, chunk_tokens: int) -> torch.Tensor:
     """Sum over targets, 0-dimensional. `targets` [batch, seq] int64, `IGNORED` ones count for nothing."""
     hidden = logits.hidden
-    hidden_chunks = hidden.reshape(-1, hidden.shape[-1]).split(chunk_tokens)
-    target_chunks = targets.reshape(-1).split(chunk_tokens)
-    chunks = list(zip(hidden_chunks, target_chunks, strict=True))
+    chunks = _chunks(hidden, targets, chunk_tokens)
     if not torch.is_grad_enabled() or not (hidden.requires_grad or logits.parameters):
-        losses = [cross_entropy_sum(logits.head(chunk), chunk_targets) for chunk, chunk_targets in chunks]
-        return torch.stack(losses).sum()
+        return torch.stack([cross_entropy_sum(logits.head(chunk), wanted) for chunk, wanted in chunks]).sum()
+    if _computes_in_float16(logits):
+        return _GradientsInBackward.apply(hidden, targets, logits, chunk_tokens, *logits.parameters)
 
     value, gradients = _with_gradients(logits, chunks)
     total = value
-    # The graph has one node per tensor, because a pipeline that splits its backward needs the gradients of
-    # activations and of weights at different times.
+    # One node of the graph per tensor: a pipeline that splits its backward asks for them at different times.
     for tensor, gradient in gradients:
-        total = total + _KnownGradient.apply(tensor, gradient, value)
+        if gradient is not None:
+            total = total + _KnownGradient.apply(tensor, gradient, value)
     return total
 
 
-def _with_gradients(
-    logits: DeferredLogits, chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Compute the loss and its gradients, one chunk at a time.
+def _chunks(hidden: torch.Tensor, targets: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(hidden.reshape(-1, hidden.shape[-1]).split(size), targets.reshape(-1).split(size), strict=True))
 
-    Returns:
-        The sum of the losses, and a pair (tensor, gradient of the sum) for every tensor that needs a
-        gradient. The dtype of a parameter's gradient may be wider than that of the parameter.
-    """
-    hidden = logits.hidden
-    parameters = logits.parameters
-    hidden_gradient: torch.Tensor | None = None
-    slices: Sequence[torch.Tensor] = ()
+
+def _computes_in_float16(logits: DeferredLogits) -> bool:
+    """Whether gradients overflow or vanish unless they are computed with the loss scale, which only the backward knows."""
+    device = logits.hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
+    return autocast or any(tensor.dtype is torch.float16 for tensor in (logits.hidden, *logits.parameters))
+
+
+def _with_gradients(
+    logits: DeferredLogits, chunks: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor | None]]]:
+    """(the sum, every tensor that needs a gradient with the gradient of the sum times `factor`). A parameter's gradient may be wider than
+    it is, and is None where the head does not use the parameter."""
+    hidden, parameters = logits.hidden, logits.parameters
+    gradient, slices = None, ()
     if hidden.requires_grad:
-        hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
-        slices = hidden_gradient.view(-1, hidden.shape[-1]).split(len(chunks[0][0]))
+        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
+        slices = gradient.view(-1, hidden.shape[-1]).split(len(chunks[0][0]))
 
     losses: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
-    for index, (chunk, targets) in enumerate(chunks):
+    sums: list[torch.Tensor | None] = [None] * len(parameters)
+    for index, (chunk, wanted) in enumerate(chunks):
         leaf = chunk.detach().requires_grad_(hidden.requires_grad)
-        leaves = [leaf, *parameters] if slices else parameters
         # Hooks on saved tensors (checkpointing, offload) are for graphs that outlive the forward.
-        with torch.enable_grad(), saved_tensors_hooks(_identity, _identity):
-            loss = cross_entropy_sum(logits.head(leaf), targets)
-            gradients = list(torch.autograd.grad(loss, leaves))
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            loss = cross_entropy_sum(logits.head(leaf), wanted)
+            leaves = [leaf, *parameters] if slices else [*parameters]
+            if index == 0:
+                _refuse_lost_gradients(loss, leaves, parameters)
+            found = list(torch.autograd.grad(loss, leaves, factor, allow_unused=True))
         losses.append(loss.detach())
         if slices:
-            slices[index].copy_(gradients.pop(0))
-        if not sums:
-            # Sums of many terms in 16 bits lose digits.
-            sums = [_widened(gradient) for gradient in gradients] if len(chunks) > 1 else gradients
-        else:
-            for total, gradient in zip(sums, gradients, strict=True):
-                total.add_(gradient)
+            part = found.pop(0)
+            slices[index].copy_(0 if part is None else part)
+        _add(sums, found, widen=len(chunks) > 1)
 
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = list(zip(parameters, sums, strict=True))
-    if hidden_gradient is not None:
-        pairs.append((hidden, hidden_gradient))
-    return torch.stack(losses).sum(), pairs
+    gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = list(zip(parameters, sums, strict=True))
+    if gradient is not None:
+        gradients.append((hidden, gradient))
+    return torch.stack(losses).sum(), gradients
+
+
+def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None], *, widen: bool) -> None:
+    """Add a chunk's gradients to the sums, which are changed in place and therefore share no memory."""
+    storages = set()
+    for position, part in enumerate(found):
+        if part is None:
+            continue
+        before = sums[position]
+        if before is not None:
+            before.add_(part)
+            continue
+        # Halves lose digits when many are added up.
+        first = _widened(part) if widen else part
+        storage = local_tensor(first).untyped_storage()._cdata
+        if storage in storages or 0 in local_tensor(first).stride():
+            # Autograd gives both terms of a sum the same gradient, and those of a broadcast tensor an expanded one.
+            first = first.clone(memory_format=torch.contiguous_format)
+        storages.add(storage)
+        sums[position] = first
+
+
+def _refuse_lost_gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    """Raise ModelError for a tensor of the head that trains and whose gradient would be left out or be changed twice."""
+    for parameter in parameters:
+        if parameter._backward_hooks:
+            raise ModelError(
+                f"a loss in chunks: a parameter of the head, of shape {tuple(parameter.shape)}, has a hook on its gradient "
+                "(register_hook), which would be called for every chunk and again for the sum; use register_post_accumulate_grad_hook, or "
+                "compute the loss in one piece (parallel.loss_chunk_tokens: 0)"
+            )
+    known = {id(leaf) for leaf in leaves}
+    for tensor in leaves_of_graph(loss):
+        if id(tensor) not in known:
+            raise ModelError(
+                f"a loss in chunks: the head uses a tensor of shape {tuple(tensor.shape)} that trains and is none of the head's own "
+                "parameters, whose gradient would be left out; register it as a parameter of the head, or compute the loss in one piece "
+                "(parallel.loss_chunk_tokens: 0)"
+            )
 
 
 def _widened(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
+def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Zero in the forward. The backward returns a gradient that was computed before, scaled."""
+    """Zero, whose gradient for a tensor is one that is known already."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -162,9 +205,39 @@ class _KnownGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        # The gradient of a head is large, so it is scaled in place unless another backward will read it.
+        # Without a further pass through the graph nothing else reads it, and a head's gradient is large.
         scaled = gradient * grad if keeps_graph() else gradient.mul_(grad)
         return scaled.to(ctx.dtype), None, None
+
+
+class _GradientsInBackward(torch.autograd.Function):
+    """The sum, whose chunks are computed again in the backward, multiplied by the loss scale before anything is rounded to float16.
+
+    Without the scale, the weight's gradient of one chunk can overflow where no lower loss scale would help.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, logits: DeferredLogits, chunk_tokens: int, *_: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, targets)
+        ctx.head, ctx.parameters, ctx.chunk_tokens = logits.head, logits.parameters, chunk_tokens
+        device = hidden.device.type
+        ctx.autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
+        chunks = _chunks(hidden, targets, chunk_tokens)
+        return torch.stack([cross_entropy_sum(logits.head(chunk), wanted) for chunk, wanted in chunks]).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, targets = ctx.saved_tensors
+        hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
+        logits = DeferredLogits(hidden, ctx.head, ctx.parameters)
+        with ctx.autocast:
+            _, gradients = _with_gradients(logits, _chunks(hidden, targets, ctx.chunk_tokens), grad)
+        found = [None if gradient is None else gradient.to(tensor.dtype) for tensor, gradient in gradients]
+        of_hidden = found.pop() if hidden.requires_grad else None
+        return of_hidden, None, None, None, *found
 
 
 def deferred(forward: Forward, model: nn.Module) -> Forward:
@@ -215,10 +288,27 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
                 "elementwise at most, so its head cannot be left to the loss; use 0"
             )
         trained = tuple(p for p in module.parameters() if p.requires_grad)
-        output.logits = DeferredLogits(given[-1], changes.after(original), trained)
+        output.logits = DeferredLogits(given[-1], changes.after(_as_now(original)), trained)
         return output
 
     return run
+
+
+def _as_now(head: Head) -> Head:
+    """The head, whose logits are gathered or stay split over the vocabulary as they are now, also when a backward applies it."""
+    region: Region | None = getattr(head, "region", None)
+    if region is None:
+        return head
+    gather = region.gather_logits
+
+    def apply(hidden: torch.Tensor) -> torch.Tensor:
+        before, region.gather_logits = region.gather_logits, gather
+        try:
+            return head(hidden)
+        finally:
+            region.gather_logits = before
+
+    return apply
 
 
 class _Changes(TorchFunctionMode):

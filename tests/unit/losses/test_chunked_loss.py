@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -174,6 +175,91 @@ def test_a_head_with_adapters() -> None:
     plain, pieces = both(Adapted(), *data(), 4)
     assert len(pieces) == 2 + 1 + 3
     torch.testing.assert_close(plain, pieces, rtol=1e-12, atol=1e-12)
+
+
+class SumOfWeights(nn.Module):
+    """A head whose two matrices have the same gradient, beside parameters with an expanded one and with none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=torch.float64)) for _ in range(2))
+        self.shift, self.idle = (nn.Parameter(torch.ones(VOCABULARY, dtype=torch.float64)) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.first + self.second) * self.gain.sum() + self.shift
+
+
+@pytest.mark.parametrize("size", [4, 1000])
+def test_parameters_with_one_gradient_and_without(size: int) -> None:
+    """Sums of chunks are made in place, so parameters whose gradients share memory have sums of their own."""
+    head = SumOfWeights()
+    hidden, labels = data()
+    found = []
+    for chunked in (False, True):
+        head.zero_grad()
+        total, _ = causal_lm_loss(cases.Output(head(hidden)), {"labels": labels})
+        if chunked:
+            total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=size)
+        (total * 0.37).backward()
+        assert head.idle.grad is None
+        found.append([p.grad for p in (head.first, head.second, head.shift, head.gain)])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [16, 1000])
+def test_float16_gradients_are_made_with_the_loss_scale(size: int) -> None:
+    """Sums that overflow in float16, and probabilities that vanish, unless the loss is scaled first."""
+    for kind, value, factor in (("overflows", 2000.0, 1 / 128), ("vanishes", 1e-4, 4096.0)):
+        head = nn.Linear(WIDTH, 2, bias=False)
+        with torch.no_grad():
+            head.weight.copy_(torch.tensor([[0.0] * WIDTH, [1e-4 if kind == "overflows" else 1.0] * WIDTH]))
+        hidden = torch.full((2, 64, WIDTH), value).half().requires_grad_()
+        labels = torch.zeros(2, 64, dtype=torch.int64)
+        head = head.half()
+        total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=size)
+        found = torch.autograd.grad(total * factor, [hidden, head.weight])
+        wide = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
+        wide.load_state_dict(head.state_dict())
+        leaf = hidden.detach().double().requires_grad_()
+        exact, _ = causal_lm_loss(cases.Output(wide(leaf)), {"labels": labels})
+        expected = torch.autograd.grad(exact * factor, [leaf, wide.weight])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=4e-3, atol=0)
+
+
+def test_float16_autocast_is_entered_again_by_the_backward() -> None:
+    head = nn.Linear(WIDTH, VOCABULARY)
+    hidden, labels = data()
+    found = []
+    for chunked in (False, True):
+        leaf = hidden.float().requires_grad_()
+        with torch.autocast("cpu", torch.float16):
+            total, _ = causal_lm_loss(cases.Output(head(leaf)), {"labels": labels})
+            if chunked:
+                total, _ = plait.chunked_causal_lm_loss(leaf, head, labels, chunk_tokens=4)
+        found.append(torch.autograd.grad(total * 8, [leaf, *head.parameters()]))
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_that_would_be_lost_or_changed_twice() -> None:
+    """A hook would be called for every chunk, and nobody looks for the gradients of other layers' weights."""
+    hidden, labels = data()
+    hooked = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    hooked.weight.register_hook(lambda gradient: gradient * 0.5)
+    with pytest.raises(ModelError, match="has a hook on its gradient"):
+        plait.chunked_causal_lm_loss(hidden, hooked, labels, chunk_tokens=4)
+
+    embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
+
+    class Transposed(nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return F.linear(hidden, embedding.weight)
+
+    with pytest.raises(ModelError, match="none of the head's own parameters"):
+        plait.chunked_causal_lm_loss(hidden.requires_grad_(), Transposed(), labels, chunk_tokens=4)
+    embedding.requires_grad_(False)
+    plait.chunked_causal_lm_loss(hidden, Transposed(), labels, chunk_tokens=4)
 
 
 @pytest.mark.filterwarnings("error:Dynamo does not know")
