@@ -246,20 +246,25 @@ def add_suite(files: list[str]) -> int:
     """Record how many tests of each folder passed, failed and were skipped; 1 where one failed.
 
     Args:
-        files: Results that pytest wrote with `--junitxml`. Together they are the whole suite.
+        files: Results that pytest wrote with `--junitxml`. Together they are the whole suite. A test
+            that was run again counts as in the last file.
     """
-    counts: dict[str, dict[str, int]] = {}
+    results: dict[tuple[str, str], str] = {}
     for file in files:
         for test in ElementTree.parse(file).iter("testcase"):
-            folder = "/".join(test.attrib["classname"].split(".")[:2])
             kinds = {child.tag for child in test}
             result = "passed"
             if kinds & {"failure", "error"}:
                 result = "failed"
             elif "skipped" in kinds:
                 result = "skipped"
-            row = counts.setdefault(folder, {"passed": 0, "failed": 0, "skipped": 0})
-            row[result] += 1
+            results[test.attrib["classname"], test.attrib["name"]] = result
+
+    counts: dict[str, dict[str, int]] = {}
+    for (module, _), result in results.items():
+        folder = "/".join(module.split(".")[:2])
+        row = counts.setdefault(folder, {"passed": 0, "failed": 0, "skipped": 0})
+        row[result] += 1
     record({**recorded(), "suite": counts, "suite_plait": revision()})
     return int(any(row["failed"] for row in counts.values()))
 
