@@ -248,23 +248,28 @@ def add_suite(files: list[str]) -> int:
     """Record how many tests of each folder passed, failed and were skipped.
 
     Args:
-        files: Result files of `pytest --junitxml`. Together they cover the complete suite.
+        files: Result files of `pytest --junitxml`. Together they cover the complete suite. A test that was
+            run again counts as in the last file.
 
     Returns:
         1 if a test failed, else 0.
     """
-    counts: dict[str, dict[str, int]] = {}
+    results: dict[tuple[str, str], str] = {}
     for file in files:
         for test in ElementTree.parse(file).iter("testcase"):
-            folder = "/".join(test.attrib["classname"].split(".")[:2])
             kinds = {child.tag for child in test}
             result = "passed"
             if kinds & {"failure", "error"}:
                 result = "failed"
             elif "skipped" in kinds:
                 result = "skipped"
-            row = counts.setdefault(folder, {"passed": 0, "failed": 0, "skipped": 0})
-            row[result] += 1
+            results[test.attrib["classname"], test.attrib["name"]] = result
+
+    counts: dict[str, dict[str, int]] = {}
+    for (module, _), result in results.items():
+        folder = "/".join(module.split(".")[:2])
+        row = counts.setdefault(folder, {"passed": 0, "failed": 0, "skipped": 0})
+        row[result] += 1
     record({**recorded(), "suite": counts, "suite_plait": revision()})
     return int(any(row["failed"] for row in counts.values()))
 

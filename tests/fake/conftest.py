@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch.dtensor import forget_meshes
 
 
+def write_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write this rank's part to the outputs of fake collectives, as torch does since 2.13.
+
+    Before, they stay uninitialised. A step with a gradient that is not finite by chance is skipped.
+    """
+    reduce_scatter, all_to_all = dist.reduce_scatter_tensor, dist.all_to_all_single
+
+    def reduce_scatter_tensor(output: torch.Tensor, parts: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output.copy_(parts.view(-1)[: output.numel()].view(output.shape))
+        return reduce_scatter(output, parts, *args, **kwargs)
+
+    def all_to_all_single(output: torch.Tensor, parts: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output.zero_()
+        return all_to_all(output, parts, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_scatter_tensor)
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
+
+
 @pytest.fixture
-def fake_world() -> Iterator[Callable[..., None]]:
+def fake_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Call with a world size and a rank, by default 0."""
 
     def start(world_size: int, rank: int = 0) -> None:
@@ -21,6 +42,8 @@ def fake_world() -> Iterator[Callable[..., None]]:
         forget_meshes()  # of the world before, where this process may have had another rank
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
+    if not hasattr(dist, "reduce_scatter_single"):
+        write_outputs(monkeypatch)
     yield start
     if dist.is_initialized():
         dist.destroy_process_group()
