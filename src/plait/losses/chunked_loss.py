@@ -117,7 +117,8 @@ def _with_gradients(
     """(the sum, every tensor that needs a gradient with the gradient of the sum times `factor`). A parameter's gradient may be wider than
     it is, and is None where the head does not use the parameter."""
     hidden, parameters = logits.hidden, logits.parameters
-    gradient, slices = None, ()
+    gradient: torch.Tensor | None = None
+    slices: Sequence[torch.Tensor] = ()
     if hidden.requires_grad:
         gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
         slices = gradient.view(-1, hidden.shape[-1]).split(len(chunks[0][0]))
