@@ -472,7 +472,7 @@ def refused(rank: int, world: int) -> None:
         with pytest.raises(InputError, match=r"blocks.0.*is read by the loss itself"):
             engine.backward(engine(piece).square().mean() + penalty)
     total = plait.per_sample(lambda output, _: output.sum())
-    engine = plait.initialize(deep(), config, loss_fn=total, forward=lambda whole, x: whole.last(x))
+    engine = plait.initialize(deep(), config, loss_fn=total, forward=lambda whole, x: whole.blocks[0].own(x))
     with pytest.raises(InputError, match="let forward= call the model and not the modules inside it"):
         engine.train_batch(iter([piece, piece]))
     replicated = settings(world, 0, 1, 1)

@@ -1010,3 +1010,10 @@ def test_views_know_what_they_are_views_of() -> None:
     with torch.no_grad():
         assert operators.view_base(tensor[:, 0]) is tensor
     assert operators.view_base(tensor[:, 0, 2:]) is tensor and operators.view_base(tensor) is tensor
+
+
+def test_leaves_of_graph() -> None:
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    output = (first * second).sum() + first.exp().sum() + torch.ones(2).sum()
+    assert {id(leaf) for leaf in passes.leaves_of_graph(output)} == {id(first), id(second)}
+    assert not list(passes.leaves_of_graph(torch.ones(2).sum()))
