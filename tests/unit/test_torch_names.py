@@ -1017,3 +1017,12 @@ def test_leaves_of_graph() -> None:
     output = (first * second).sum() + first.exp().sum() + torch.ones(2).sum()
     assert {id(leaf) for leaf in passes.leaves_of_graph(output)} == {id(first), id(second)}
     assert not list(passes.leaves_of_graph(torch.ones(2).sum()))
+
+
+def test_hooks_of_a_tensor_are_seen() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    assert not modules.has_tensor_hooks(tensor)
+    handle = tensor.register_hook(lambda gradient: gradient)
+    assert modules.has_tensor_hooks(tensor)
+    handle.remove()
+    assert not modules.has_tensor_hooks(tensor)

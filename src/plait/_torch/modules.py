@@ -56,6 +56,11 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether `register_hook` put a hook on the gradient of a tensor."""
+    return bool(tensor._backward_hooks)
+
+
 def reset_method(module: nn.Module) -> Callable[[], Any] | None:
     """What initialises a module's own parameters: torch's attention and Transformer hide theirs."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

@@ -26,10 +26,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from plait._torch.dtensor import local_tensor
-from plait._torch.modules import hooks_of
+from plait._torch.modules import has_tensor_hooks, hooks_of
 from plait._torch.operators import tree_leaves
 from plait._torch.passes import keeps_graph, leaves_of_graph
-from plait._torch.storage import is_view
+from plait._torch.storage import is_view, storage_key
 from plait.errors import ModelError
 from plait.losses.loss import CausalLMLoss, cross_entropy_sum
 from plait.model.boundary_layers import head_name
@@ -158,7 +158,7 @@ def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None], 
             continue
         # Halves lose digits when many are added up.
         first = _widened(part) if widen else part
-        storage = local_tensor(first).untyped_storage()._cdata
+        storage = storage_key(first)
         if storage in storages or 0 in local_tensor(first).stride():
             # Autograd gives both terms of a sum the same gradient, and those of a broadcast tensor an expanded one.
             first = first.clone(memory_format=torch.contiguous_format)
@@ -169,7 +169,7 @@ def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None], 
 def _refuse_lost_gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:
     """Raise ModelError for a tensor of the head that trains and whose gradient would be left out or be changed twice."""
     for parameter in parameters:
-        if parameter._backward_hooks:
+        if has_tensor_hooks(parameter):
             raise ModelError(
                 f"a loss in chunks: a parameter of the head, of shape {tuple(parameter.shape)}, has a hook on its gradient "
                 "(register_hook), which would be called for every chunk and again for the sum; use register_post_accumulate_grad_hook, or "
