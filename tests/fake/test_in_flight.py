@@ -45,8 +45,13 @@ def check(start: FakeWorld, world: int, rank: int, config: dict[str, Any], share
     assert at.most(chosen) <= engine.config.recompute.budget_bytes
     with delivered_at_once():
         measured = measure_in_flight(engine, data()).after
-    assert measured == at.held_after(chosen)
-    assert max(held for _, held in measured) <= at.most(chosen)
+    predicted = at.held_after(chosen)
+    assert [action for action, _ in measured] == [action for action, _ in predicted]
+    # The step's own 0-dimensional numbers come on top of activations: a loss and a weight per micro-batch, and a factor.
+    numbers_bytes = 16 * len(data()["input_ids"])
+    excess = [held - expected for (_, held), (_, expected) in zip(measured, predicted, strict=True)]
+    assert min(excess) >= 0 and max(excess) <= numbers_bytes, excess
+    assert max(held for _, held in measured) <= at.most(chosen) + numbers_bytes
     if share < 1 and engine.config.recompute.budget_bytes < plain:
         assert set(chosen) != {"none"}
 

@@ -28,6 +28,8 @@ def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[in
     Empty tensors belong to the groups too. The order of the groups follows from the types alone, so
     that it is the same on all ranks.
     """
+    if not tensors:  # which torch refuses; a pipeline stage may have no gradient
+        return []
     groups = torch._C._group_tensors_by_device_and_dtype([list(tensors)], True)
     by_name = sorted(groups.items(), key=lambda group: (group[0][0].type, str(group[0][1])))
     return [indices for _, (_, indices) in by_name]

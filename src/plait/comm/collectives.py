@@ -87,7 +87,9 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
 
     stacked = x.new_empty(ranks * shape[0], *shape[1:])
     all_gather_single(stacked, x.contiguous(), group=group)
-    shards = [shard.narrow(dim, 0, shard_length(length, ranks, rank)) for rank, shard in enumerate(stacked.chunk(ranks))]
+    shards = list(stacked.chunk(ranks))
+    if ranks * shape[dim] > length:
+        shards = [shard.narrow(dim, 0, shard_length(length, ranks, rank)) for rank, shard in enumerate(shards)]
     return torch.cat(shards, dim)
 
 

@@ -131,13 +131,14 @@ class Engine(EngineFacts):
             totals.append(total.detach())
             if checks_weight:
                 self._weight_check.note(returned_weight)
-                returned_weights.append(returned_weight)
+            returned_weights.append(returned_weight)
             return total * factor(total.dtype)
 
         self.sharded.train_microbatches(pieces, scaled, loss_fn=without_balance_loss(loss_fn))
         # Only the last stage of a pipeline has a loss. The sum overlaps with the norm.
-        sums = [self._sum(totals), self._sum(returned_weights)] if checks_weight else [self._sum(totals)]
-        everywhere = Pending(torch.stack(sums) if checks_weight else sums[0].reshape(1), self._loss_group)
+        loss_sum = self._sum(totals)
+        # Two numbers on every rank, also where the loss functions of ranks differ: sizes of messages must agree.
+        everywhere = Pending(torch.stack([loss_sum, self._sum(returned_weights)]), self._loss_group)
         scale, rate = self.sharded.loss_scale, self.get_lr()[0]
         outcome = self._update(loss=lambda: everywhere.value()[0], own_loss=lambda: math.fsum(map(float, totals)))
         targets = weight.value()
