@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -53,6 +54,36 @@ def without_failed_operators() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+class KernelWithoutMemory(RuntimeError):
+    """A Triton kernel was called with fake or meta tensors."""
+
+
+@contextmanager
+def refusing_triton_kernels() -> Iterator[None]:
+    """Raise KernelWithoutMemory inside the block when a Triton kernel receives fake or meta tensors.
+
+    Their data pointer is 0. The kernel would write there, and a later and innocent call on the device
+    would fail with an illegal memory access.
+    """
+    jit = sys.modules.get("triton.runtime.jit")
+    if jit is None:
+        yield
+        return
+    launch = jit.JITFunction.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
+            raise KernelWithoutMemory(f"the Triton kernel {kernel.__name__} cannot run on tensors without memory")
+        return launch(kernel, *args, **kwargs)
+
+    jit.JITFunction.run = run
+    try:
+        yield
+    finally:
+        jit.JITFunction.run = launch
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor:

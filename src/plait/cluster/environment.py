@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from plait.cluster import accelerator
 from plait.cluster.launchers import claim
 from plait.cluster.nccl import version as library_version
 from plait.cluster.topology import cpu_count, device_count, processor_name
+from plait.version import __version__
 
 PACKAGES = (
-    "plait",
     "torch",
     "transformers",
     "tokenizers",
@@ -48,7 +49,7 @@ PREFIXES = (*accelerator.PREFIXES, "GLOO_", "PLAIT_")
 def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str, Any]]:
     """By section, then by name: plain values. `folder`: whose free space is reported."""
     return {
-        "versions": {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _version(name)) is not None}},
+        "versions": {"python": platform.python_version(), "plait": __version__, **_installed()},
         "machine": _machine(folder),
         "gpus": _gpus(),
         "communication": _communication(),
@@ -57,11 +58,13 @@ def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _installed() -> dict[str, str]:
+    """Return the versions of those of PACKAGES that are installed."""
+    versions = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def _machine(folder: Path) -> dict[str, Any]:

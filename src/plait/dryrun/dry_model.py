@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from plait._torch.modules import own_buffers
-from plait._torch.operators import FakeTensorMode, tree_leaves, tree_map
+from plait._torch.operators import FakeTensorMode, KernelWithoutMemory, refusing_triton_kernels, tree_leaves, tree_map
 from plait.dryrun.recorder import BACKWARD, DryRecorder, watch, when_gradient_comes
 from plait.errors import ModelError
 from plait.losses.loss import Loss
@@ -267,7 +267,13 @@ def _fake_copy(model: nn.Module, device: torch.device, compute_dtype: torch.dtyp
 def _explained(model: nn.Module) -> Iterator[None]:
     """A model whose code reads values is refused with a message."""
     try:
-        yield
+        with refusing_triton_kernels():
+            yield
+    except KernelWithoutMemory as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be run without data: {error}, so the memory that it needs is not known beforehand; "
+            "predict with the model before it gets this kernel"
+        ) from error
     except Exception as error:
         if "DataDependent" not in type(error).__name__ and "data_ptr" not in str(error):
             raise

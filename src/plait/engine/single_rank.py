@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from plait._torch.groups import FakeStore, delivered_at_once, process_group_of
-from plait._torch.operators import FakeTensorMode
+from plait._torch.operators import FakeTensorMode, refusing_triton_kernels
 from plait._torch.storage import storage_bytes
 from plait.cluster import accelerator
 from plait.cluster.fake_group import FAKE
@@ -126,6 +126,7 @@ def run_single_rank(
         fake: AbstractContextManager[Any] = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as inside:
             inside.enter_context(fake)
+            inside.enter_context(refusing_triton_kernels())
             inside.enter_context(watch)
             inside.enter_context(rows_are_sequences())
             materialise.allocate(model, mesh.device)

@@ -220,9 +220,17 @@ class WeightStream:
             if not self._free:
                 return
             index = (first + step) % len(self.blocks)
-            if index not in self._coming:
-                slot = self._free.pop()
-                self._coming[index] = self._reader.submit(self._bring, index, self._slots[slot]), slot
+            if index in self._coming:
+                continue
+            slot = self._free.pop()
+            if index in self._kept:
+                # No file is read, so this only enqueues copies. A thread would have to wait for Python's
+                # lock first, and the link would be idle meanwhile.
+                copied: Future[None] = Future()
+                copied.set_result(self._bring(index, self._slots[slot]))
+            else:
+                copied = self._reader.submit(self._bring, index, self._slots[slot])
+            self._coming[index] = copied, slot
 
     def _bind(self, index: int, place: torch.Tensor) -> None:
         for one in self._parts[index]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from plait._torch.operators import TorchDispatchMode, schema_of, tree_leaves, tree_map
+from plait._torch.operators import TorchDispatchMode, refusing_triton_kernels, schema_of, tree_leaves, tree_map
 from plait.errors import ModelError, PlaitError
 from plait.model.tied import tied_names
 from plait.model.without_values import Shapes, run_without_values
@@ -134,7 +134,14 @@ class Skeleton:
         try:
             for _ in range(_ATTEMPTS):
                 trace = Trace(self, opaque, negate)
-                with torch.random.fork_rng(devices=[]), torch.no_grad(), trace.watched(), _Functions(trace), trace:
+                with (
+                    torch.random.fork_rng(devices=[]),
+                    torch.no_grad(),
+                    trace.watched(),
+                    refusing_triton_kernels(),
+                    _Functions(trace),
+                    trace,
+                ):
                     try:
                         run(self.model, trace)
                         return trace

@@ -202,7 +202,13 @@ def _compiled_parity() -> list[Row]:
                 # float64 would be compiled too, for as long again; the other rows cover it.
                 "passes": ["configured"],
             },
-        )
+        ),
+        Row(
+            "parity/attention-kernels",
+            "kernels of context parallelism beside float64: FlashAttention, efficient attention, FlexAttention",
+            "attention:kernels",
+            planned_seconds=40,
+        ),
     ]
 
 
@@ -210,7 +216,7 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
     variants: dict[str, tuple[str, float, list[str], str]] = {
         "eager": (
             "Plait, FSDP2 and a hand-written Llama",
-            80,
+            60,
             ["plait", "fsdp2", "ceiling"],
             "",
         ),
@@ -220,7 +226,7 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
             ["plait-compiled", "fsdp2-compiled", "ceiling-compiled"],
             "",
         ),
-        "liger": ("Plait and FSDP2 with Liger's kernels", 40, ["plait", "fsdp2-liger"], "liger_kernel"),
+        "liger": ("Plait and FSDP2 with Liger's kernels", 40, ["plait-liger", "fsdp2-liger"], "liger_kernel"),
         "deepspeed": ("Plait and DeepSpeed ZeRO 3", 50, ["plait", "deepspeed"], "deepspeed"),
     }
     rows = []

@@ -1,7 +1,6 @@
 """Layouts on the device compared with one process, as `plait verify` compares them.
 
-In float64 the reference is one process on the CPU, which shares no kernel with the device, and the
-bar is 1e-6 for losses, norms, gradients and parameters. In the configured precision the layout may
+In float64 the reference is one process on the CPU, which shares no kernel with the device. In the configured precision the layout may
 be 1.2 times as far from float64 as one process on the device is (`verify.report`).
 
 References depend on the model, the data and the optimizer, and not on the layout. Rows of one
@@ -43,9 +42,6 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 STEPS = 2
 COMPRESSED_LOSS, COMPRESSED_NORM = 0.02, 0.15
 """Largest relative differences of a loss and of a norm in four steps with compressed gradients."""
-CROSS_DEVICE_BAR = 1e-6
-"""Largest relative difference in float64 between the CPU and the device. Transformers computes rotary frequencies
-in float32, and the two round sine and cosine differently: gradients of an H200 were 3e-7 apart."""
 RESUMED = 1e-9
 """Largest relative difference of float64 losses after a checkpoint: another layout sums in another order."""
 _REFERENCES = "references"
@@ -106,7 +102,7 @@ def section_of(context: Context, plan: Plan, name: Pass, trace: Trace) -> Sectio
     """Compare the trace of one pass with its references."""
     if name == "float64":
         exact = shared_references(context, replace(plan, device="cpu"), name, trace).exact
-        return compare_float64(plan, exact, trace, tolerance=CROSS_DEVICE_BAR)
+        return compare_float64(plan, exact, trace)
     # The exact trace starts from the weights that the configured dtype draws.
     reference = shared_references(context, plan, name, trace)
     assert reference.single is not None

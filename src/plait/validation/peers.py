@@ -8,7 +8,7 @@ its loss on the device and never reads a number, so the host does not wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,8 @@ from plait.validation.context import Context
 from plait.validation.models import Workload, on_device, step_settings
 
 REDUCED_IN_FP32: Mapping[str, Any] = {**BF16, "communication_data_type": "fp32"}
+STAGE_3: Mapping[str, Any] = {"zero_optimization": {"stage": 3}}
+LOSS_CHUNK_TOKENS = 2048
 LEARNING_RATE = 1e-4
 IGNORED_LABEL = -100
 Batch = Mapping[str, torch.Tensor]
@@ -172,15 +174,53 @@ def device_mesh(context: Context, shape: tuple[int, ...], names: tuple[str, ...]
     return init_device_mesh(context.device.type, shape, mesh_dim_names=names)
 
 
-def transformers_fsdp2(context: Context, workload: Workload, *, compiled: bool = False, liger: bool = False) -> Trainer:
+def transformers_fsdp2(context: Context, workload: Workload, *, compiled: bool = False) -> Trainer:
     """Return FSDP2 with a Transformers Llama."""
     model = on_device(workload, context.device)
-    if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+    return fsdp2(context, model, layers_of(model), compiled=compiled)
 
-        apply_liger_kernel_to_llama(model=model)
-    blocks = cast(nn.ModuleList, model.get_submodule("model.layers"))
-    return fsdp2(context, model, blocks, compiled=compiled)
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """Return the blocks of a Transformers Llama."""
+    return cast(nn.ModuleList, model.get_submodule("model.layers"))
+
+
+def liger_fsdp2(context: Context, workload: Workload) -> Trainer:
+    """Return FSDP2 with a Transformers Llama and all of Liger's kernels."""
+    model = on_device(workload, context.device)
+    restore = give_liger_kernels(model, fused_linear_cross_entropy=True)
+    trainer = fsdp2(context, model, layers_of(model), compiled=False)
+    return replace(trainer, close=restore)
+
+
+def liger_plait(context: Context, workload: Workload) -> Trainer:
+    """Return Plait with Liger's kernels and its own loss in chunks in place of Liger's."""
+    sharding = {"dp_shard": context.world, "loss_chunk_tokens": LOSS_CHUNK_TOKENS}
+    resolved = step_settings({**REDUCED_IN_FP32, **STAGE_3, "parallel": sharding}, workload, world=context.world)
+    model = on_device(workload, context.device)
+    restore = give_liger_kernels(model, fused_linear_cross_entropy=False)
+    engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=1_000_000)
+
+    def close() -> None:
+        engine.close()
+        restore()
+
+    return Trainer(lambda batch: engine.train_batch(batch).loss, close)
+
+
+def give_liger_kernels(model: nn.Module, *, fused_linear_cross_entropy: bool) -> Callable[[], None]:
+    """Give a Transformers Llama Liger's kernels.
+
+    Returns:
+        Function that restores Transformers' module. Liger replaces classes in it, and later models of
+        this process would have its kernels as well.
+    """
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    originals = dict(vars(modeling_llama))
+    apply_liger_kernel_to_llama(fused_linear_cross_entropy=fused_linear_cross_entropy, model=model)
+    return lambda: vars(modeling_llama).update(originals)
 
 
 def ceiling(context: Context, workload: Workload, *, compiled: bool = False) -> Trainer:
@@ -206,13 +246,14 @@ def deepspeed_zero_3(context: Context, workload: Workload) -> Trainer:
         "train_micro_batch_size_per_gpu": workload.samples,
         "gradient_accumulation_steps": workload.accumulation,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
         "zero_optimization": {"stage": 3},
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 1_000_000,
     }
     model = on_device(workload, context.device)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    # DeepSpeed's own FusedAdam is compiled at its first use, which needs CUDA's compiler.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(batch: Batch) -> torch.Tensor:
         loss = engine(**batch).loss
@@ -224,7 +265,6 @@ def deepspeed_zero_3(context: Context, workload: Workload) -> Trainer:
     return Trainer(step, engine.destroy)
 
 
-STAGE_3: Mapping[str, Any] = {"zero_optimization": {"stage": 3}}
 TRAINERS: Mapping[str, TrainerFactory] = {
     "plait": lambda context, workload: plait_trainer(context, workload, {**STAGE_3, "parallel": {"dp_shard": context.world}}),
     "plait-compiled": lambda context, workload: plait_trainer(
@@ -234,7 +274,8 @@ TRAINERS: Mapping[str, TrainerFactory] = {
     ),
     "fsdp2": transformers_fsdp2,
     "fsdp2-compiled": lambda context, workload: transformers_fsdp2(context, workload, compiled=True),
-    "fsdp2-liger": lambda context, workload: transformers_fsdp2(context, workload, liger=True),
+    "fsdp2-liger": liger_fsdp2,
+    "plait-liger": liger_plait,
     "ceiling": ceiling,
     "ceiling-compiled": lambda context, workload: ceiling(context, workload, compiled=True),
     "deepspeed": deepspeed_zero_3,

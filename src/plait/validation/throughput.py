@@ -47,7 +47,7 @@ LAYERS = "throughput layers"
 STEP_SECONDS = "throughput step seconds"
 """Entry of `Context.results`: (workload, median seconds of Plait's step), for the planner."""
 TRAINERS = {**peers.TRAINERS, **model_parallel_peers.TRAINERS}
-PACKAGES = {"deepspeed": "deepspeed", "fsdp2-liger": "liger_kernel"}
+PACKAGES = {"deepspeed": "deepspeed", "fsdp2-liger": "liger_kernel", "plait-liger": "liger_kernel"}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from plait._torch.operators import TorchDispatchMode, function_modes, tree_leave
 
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+_ANGLE_FUNCTIONS = (torch.Tensor.cos, torch.Tensor.sin, torch.cos, torch.sin)
 
 
 class _StayWide(TorchFunctionMode):
@@ -27,6 +28,10 @@ class _StayWide(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _ANGLE_FUNCTIONS and args[0].dtype in _NARROWER:
+            # Transformers computes the angles of rotary embeddings in float32, and float32 sines of a CPU and
+            # of a GPU differ in the last bit.
+            return func(args[0].double())
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func in _CASTS:
                 return args[0]

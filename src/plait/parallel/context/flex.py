@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from plait._torch.operators import view_base
+from plait._torch.operators import FakeTensor, view_base
 
 _document_masks: Any = WeakIdKeyDictionary()
 """Block masks of a micro-batch, keyed by its tensor of document starts. All layers share them."""
@@ -51,7 +51,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
-    cap = scores.softcap or 1.0
+    cap = _on_device(scores.softcap or 1.0, query.device)
 
     def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return torch.tanh(score / cap) * cap
@@ -107,7 +107,9 @@ def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
     sizes = (query.shape[2], key.shape[2], scores.query_at, scores.key_at, scores.window)
     starts = scores.starts
     if starts is None:
-        return _position_mask(query.device, *sizes)
+        # A dry run's tensors have no values, so its masks are not shared with real runs.
+        new_mask = _new_mask if isinstance(query, FakeTensor) else _position_mask
+        return new_mask(query.device, *sizes, None)
     masks = _document_masks.setdefault(view_base(starts), {})
     if sizes not in masks:
         # The mask refers to a copy, because an entry that refers to its own weak key would live forever.
@@ -116,10 +118,12 @@ def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _position_mask(device: torch.device, queries: int, keys: int, query_at: int, key_at: int, window: int | None) -> Any:
-    return _new_mask(device, queries, keys, query_at, key_at, window, None)
+def _position_mask(*arguments: Any) -> Any:
+    return _new_mask(*arguments)
 
 
+# A mask that an evaluation makes is used by training too.
+@torch.inference_mode(False)
 def _new_mask(
     device: torch.device,
     queries: int,
@@ -129,23 +133,27 @@ def _new_mask(
     window: int | None,
     starts: torch.Tensor | None,
 ) -> Any:
-    # Positions are tensors, because code would be compiled anew for every number. `torch.full` fills them on
-    # the device, so the host does not wait.
-    first_query = torch.full((), query_at, device=device)
-    first_key = torch.full((), key_at, device=device)
+    # Numbers are tensors, because code would be compiled anew for each of them, and torch runs a function
+    # uncompiled after it has compiled it eight times.
+    first_query = _on_device(query_at, device)
+    first_key = _on_device(key_at, device)
+    seen_tokens = _on_device(query_at + queries if window is None else window, device)
 
     def seen(batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor) -> torch.Tensor:
         query_position = query_index + first_query
         key_position = key_index + first_key
-        visible = key_position <= query_position
-        if window is not None:
-            visible = visible & (key_position > query_position - window)
+        visible = (key_position <= query_position) & (key_position > query_position - seen_tokens)
         if starts is not None:
             visible = visible & (key_position >= starts[batch, query_index])
         return visible
 
     rows = None if starts is None else len(starts)
     return _function("create_block_mask", device.type)(seen, rows, None, queries, keys, device=device)
+
+
+def _on_device(number: float, device: torch.device) -> torch.Tensor:
+    """Return a 0-dimensional tensor. `torch.full` fills it on the device, so the host does not wait."""
+    return torch.full((), number, device=device)
 
 
 @cache

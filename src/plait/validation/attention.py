@@ -1,0 +1,174 @@
+"""Attention of context parallelism: the device's fused kernels compared with products in float64.
+
+The second half of a sequence attends to both halves, as a rank of a ring of two does: once for each
+half of the keys, with the results combined by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from plait.parallel.context.kernel import (
+    Gradients,
+    GradientSum,
+    Outputs,
+    PartialSoftmax,
+    Piece,
+    Rule,
+    attend,
+    attend_backward,
+    kernel_for,
+)
+from plait.validation.context import Context
+from plait.validation.rows import Verdict, verdict
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 1, 8, 2, 64
+TOKENS, SMALL_TOKENS = 2048, 64
+ALLOWED: Mapping[torch.dtype, float] = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+"""Largest error of an output or a gradient, as a share of the largest number of the tensor."""
+NAMES = ("output", "gradient of query", "gradient of key", "gradient of value")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a layer does to its scores."""
+
+    dtype: torch.dtype
+    window: bool = False
+    documents: bool = False
+    softcap: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Dtype and properties of the case."""
+        properties = {"window": self.window, "documents": self.documents, "capped scores": self.softcap}
+        return ", ".join([str(self.dtype).removeprefix("torch."), *(name for name, value in properties.items() if value)])
+
+
+CASES = (
+    Case(torch.bfloat16),
+    Case(torch.float16),
+    Case(torch.float32),
+    Case(torch.bfloat16, window=True),
+    Case(torch.bfloat16, documents=True),
+    Case(torch.bfloat16, window=True, documents=True),
+    Case(torch.bfloat16, softcap=20.0),
+    Case(torch.float32, documents=True),
+)
+
+
+def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
+    """Compare every case, then again with other positions, windows and documents.
+
+    The second time nothing may be compiled: a training run has hundreds of positions.
+    """
+    numbers: dict[str, Any] = {"tokens": SMALL_TOKENS if context.is_small else TOKENS}
+    problems = []
+    for case in CASES:
+        kernel, errors = compare(context, case, shift=0)
+        numbers[case.title] = {"kernel": kernel, "allowed": ALLOWED[case.dtype], "largest_error": max(errors.values())}
+        problems += problems_of(case, kernel, errors)
+        context.progress(numbers)
+
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for case in CASES:
+            kernel, errors = compare(context, case, shift=24)
+            problems += problems_of(case, kernel, errors)
+    return verdict(problems, **numbers)
+
+
+def problems_of(case: Case, kernel: str, errors: Mapping[str, float]) -> list[str]:
+    """Return what is wrong with a case."""
+    allowed = ALLOWED[case.dtype]
+    return [
+        f"{case.title} ({kernel}): error of the {name} {error:.1e}, allowed {allowed:.0e}"
+        for name, error in errors.items()
+        if not error <= allowed
+    ]
+
+
+def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str, float]]:
+    """Return the kernel of a case, and the relative errors of the output and of the gradients.
+
+    Args:
+        context: Gives the device.
+        case: What is computed.
+        shift: Tokens by which positions, the window and the documents are moved.
+    """
+    tokens = SMALL_TOKENS if context.is_small else TOKENS
+    half = tokens // 2
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int, length: int) -> torch.Tensor:
+        values = torch.randn(BATCH, heads, length, HEAD_DIM, generator=generator)
+        return values.to(context.device, case.dtype)
+
+    query, grad = random(HEADS, half), random(HEADS, half)
+    key, value = random(KV_HEADS, tokens), random(KV_HEADS, tokens)
+    starts = None
+    if case.documents:
+        positions = torch.arange(half, tokens) + shift
+        borders = torch.tensor([0, half // 3, half + half // 4, half + half // 2]) + shift
+        rows = borders[torch.searchsorted(borders, positions, right=True) - 1]
+        starts = rows.expand(BATCH, half).to(context.device)
+    rule = Rule(HEAD_DIM**-0.5, half // 2 + shift if case.window else None, case.softcap)
+
+    kernel, _ = kernel_for(context.device, case.dtype, (HEAD_DIM, HEAD_DIM), rule, documents=case.documents)
+    fused = attention(query, key, value, grad, starts, rule, shift)
+    exact_inputs = [tensor.double() for tensor in (query, key, value, grad)]
+    exact = attention(*exact_inputs, starts, replace(rule, kernel="products"), shift)
+    errors = {name: relative_error(a, b) for name, a, b in zip(NAMES, fused, exact, strict=True)}
+    return kernel, errors
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad: torch.Tensor,
+    starts: torch.Tensor | None,
+    rule: Rule,
+    shift: int,
+) -> tuple[torch.Tensor, ...]:
+    """Return the output and the gradients of query, key and value.
+
+    Args:
+        query: [batch, heads, tokens / 2, head_dim], the second half of the sequence.
+        key: [batch, kv_heads, tokens, head_dim].
+        value: [batch, kv_heads, tokens, head_dim].
+        grad: Gradient of the output.
+        starts: [batch, tokens / 2], position at which the document of a query begins, or None.
+        rule: Rule of the layer.
+        shift: Position of the first key.
+    """
+    half = query.shape[2]
+    pieces = [
+        Piece(
+            query,
+            key[:, :, column : column + half],
+            value[:, :, column : column + half],
+            query_at=shift + half,
+            key_at=shift + column,
+            starts=starts,
+            column=column,
+        )
+        for column in (0, half)
+    ]
+    softmax = PartialSoftmax(query, value.shape[3])
+    for piece in pieces:
+        attend(piece, rule, softmax)
+    output, log_sum_exp = softmax.finished()
+
+    sums = [GradientSum(tensor) for tensor in (query, key, value)]
+    for piece in pieces:
+        attend_backward(piece, rule, Outputs(grad, output, log_sum_exp), Gradients(*sums))
+    return output, *(one.total for one in sums)
+
+
+def relative_error(computed: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest difference as a share of the largest exact number."""
+    return float((computed.double() - exact).abs().max() / exact.abs().max())
