@@ -87,6 +87,7 @@ class _OuterUnit:
 
     def __init__(self, module: FSDPModule) -> None:
         assert isinstance(module, nn.Module)
+        self._state: Any = module._get_fsdp_state()
         (self.group,) = parameter_groups(module)
         self.is_read_elsewhere = False
         """Whether code outside of the unit's own forward reads its parameters."""
@@ -107,7 +108,7 @@ class _OuterUnit:
         module._parameters = _WatchedParameters(module._parameters, self._before_read)
         # In front of hooks of the user, which may read the weight, and whose backward needs it.
         module.register_forward_hook(self._leave_call, prepend=True)
-        state: Any = module._get_fsdp_state()
+        state = self._state
 
         def watch_output(output: Any) -> Any:
             # torch warns if the output is a view, because an in-place operation drops the hook. That is
@@ -132,7 +133,9 @@ class _OuterUnit:
     def gather(self, state: TrainingState) -> None:
         """Gather the unit if it is not gathered. Collective."""
         group = self.group
-        if group.is_unsharded:
+        # torch prepares the units of the modules that the model has in its first forward. Nothing runs a
+        # module that was replaced before, and its unit is never prepared.
+        if group.is_unsharded or self._state._is_root is None:
             return
         # torch gathers nothing in a backward where this is False, as it is for embeddings.
         unshard_in_backward = group.unshard_in_backward

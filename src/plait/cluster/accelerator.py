@@ -173,6 +173,13 @@ def reset_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
+def allocation_retries(device: torch.device) -> int:
+    """Return how often the allocator freed its cache because the device had no memory left."""
+    import torch
+
+    return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0)) if is_one(device) else 0
+
+
 def held_bytes(device: torch.device) -> int:
     """What tensors hold now, and what libraries hold in torch's memory."""
     import torch

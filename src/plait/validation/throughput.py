@@ -40,7 +40,7 @@ MOST_ROUNDS = 4
 MOST_LAYERS = 12
 """More layers would repeat the same measurement at a higher price."""
 LEAST_LAYERS = 2
-MARGIN = 0.92
+MARGIN = 0.8
 """Share of the free memory that is planned for. The rest is lost between blocks of the allocator."""
 LAYERS = "throughput layers"
 """Entry of `Context.results`: number of layers that fit."""
@@ -60,6 +60,8 @@ class Visit:
     """Seconds of building and of the first steps, compilation included."""
     peak_bytes: int
     loss: float
+    retries: int = 0
+    """How often the allocator freed its cache in the timed steps, because the device had no memory left."""
 
 
 def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
@@ -72,6 +74,9 @@ def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
     context.group()
     peak = float(datasheet(context).flops["bf16"])
     workload = first_workload(context, settings.get("accumulation", 1))
+    if settings.get("layer_share") and not context.is_small:
+        layers = max(LEAST_LAYERS, int(settings["layer_share"] * workload.layers))
+        workload = workload.with_layers(layers)
 
     workload, first_round, errors = first_visits(context, contenders, workload)
     contenders = [name for name in contenders if name in first_round]
@@ -141,6 +146,9 @@ def layers_that_fit(free_bytes: float, workload: Workload) -> int:
 def first_visits(context: Context, contenders: Sequence[str], workload: Workload) -> tuple[Workload, dict[str, Visit], dict[str, str]]:
     """Visit each contender once, with fewer layers if one of them runs out of memory.
 
+    A step in which the allocator gives its cache back and asks the device again waits for the device,
+    so it counts as out of memory too.
+
     Returns:
         The workload that fits, the visits, and the errors of contenders that do not run.
 
@@ -156,6 +164,8 @@ def first_visits(context: Context, contenders: Sequence[str], workload: Workload
                 break
             if isinstance(attempt, str):
                 errors[name] = f"{name}: {attempt}"
+            elif attempt.retries and workload.layers > LEAST_LAYERS:
+                break
             else:
                 visits[name] = attempt
             context.progress({"first_visits": {name: asdict(one) for name, one in visits.items()}})
@@ -202,7 +212,9 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
         context.synchronize()
         warm_seconds = time.perf_counter() - started
         accelerator.reset_peak(context.device)
+        retries = accelerator.allocation_retries(context.device)
         seconds, loss = timed_steps(context, trainer, batch)
+        retries = max(context.gathered(accelerator.allocation_retries(context.device) - retries))
         peak = 0 if context.device.type == "cpu" else accelerator.peak_bytes(context.device)
     finally:
         trainer.close()
@@ -210,7 +222,7 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
         context.release_memory()
     if loss != loss:
         raise AssertionError(f"{name}: the loss is not a number")
-    return Visit(max(context.gathered(seconds)), warm_seconds, peak, loss)
+    return Visit(max(context.gathered(seconds)), warm_seconds, peak, loss, retries)
 
 
 def timed_steps(context: Context, trainer: peers.Trainer, batch: Mapping[str, torch.Tensor]) -> tuple[float, float]:
