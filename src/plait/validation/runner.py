@@ -261,7 +261,10 @@ class _Launch:
         if event["event"] == "progress":
             self._partial |= event["numbers"]
             return None
-        return self._finished(event["outcome"], event["reason"], event["numbers"])
+        numbers = event["numbers"]
+        if event["outcome"] == "failed":
+            numbers = {**self._partial, **numbers}
+        return self._finished(event["outcome"], event["reason"], numbers)
 
     def _finished(self, outcome: Outcome, reason: str, numbers: Mapping[str, Any]) -> Result:
         row = self._pending.pop(0)

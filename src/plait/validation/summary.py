@@ -43,6 +43,11 @@ def _parity(numbers: Numbers) -> str:
     if "configured" in numbers:
         share = numbers["configured"]["largest_share_of_allowed"]
         parts.append(f"{numbers['computes_in']}: {share:.0%} of what is allowed")
+    parts += [
+        f"{name} ({case['kernel']}) {case['largest_error']:.0e}"
+        for name, case in numbers.items()
+        if isinstance(case, Mapping) and "kernel" in case
+    ]
     return ", ".join(parts)
 
 

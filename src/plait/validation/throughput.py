@@ -243,7 +243,7 @@ def another_round_fits(context: Context, rounds: Sequence[Mapping[str, Visit]], 
     """Return whether the row's planned time lasts for one more round. Collective."""
     if context.is_small:
         return len(rounds) < 2
-    if len(rounds) >= MOST_ROUNDS:
+    if len(rounds) >= settings.get("rounds", MOST_ROUNDS):
         return False
     steps = WARM_STEPS + TIMED_STEPS
     last = rounds[-1].values()

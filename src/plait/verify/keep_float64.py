@@ -28,7 +28,7 @@ class _StayWide(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ANGLE_FUNCTIONS and args[0].dtype in _NARROWER:
+        if func in _ANGLE_FUNCTIONS and args and args[0].dtype in _NARROWER:
             # Transformers computes the angles of rotary embeddings in float32, and float32 sines of a CPU and
             # of a GPU differ in the last bit.
             return func(args[0].double())
@@ -53,6 +53,10 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
     The classes are patched, not the objects, so that copies, wrappers and recomputation of the model see it too. `others` are optimizer
     classes, whose `step` is treated the same (torch's Muon multiplies in bfloat16).
     """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes and torch.float64 not in dtypes:
+        yield
+        return
     inside = [True]
     before = {(owner, name): vars(owner)[name] for owner, name in _owners(model) | {(_owner(kind, "step"), "step") for kind in others}}
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,3 +168,43 @@ def test_the_published_formulas_of_llama() -> None:
     selective = 8 * h + 2 * h * kv // a + 2 * f + 4 * a
     assert found["selective"].kept == (tokens * selective,) * layers
     assert found["full"].kept == (tokens * 2 * h,) * layers
+
+
+class JITFunction:
+    """Stands for Triton's, which is not installed with torch for CPUs."""
+
+    __name__ = "norm_kernel"
+
+    def run(self, x: torch.Tensor, *, grid: tuple[int, ...]) -> None:
+        x.mul_(grid[0])
+
+
+class CallsTriton(nn.Module):
+    """A language model that launches a Triton kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(cases.VOCABULARY, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, cases.VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        x = self.embedding(input_ids)
+        JITFunction().run(x, grid=(2,))
+        for layer in self.layers:
+            x = layer(x)
+        return SimpleNamespace(logits=self.head(x))
+
+
+def test_triton_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that gets a tensor without memory writes to address 0, and the device is lost to the process."""
+    module = ModuleType("triton.runtime.jit")
+    module.JITFunction = JITFunction  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", module)
+    launch = JITFunction.run
+    model = CallsTriton()
+    batch = token_batch(2, 12)
+    with pytest.raises(ModelError, match="CallsTriton cannot be run without data: the Triton kernel norm_kernel"):
+        stage(model, blocks=("layers.0", "layers.1"), batch=batch)
+    assert JITFunction.run is launch
+    model(torch.zeros(2, 12, dtype=torch.int64))  # a real tensor has memory

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
+from types import ModuleType
 
 import pytest
+import torch
 
 from plait.planner.calibration_file import Origin, load, save
 from plait.planner.hardware import device as device_of
 from plait.units import GIB
-from plait.validation import ceilings, kernels, memory, parity, planned, waits
+from plait.validation import attention, ceilings, kernels, memory, parity, peers, planned, waits
 from plait.validation.context import Context
 from plait.validation.models import WIDE
 from plait.validation.summary import summary_of
@@ -124,3 +127,34 @@ def test_kernels_on_a_cpu(context: Context) -> None:
     assert result.outcome == "passed"
     assert set(result.numbers["attention"]) == {"16", "32"}
     assert "file" not in result.numbers
+
+
+def test_attention_kernels(context: Context) -> None:
+    """On a CPU the row compares its kernels too; a kernel that is off is named."""
+    result = attention.kernels(context, {})
+    assert result.outcome == "passed", result.reason
+    assert result.numbers["float32"]["kernel"] == "cpu"
+    assert 0 < result.numbers["bfloat16, documents"]["largest_error"] < attention.ALLOWED[torch.bfloat16]
+    problems = attention.problems_of(attention.Case(torch.float16), "flash", {"output": 1.0, "gradient of key": float("nan")})
+    assert problems == [
+        "float16 (flash): error of the output 1.0e+00, allowed 4e-03",
+        "float16 (flash): error of the gradient of key nan, allowed 4e-03",
+    ]
+
+
+def test_liger_replaces_nothing_for_later_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger exchanges classes of Transformers' module. They are back when its contender has ended."""
+    from transformers.models.llama import modeling_llama
+
+    def apply(*, fused_linear_cross_entropy: bool, model: object) -> None:
+        modeling_llama.LlamaRMSNorm = object
+
+    package = ModuleType("liger_kernel.transformers")
+    package.apply_liger_kernel_to_llama = apply  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
+    norm = modeling_llama.LlamaRMSNorm
+    restore = peers.give_liger_kernels(torch.nn.Identity(), fused_linear_cross_entropy=True)
+    assert modeling_llama.LlamaRMSNorm is object
+    restore()
+    assert modeling_llama.LlamaRMSNorm is norm

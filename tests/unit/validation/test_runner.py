@@ -54,6 +54,12 @@ def test_numbers_of_a_row_that_was_cut() -> None:
     assert result.outcome == "failed" and result.numbers == {"rounds": 1}
 
 
+def test_numbers_of_a_row_that_failed() -> None:
+    """Numbers that a row reported before its error are in its result."""
+    (result,) = run([row("fails", "fail")])
+    assert result.outcome == "failed" and result.numbers["rounds"] == 1
+
+
 def test_rows_share_a_launch() -> None:
     """Rows of as many ranks run in one process, except those that need their own."""
     results = run([row("a"), row("b"), row("c", ranks=2), row("d", own_process=True), row("e")])

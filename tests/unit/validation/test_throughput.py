@@ -119,6 +119,13 @@ def test_fewer_layers_after_memory_ran_out(context: Context, monkeypatch: pytest
         throughput.first_visits(context, ["fsdp2"], TINY.with_layers(3))
 
 
+def test_fewer_layers_after_the_allocator_had_to_retry(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that wait for the allocator are not compared."""
+    monkeypatch.setattr(throughput, "visit", lambda context, name, workload: Visit(1.0, 1.0, 10, 2.0, retries=int(workload.layers > 4)))
+    workload, visits, _ = throughput.first_visits(context, ["plait", "fsdp2"], TINY.with_layers(8))
+    assert workload.layers == 4 and set(visits) == {"plait", "fsdp2"}
+
+
 def test_a_contender_that_does_not_run(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are compared, and the row fails with the error."""
 

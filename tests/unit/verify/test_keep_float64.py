@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -94,6 +95,24 @@ def test_float32_models_are_left_alone() -> None:
     plain = model(data)
     with keeping_float64(model):
         assert torch.equal(model(data), plain)
+
+
+class Rotary(nn.Linear):
+    """Computes its angles in float32, as the rotary embeddings of Transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(x.shape[-1], dtype=torch.float32) * 0.7
+        return super().forward(x * angles.cos().to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_cosines_of_float32_angles(dtype: torch.dtype) -> None:
+    """A float64 model has float64 cosines, because those of a CPU and of a GPU differ in float32."""
+    model, data = Rotary(4, 4).to(dtype), torch.randn(3, 4, dtype=dtype)
+    angles = torch.arange(4, dtype=torch.float32) * 0.7
+    with keeping_float64(model):
+        result = model(data)
+    assert torch.equal(result, nn.Linear.forward(model, data * angles.to(dtype).cos()))
 
 
 def test_optimizers_that_narrow() -> None:
