@@ -139,7 +139,7 @@ OPERATORS = ("torch.ops", "_aten")
 
 
 def test_private_names_of_torch_are_only_in_their_package() -> None:
-    assert {"_parameters", "_flatten", "_local_tensor", "_cdata", "_version", "_fsdp_param_groups", "_last_lr"} <= _hidden_by_torch()
+    assert {"_parameters", "_flatten", "_local_tensor", "_cdata", "_version", "_last_lr"} <= _hidden_by_torch()
     bad = [found for path in FILES if not _name(path).startswith("_torch/") for found in _private_names_of_torch(path)]
     assert not bad
 

@@ -25,6 +25,8 @@ PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
 IN_FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 SAVED = {"activation_offload": {"device": "disk", "path": tempfile.gettempdir(), "fraction": 1.0}}
 OFFLOADED: dict[str, dict[str, Any]] = {
+    "ZeRO 3, loss in chunks": {"zero_optimization": {"stage": 3}, "parallel": {"loss_chunk_tokens": 8}},
+    "tp, loss in chunks": {"parallel": {"tp": 2, "loss_chunk_tokens": 8}},
     "ZeRO 2": {"zero_optimization": {"stage": 2}},
     "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}},
     "files": {"zero_optimization": {"stage": 3, "offload_param": IN_FILES}},
@@ -90,7 +92,7 @@ def compare(results: list[dict[tuple[str, str], Any]], kinds: list[str]) -> None
 
 
 def test_tokens_of_two_ranks(pool: Pool) -> None:
-    compare(pool.run(2, generated, ["llama"], list(TWO)), ["llama"])
+    compare(pool.run(2, generated, ["llama"], [*TWO, "ZeRO 3, loss in chunks", "tp, loss in chunks"]), ["llama"])
     compare(pool.run(2, generated, ["gemma2"], ["sequence parallel", "pp, interleaved"]), ["gemma2"])
 
 

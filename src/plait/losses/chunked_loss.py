@@ -51,6 +51,11 @@ class DeferredLogits:
     parameters: tuple[nn.Parameter, ...]
     """The head's own that are trained."""
 
+    def full(self) -> torch.Tensor:
+        """Return the logits [batch, seq, vocab]."""
+        logits = self.head(self.hidden.flatten(0, -2))
+        return logits.unflatten(0, self.hidden.shape[:-1])
+
 
 @dataclass(frozen=True)
 class ChunkedCausalLMLoss(CausalLMLoss):
