@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import InputError
-from plait.losses.chunked_loss import DeferredLogits
 from plait.parallel.pipeline.boundary import EarlierStageFailed
 from plait.sharded.cache import arguments_of
 from plait.sharded.model import ShardedModel
@@ -190,9 +189,6 @@ def _logits(output: Any) -> torch.Tensor:
         found = output.get("logits")
     elif isinstance(output, tuple | list) and output:
         found = output[0]
-    if isinstance(found, DeferredLogits):  # of an engine whose loss is computed in chunks
-        with torch.no_grad():
-            found = found.full()
     if not isinstance(found, torch.Tensor) or found.ndim != 3:
         raise InputError(
             f"generate needs logits [batch, sequence, vocabulary] and the model's output is a {type(output).__name__} without them; return "

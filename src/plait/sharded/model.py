@@ -25,6 +25,7 @@ from plait.comm.watch import WATCH
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved
 from plait.errors import InputError, NumbersError
+from plait.losses.chunked_loss import DeferredLogits
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.disk_optimizer import DiskTier
 from plait.optim.gradient_norm import global_norm
@@ -241,7 +242,11 @@ class ShardedModel:
         if cache is not None:
             refuse_cache(self.parts, self.mesh, cache)
             batch = with_cache(batch, cache, argument=cache_argument(self.model) or CACHES[0])
-        output = self.output(self.prepared(batch), passes_on=passes_on)
+        with torch.no_grad(), self.evaluating():
+            output = self.output(self.prepared(batch), passes_on=passes_on)
+            logits = getattr(output, "logits", None)
+            if isinstance(logits, DeferredLogits):  # parallel.loss_chunk_tokens leaves the head to the loss
+                output.logits = logits.full()
         return self.hooks.joined(output, batch) if self.holds_output else output
 
     def new_cache(self, *, on_host: bool = False) -> Any:
