@@ -936,8 +936,8 @@ def test_flash_attention_has_the_shapes_of_its_reference(band: attention.Band) -
     with fused_attention.registered("CPU"):
         for device in ("meta", "cpu"):
             query, key, value = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes.values())
-            output, log_sum_exp = attention.FLASH.forward(query, key, value, band, 0.5)
-            gradients = attention.FLASH.backward(output, query, key, value, output, log_sum_exp, band, 0.5)
+            output, log_sum_exp = attention.FLASH.forward((query, key, value), band, 0.5)
+            gradients = attention.FLASH.backward((query, key, value), attention.Softmax(output, output, log_sum_exp), band, 0.5)
             found.append([(x.shape, x.dtype, x.stride()) for x in (output, log_sum_exp)] + [(x.shape, x.dtype) for x in gradients])
     assert found[0] == found[1]
     assert found[0][1][:2] == ((2, 4, 10), torch.float32)
@@ -955,9 +955,9 @@ def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype)
             raw.append(
                 torch.ops.aten._scaled_dot_product_efficient_attention(*aligned, aligned[1], None, True, 0.0, True, scale=0.5)[1].shape
             )
-            output, log_sum_exp = attention.EFFICIENT.forward(query, key, value, attention.Band(None, 0), 0.5)
-            arguments = output, query, key, value, output, log_sum_exp, attention.Band(None, 0), 0.5
-            gradients = attention.EFFICIENT.backward(*arguments)
+            output, log_sum_exp = attention.EFFICIENT.forward((query, key, value), attention.Band(None, 0), 0.5)
+            softmax = attention.Softmax(output, output, log_sum_exp)
+            gradients = attention.EFFICIENT.backward((query, key, value), softmax, attention.Band(None, 0), 0.5)
             found.append([(x.shape, x.dtype) for x in (output, log_sum_exp, *gradients)])
     assert found[0] == found[1] and raw == [(2, 4, 32)] * 2
 
@@ -993,9 +993,10 @@ def test_attention_of_cpus_computes_parts() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.5)
     gradients = torch.autograd.grad(expected, (query, key, value), torch.ones_like(expected))
     with torch.no_grad():
-        output, log_sum_exp = attention.CPU.forward(query, key, value, attention.Band(), 0.5)
+        output, log_sum_exp = attention.CPU.forward((query, key, value), attention.Band(), 0.5)
+        softmax = attention.Softmax(torch.ones_like(output), output, log_sum_exp)
         halves = [
-            attention.CPU.backward(torch.ones_like(output), query, *tensors, output, log_sum_exp, attention.Band(), 0.5)
+            attention.CPU.backward((query, *tensors), softmax, attention.Band(), 0.5)
             for tensors in zip(key.split(3, 2), value.split(3, 2), strict=True)
         ]
     torch.testing.assert_close(halves[0][0] + halves[1][0], gradients[0])

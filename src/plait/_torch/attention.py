@@ -8,11 +8,12 @@ than the backward receives. It then returns the share of the gradients that flow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from math import inf
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,54 +52,58 @@ class Band:
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value, or their gradients."""
+
+
+class Softmax(NamedTuple):
+    """Inputs of a backward that describe the softmax. They may be those over more keys."""
+
+    grad: torch.Tensor
+    """Gradient of the output."""
+    output: torch.Tensor
+    log_sum_exp: torch.Tensor
 
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Forward and backward of one kernel.
+    """Forward and backward of one kernel."""
 
-    `forward(query, key, value, band, scale)` returns the output and its log-sum-exp.
-    `backward(grad, query, key, value, output, log_sum_exp, band, scale)` returns the gradients of query,
-    key and value.
-    """
-
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[..., Tensors]
+    forward: Callable[[Tensors, Band, float], tuple[torch.Tensor, torch.Tensor]]
+    """Takes query, key and value, the band and the scale. Returns the output and its log-sum-exp."""
+    backward: Callable[[Tensors, Softmax, Band, float], Tensors]
+    """Returns the gradients of query, key and value."""
     shares_heads: bool
     """Whether keys and values may have fewer heads than queries."""
     bands: bool
     """Whether the kernel supports every band. Otherwise it supports those with `Band.is_square` only."""
 
 
-def _cpu_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, band.right == 0, scale=scale)
+def _cpu_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, log_sum_exp = kernel(*tensors, 0.0, band.right == 0, scale=scale)
     return output, log_sum_exp
 
 
-def _cpu_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    band: Band,
-    scale: float,
-) -> Tensors:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad.contiguous(), query, key, value, output, log_sum_exp, 0.0, band.right == 0, scale=scale
+def _cpu_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float) -> Tensors:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grad, output, log_sum_exp = softmax
+    gradients: Tensors = kernel(
+        grad.contiguous(),
+        *tensors,
+        output,
+        log_sum_exp,
+        0.0,
+        band.right == 0,
+        scale=scale,
     )
+    return gradients
 
 
-def _flash_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     # `_scaled_dot_product_flash_attention` calls this operator, but it has no window, and a causal mask needs
     # as many keys as queries.
-    width = value.shape[3]
-    query, key, value = _flash_inputs(query, key, value)
+    width = tensors[2].shape[3]
+    query, key, value = _flash_inputs(tensors)
     output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -117,19 +122,9 @@ def _flash_forward(
     return output[..., :width].transpose(1, 2), log_sum_exp
 
 
-def _flash_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    band: Band,
-    scale: float,
-) -> Tensors:
-    widths = [x.shape[3] for x in (query, key, value)]
-    query, key, value = _flash_inputs(query, key, value)
-    grad, output = (_padded(x.transpose(1, 2), query.shape[3]) for x in (grad, output))
+def _flash_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float) -> Tensors:
+    query, key, value = _flash_inputs(tensors)
+    grad, output = (_padded(x.transpose(1, 2), query.shape[3]) for x in (softmax.grad, softmax.output))
     rng_state = query.new_empty(0)  # not read, because there is no dropout
     gradients = torch.ops.aten._flash_attention_backward(
         grad,
@@ -137,7 +132,7 @@ def _flash_backward(
         key,
         value,
         output,
-        log_sum_exp,
+        softmax.log_sum_exp,
         None,
         None,
         query.shape[1],
@@ -150,42 +145,33 @@ def _flash_backward(
         window_size_left=band.left,
         window_size_right=band.right,
     )
-    query, key, value = (x[..., :width].transpose(1, 2) for x, width in zip(gradients, widths, strict=True))
-    return query, key, value
+    return _unpadded([x.transpose(1, 2) for x in gradients], tensors)
 
 
-def _flash_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tensors:
+def _flash_inputs(tensors: Tensors) -> list[torch.Tensor]:
     """Return the tensors as [batch, tokens, heads, width], with one aligned width and a contiguous last
     dimension."""
+    query, _, value = tensors
     width = _aligned(max(query.shape[3], value.shape[3]))
-    query, key, value = (_padded(x.transpose(1, 2), width) for x in (query, key, value))
-    return query, key, value
+    return [_padded(x.transpose(1, 2), width) for x in tensors]
 
 
-def _efficient_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    queries = query.shape[2]
-    width = value.shape[3]
-    query, key, value = (_padded(x, _aligned(x.shape[3])) for x in (query, key, value))
+def _efficient_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    query, _, value = tensors
     output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, True, 0.0, band.right == 0, scale=scale
+        *(_padded(x, _aligned(x.shape[3])) for x in tensors),
+        None,
+        True,
+        0.0,
+        band.right == 0,
+        scale=scale,
     )
-    return output[..., :width], log_sum_exp[..., :queries]
+    return output[..., : value.shape[3]], log_sum_exp[..., : query.shape[2]]
 
 
-def _efficient_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    band: Band,
-    scale: float,
-) -> Tensors:
-    widths = [x.shape[3] for x in (query, key, value)]
-    query, key, value, grad, output = (_padded(x, _aligned(x.shape[3])) for x in (query, key, value, grad, output))
+def _efficient_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float) -> Tensors:
+    query, key, value, grad, output = (_padded(x, _aligned(x.shape[3])) for x in (*tensors, softmax.grad, softmax.output))
+    log_sum_exp = softmax.log_sum_exp
     if torch.version.hip is None:
         # A padding query has an infinite log-sum-exp, so that its weights are 0.
         log_sum_exp = F.pad(log_sum_exp, (0, -log_sum_exp.shape[2] % _LOG_SUM_EXP_ALIGNMENT), value=inf)
@@ -206,7 +192,12 @@ def _efficient_backward(
         band.right == 0,
         scale=scale,
     )
-    query, key, value = (x[..., :width] for x, width in zip(gradients, widths, strict=True))
+    return _unpadded(gradients, tensors)
+
+
+def _unpadded(gradients: Sequence[torch.Tensor], tensors: Tensors) -> Tensors:
+    """Return the gradients without the elements that padded the last dimension of `tensors`."""
+    query, key, value = (x[..., : like.shape[3]] for x, like in zip(gradients, tensors, strict=True))
     return query, key, value
 
 

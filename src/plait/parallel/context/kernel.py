@@ -19,6 +19,7 @@ from plait._torch.attention import (
     FLASH,
     Band,
     FusedAttention,
+    Softmax,
     why_not_efficient,
     why_not_flash,
     why_not_flex,
@@ -300,7 +301,7 @@ def attend(piece: Piece, rule: Rule, into: PartialSoftmax) -> None:
     band = _band(piece, rule)
     if fused is not None and _supports(fused, piece, band):
         key, value = _heads_for(fused, piece)
-        into.add(piece.row, *fused.forward(piece.query, key, value, band, rule.scale))
+        into.add(piece.row, *fused.forward((piece.query, key, value), band, rule.scale))
         return
 
     halves = _divided(piece)
@@ -342,7 +343,8 @@ def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients)
     if fused is not None and _supports(fused, piece, band):
         key, value = _heads_for(fused, piece)
         rows = outputs.rows(first_row, end_row)
-        gradients = fused.backward(rows.grad, piece.query, key, value, rows.output, rows.log_sum_exp, band, rule.scale)
+        softmax = Softmax(rows.grad, rows.output, rows.log_sum_exp)
+        gradients = fused.backward((piece.query, key, value), softmax, band, rule.scale)
         into.add(piece, *gradients)
         return
 
