@@ -69,7 +69,7 @@ class Trainer:
 
     def scores(self) -> torch.Tensor:
         """Canonical log-probabilities."""
-        return torch.cat(self.engine.score(SEQUENCES, canonical=True, vocabulary=True))
+        return torch.cat(self.engine.score(SEQUENCES, vocabulary=True))
 
 
 class Generator:
@@ -84,7 +84,7 @@ class Generator:
         """After a hand-over."""
         assert made is not None
         ids = torch.tensor(SEQUENCES[:1])
-        scores = torch.cat(plait.score(self.model, SEQUENCES, canonical=True, vocabulary=True))
+        scores = torch.cat(plait.score(self.model, SEQUENCES, vocabulary=True))
         found = [scores.view(torch.int32), self.model.predict({"input_ids": ids}).logits.view(torch.int32)]
         self.first = self.first or [*found, made.content]
         same = made.content == self.first[2] and all(map(torch.equal, found, self.first))

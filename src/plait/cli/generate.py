@@ -83,7 +83,6 @@ class Asked:
     """That may be pinned."""
     quant: str | None = None
     scratch: str | None = None
-    canonical: bool = False
     offload_cache: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -107,7 +106,6 @@ def generate_command(
     repetition_penalty: Annotated[float | None, _tokens(metavar="X", help="Above 1: tokens that were there are less likely.")] = None,
     stop: Annotated[list[str] | None, _tokens(metavar="TEXT", help="Ends an answer; may be repeated.")] = None,
     seed: Annotated[int | None, _tokens(min=0, metavar="N", help="Of the first prompt; the next has N + 1. (default: new)")] = None,
-    canonical: Annotated[bool, _tokens("--canonical", help="Of logits that are the same on every layout; slower.")] = False,
     tp: Annotated[str, _layout(metavar="N", help="Tensor parallelism; auto: the fewest devices.")] = AUTO,
     pp: Annotated[str, _layout(metavar="N", help="Pipeline stages; or auto.")] = AUTO,
     nproc_per_node: Annotated[
@@ -144,8 +142,6 @@ def generate_command(
     if seed is not None and seed > (last := (1 << 63) - max(len(lines), 1)):
         raise InputError(f"--seed {seed}: each prompt has the next number, and the last must be under 2**63; give {last} at most")
     source = open_source(model, one_adapter(adapter))
-    if canonical and quant is not Quant.none:
-        raise InputError(f"--canonical: is not proven with --quant {quant.value}; leave one of them out")
     if source.tokenizer_folder is None and not (lines and all("token_ids" in line.fields for line in lines)):
         raise InputError(f"--model {model}: has no tokenizer, so prompts have to be token_ids in a file of --prompts")
     chosen = {
@@ -175,8 +171,6 @@ def generate_command(
         found = deploy(work, tp=degrees[0], pp=degrees[1], devices=nproc_per_node)
     if scratch is not None and not found.written:
         raise InputError("--scratch: holds layers that are written anew to be streamed, and none are; leave it out")
-    if canonical and found.budget_bytes is not None:
-        raise InputError(f"--canonical: is not proven with streamed weights, and here {found.why}; leave it out, or the budgets")
     print(found.why, file=sys.stderr)
     if form is not None:
         print(f"{form}: {sizes_of(unloaded, counted)}", file=sys.stderr)
@@ -196,7 +190,6 @@ def generate_command(
         found.host_bytes,
         form,
         None if scratch is None else str(scratch),
-        canonical,
         offload_cache,
         settings,
     )
@@ -311,12 +304,12 @@ def _command(asked: Asked, source: Source) -> dict[str, Any]:
     adapter = None if asked.adapter is None else str(Path(asked.adapter).resolve())
     of_model = {"--model": str(Path(source.name).resolve()), "--adapter": adapter, "--dtype": asked.dtype, "--quant": asked.quant}
     settings = {f"--{name.replace('_', '-').removesuffix('-strings')}": value for name, value in asked.settings.items()}
-    return {**of_model, "the model's files": source.stamp(), "--canonical": asked.canonical, "--seed": asked.seed, **settings}
+    return {**of_model, "the model's files": source.stamp(), "--seed": asked.seed, **settings}
 
 
 def _ways(asked: Asked) -> dict[str, Any]:
     """What every call of `generate` gets."""
-    return {"canonical": asked.canonical, "offload_cache": asked.offload_cache, **asked.settings}
+    return {"offload_cache": asked.offload_cache, **asked.settings}
 
 
 def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *, first: bool) -> str:

@@ -105,17 +105,6 @@ def test_scores_are_those_of_a_sequence_alone(case: Case) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_canonical(case: Case) -> None:
-    within = generate(case.sharded, PROMPTS[:2], max_new_tokens=NEW, temperature=0, canonical=True)
-    scores = score(case.sharded, [one.prompt_ids + one.token_ids for one in within], canonical=True)
-    assert [one.logprobs for one in within] == [one[-NEW:].tolist() for one in scores]
-    words = rf"canonical=True: .*RoPE type {case.kind}\) follow the length of the input past 32 tokens, and a request may have 34"
-    with pytest.raises(InputError, match=words):
-        generate(case.sharded, PROMPTS[:4], max_new_tokens=NEW, temperature=0, canonical=True)
-    with pytest.raises(InputError, match="past 32 tokens, and a request may have 33"):
-        score(case.sharded, [PROMPTS[6]], canonical=True)
-
-
 def served(sharded: ShardedModel, prompts: Sequence[list[int]], at_once: int) -> list[list[int]]:
     """Their tokens, all submitted together."""
     tokens: list[list[int]] = [[] for _ in prompts]
