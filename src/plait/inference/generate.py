@@ -24,7 +24,6 @@ from plait.inference.rope_by_length import groups, refuse_past, rope_by_length
 from plait.inference.settings import Settings, settings_of
 from plait.inference.text_stream import text_of
 from plait.inference.untouched import untouched
-from plait.inference.weight_sync.status import refuse_incomplete
 from plait.sharded.cache import arguments_of, counts_tokens, reads_prompts_whole, takes_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
@@ -113,7 +112,6 @@ def generate(
 def check_model(sharded: ShardedModel) -> None:
     """Raise InputError for a model or a layout that does not go on from texts."""
     model = sharded.model
-    refuse_incomplete(model)
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{type(model).__name__} has an encoder and a decoder; generate is for models that go on from a text")
