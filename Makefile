@@ -11,7 +11,7 @@
 #   make object-stores    checkpoints against a real S3 API (moto's server), in an environment of its own beside .venv
 #   make proof         the full test matrix (hours)
 #   make bitsandbytes     adapters on weights of bitsandbytes (QLoRA) with the library, in an environment of its own beside .venv
-#   make torchao       the recorded numbers of low-bit optimizer states beside torchao's own, in an environment of its own beside .venv
+#   make torchao       recorded numbers of low-bit optimizer states and quantised folders compared with torchao, in a separate environment
 #   make versions      docs/versions.md: every technique on torch 2.11 to 2.15, in environments of their own (GBs; ARGS="2.14.1")
 #   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml
 #                      allows, in separate environments; writes docs/versions-packages.md
@@ -73,6 +73,7 @@ bitsandbytes: environment
 
 torchao: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh torchao $(RUN) -m tests.unit.engine.torchao_numbers --check
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh torchao $(RUN) -m pytest tests/unit/inference/test_quantised_folders.py $(ARGS)
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)

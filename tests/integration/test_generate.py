@@ -221,7 +221,7 @@ def test_an_index_of_wrong_files(folder: Path, tmp_path: Path, capsys: pytest.Ca
 def test_the_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    block, scores, hand_over, to_files = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    block, scores, hand_over, to_files, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     engine = plait.initialize(AutoModelForCausalLM.from_pretrained(folder), {"train_micro_batch_size_per_gpu": 1})
     exec(block, {"engine": engine, "tokenizer": AutoTokenizer.from_pretrained(folder)})
     assert len(re.findall(r"(stop|length)$", capsys.readouterr().out, re.MULTILINE)) == 2

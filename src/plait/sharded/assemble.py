@@ -79,11 +79,11 @@ def shard(
     mean: bool = False,
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
-    on_meta: Callable[[nn.Module, Mesh], None] = lambda model, mesh: None,
 ) -> tuple[Mesh, Parts, int]:
-    """`split`, weights, and what acts on a step, for a `ShardedModel`. `mean`: see `ShardSettings`. `on_meta` may change a model that was
-    built on meta when all techniques are applied to it, before it gets memory. Returns also the seed of rank 0's random generator
-    before."""
+    """Split a model, give it its weights, and attach what acts on a step, for a `ShardedModel`.
+
+    `mean`: see `ShardSettings`. The last result is the seed of rank 0's random generator before the call.
+    """
     model, resolved = checked.model, checked.resolved
     if weights is None and materialise.is_meta(model):
         weights = weights_of(model)
@@ -91,7 +91,6 @@ def shard(
     mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
-        on_meta(model, mesh)
         materialise.allocate(model, mesh.device, host_units=parts.shard.offloaded_units if parts.shard.master_weights_on_host else ())
     tier = build_disk_tier(resolved, model, parts.shard.offloaded_units)
     if template is not None:

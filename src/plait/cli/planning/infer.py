@@ -34,7 +34,7 @@ _EPILOG = """Examples:
 
 plait plan infer --model trained --prompt-tokens 100 --new-tokens 50
 
-plait plan infer --model trained --cpu-budget 2GiB --quant int8 --batch-size 16
+plait plan infer --model trained --cpu-budget 2GiB --batch-size 16
 
 plait plan infer --model llama-3-70b --gpu h100 --nproc-per-node 4 --batch-size 8"""
 
@@ -46,14 +46,6 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-
-
-class Quant(StrEnum):
-    """Of the linear layers' weights."""
-
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"
 
 
 _devices = in_panel("The devices")
@@ -68,7 +60,6 @@ def infer(
     new_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="That every prompt gets.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="Prompts that are decoded at once.")] = 1,
     dtype: Annotated[Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
-    quant: Annotated[Quant, typer.Option(metavar="NAME", help="Linear layers in int8, int4; or none.")] = Quant.none,
     gpu: Annotated[str | None, _devices(metavar="NAME", help="h100, a100 and others. (default: this machine)")] = None,
     nproc_per_node: Count = None,
     tp: Annotated[int | None, _devices(min=1, metavar="N", help="Tensor parallelism. (default: the fewest devices)")] = None,
@@ -85,7 +76,6 @@ def infer(
     from plait.inference.bandwidth import bandwidth_bound, catalogued_gpu, devices_of
     from plait.inference.capacity import check_positions, compute_dtype
     from plait.inference.deployment import Work, deploy, deploy_streamed, devices_here
-    from plait.inference.quantised import quantised_copy, sizes_of
     from plait.planner.hardware import device
     from plait.units import bytes_of, format_count
 
@@ -105,9 +95,7 @@ def infer(
         of=f"--prompt-tokens {prompt_tokens:,} and --new-tokens {new_tokens:,}",
         remedy="give smaller ones",
     )
-    form = None if quant is Quant.none else quant.value
-    counted = unloaded if form is None else quantised_copy(unloaded, form)
-    work = Work(source, counted, prompt_tokens + new_tokens, batch_size, form is not None, offload_cache)
+    work = Work(source, unloaded, prompt_tokens + new_tokens, batch_size, offload_cache)
     if any(budgets):
         found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1], on=on)
     else:
@@ -125,9 +113,7 @@ def infer(
     kind = str(compute_dtype(unloaded)).removeprefix("torch.")
     print(f"{model}: {count} parameters, {kind}; {batch_size} x ({prompt_tokens:,} + {new_tokens:,}) tokens")
     print(found.why)
-    if form is not None:
-        print(f"{form}: {sizes_of(unloaded, work.model)}")
-    _show_bytes(found, on, quantised=form is not None)
+    _show_bytes(found, on)
     _show_bound(found, bound, batch_size)
 
 
@@ -171,7 +157,7 @@ def _as_json(found: Deployment, bound: BandwidthBound | None) -> dict[str, Any]:
     }
 
 
-def _show_bytes(found: Deployment, on: Devices, *, quantised: bool) -> None:
+def _show_bytes(found: Deployment, on: Devices) -> None:
     from plait.inference.deployment import UNKNOWN
     from plait.inference.placement import WORKSPACE
     from plait.units import format_bytes
@@ -182,7 +168,7 @@ def _show_bytes(found: Deployment, on: Devices, *, quantised: bool) -> None:
         where = "each GPU" if found.tp * found.pp > 1 else "the GPU"
     rows = [
         [where, "weights that stay", format_bytes(account.weights)],
-        [where, f"places of {'quantised ' if quantised else ''}layers that are streamed", format_bytes(account.slots)],
+        [where, "places of layers that are streamed", format_bytes(account.slots)],
         [where, "keys and values", format_bytes(account.cache)],
         [where, "activations", format_bytes(account.activations)],
         ["pinned host memory", "weights", format_bytes(account.on_host)],
