@@ -365,7 +365,7 @@ def test_the_folder_of_a_run(folder: Path, tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main(["plan", "infer", "--model", str(tmp_path / "run"), "--prompt-tokens", "4", "--new-tokens", "4", "--cpu-budget", "210KiB"])
     planned = capsys.readouterr().out
-    assert "written to new files first" in planned and "MiB read here" in planned
+    assert "written to new files first" in planned and "from files for every token" in planned
     pytest.importorskip("peft")
     with_adapter = str(adapter_of(exported(tmp_path), tmp_path / "adapter"))
     run(*common, "--adapter", with_adapter)
