@@ -40,7 +40,7 @@ def test_bytes_are_those_that_generate_decides_with(folder: Path, tmp_path: Path
     lengths = ["--prompt-tokens", "6", "--new-tokens", "5", "--batch-size", "2"]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"token_ids": [5, 6, 7, 8, 9, 10]}\n{"token_ids": [5]}\n', encoding="utf-8")
-    for options in ([], ["--cpu-budget", "220KiB"], ["--cpu-budget", "200KiB", "--dtype", "bfloat16"]):
+    for options in ([], ["--cpu-budget", "220KiB"], ["--cpu-budget", "130KiB", "--dtype", "bfloat16"]):
         run("--model", str(folder), *lengths, *options, "--json")
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         out = tmp_path / f"{len(options)}.jsonl"
