@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 
+from benchmarks.planner_accuracy.limits import beyond_memory, beyond_peak
+from benchmarks.planner_accuracy.row import NotPriced, Row, device_of, model_of, number_of, precision_of
+from benchmarks.planner_accuracy.runs import measured_bytes, measured_seconds, read_table
 from plait.errors import Problem
 from plait.planner.hardware import PRECISIONS
-from plait.planner.limits import beyond_memory, beyond_peak
-from plait.planner.row import NotPriced, Row, device_of, model_of, number_of, precision_of
-from plait.planner.runs import measured_bytes, measured_seconds, read_table
 
 _COUNTS = (
     *("n_layers", "hidden", "n_heads", "n_kv_heads", "ffn_hidden", "vocab", "gpus_total", "gpus_per_node", "seq_len", "global_batch"),

@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.planner_accuracy.row import FrameworkOf, NotPriced, Row, Variant, number_of, plait_only, variants_of
 from plait.errors import InputError
+from plait.planner import calibrate as calibration_of
+from plait.planner.calibrate import Calibration, merged, uncalibrated
+from plait.planner.constants import Knowledge
+from plait.planner.estimate import estimate
 from plait.planner.hardware import stack
 from plait.planner.job import Job, Layouts
-from plait.planner.row import FrameworkOf, NotPriced, Row, Variant, number_of, plait_only, variants_of
+from plait.planner.measured import MeasuredRuns
 
+Array = NDArray[np.float64]
 REQUIRED = ("gpu", "gpus_total", "seq_len")
 
 
@@ -88,7 +95,42 @@ def job_of_variants(variants: Sequence[Variant]) -> Job:
     )
 
 
-# ---- what was measured -----------------------------------------------------------------------------------------------------------------
+def costs(runs: Runs, calibration: Calibration) -> tuple[Array, Array]:
+    """Return (seconds, bytes) of every variant."""
+    assert runs.job is not None
+    found = estimate(runs.job, merged(calibration))
+    shape = (len(runs.variants),)
+    return np.broadcast_to(np.asarray(found.seconds, float), shape), np.broadcast_to(np.asarray(found.memory.total, float), shape)
+
+
+def choose(runs: Runs, cost: tuple[Array, Array]) -> dict[int, int]:
+    """Map each row to the variant that stands for it: the fastest that fits, or the smallest."""
+    assert runs.job is not None
+    seconds, needed = cost
+    room = np.broadcast_to(np.asarray(runs.job.device.memory_bytes, float), seconds.shape)
+    best: dict[int, tuple[tuple[bool, float], int]] = {}
+    for index, variant in enumerate(runs.variants):
+        over = bool(needed[index] > room[index])
+        key = (over, float(needed[index]) if over else float(seconds[index]))
+        if variant.row not in best or key < best[variant.row][0]:
+            best[variant.row] = (key, index)
+    return {row: index for row, (_, index) in best.items()}
+
+
+def calibrate(runs: Runs, *, known: Knowledge | None = None) -> Calibration:
+    """Fit the constants to the rows that can be priced and were measured. Raises InputError if there are none."""
+    chosen: dict[int, int] = {}
+    if runs.job is not None:
+        chosen = choose(runs, costs(runs, uncalibrated(known)))
+    seconds = {row: measured_seconds(runs.rows[row]) for row in chosen}
+    peaks = {row: measured_bytes(runs.rows[row]) for row in chosen}
+    rows = [row for row in chosen if seconds[row] is not None or peaks[row] is not None]
+    if runs.job is None or not rows:
+        reasons = "; ".join(f"row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3])
+        raise InputError(f"nothing to calibrate on: no row can be priced and has step_time_s, derived_step_time_s or tokens/s ({reasons})")
+    job = runs.job.take(np.array([chosen[row] for row in rows]))
+    times = np.array([np.nan if seconds[row] is None else seconds[row] for row in rows], dtype=float)
+    return calibration_of.calibrate(MeasuredRuns(job, times, [peaks[row] for row in rows]), known=known)
 
 
 def measured_seconds(row: Row) -> float | None:

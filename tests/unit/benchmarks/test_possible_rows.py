@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner_accuracy.evaluate import main
-from plait.planner.possible import possible_rows
+from benchmarks.planner_accuracy.possible import possible_rows
 from tests.unit.planner.rows import ROW
 
 

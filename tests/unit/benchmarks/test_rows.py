@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.planner_accuracy.row import count_of, network_bandwidth
+from benchmarks.planner_accuracy.runs import measured_bytes, measured_seconds, read_rows, read_runs
 from plait.errors import InputError
 from plait.planner.hardware import PRECISIONS
 from plait.planner.job import RECOMPUTE, SCHEDULES
-from plait.planner.row import count_of, network_bandwidth
-from plait.planner.runs import measured_bytes, measured_seconds, read_rows, read_runs
 from tests.unit.planner.rows import ROW
 
 
