@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -43,7 +43,7 @@ from plait.sharded.saved_folders import refuse_partial_folders
 Filler = Callable[..., None]
 """(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its values, and calls `filled` with each. `whole`
 is the uncut model on meta."""
-ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
+ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
 
 
 @contextmanager

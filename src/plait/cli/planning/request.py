@@ -13,6 +13,7 @@ from plait.cluster import accelerator
 from plait.cluster.machines import load
 from plait.cluster.topology import default_processes, machine_name
 from plait.config.dialects.examine import at_path, examine
+from plait.config.dialects.foreign import refuse_foreign
 from plait.config.reading.source import read
 from plait.errors import ConfigError, InputError, Problem
 from plait.planner import calibration_file, hardware
@@ -185,6 +186,7 @@ def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) 
     if file is None:
         return None
     document = read(file)
+    refuse_foreign(document)
     before = examine(document)
     after = examine(document, [(tuple(path.split(".")), value) for path, value in options.items() if _says(before.tree, path, value)])
     for path in options:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from plait.config.convert.megatron_flags import DEFAULTS, DISTRIBUTED, FLAGS, LAYERS_PER_STAGE, OF_BF16, OF_FP16, OF_OPTIMIZER, Flag
+from plait.config.convert.translated import Said, Translated, put
 from plait.config.dialects.keys import nearest
-from plait.config.dialects.megatron_flags import DEFAULTS, DISTRIBUTED, FLAGS, LAYERS_PER_STAGE, OF_BF16, OF_FP16, OF_OPTIMIZER, Flag
-from plait.config.dialects.translated import Said, Translated, put
 from plait.config.reading.source import scalar
 from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, Problem

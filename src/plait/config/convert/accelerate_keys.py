@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plait.config.dialects.fsdp_keys import OF_ACCELERATE, ignored, on, refused, renamed
+from plait.config.convert.fsdp_keys import OF_ACCELERATE, ignored, on, refused, renamed
+from plait.config.convert.translated import ForeignKey
 from plait.config.dialects.table_values import as_flag
-from plait.config.dialects.translated import ForeignKey
 
 REPLICATED = ("NO", *(f"MULTI_{kind}" for kind in ["CPU", "GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON"]))
 """Values of `distributed_type` that train a replica on every process."""

@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.config.dialects import accelerate_keys
-from plait.config.dialects.accelerate_keys import PREFIXES, REPLICATED, SECTIONS, is_on
-from plait.config.dialects.fsdp_sharding import NAMES, SHARD, STAGE, read_sharding
+from plait.config.convert import accelerate_keys
+from plait.config.convert.accelerate_keys import PREFIXES, REPLICATED, SECTIONS, is_on
+from plait.config.convert.fsdp_sharding import NAMES, SHARD, STAGE, read_sharding
+from plait.config.convert.translated import Reading, Translated
 from plait.config.dialects.keys import known, nearest
-from plait.config.dialects.translated import Reading, Translated
 from plait.config.reading.source import Document, read_named
 from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, Problem
 
-_MARKS = ("compute_environment", "distributed_type", "deepspeed_config", "parallelism_config", "megatron_lm_config", "dynamo_config")
 _TYPES = (*REPLICATED, "DEEPSPEED", "FSDP")
 _OF_TYPE = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
 _FLAGS = "give Megatron-LM's flags: plait config convert -- --tensor-model-parallel-size 2 ..."
@@ -29,11 +28,6 @@ _READ_HERE = ("distributed_type", "mixed_precision", "num_processes", "fp16", "d
 _CLIPPING = "; a script clips where it calls clip_grad_norm_, plait.initialize at 1.0 unless gradient_clipping is 0"
 _TOGETHER = {"fsdp_config": tuple(f"fsdp_{name}" for name in NAMES), "deepspeed_config": ("deepspeed_config_file",)}
 """Keys of sections that are read together with others."""
-
-
-def is_accelerate(tree: Mapping[str, Any]) -> bool:
-    """Whether a file has keys that only `accelerate config` writes."""
-    return any(key in tree for key in _MARKS) or ("fsdp_config" in tree and "fsdp" not in tree)
 
 
 @dataclass

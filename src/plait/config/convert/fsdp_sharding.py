@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.config.dialects.fsdp_keys import HYBRID, STRATEGIES, resharded, strategy_named
-from plait.config.dialects.translated import ForeignKey, Reading, truth
+from plait.config.convert.fsdp_keys import HYBRID, STRATEGIES, resharded, strategy_named
+from plait.config.convert.translated import ForeignKey, Reading, truth
 from plait.config.schema.provenance import Row, Status
 from plait.errors import Problem
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.config.dialects.fsdp_keys import OF_TRAINER, OFFLOAD, STRATEGIES
-from plait.config.dialects.fsdp_sharding import NAMES, STAGE, read_sharding
-from plait.config.dialects.keys import known, nearest
-from plait.config.dialects.translated import Reading, Translated, inside, truth
+from plait.config.convert.fsdp_keys import OF_TRAINER, OFFLOAD, STRATEGIES
+from plait.config.convert.fsdp_sharding import NAMES, STAGE, read_sharding
+from plait.config.convert.translated import Reading, Translated, inside, truth
+from plait.config.dialects.keys import nearest
 from plait.config.reading.source import Document, read_named
 from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, Problem
@@ -19,15 +19,6 @@ from plait.errors import ConfigError, Problem
 _KEYS = {key.path: key for key in OF_TRAINER}
 _NAMES = (*_KEYS, *NAMES)
 _OPTIONS = (*(name.lower() for name in STRATEGIES), "auto_wrap", "offload")
-
-
-def is_trainer_fsdp(tree: Mapping[str, Any]) -> bool:
-    """Whether a file is the Trainer's `fsdp` and `fsdp_config`, or the file that the latter names."""
-    if "fsdp" in tree:
-        return True
-    names = [name.removeprefix("fsdp_") for name in tree]
-    own = [name for name in tree if name in known() and not isinstance(tree[name], bool | str)]
-    return bool(names) and not own and any(name in _NAMES and name not in known() for name in names)
 
 
 def translate(document: Document) -> Translated:

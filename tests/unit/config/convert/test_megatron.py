@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from plait.config.convert.conversion import load_foreign
+from plait.config.convert.megatron_flags import DISTRIBUTED, FLAGS, LAYERS_PER_STAGE
 from plait.config.dialects.deepspeed import TABLE
 from plait.config.dialects.keys import fields
-from plait.config.dialects.megatron_flags import DISTRIBUTED, FLAGS, LAYERS_PER_STAGE
 from plait.config.resolving.resolve import load, resolve
 from plait.config.schema.provenance import Status
 from plait.errors import ConfigError
@@ -17,7 +18,7 @@ TARGETS = {"optimizer.params.beta1", "optimizer.params.beta2", DISTRIBUTED, LAYE
 
 def problems(*flags: str) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        load(list(flags))
+        load_foreign(list(flags))
     return [str(problem) for problem in error.value.problems]
 
 
@@ -26,7 +27,7 @@ def words(line: str) -> list[str]:
 
 
 def test_the_literal_example() -> None:
-    config = load(["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2", "--num-layers", "48"])
+    config = load_foreign(["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2", "--num-layers", "48"])
     assert (config.parallel.tp, config.parallel.pp, config.num_layers) == (4, 2, 48)
     assert not config.is_deepspeed
     assert config.origin("parallel.tp") == "flag: --tensor-model-parallel-size"
@@ -39,6 +40,11 @@ def test_the_same_names_in_a_file() -> None:
     assert (config.parallel.tp, config.parallel.pp, config.num_layers) == (4, 2, 48)
 
 
+def test_load_names_the_command_that_converts() -> None:
+    with pytest.raises(ConfigError, match="run: plait config convert -- --bf16 --lr 1e-4"):
+        load(["--bf16", "--lr", "1e-4"])  # type: ignore[arg-type]
+
+
 def test_a_training_command() -> None:
     flags = words(
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel --use-distributed-optimizer --bf16 "
@@ -47,7 +53,7 @@ def test_a_training_command() -> None:
         "--save-interval 10 --num-layers 32 --hidden-size 4096 --swiglu --data-path 0.5 corpus_a 0.5 corpus_b "
         "--tokenizer-type GPT2BPETokenizer --lr-decay-style constant"
     )
-    config = load(flags)
+    config = load_foreign(flags)
     made = resolve(config, world_size=16)
     assert (made.layout.tp, made.layout.cp, made.layout.dp_shard, made.data_parallel.stage) == (2, 2, 4, 1)
     assert made.tensor_parallel.sequence_parallel
@@ -63,30 +69,30 @@ def test_a_training_command() -> None:
 
 @pytest.mark.parametrize(("strategy", "stage"), [("no_shard", 0), ("optim", 1), ("optim_grads", 2), ("optim_grads_params", 3)])
 def test_sharding_strategies_are_stages(strategy: str, stage: int) -> None:
-    assert load(["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy]).zero_optimization.stage == stage
+    assert load_foreign(["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy]).zero_optimization.stage == stage
 
 
 def test_one_beta_keeps_the_default_of_the_other() -> None:
-    config = load(["--lr", "1e-3", "--adam-beta2", "0.95"])
+    config = load_foreign(["--lr", "1e-3", "--adam-beta2", "0.95"])
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01, "eps": 1e-8}
-    other = load(["--lr", "1e-3", "--adam-beta1", "0.8"]).optimizer
+    other = load_foreign(["--lr", "1e-3", "--adam-beta1", "0.8"]).optimizer
     assert other is not None and other.params["betas"] == (0.8, 0.999)
 
 
 def test_what_flags_leave_out_is_megatrons() -> None:
     """D6: linear decay, weight decay 0.01, fp16 from 2^32, seed 1234, gradients of bf16 reduced in float32; each with its source."""
-    made = resolve(load(words("--micro-batch-size 1 --lr 1e-4 --train-iters 50 --fp16")), world_size=2)
+    made = resolve(load_foreign(words("--micro-batch-size 1 --lr 1e-4 --train-iters 50 --fp16")), world_size=2)
     assert made.scheduler is not None and (made.scheduler.type, made.scheduler.params["decay_style"]) == ("MegatronLR", "linear")
     assert made.optimizer.params["weight_decay"] == 0.01 and made.seed == 1234 and made.run.validate_every == 1000
     assert made.precision.loss_scale is not None and made.precision.loss_scale.initial_scale_power == 32
     for path in ("scheduler.params.decay_style", "optimizer.params.weight_decay", "run.seed", "fp16.initial_scale_power"):
         assert made.sources[path] == "Megatron's default", path
     assert made.precision.reduce == "float16"
-    bf16 = resolve(load(words("--micro-batch-size 1 --bf16")), world_size=2)
+    bf16 = resolve(load_foreign(words("--micro-batch-size 1 --bf16")), world_size=2)
     assert (bf16.precision.reduce, bf16.scheduler) == ("float32", None)
-    assert resolve(load(words("--micro-batch-size 1 --bf16 --grad-reduce-in-bf16")), world_size=2).precision.reduce == "bfloat16"
-    over = resolve(load(words("--micro-batch-size 1 --lr 1"), ["optimizer.params.weight_decay=0.3", "run.seed=3"]), world_size=1)
+    assert resolve(load_foreign(words("--micro-batch-size 1 --bf16 --grad-reduce-in-bf16")), world_size=2).precision.reduce == "bfloat16"
+    over = resolve(load_foreign(words("--micro-batch-size 1 --lr 1"), ["optimizer.params.weight_decay=0.3", "run.seed=3"]), world_size=1)
     assert (over.optimizer.params["weight_decay"], over.seed, over.sources["run.seed"]) == (0.3, 3, "override")
     assert problems("--weight-decay", "0.1") == [
         "--lr: --weight-decay describes an optimizer, and Megatron-LM has no default for its learning rate; give it"
@@ -96,36 +102,36 @@ def test_what_flags_leave_out_is_megatrons() -> None:
 def test_a_schedule_by_flags() -> None:
     """E8."""
     flags = "--lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters 90 --train-iters 100"
-    config = load(words(flags))
+    config = load_foreign(words(flags))
     assert config.scheduler is not None and config.scheduler.type == "MegatronLR"
     assert config.scheduler.params == {"min_lr": 1e-5, "decay_style": "cosine", "warmup_num_steps": 10, "total_num_steps": 90}
 
 
 def test_stages_by_their_layers_and_sharding_by_its_strategy() -> None:
     flags = "--num-layers 24 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3"
-    assert load(words(flags)).parallel.pipeline.stages_per_rank == 2
+    assert load_foreign(words(flags)).parallel.pipeline.stages_per_rank == 2
     assert "24 % 20 = 4" in problems(*words(flags.replace(" 3", " 5")))[0]
     assert "both" not in problems("--num-layers-per-virtual-pipeline-stage", "3")[0]
     fsdp = "--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
-    assert load(words(fsdp)).zero_optimization.stage == 3
-    assert load(["--use-distributed-optimizer"]).zero_optimization.stage == 1
+    assert load_foreign(words(fsdp)).zero_optimization.stage == 3
+    assert load_foreign(["--use-distributed-optimizer"]).zero_optimization.stage == 1
 
 
 def test_selective_recomputes_what_megatron_does() -> None:
     """D6: all but the products with weights; Plait's own default keeps attention, which Megatron-LM computes again."""
-    recompute = load(["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]).parallel.recompute
+    recompute = load_foreign(["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]).parallel.recompute
     assert (recompute.mode, recompute.keep) == ("selective", ("matmul",))
     assert "keeps the products with weights" in problems("--recompute-modules", "mlp")[0]
 
 
 def test_loss_scale_flags() -> None:
-    fp16 = load(words("--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --min-loss-scale 2 --hysteresis 3")).fp16
+    fp16 = load_foreign(words("--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --min-loss-scale 2 --hysteresis 3")).fp16
     assert (fp16.initial_scale_power, fp16.loss_scale_window, fp16.min_loss_scale, fp16.hysteresis) == (16, 500, 2, 3)
     assert problems("--initial-loss-scale", "1000") == ["--initial-loss-scale = '1000': is not a power of two; use for example 65536"]
 
 
 def test_overrides_win_over_flags() -> None:
-    config = load(["--tensor-model-parallel-size", "4"], ["parallel.tp=2"])
+    config = load_foreign(["--tensor-model-parallel-size", "4"], ["parallel.tp=2"])
     assert (config.parallel.tp, config.origin("parallel.tp")) == (2, "override")
 
 
@@ -160,7 +166,7 @@ def test_refusals(flags: str, message: str) -> None:
 
 
 def test_refused_flags_are_accepted_where_they_ask_for_nothing() -> None:
-    assert load(["--expert-model-parallel-size", "1", "--weight-decay-incr-style", "constant"]).parallel.tp == 1
+    assert load_foreign(["--expert-model-parallel-size", "1", "--weight-decay-incr-style", "constant"]).parallel.tp == 1
 
 
 def test_every_flag_leads_somewhere_or_says_why_not() -> None:
@@ -177,6 +183,6 @@ def test_every_flag_leads_somewhere_or_says_why_not() -> None:
 @pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.status is Status.IGNORED])
 def test_flags_without_meaning_change_nothing(name: str) -> None:
     value = {"switch": [], "value": ["1"], "values": ["1", "x"]}[FLAGS[name].takes]
-    config = load([f"--{name.replace('_', '-')}", *value])
-    assert config.model_dump() == load([]).model_dump()
+    config = load_foreign([f"--{name.replace('_', '-')}", *value])
+    assert config.model_dump() == load_foreign([]).model_dump()
     assert config.provenance.rows[0].meaning == FLAGS[name].why

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from plait.config.convert.translated import ForeignKey
 from plait.config.dialects.deepspeed import Kind
 from plait.config.dialects.table_values import as_flag
-from plait.config.dialects.translated import ForeignKey
 from plait.config.schema.provenance import Status
 
 _STAGE = "zero_optimization.stage"
