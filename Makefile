@@ -10,9 +10,8 @@
 #   make lint types layers    formatting and lint, types, import layers
 #   make object-stores    checkpoints against a real S3 API (moto's server), in an environment of its own beside .venv
 #   make proof         the full test matrix (hours)
-#   make serving       the tests of `plait serve` with FastAPI and OpenAI's client, in an environment of its own beside .venv
 #   make bitsandbytes     adapters on weights of bitsandbytes (QLoRA) with the library, in an environment of its own beside .venv
-#   make torchao       the recorded numbers of low-bit optimizer states beside torchao's own, in an environment of its own beside .venv
+#   make torchao       recorded numbers of low-bit optimizer states and quantised folders compared with torchao, in a separate environment
 #   make versions      docs/versions.md: every technique on torch 2.11 to 2.15, in environments of their own (GBs; ARGS="2.14.1")
 #   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml
 #                      allows, in separate environments; writes docs/versions-packages.md
@@ -31,7 +30,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving bitsandbytes torchao versions versions-lowest versions-newest mutants proof lint format types layers bench-step step-counts bench-pipeline faults coverage-docs model-types combinations lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores bitsandbytes torchao versions versions-lowest versions-newest mutants proof lint format types layers bench-step step-counts bench-pipeline faults coverage-docs model-types combinations lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -69,14 +68,12 @@ validate-gpus: environment
 object-stores: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh object-stores $(RUN) -m pytest tests/parity/test_object_store.py $(ARGS)
 
-serving: environment
-	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh serving $(RUN) -m pytest tests/integration/test_serve.py tests/unit/inference/serving $(ARGS)
-
 bitsandbytes: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh bitsandbytes $(RUN) -m pytest tests/parity/test_quantised_adapters.py $(ARGS)
 
 torchao: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh torchao $(RUN) -m tests.unit.engine.torchao_numbers --check
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh torchao $(RUN) -m pytest tests/unit/inference/test_quantised_folders.py $(ARGS)
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Write requirements.lock: the versions that an environment with every extra of pyproject.toml (but `bench`, `serve` and `stores`) and the
+# Write requirements.lock: the versions that an environment with every extra of pyproject.toml (but `bench` and `stores`) and the
 # build backend holds; and tools/locks, those of the environments beside it that there are.
 # Run it in that environment, after the tests passed there: bash tools/lock.sh [.venv/bin/python]
 set -euo pipefail

@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
-from plait.planner import constants, runs
+from benchmarks.planner_accuracy import runs
+from benchmarks.planner_accuracy.row import Row
+from plait.planner import constants
 from plait.planner.constants import Knowledge
 from plait.planner.frameworks import ATTENTION, Framework, plait
-from plait.planner.row import Row
 
 DATA = Path(__file__).parent / "data"
 STACKS = DATA / "stacks.json"
@@ -111,7 +112,7 @@ def without_name(framework: str) -> str:
 
 
 def read_runs(rows: Sequence[Row]) -> runs.Runs:
-    """`plait.planner.runs.read_runs`, with rows of every framework priced."""
+    """Return `runs.read_runs` with rows of every framework priced."""
     return runs.read_runs(rows, framework_of=framework)
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from benchmarks.planner_accuracy.frameworks import read_runs, unlearned, without_name
 from benchmarks.planner_accuracy.learn import learn, rows_of
 from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
+from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_seconds
 from benchmarks.planner_accuracy.widths import Residuals, residuals, scaled, scales_of
 from plait.planner import calibrate as fitting
 from plait.planner.constants import Knowledge
-from plait.planner.runs import Row, measured_seconds
 
 MOST = 12
 
@@ -124,7 +124,7 @@ def _informative(rows: Sequence[Row], known: Knowledge, count: int) -> list[Row]
     if runs.job is None or count < 1:
         return []
     base = fitting.uncalibrated(known)
-    chosen = fitting.choose(runs, fitting.costs(runs, base))
+    chosen = choose(runs, costs(runs, base))
     job = runs.job.take(np.array(list(chosen.values())))
     slopes = fitting.sensitivity(fitting.time_of(job), base.time, fitting.relevant(base.time.names, job))
     covariance = base.time.covariance.copy()

@@ -17,11 +17,11 @@ import numpy as np
 
 from benchmarks.planner_accuracy.frameworks import DATA, STACKS, open_kernels, read_runs, unknown, unlearned
 from benchmarks.planner_accuracy.predict import source_of
+from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_bytes, measured_seconds
 from plait.planner import calibrate as fitting
 from plait.planner import constants
 from plait.planner.constants import Knowledge
 from plait.planner.job import Job
-from plait.planner.runs import Row, measured_bytes, measured_seconds
 
 _OWN_OFFSET = 0.10
 """Of what one source is slower or faster than the constants say: wider than what frameworks differ by (`constants.of_kernels`), so that no
@@ -104,7 +104,7 @@ def learn(rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge |
 def _measured(rows: Sequence[Row], base: Knowledge) -> tuple[_Measured, _Measured]:
     runs = read_runs(rows)
     assert runs.job is not None
-    chosen = fitting.choose(runs, fitting.costs(runs, fitting.uncalibrated(base)))
+    chosen = choose(runs, costs(runs, fitting.uncalibrated(base)))
     timed = [(row, variant) for row, variant in chosen.items() if measured_seconds(rows[row])]
     sized = [
         (row, variant) for row, variant in chosen.items() if measured_bytes(rows[row]) and source_of(rows[row]) not in _UNTRUSTED_MEMORY

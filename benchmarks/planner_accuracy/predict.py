@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
 from benchmarks.planner_accuracy.metrics import Confusion, confusion, errors, ranking
-from plait.planner import calibrate as calibration_of
+from benchmarks.planner_accuracy.runs import Row, Runs, choose, costs, measured_bytes, measured_seconds
+from benchmarks.planner_accuracy.runs import calibrate as fitted_to
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
 from plait.planner.choice import NINETY
 from plait.planner.constants import Knowledge
 from plait.planner.estimate import estimate
 from plait.planner.memory import MOMENTS
-from plait.planner.runs import Row, Runs, measured_bytes, measured_seconds
 
 Array = NDArray[np.float64]
 LIKELY = 0.5
@@ -122,13 +122,13 @@ def _calibrations(rows: Sequence[Row], known: Knowledge) -> dict[tuple[str, str]
         one = read_runs([row])
         if one.variants:
             by[_key(row, one.variants[0].framework.name, one.variants[0].device.name)].append(row)
-    return {key: calibration_of.calibrate(read_runs(group), known=known) for key, group in by.items()}
+    return {key: fitted_to(read_runs(group), known=known) for key, group in by.items()}
 
 
 def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *, calibrated: bool) -> list[Prediction]:
     assert runs.job is not None
     part = Runs(runs.rows, tuple(runs.variants[i] for i in indices), runs.job.take(indices), {})
-    chosen = calibration_of.choose(part, calibration_of.costs(part, calibration))
+    chosen = choose(part, costs(part, calibration))
     rows, picks = list(chosen), np.array(list(chosen.values()))
     assert part.job is not None
     job = part.job.take(picks)

@@ -16,13 +16,13 @@ from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
 from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.predict import evaluate
+from benchmarks.planner_accuracy.row import Row
 from plait.planner.choice import price
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.job import Layouts
 from plait.planner.models import find_model
 from plait.planner.request import Request
-from plait.planner.row import Row
 from plait.planner.search import plan
 from plait.planner.step import TERMS
 from plait.units import GIB

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner_accuracy.predict import Evaluation, Prediction
-from plait.planner.runs import Row
+from benchmarks.planner_accuracy.runs import Row
 
 SLOW = 3.0
 """Times the prediction; far outside what kernels or links explain."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.planner_accuracy.frameworks import without_name
 from benchmarks.planner_accuracy.predict import evaluate, source_of, summary
+from benchmarks.planner_accuracy.runs import Row, read_rows
 from plait.observe.files import write_text
-from plait.planner.runs import Row, read_rows
 
 ROOT = Path(__file__).parents[2]
 KEYS = ("time", "time_experts", "memory", "fit")

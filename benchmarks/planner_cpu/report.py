@@ -11,7 +11,7 @@ from benchmarks.common.table import markdown as table
 from benchmarks.planner_cpu.layouts import Case, request
 from plait.planner.calibrate import Calibration, calibrate, uncalibrated
 from plait.planner.choice import price, walked
-from plait.planner.history import Measured, facts_of, layout_facts, runs_of
+from plait.planner.measured import Measured, facts_of, layout_facts, runs_of
 
 AIM = 0.10
 

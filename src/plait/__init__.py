@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from plait.errors import ConfigError, PlaitError
     from plait.inference.generate import generate
     from plait.inference.score import score
-    from plait.inference.weight_sync.link import WeightReceiver, WeightSender
-    from plait.inference.weight_sync.same_ranks import sync_weights
     from plait.losses.chunked_loss import chunked_causal_lm_loss
     from plait.losses.loss import causal_lm_loss, per_sample
     from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
+    from plait.sharded.full_weights import iterate_weights
     from plait.sharded.parallel_model import ParallelModel, parallelize
     from plait.sharded.pretrained import from_pretrained
 
@@ -29,8 +28,6 @@ _HOMES = {
     "LayerSpec": "plait.model.pipeline_module",
     "PipelineModule": "plait.model.pipeline_module",
     "TiedLayerSpec": "plait.model.pipeline_module",
-    "WeightReceiver": "plait.inference.weight_sync.link",
-    "WeightSender": "plait.inference.weight_sync.link",
     "Engine": "plait.engine.engine",
     "ParallelModel": "plait.sharded.parallel_model",
     "PlaitError": "plait.errors",
@@ -39,8 +36,8 @@ _HOMES = {
     "chunked_causal_lm_loss": "plait.losses.chunked_loss",
     "from_pretrained": "plait.sharded.pretrained",
     "generate": "plait.inference.generate",
-    "sync_weights": "plait.inference.weight_sync.same_ranks",
     "initialize": "plait.engine.build",
+    "iterate_weights": "plait.sharded.full_weights",
     "load_trained": "plait.checkpoint.load",
     "load_config": "plait.config.resolving.resolve",
     "parallelize": "plait.sharded.parallel_model",
@@ -57,20 +54,18 @@ __all__ = [
     "PlaitError",
     "StepResult",
     "TiedLayerSpec",
-    "WeightReceiver",
-    "WeightSender",
     "__version__",
     "causal_lm_loss",
     "chunked_causal_lm_loss",
     "from_pretrained",
     "generate",
     "initialize",
+    "iterate_weights",
     "load_config",
     "load_trained",
     "parallelize",
     "per_sample",
     "score",
-    "sync_weights",
 ]
 
 

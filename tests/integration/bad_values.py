@@ -135,10 +135,6 @@ def files() -> dict[str, str | bytes]:
         "m7.json": _model(num_hidden_layers=-3, num_key_value_heads=3),
         "cal1.json": "{}",
         "cal2.json": '{"time": 3, "format": "x"}',
-        "t1.csv": "",
-        "t2.csv": "gpu,seconds\nh100,x\n",
-        "t3.csv": "gpu,seconds\nh100,1\n",
-        "bin.csv": bytes(range(256)),
     }
 
 

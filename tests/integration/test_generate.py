@@ -11,19 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import save_file
 
 import plait
 from plait.cli.main import main
-from plait.inference.canonical import call
-from plait.inference.canonical.self_test import Broken
 from plait.inference.source import open_source
 from plait.inference.stored import stored_tensors
 from tests.integration.model_folder import PAGE, adapter_of, model_folder
@@ -94,30 +92,9 @@ def test_a_chat_takes_bytes_that_are_no_text(folder: Path) -> None:
         assert done.returncode == 0 and done.stdout and b"Traceback" not in done.stderr, done.stderr
 
 
-def test_canonical(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
-    common = ["--model", str(folder), "--canonical", "--max-new-tokens", "6", "--seed", "3", "--temperature", "1"]
-    files = ["--prompts", str(prompts), "--out"]
-    run(*common, *files, str(tmp_path / "one.jsonl"), "--batch-size", "1")
-    run(*common, *files, str(tmp_path / "two.jsonl"), "--batch-size", "3")
-    assert answers(tmp_path / "one.jsonl") == answers(tmp_path / "two.jsonl")
-
-    def broken(dtype: torch.dtype) -> bytes:
-        raise Broken("it adds in another order")
-
-    monkeypatch.setattr(call, "self_test", broken)
-    for asked in (["--prompt", "a"], [*files, str(tmp_path / "three.jsonl")]):
-        run(*common, *asked, code=2)
-        assert "this machine does not keep the promise: it adds in another order" in capsys.readouterr().err
-    assert not (tmp_path / "three.jsonl").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompt", "a", "--canonical", "--quant", "int8"], "--canonical: is not proven with --quant int8"),
-        (["--prompt", "a", "--canonical", "--cpu-budget", "1MiB"], "--canonical: is not proven with streamed weights"),
         (["--prompt", "a", "--cpu-budget", "9KiB"], "--cpu-budget|budget of 9.0 KiB is too small: .* give at least"),
         (["--prompt", "a", "--cpu-budget", "lots"], "--cpu-budget lots: give a size such as 2GiB"),
         (["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"], "--tp = 2: chooses a layout of several devices, and a budget"),
@@ -241,26 +218,23 @@ def test_an_index_of_wrong_files(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "second.safetensors is no readable safetensors file (File does not contain tensor lm_head.weight" in capsys.readouterr().err
 
 
-def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    block, canonical, same_ranks, send, receive = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    block, scores, hand_over, to_files, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     engine = plait.initialize(AutoModelForCausalLM.from_pretrained(folder), {"train_micro_batch_size_per_gpu": 1})
     exec(block, {"engine": engine, "tokenizer": AutoTokenizer.from_pretrained(folder)})
     assert len(re.findall(r"(stop|length)$", capsys.readouterr().out, re.MULTILINE)) == 2
-    exec(canonical, {"engine": engine})
-    assert capsys.readouterr().out == "True\n"
+    exec(scores, {"engine": engine})
+    assert float(capsys.readouterr().out) < 1e-5
     names = {"plait": plait, "engine": engine, "model": AutoModelForCausalLM.from_pretrained(folder)}
-    exec(same_ranks, names)
-    version, content, answers = capsys.readouterr().out.split()
-    assert (version, len(content), answers) == ("0", 32, "1")
-    with ThreadPoolExecutor(1) as beside:
-        apart = {"plait": plait, "engine": engine, "generator": AutoModelForCausalLM.from_pretrained(folder)}
-        sent = beside.submit(exec, send, apart)
-        exec(receive, apart)
-        sent.result()
-    assert apart["received"].content == content
+    exec(hand_over, names)
+    assert capsys.readouterr().out == "1\n"
     names["generator"].close()
+    monkeypatch.chdir(tmp_path)
+    exec(to_files, {"plait": plait, "engine": engine, "safetensors": safetensors})
+    saved = safetensors.torch.load_file(tmp_path / "weights-00000.safetensors")
+    assert saved.keys() == engine.module.state_dict().keys()
     engine.close()
 
 
@@ -391,7 +365,7 @@ def test_the_folder_of_a_run(folder: Path, tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main(["plan", "infer", "--model", str(tmp_path / "run"), "--prompt-tokens", "4", "--new-tokens", "4", "--cpu-budget", "210KiB"])
     planned = capsys.readouterr().out
-    assert "written to new files first" in planned and "MiB read here" in planned
+    assert "written to new files first" in planned and "from files for every token" in planned
     pytest.importorskip("peft")
     with_adapter = str(adapter_of(exported(tmp_path), tmp_path / "adapter"))
     run(*common, "--adapter", with_adapter)

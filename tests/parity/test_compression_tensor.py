@@ -120,14 +120,14 @@ def decided(rank: int, world: int, stage: int) -> int:
 
     def now() -> float:
         nonlocal clock
-        clock += (1.0 if deciding._now is None else 0.5) if slow else 1e-3
+        clock += (1.0 if deciding._active is None else 0.5) if slow else 1e-3
         return clock
 
     with patch.object(autotune.time, "perf_counter", now):
         for _ in range(60):
             if int(deciding.decision) >= 0:
                 break
-            deciding.after_step(StepEnd(skipped=False, waited_seconds={deciding.waits_for: 0.6} if slow else {}))
+            deciding.after_step(StepEnd(skipped=False))
     return int(engine.hooks.of(CompressionAutotuner).decision)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import plait
-from plait.config.resolving.convert import convert
+from plait.config.convert.conversion import convert
 from plait.verify.parity import whole
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised

@@ -19,9 +19,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "a token": {},
     "a prompt in pieces": {"prefill_tokens": 2},
     "no cache": {"use_cache": False},
-    "canonical": {"canonical": True},
     "score": {},
-    "canonical score": {"canonical": True},
 }
 IDS = torch.tensor([PROMPTS[0]])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plait.cli.main import main
-from plait.config.resolving.convert import convert
+from plait.config.convert.conversion import convert
 from plait.verify.parity import whole
 from tests.parity import trainers
 from tests.pool import Pool

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,6 @@ import plait
 from plait.inference import reading, stream, streamed
 from plait.inference.dry_cache import kept_of
 from plait.inference.kept import LAYERS_THERE, Asked, cache_bytes
-from plait.inference.load import load_model
-from plait.inference.requests import Request
-from plait.inference.serving.job import Job, Told
-from plait.inference.serving.scheduler import Scheduler
-from plait.inference.settings import Settings
 from plait.inference.source import open_source
 from plait.inference.streamed import Streaming, load_streamed, plan, tensors_of
 from tests.simulated_device.conftest import Row
@@ -135,50 +128,6 @@ def cached(rank: int, world: int, config: dict[str, Any]) -> dict[str, Any]:
         found[f"tokens {offload_cache}"] = [one.token_ids for one in made]
     engine.close()
     return found
-
-
-SERVED = ((30, 9), (12, 20), (5, 3), (41, 12), (7, 1), (18, 15))
-"""(tokens of the prompt, new ones)."""
-
-
-def served(rank: int, world: int, folder: str) -> dict[bool, tuple[list[list[int]], int]]:
-    """Tokens of requests that join and leave, and the peak of the device's memory. Runs in a worker."""
-    sharded = load_model(open_source(Path(folder)))
-    found = {}
-    for offload_cache in (False, True, False, True):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        scheduler = Scheduler(sharded, None, at_once=4, waiting=20, offload_cache=offload_cache)
-        tokens: list[list[int]] = [[] for _ in SERVED]
-        ended = [threading.Event() for _ in SERVED]
-
-        def tell(told: Told, index: int) -> None:
-            if told.token is not None:
-                tokens[index].append(told.token)  # noqa: B023
-            assert not told.error, told.error
-            if told.finish_reason:
-                ended[index].set()  # noqa: B023
-
-        for index, (length, new) in enumerate(SERVED):
-            ids = tuple((7 * at + index) % 60 + 2 for at in range(length))
-            scheduler.submit(Job(Request(ids, new, None), Settings(), partial(tell, index=index)))
-        scheduler.start()
-        assert all(one.wait(120) for one in ended)
-        scheduler.stop()
-        torch.cuda.synchronize()
-        found[offload_cache] = (tokens, torch.cuda.max_memory_allocated() - before)
-    sharded.close()
-    return found
-
-
-def test_served_with_keys_and_values_on_the_host(simulated: SimulatedPool, tmp_path: Path, row: Row) -> None:
-    """Requests that join and leave have the same tokens, with less of the device's memory."""
-    save(tmp_path)
-    (found,) = simulated.run(1, served, str(tmp_path))
-    (expected, on_device), (tokens, on_host) = found[False], found[True]
-    assert tokens == expected and [len(one) for one in tokens] == [new for _, new in SERVED] and on_host < on_device
-    row("plait serve, keys and values on the host", "keys and values on the device", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -276,22 +276,6 @@ def test_kernels_for_many_tensors() -> None:
     assert halves[0].tolist() == [48 * 2.0**-26] * 2, "2^-26 is 0 in float16"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_products_with_codes_of_8_bits(dtype: torch.dtype) -> None:
-    """Sums and scales in float32, rounded once; rows and outputs need not fill the kernel's blocks."""
-    drawn = torch.Generator().manual_seed(0)
-    for rows in (1, 2, 3, 4, 5, 16):
-        for outputs in (1, 2, 3, 5, 32, 33):
-            for inputs in (operators.INT8_PRODUCT_INPUTS, 3 * operators.INT8_PRODUCT_INPUTS):
-                x = torch.randn(rows, inputs, generator=drawn).to(dtype)
-                codes = torch.randint(-127, 128, (outputs, inputs), generator=drawn, dtype=torch.int8)
-                scales = torch.rand(outputs, generator=drawn).to(dtype)
-                expected = (x.double() @ codes.double().t() * scales.double()).float()
-                found = operators.int8_product(x, codes, scales)
-                assert found.dtype == dtype
-                torch.testing.assert_close(found.float(), expected, rtol=torch.finfo(dtype).eps, atol=2e-3)
-
-
 def test_function_modes_that_are_on() -> None:
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -36,10 +36,6 @@ def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[in
     return [indices for _, (_, indices) in by_name]
 
 
-int8_product = torch._weight_int8pack_mm
-"""(x [rows, in], codes [out, in] int8, scales [out]) to [rows, out], on a CPU; x and scales of 16 bits, x contiguous."""
-INT8_PRODUCT_INPUTS = 64
-"""It reads inputs in steps that divide this, and beyond the end where there are others: wrong numbers, or a crash."""
 without_dispatch_modes = torch._C._DisableTorchDispatch
 """A context in which operators on plain tensors are not seen by dispatch modes."""
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack

@@ -1,7 +1,7 @@
-"""`plait calibrate`: fit the planner's constants to this machine, or to a table of measured runs, and write them to a file.
+"""`plait calibrate`: fit the planner's constants to this machine and write them to a file.
 
-Without a table it starts processes (under a launcher they exist), measures rates, links and a few real training steps, and fits. The file
-is what `plait plan --calibrate FILE` takes. What is measured is in `engine.calibration`, the fit in `planner.calibrate`.
+The command starts processes (under a launcher they exist), measures rates, links and a few real training steps, and fits. The file is
+what `plait plan --calibrate FILE` takes. What is measured is in `engine.calibration`, the fit in `planner.calibrate`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from plait.cli.launching.settings import Settings
 from plait.cli.options import Json, Nproc
 from plait.cluster.launchers import claim
 from plait.cluster.topology import default_processes, machine_name, place
-from plait.errors import InputError
 from plait.observe.files import require_writable
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -33,19 +32,12 @@ plait calibrate --nproc-per-node 2 --out here.json
 
 plait plan --model llama-3-8b --world-size 8 --gpu h100 --calibrate here.json
 
-plait calibrate runs.csv --gpu h100 --out h100.json
-
 plait launch --hostfile hosts -m plait.cli.calibrate here.json 3 2"""
 
 
 @app.command(epilog=_EPILOG)
 def calibrate(
-    table: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CSV]", help="Measured runs, or a history of them (.jsonl); without it this machine is measured."),
-    ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Which device's rows of the table; needed where it has several.")] = None,
     nproc_per_node: Nproc = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often every layout takes its turn.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn, after one that is not counted.")] = 2,
@@ -57,14 +49,6 @@ def calibrate(
     and the errors before and after.
     """
     require_writable("--out", out, make_folder=True)
-    if table is not None:
-        if nproc_per_node is not None:
-            raise InputError("--nproc-per-node: with a table nothing is measured here; leave one of the two out")
-        _from_table(table, out, gpu, said=not as_json)
-        _print_json(out, wanted=as_json)
-        return
-    if gpu is not None:
-        raise InputError("--gpu: without a table this machine is measured, whatever it has; leave it out, or name a table")
     arguments = [str(out), str(rounds), str(steps), *(["--quiet"] if as_json else [])]
     count = nproc_per_node or default_processes()
     if claim(os.environ) is not None or count == 1:
@@ -79,23 +63,6 @@ def _print_json(out: Path, *, wanted: bool) -> None:
         typer.echo(out.read_text(encoding="utf-8").rstrip())
 
 
-def _from_table(table: Path, out: Path, gpu: str | None, *, said: bool) -> None:
-    from plait.cli.planning.calibrations import notes_on, print_calibration, runs_of_table
-    from plait.planner.calibrate import calibrate
-    from plait.planner.calibration_file import save
-
-    runs, origin, left_out = runs_of_table(table, gpu)
-    for note in left_out:
-        print(f"plait: {note}", file=sys.stderr)
-    found = calibrate(runs)
-    save(out, found, origin)
-    if not said:
-        return
-    print_calibration(found, runs)
-    print("\n" + "\n".join(f"note: {note}" for note in notes_on(table, runs, found)))
-    print(f"{out} holds the constants: plait plan ... --calibrate {out}")
-
-
 def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     """What each process runs; the first one fits, writes and prints."""
     from plait.cli.planning.calibrations import live_cluster, print_calibration, print_rates, progress
@@ -104,7 +71,7 @@ def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     from plait.planner.calibration_file import Origin, save
     from plait.planner.calibration_runs import believed
     from plait.planner.constants import knowledge
-    from plait.planner.history import runs_of
+    from plait.planner.measured import runs_of
 
     here = place()
     cluster = live_cluster()

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from plait.cli.options import Json, Set, count
 from plait.cli.planning.tables import aligned
-from plait.config.resolving.convert import convert
+from plait.config.convert.conversion import convert
 from plait.config.resolving.degrees import processes
 from plait.config.resolving.explain import Explanation, explain
 from plait.config.resolving.json_schema import json_schema
@@ -34,7 +34,7 @@ _COLOURS = {"supported": "green", "renamed": "green", "ignored": "yellow", "refu
 
 @app.command("explain")
 def explain_command(
-    source: Annotated[list[str], typer.Argument(metavar="FILE", help="A JSON or YAML file; or, after `--`, Megatron's flags.")],
+    source: Annotated[list[str], typer.Argument(metavar="FILE", help="A JSON or YAML file.")],
     overrides: Set = None,
     world_size: Annotated[int | None, count(help="Number of processes. Default: run.processes, or as few as the degrees allow.")] = None,
     as_json: Json = False,

@@ -77,4 +77,6 @@ def export_command(
     for tensors, of_both in compared:
         typer.echo(f"Transformers opens it, and all {tensors} tensors are the checkpoint's")
         typer.echo(f"{of_both.tokens} greedy tokens are the same, and logits within {of_both.logits:.1e}")
-    typer.echo(f"serve it: vllm serve {out}    or, to try it on one device: plait serve --model {out}")
+    typer.echo(f"serve it:  vllm serve {out}")
+    typer.echo(f"           python -m sglang.launch_server --model-path {out}")
+    typer.echo(f"           transformers serve {out}  (one device, to try the model)")

@@ -53,14 +53,6 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-class Quant(StrEnum):
-    """Of the linear layers' weights."""
-
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"
-
-
 @dataclass(frozen=True)
 class Asked:
     """What a process of the command gets."""
@@ -81,9 +73,7 @@ class Asked:
     """Of it, for keys, values and activations."""
     host_bytes: int = 0
     """That may be pinned."""
-    quant: str | None = None
     scratch: str | None = None
-    canonical: bool = False
     offload_cache: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -107,14 +97,12 @@ def generate_command(
     repetition_penalty: Annotated[float | None, _tokens(metavar="X", help="Above 1: tokens that were there are less likely.")] = None,
     stop: Annotated[list[str] | None, _tokens(metavar="TEXT", help="Ends an answer; may be repeated.")] = None,
     seed: Annotated[int | None, _tokens(min=0, metavar="N", help="Of the first prompt; the next has N + 1. (default: new)")] = None,
-    canonical: Annotated[bool, _tokens("--canonical", help="Of logits that are the same on every layout; slower.")] = False,
     tp: Annotated[str, _layout(metavar="N", help="Tensor parallelism; auto: the fewest devices.")] = AUTO,
     pp: Annotated[str, _layout(metavar="N", help="Pipeline stages; or auto.")] = AUTO,
     nproc_per_node: Annotated[
         int | None, _layout(min=1, metavar="N", help="Devices of this machine to use at most. (default: all)")
     ] = None,
     dtype: Annotated[Dtype, _layout(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
-    quant: Annotated[Quant, _layout(metavar="NAME", help="Linear layers in int8, int4; or none.")] = Quant.none,
     scratch: Annotated[Path | None, _layout(metavar="FOLDER", help="For streamed layers that are written first. (default: /tmp)")] = None,
     gpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it.")] = None,
     cpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of host memory; what does not fit is read from disk.")] = None,
@@ -128,7 +116,6 @@ def generate_command(
     """
     from plait.inference.deployment import Work, deploy, deploy_streamed
     from plait.inference.prompt_file import read_prompts
-    from plait.inference.quantised import quantised_copy, sizes_of
     from plait.inference.source import open_source
     from plait.units import bytes_of
 
@@ -144,8 +131,6 @@ def generate_command(
     if seed is not None and seed > (last := (1 << 63) - max(len(lines), 1)):
         raise InputError(f"--seed {seed}: each prompt has the next number, and the last must be under 2**63; give {last} at most")
     source = open_source(model, one_adapter(adapter))
-    if canonical and quant is not Quant.none:
-        raise InputError(f"--canonical: is not proven with --quant {quant.value}; leave one of them out")
     if source.tokenizer_folder is None and not (lines and all("token_ids" in line.fields for line in lines)):
         raise InputError(f"--model {model}: has no tokenizer, so prompts have to be token_ids in a file of --prompts")
     chosen = {
@@ -161,11 +146,10 @@ def generate_command(
     asked_for = (("--gpu-budget", gpu_budget), ("--cpu-budget", cpu_budget))
     budgets = [None if value is None else bytes_of(value, name) for name, value in asked_for]
     known = [("--prompt", prompt)] if prompt is not None else [(line.name, line.prompt) for line in lines]
-    unloaded, tokenizer, form = source.model(_torch_dtype(dtype)), source.tokenizer(), None if quant is Quant.none else quant.value
-    counted = unloaded if form is None else quantised_copy(unloaded, form)
-    work = Work(
-        source, counted, _longest(known, settings, unloaded, tokenizer), min(batch_size, len(known) or 1), form is not None, offload_cache
-    )
+    unloaded = source.model(_torch_dtype(dtype))
+    tokenizer = source.tokenizer()
+    longest = _longest(known, settings, unloaded, tokenizer)
+    work = Work(source, unloaded, longest, min(batch_size, len(known) or 1), offload_cache)
     degrees = [None if value == AUTO else _degree(name, value) for name, value in (("--tp", tp), ("--pp", pp))]
     if any(budgets):
         given = {"--tp": degrees[0], "--pp": degrees[1], "--nproc-per-node": nproc_per_node}
@@ -175,11 +159,7 @@ def generate_command(
         found = deploy(work, tp=degrees[0], pp=degrees[1], devices=nproc_per_node)
     if scratch is not None and not found.written:
         raise InputError("--scratch: holds layers that are written anew to be streamed, and none are; leave it out")
-    if canonical and found.budget_bytes is not None:
-        raise InputError(f"--canonical: is not proven with streamed weights, and here {found.why}; leave it out, or the budgets")
     print(found.why, file=sys.stderr)
-    if form is not None:
-        print(f"{form}: {sizes_of(unloaded, counted)}", file=sys.stderr)
     asked = Asked(
         str(model),
         None if not adapter else str(adapter[0]),
@@ -194,9 +174,7 @@ def generate_command(
         found.budget_bytes,
         found.other_bytes,
         found.host_bytes,
-        form,
         None if scratch is None else str(scratch),
-        canonical,
         offload_cache,
         settings,
     )
@@ -300,23 +278,23 @@ def _loaded(asked: Asked, source: Source) -> ShardedModel:
 
     dtype = _torch_dtype(Dtype(asked.dtype))
     if asked.budget_bytes is None:
-        return load_model(source, tp=asked.tp, pp=asked.pp, dtype=dtype, quant=asked.quant)
+        return load_model(source, tp=asked.tp, pp=asked.pp, dtype=dtype)
     of = {name: getattr(asked, name) for name in ("budget_bytes", "other_bytes", "host_bytes")}
     scratch = None if asked.scratch is None else Path(asked.scratch)
-    return load_streamed(source, **of, dtype=dtype, quant=asked.quant, scratch=scratch)[0]
+    return load_streamed(source, **of, dtype=dtype, scratch=scratch)[0]
 
 
 def _command(asked: Asked, source: Source) -> dict[str, Any]:
     """What the tokens of an answer follow from, by the names that a person knows."""
     adapter = None if asked.adapter is None else str(Path(asked.adapter).resolve())
-    of_model = {"--model": str(Path(source.name).resolve()), "--adapter": adapter, "--dtype": asked.dtype, "--quant": asked.quant}
+    of_model = {"--model": str(Path(source.name).resolve()), "--adapter": adapter, "--dtype": asked.dtype}
     settings = {f"--{name.replace('_', '-').removesuffix('-strings')}": value for name, value in asked.settings.items()}
-    return {**of_model, "the model's files": source.stamp(), "--canonical": asked.canonical, "--seed": asked.seed, **settings}
+    return {**of_model, "the model's files": source.stamp(), "--seed": asked.seed, **settings}
 
 
 def _ways(asked: Asked) -> dict[str, Any]:
     """What every call of `generate` gets."""
-    return {"canonical": asked.canonical, "offload_cache": asked.offload_cache, **asked.settings}
+    return {"offload_cache": asked.offload_cache, **asked.settings}
 
 
 def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *, first: bool) -> str:

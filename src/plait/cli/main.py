@@ -34,7 +34,6 @@ VERBS = {
     "checkpoint": ("plait.cli.checkpoint", "List, verify, compare and prune checkpoints."),
     "export": ("plait.cli.export", "Write a trained model as a folder that from_pretrained opens."),
     "generate": ("plait.cli.generate", "Generate text from a trained model, on as many devices as it needs."),
-    "serve": ("plait.cli.serve", "Answer OpenAI's requests on loopback with a trained model."),
     "import": ("plait.cli.import_", "Write a checkpoint of DeepSpeed or torch.distributed.checkpoint as one of Plait's."),
     "config": ("plait.cli.config", "Explain a configuration file, or print the schema."),
 }

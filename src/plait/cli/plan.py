@@ -69,7 +69,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Constants that `plait calibrate` wrote, or runs (.csv, .jsonl).",
+            help="Constants that `plait calibrate` wrote.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs.")] = None,
@@ -110,8 +110,7 @@ def plan(
         fix=fix,
     )
     request, fixed = asked.request, asked.fixed
-    calibration, of_runs = read_calibration(calibrate, request)
-    notes = [*asked.notes, *of_runs]
+    calibration, notes = read_calibration(calibrate, request), list(asked.notes)
     found = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
     if not found.best:
         print_nothing_fits(found)

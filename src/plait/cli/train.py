@@ -33,7 +33,7 @@ from plait.cli.options import (
     refuse_given,
 )
 from plait.cluster.launchers import claim
-from plait.cluster.topology import cpu_count, default_processes, device_count, machine_name, place
+from plait.cluster.topology import cpu_count, default_processes, device_count, place
 from plait.errors import ConfigError, InputError, PlaitError, Problem
 from plait.files import user_path
 
@@ -227,7 +227,7 @@ def _residuals(file: Path, checked: ValidatedRun, config: Config, console: Conso
         return ()
     local = place().local_world_size
     say = partial(console.print, soft_wrap=True)
-    found = residual_of(file, checked, config, gpu=gpu, machine=machine_name(local), per_node=local, say=say)
+    found = residual_of(file, checked, config, gpu=gpu, per_node=local, say=say)
     return (found,) if found is not None else ()
 
 

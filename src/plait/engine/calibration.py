@@ -23,7 +23,7 @@ from plait.engine.timed_steps import TimedSteps, time_steps
 from plait.planner.calibration_runs import DeviceRates, calibration_layouts
 from plait.planner.choice import price
 from plait.planner.hardware import Cluster
-from plait.planner.history import Measured, facts_of, layout_facts
+from plait.planner.measured import Measured, facts_of, layout_facts
 from plait.planner.models import Model, from_config
 from plait.planner.output import config_of
 from plait.planner.request import Request

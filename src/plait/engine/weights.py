@@ -1,14 +1,11 @@
-"""All weights of a sharded model in one process, tensor after tensor, and from a folder or a checkpoint into it."""
+"""Weights of an engine: all of them in one process, and those of a checkpoint alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from plait.checkpoint import model_content
 from plait.checkpoint.folder import candidates
@@ -16,44 +13,28 @@ from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
 from plait.engine.engine import Engine
 from plait.parallel.data.data_parallel import free_gathered
+from plait.sharded.full_weights import iterate_weights
 
 
-def full_weights(engine: Engine, *, trained: bool = False) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer by name, on the CPU, in the first process; nothing in the others. Tied names share a tensor.
-    `trained`: only those that are. Collective. The first process needs memory for all of it, the others for one tensor."""
-    free_gathered(engine.model)
-    mesh = engine.mesh
-    group = mesh.group("pp")
-    if trained:  # others may have a state_dict of their own kind, such as quantised weights, which a stage does not have
-        held = {name: tensor for name, tensor in engine.model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
-    else:
-        held = engine.model.state_dict(keep_vars=True)
-    own = {name: tensor for name, tensor in held.items() if isinstance(tensor, torch.Tensor) and not tensor.is_meta}
-    facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
-    stages: list[dict[str, Any]] = [facts]
-    if group is not None:
-        stages = [{} for _ in range(group.size())]
-        dist.all_gather_object(stages, facts, group=group)
-    found: dict[str, torch.Tensor] = {}
-    shared: dict[int, torch.Tensor] = {}
-    for stage, here in enumerate(stages):
-        for name, (shape, dtype) in here.items():
-            if any(name in earlier for earlier in stages[:stage]):
-                continue
-            mine = own[name] if group is None or group.rank() == stage else None
-            if mine is not None:
-                full = mine.full_tensor() if isinstance(mine, DTensor) else mine
-                full = full.detach().contiguous()
-            else:
-                full = torch.empty(shape, dtype=dtype, device=engine.device)
-            if group is not None:
-                dist.broadcast(full, group=group, group_src=stage)
-            if engine.rank == 0:
-                kept = shared.get(id(mine)) if mine is not None else None
-                found[name] = kept if kept is not None else full.to("cpu", copy=True)
-                if mine is not None:
-                    shared[id(mine)] = found[name]
-    return found
+def full_weights(engine: Engine, *, trained_only: bool = False) -> dict[str, torch.Tensor]:
+    """Return every parameter and persistent buffer on the CPU of the first process. Collective.
+
+    The first process needs memory for all of them, the others for one tensor at a time.
+
+    Args:
+        engine: The engine that trains the model.
+        trained_only: Leave out buffers and parameters that do not require a gradient.
+
+    Returns:
+        Full tensors by name in the first process, where tied names share a tensor. Nothing in the
+        others.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for bucket in iterate_weights(engine.sharded, bucket_bytes=1, trained_only=trained_only):
+        if engine.rank == 0:
+            copies = {id(full): full.to("cpu", copy=True) for full in bucket.values()}
+            weights |= {name: copies[id(full)] for name, full in bucket.items()}
+    return weights
 
 
 def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> Reader | None:

@@ -18,6 +18,8 @@ from transformers import Seq2SeqTrainingArguments as TheirSeq2SeqTrainingArgumen
 from transformers import TrainingArguments as TheirTrainingArguments
 
 from plait.cluster.topology import without_variable
+from plait.config.convert.conversion import load_foreign
+from plait.config.schema.config import Config
 from plait.errors import InputError
 
 _LAUNCHERS = "ACCELERATE_USE_DEEPSPEED"
@@ -60,9 +62,9 @@ def _section(config: Any) -> Any:
     return found
 
 
-def fsdp_file(args: Any) -> dict[str, Any] | None:
-    """The arguments' `fsdp` and `fsdp_config` as a configuration in the Trainer's own words; None where FSDP is off."""
-    return {"fsdp": args.fsdp, "fsdp_config": args.fsdp_config} if args.fsdp else None
+def fsdp_config_of(args: Any) -> Config | None:
+    """Return the configuration that the arguments' `fsdp` and `fsdp_config` describe; None if FSDP is off. Raises ConfigError."""
+    return load_foreign({"fsdp": args.fsdp, "fsdp_config": args.fsdp_config}) if args.fsdp else None
 
 
 def _refusing(original: Any) -> Any:

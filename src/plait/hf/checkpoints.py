@@ -60,7 +60,7 @@ class CheckpointMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         model = self.model
-        weights = full_weights(self.engine, trained=has_adapters(model))
+        weights = full_weights(self.engine, trained_only=has_adapters(model))
         if self.args.should_save:
             self.model = uncut(self.engine)  # what is saved of a model with adapters is read from its modules
             try:

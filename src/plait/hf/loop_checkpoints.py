@@ -86,7 +86,7 @@ class LoopCheckpoints:
         engine = self._prepared("get_state_dict")
         if model is not engine.model:
             raise InputError("accelerator.get_state_dict takes the model that is trained")
-        return full_weights(engine, trained=has_adapters(model))
+        return full_weights(engine, trained_only=has_adapters(model))
 
     def save_model(self, model: Any, save_directory: str, max_shard_size: int | str = "10GB", safe_serialization: bool = True) -> None:
         """The model's weights in full into a folder, written by the first process. Collective."""

@@ -22,7 +22,7 @@ from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem, refuse, warn
 from plait.hf.accelerator import Accelerator
-from plait.hf.arguments import fsdp_file, reroute
+from plait.hf.arguments import fsdp_config_of, reroute
 from plait.hf.batches import EpochOrder, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
 from plait.hf.draws import drawn_from
@@ -79,7 +79,7 @@ class TrainerMixin(CheckpointMixin):
             "the Trainer's plait_config=": self._plait_source,
             "TrainingArguments.plait_config": getattr(self.args, "plait_config", None),
             "TrainingArguments.deepspeed": self.args.deepspeed,
-            "TrainingArguments.fsdp": fsdp_file(self.args),
+            "TrainingArguments.fsdp": fsdp_config_of(self.args),
         }
         named = [name for name, source in given.items() if source]
         if len(named) > 1:

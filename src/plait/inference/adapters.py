@@ -1,7 +1,7 @@
 """A folder with an adapter (PEFT's LoRA) beside a model for inference: its modules in the model, and its tensors.
 
-Nothing is merged: layers compute base(x) + s B A x with PEFT's own modules, so numbers are PEFT's, with weights in memory, streamed or
-quantised. The adapter's tensors stay in memory. What it has trained in full (`modules_to_save`, biases) takes the place of the base's.
+Nothing is merged: layers compute base(x) + s B A x with PEFT's own modules, so numbers are PEFT's, with weights in memory or
+streamed. The adapter's tensors stay in memory. What it has trained in full (`modules_to_save`, biases) takes the place of the base's.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from plait._torch.units import sharded_modules, sharded_parameters
 from plait.cluster.host_memory import free_host_bytes
 from plait.errors import InputError
-from plait.inference.quantised import SCALES
 from plait.model.layer_sizes import largest_of_layers
 from plait.units import format_bytes
 
@@ -33,8 +32,8 @@ def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) 
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """What a model computes in: the dtype of its weights, which quantised ones do not have."""
-    return next(p.dtype for name, p in model.named_parameters() if p.is_floating_point() and not name.endswith(SCALES))
+    """Return the dtype of the first floating-point weight, which the model computes in."""
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
 def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:

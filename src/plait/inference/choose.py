@@ -7,7 +7,7 @@ tokens follow from its seed and its logits alone, whatever is in the batch besid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,6 @@ from plait.inference.vocabulary import tokens_of_tokenizer
 ENDS = ("", "length", "stop")
 """Why a request has ended, by the number that ranks send each other; "" for one that goes on."""
 GOES_ON, LENGTH, STOP = range(3)
-
-
-LogSoftmax = Callable[[torch.Tensor], torch.Tensor]
-"""Logits [rows, vocabulary] to log-probabilities."""
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
@@ -45,12 +41,10 @@ class Chooser:
         requests: Sequence[Request],
         settings: Settings,
         tokenizer: Any,
-        log_softmax: LogSoftmax = log_softmax,
         *,
         tokens: int | None = None,
     ) -> None:
         """`tokens`: those of the tokenizer, where they are counted already."""
-        self._log_softmax = log_softmax
         self._settings, self._tokenizer, self._tokens = settings, tokenizer, tokens or tokens_of_tokenizer(tokenizer)
         self._known = [list(request.token_ids) for request in requests]
         """Of every request: the prompt and the tokens since."""
@@ -65,7 +59,7 @@ class Chooser:
         `ENDS` holds after it. Requests that have ended get padding."""
         width = logits.shape[-1]
         logits = logits[..., : self._tokens]  # others pad an embedding
-        logprobs = self._log_softmax(logits)
+        logprobs = log_softmax(logits)
         if not any(self._processors) and not self._settings.do_sample:
             tokens = logits.argmax(dim=-1).tolist()
         else:

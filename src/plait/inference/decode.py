@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from plait.errors import InputError
-from plait.inference.choose import ENDS, GOES_ON, Chooser, LogSoftmax, log_softmax
+from plait.inference.choose import ENDS, GOES_ON, Chooser
 from plait.inference.predictor import Predictor, Read
 from plait.inference.requests import Answer, Request
 from plait.inference.rope_by_length import rope_by_length
@@ -37,7 +37,6 @@ class Decoder:
         prefill_tokens: int | None,
         on_token: OnToken | None,
         tells: bool,
-        log_softmax: LogSoftmax = log_softmax,
     ) -> None:
         """`tells`: whether any rank has an `on_token`."""
         self._sharded, self._settings, self._tokenizer = sharded, settings, tokenizer
@@ -46,7 +45,7 @@ class Decoder:
         self._on_token, self._tells = on_token, tells
         self._use_cache, self._prefill = use_cache, prefill_tokens
         self._offload_cache = offload_cache
-        self.predictor, self._log_softmax = predictor, log_softmax
+        self.predictor = predictor
 
     def forwards(self, requests: Sequence[Request], numbers: Sequence[int], answers: Sequence[Answer]) -> Iterator[None]:
         """Decode `requests`, which have these `numbers` for `on_token`; yields before every forward. New tokens are added to `answers`."""
@@ -77,7 +76,7 @@ class Decoder:
 
     def _begun(self, requests: Sequence[Request]) -> tuple[Chooser | None, _Cached | _Recomputed]:
         first = self.predictor.is_first
-        chooser = Chooser(requests, self._settings, self._tokenizer, self._log_softmax, tokens=self._tokens) if first else None
+        chooser = Chooser(requests, self._settings, self._tokenizer, tokens=self._tokens) if first else None
         return chooser, _Cached(self, requests) if self._use_cache else _Recomputed(self, requests)
 
     def _tell(self, tokens: list[tuple[int, int]]) -> None:

@@ -19,7 +19,6 @@ from plait.inference.dry_cache import kept_of
 from plait.inference.kept import Asked, Kept, cache_bytes, growing_bytes, offloaded_cache
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
-from plait.inference.quantised import product_bytes
 from plait.inference.source import Source
 from plait.inference.streamed import plan, tensors_to_stream
 from plait.units import format_bytes
@@ -35,12 +34,11 @@ class Work:
     source: Source | None
     """None for a model without weights, of which a plan is made."""
     model: nn.Module
-    """On meta; with quantised layers where they are to be."""
+    """On meta."""
     tokens: int
     """Of the longest request, its new ones included."""
     requests: int
     """At once."""
-    quantised: bool = False
     offload_cache: bool = False
     """Keys and values wait in host memory."""
 
@@ -134,13 +132,12 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     _check_offloaded(work, on)
     if gpu_budget is not None and not on.on_gpu:
         raise InputError("--gpu-budget: no GPU is visible here; give --cpu-budget, to compute on the CPU within it")
-    dtype, tokens = compute_dtype(work.model), work.tokens * work.requests
-    itemsize = dtype.itemsize
+    itemsize, tokens = compute_dtype(work.model).itemsize, work.tokens * work.requests
     config = getattr(work.model, "config", None)
     keeps, asked = kept_of(work.model), Asked(work.requests, work.tokens, itemsize)
     cache = cache_bytes(keeps, asked)
     activations = activation_bytes(config, tokens=tokens, requests=work.requests, itemsize=itemsize)
-    activations += growing_bytes(keeps, asked) + (0 if on.on_gpu else product_bytes(work.model, dtype, tokens=tokens))
+    activations += growing_bytes(keeps, asked)
     host = 0
     if on.on_gpu:
         host = cpu_budget if cpu_budget is not None else on.host_bytes
@@ -152,7 +149,7 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:
         budget = int((1 - WORKSPACE) * on.memory_bytes)
-    stored, written = tensors_to_stream(work.source, work.model, quantised=work.quantised)
+    stored, written = tensors_to_stream(work.source, work.model)
     found = plan(work.model, stored, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host)
     way = f"{len(found.streamed)} layers ({format_bytes(found.streamed_bytes)}) are "
     if not found.streamed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +13,7 @@ from plait._torch.units import kept_gathered
 from plait.checkpoint.agreement import together
 from plait.cluster.host_memory import free_host_bytes
 from plait.errors import InputError
-from plait.inference.canonical.arithmetic import Arithmetic
-from plait.inference.canonical.arithmetic import log_softmax as canonical_log_softmax
-from plait.inference.canonical.call import check, compare, run
 from plait.inference.capacity import ROOM, check_cache, check_positions, free_bytes, gathered_bytes, is_sharded
-from plait.inference.choose import log_softmax
 from plait.inference.decode import Decoder, OnToken
 from plait.inference.dry_cache import kept_of
 from plait.inference.kept import Asked, cache_bytes, growing_bytes, offloaded_cache
@@ -28,7 +24,6 @@ from plait.inference.rope_by_length import groups, refuse_past, rope_by_length
 from plait.inference.settings import Settings, settings_of
 from plait.inference.text_stream import text_of
 from plait.inference.untouched import untouched
-from plait.inference.weight_sync.status import refuse_incomplete
 from plait.sharded.cache import arguments_of, counts_tokens, reads_prompts_whole, takes_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
@@ -46,7 +41,6 @@ def generate(
     prefill_tokens: int | None = None,
     offload_cache: bool = False,
     on_token: OnToken | None = None,
-    canonical: bool = False,
     **settings: Any,
 ) -> list[Generation]:
     """What the model adds to each of `prompts`, in their order.
@@ -59,9 +53,6 @@ def generate(
     directions). Requests that a rotary embedding gives other frequencies by their length are decoded in batches of their own.
     `offload_cache` keeps keys and values in pinned host memory; each layer's come to the GPU while the layer before computes.
     `on_token(request, token)` is called on the ranks that have the request.
-
-    `canonical`: logits and log-probabilities are the same bits as those of `score(..., canonical=True)` on every layout and in every batch,
-    and slower; see docs/generation.md.
 
     Parameters that are sharded are gathered once where they fit, and in every forward elsewhere. Training goes on as if nothing had
     happened. Collective over all ranks. Raises InputError, on all of them, for what one of them cannot do.
@@ -82,19 +73,15 @@ def generate(
             _check_offloaded(sharded, use_cache=found.use_cache)
         requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), found, seed)
         _check_rope(sharded, requests, use_cache=found.use_cache)
-        longest = max((len(request.token_ids) + request.new_tokens for request in requests), default=0)
-        hashed = check(sharded, longest=longest) if canonical else b""
         holds = _fits(sharded, requests, batch_size, use_cache=found.use_cache, offload_cache=offload_cache)
-        return requests, found, bytes([holds, on_token is not None]) + hashed
+        return requests, found, bytes([holds, on_token is not None])
 
     (requests, found, _), brought = together(prepared, lambda result: result[2], device=mesh.device, doing="generate", raising=InputError)
-    compare([row[2:] for row in brought])
     gathers = is_sharded(model)
     holds = gathers and all(row[0] for row in brought)
-    arithmetic = Arithmetic(model, sharded.region, keeps=holds or not gathers) if canonical else None
     requests = of_first_rank(sharded, requests)
     use_cache = found.use_cache and _keeps(sharded, requests)
-    predictor = Predictor(sharded, arithmetic or nullcontext)
+    predictor = Predictor(sharded)
     decoder = Decoder(
         sharded,
         predictor,
@@ -105,7 +92,6 @@ def generate(
         prefill_tokens=None if reads_prompts_whole(model) else prefill_tokens,
         on_token=on_token,
         tells=any(row[1] for row in brought),
-        log_softmax=canonical_log_softmax if canonical else log_softmax,
     )
     answers = [Answer() for _ in requests]
 
@@ -119,14 +105,13 @@ def generate(
     with sharded.waits.not_counted(), sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
         if holds:
             stack.enter_context(kept_gathered(model))
-        run(predictor, work(), apart=not gathers, arithmetic=arithmetic)
+        predictor.run(work(), apart=not gathers)
     return [_generation(request, answer, tokenizer) for request, answer in zip(requests, answers, strict=True)]
 
 
 def check_model(sharded: ShardedModel) -> None:
     """Raise InputError for a model or a layout that does not go on from texts."""
     model = sharded.model
-    refuse_incomplete(model)
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{type(model).__name__} has an encoder and a decoder; generate is for models that go on from a text")

@@ -1,5 +1,7 @@
-"""Layers in files that are written at the start, to be streamed from, and gone with the process: those that are quantised, and those that
-the model's own files do not have as they compute."""
+"""Temporary files with layers to stream, for layers that the model's own files do not hold as they compute.
+
+They are written at the start, and removed with the process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -20,8 +21,7 @@ from torch import nn
 
 from plait.cluster.host_memory import trim_heap
 from plait.errors import InputError
-from plait.inference.load import Weights, fill_layers
-from plait.inference.quantised import CODES, SCALES, convert, layers_to_quantise
+from plait.inference.load import Weights
 from plait.inference.stored import Stored, stored_tensors
 from plait.inference.stream import SAME_BITS, brought
 from plait.units import format_bytes
@@ -32,11 +32,12 @@ _MEMORY = ("tmpfs", "ramfs")
 """File systems whose files are in memory."""
 
 
-def write_layers(weights: Weights, model: nn.Module, blocks: Sequence[str], form: str | None, folder: Path) -> dict[str, Stored]:
-    """Write the weights of `blocks` of `model`, on meta, a file for each, quantised with a `form`, and return where its tensors lie. One
-    block's weights are in memory at a time. Raises InputError where a file cannot be written."""
+def write_layers(weights: Weights, model: nn.Module, blocks: Sequence[str], folder: Path) -> dict[str, Stored]:
+    """Write the weights of `blocks` of `model`, on meta, one file per block, and return where its tensors lie.
+
+    The weights of one block are in memory at a time. Raises InputError if a file cannot be written.
+    """
     made = copy.deepcopy(model)
-    layers = [] if form is None else convert(made, layers_to_quantise(made), form)
     found: dict[str, Stored] = {}
     cpu, shift = torch.device("cpu"), 0
     for number, block in enumerate(blocks):
@@ -44,11 +45,7 @@ def write_layers(weights: Weights, model: nn.Module, blocks: Sequence[str], form
         one.to_empty(device=cpu)
         own = {f"{block}.{name}": tensor for name, tensor in brought(made, block).items()}
         for name, tensor in own.items():  # one by one: the parts of files that are read together are in memory at once
-            if not name.endswith((CODES, SCALES)):
-                weights.fill({name: tensor.data}, whole=model)
-        mine = [layer for layer in layers if layer.name.startswith(f"{block}.")]
-        for _, several in groupby(mine, lambda layer: layer.name.rpartition(".")[0]):
-            fill_layers(list(several), weights, model, cpu)
+            weights.fill({name: tensor.data}, whole=model)
         written, shift = _saved({name: tensor.data.contiguous() for name, tensor in own.items()}, folder / f"{number}.safetensors", shift)
         found |= written
         one.to_empty(device=torch.device("meta"))

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from itertools import groupby
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from plait.cluster.huge_pages import move_parameters
-from plait.cluster.mesh import Mesh
 from plait.cluster.topology import place
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
-from plait.inference.adapters import is_adapters
 from plait.inference.capacity import compute_dtype
 from plait.inference.dry_cache import kept_of
 from plait.inference.kept import Asked, cache_bytes
 from plait.inference.placement import Needs
-from plait.inference.quantised import CODES, SCALES, Layer, convert, layers_to_quantise
 from plait.inference.source import Source
 from plait.model.layer_sizes import largest_of_layers, sizes_of_layers
 from plait.parallel.micro_batches import default_forward
@@ -51,9 +47,8 @@ def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
 
 
 @leaving_no_group()
-def load_model(source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None, quant: str | None = None) -> ShardedModel:
-    """The model on tp x pp processes, each with its own slices of the weights; for `generate`. `quant`: see `inference.quantised_format`.
-    Collective."""
+def load_model(source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None) -> ShardedModel:
+    """Load the model on tp x pp processes, each with its own slices of the weights, for `generate`. Collective."""
     model = source.model(dtype)
     here = place()
     if here.world_size != tp * pp:
@@ -62,11 +57,7 @@ def load_model(source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype |
     settings = load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, "parallel": parallel})
     resolved = resolve(settings, world_size=here.world_size, hidden_size=getattr(model.config, "hidden_size", None))
     checked = checked_model(model, resolved)
-    if quant is None:
-        mesh, parts, _ = shard(checked, weights=on_huge_pages(source.filler()))
-    else:
-        filler = QuantisingFiller(model, source, quant)
-        mesh, parts, _ = shard(checked, weights=on_huge_pages(filler), on_meta=filler.convert)
+    mesh, parts, _ = shard(checked, weights=on_huge_pages(source.filler()))
     model.requires_grad_(False)
     return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
 
@@ -79,39 +70,3 @@ def on_huge_pages(fill: Filler) -> Filler:
         fill(model, whole=whole, filled=filled)
 
     return filler
-
-
-class QuantisingFiller:
-    """Gives a model its weights; layers are quantised a block at a time, so that the dense ones of one block are in memory."""
-
-    def __init__(self, model: nn.Module, weights: Weights, form: str, *, streamed: Collection[str] = ()) -> None:
-        """`model` is as its class builds it, on meta. The blocks `streamed` are left out."""
-        self.layers: list[Layer] = []
-        self._names, self._weights, self._form = layers_to_quantise(model), weights, form
-        self._streamed = tuple(f"{block}." for block in streamed)
-
-    def convert(self, model: nn.Module, mesh: Mesh) -> None:
-        """Before the model gets memory; for `shard`."""
-        self.layers = convert(model, self._names, self._form, mesh.group("tp"))
-
-    def __call__(self, model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
-        """Fill what the model has memory for."""
-        others = {
-            name: tensor
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if not name.endswith((CODES, SCALES)) and (not name.startswith(self._streamed) or is_adapters(name))
-        }
-        self._weights.fill(others, whole=whole)
-        for tensor in others.values():
-            filled(tensor)
-        here = [layer for layer in self.layers if not layer.name.startswith(self._streamed)]
-        for _, several in groupby(here, lambda layer: layer.name.rpartition(".")[0]):
-            fill_layers(list(several), self._weights, whole, here[0].module.get_parameter(CODES).device)
-
-
-def fill_layers(layers: list[Layer], weights: Weights, whole: nn.Module, device: torch.device) -> None:
-    """Read the weights of some layers and quantise them."""
-    dense = {layer.tensor_name: torch.empty_like(layer.weight, device=device) for layer in layers}
-    weights.fill(dense, whole=whole)
-    for layer in layers:
-        layer.fill(dense.pop(layer.tensor_name))

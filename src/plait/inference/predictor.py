@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -27,9 +26,8 @@ _IDLE, _BUSY, _BROKEN = range(3)
 class Predictor:
     """Of one rank. All ranks of a model's parts (tp, pp) are given the same."""
 
-    def __init__(self, sharded: ShardedModel, running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """`running`: what is entered while the model runs."""
-        self._sharded, self._running = sharded, running
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
         self.device = sharded.device
         self.takes = arguments_of(sharded.model)
         """Names of the arguments of the model."""
@@ -167,11 +165,10 @@ class Predictor:
     def _predict(self, inputs: dict[str, Any], cache: Any) -> Any:
         """The model's output. In a pipeline a failure is raised by the next `of_first`, where all stages hear of it."""
         try:
-            with self._running():
-                if not self._by_name:
-                    return self._sharded.predict(inputs["input_ids"], passes_on=True)
-                taken = {name: value for name, value in inputs.items() if name in self.takes}
-                return self._sharded.predict(taken, cache=cache, passes_on=True)
+            if not self._by_name:
+                return self._sharded.predict(inputs["input_ids"], passes_on=True)
+            taken = {name: value for name, value in inputs.items() if name in self.takes}
+            return self._sharded.predict(taken, cache=cache, passes_on=True)
         except Exception as error:
             self.fail(error)
 

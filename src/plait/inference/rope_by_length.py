@@ -90,10 +90,3 @@ def refuse_past(rope: RopeByLength | None, tokens: int, what: str, remedy: str) 
             f"{what}: the frequencies of the model's rotary embedding (RoPE type {rope.kind}) follow the length of the input past "
             f"{rope.original:,} tokens, and a request may have {tokens:,}; {remedy}"
         )
-
-
-def refuse_served(rope: RopeByLength | None, tokens: int) -> None:
-    """Raise InputError where requests of different lengths that are decoded together would change each other's frequencies."""
-    if rope is not None and not rope.reads_anew:
-        remedy = "ask for fewer tokens, or shorten the prompt; `plait generate` decodes longer ones"
-        refuse_past(rope, tokens, "plait serve decodes requests of different lengths together", remedy)

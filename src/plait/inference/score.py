@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from plait.checkpoint.agreement import together
 from plait.errors import InputError
-from plait.inference.canonical.arithmetic import Arithmetic
-from plait.inference.canonical.arithmetic import log_softmax as canonical_log_softmax
-from plait.inference.canonical.call import check, compare, run
 from plait.inference.capacity import check_positions, is_sharded
-from plait.inference.choose import LogSoftmax, log_softmax
+from plait.inference.choose import log_softmax
 from plait.inference.generate import check_model, of_first_rank
 from plait.inference.predictor import Predictor, Read
 from plait.inference.requests import Request, check_count, check_ids, checked_ids, token_ids
@@ -30,21 +26,19 @@ def score(
     *,
     tokenizer: Any = None,
     batch_size: int | None = None,
-    canonical: bool = False,
     vocabulary: bool = False,
 ) -> list[torch.Tensor]:
     """The log-probability of every token but the first of each of `sequences`, [tokens - 1], or with `vocabulary` of every token of the
-    vocabulary in its place, [tokens - 1, vocabulary]; float32 on the CPU (canonical and from float64 logits: float64).
+    vocabulary in its place, [tokens - 1, vocabulary]; float32 on the CPU.
 
     `sequences` are this data-parallel rank's own, and may be none: token ids, or texts or conversations (with `tokenizer`). Of the ranks
     that hold parts of one model (tp, pp) the first one's are taken, and all get the results. `batch_size` sequences go through the model at
-    once (all), in the layout and the dtypes that it is trained in. Training goes on as if nothing had happened. `canonical`: the bits
-    follow from the sequence and the weights alone, whatever the layout and the batch, and are those of `generate(..., canonical=True)`.
+    once (all), in the layout and the dtypes that it is trained in. Training goes on as if nothing had happened.
     Collective over all ranks. Raises InputError, on all of them, for what one of them cannot do.
     """
     sharded.refuse_within("score")
 
-    def prepared() -> tuple[list[Request], bytes]:
+    def prepared() -> list[Request]:
         check_model(sharded)
         check_count("batch_size", batch_size)
         found = [Request(ids, 0, None) for ids in checked_ids(sharded.model, token_ids(sequences, tokenizer))]
@@ -56,30 +50,22 @@ def score(
         rope = rope_by_length(sharded.model)
         if rope is not None and not rope.is_one:
             refuse_past(rope, longest, "score: layers of several RoPE types are not known to be right", "shorten it")
-        return found, check(sharded, longest=longest) if canonical else b""
+        return found
 
     mesh = sharded.mesh
-    (requests, _), brought = together(prepared, lambda result: result[1], device=mesh.device, doing="score", raising=InputError)
-    compare(brought)
+    requests, _ = together(prepared, device=mesh.device, doing="score", raising=InputError)
     requests, gathers = of_first_rank(sharded, requests), is_sharded(sharded.model)
-    arithmetic = Arithmetic(sharded.model, sharded.region, keeps=not gathers) if canonical else None
-    scorer = _Scorer(
-        Predictor(sharded, arithmetic or nullcontext), tokenizer, canonical_log_softmax if canonical else log_softmax, vocabulary=vocabulary
-    )
+    scorer = _Scorer(Predictor(sharded), tokenizer, vocabulary=vocabulary)
     with sharded.waits.not_counted(), sharded.evaluating(), untouched(sharded.model, mesh.device):
-        run(
-            scorer.predictor,
-            scorer.forwards([request.token_ids for request in requests], batch_size, rope_by_length(sharded.model)),
-            apart=not gathers,
-            arithmetic=arithmetic,
-        )
+        sequences = [request.token_ids for request in requests]
+        scorer.predictor.run(scorer.forwards(sequences, batch_size, rope_by_length(sharded.model)), apart=not gathers)
     return scorer.found
 
 
 class _Scorer:
-    def __init__(self, predictor: Predictor, tokenizer: Any, log_softmax: LogSoftmax, *, vocabulary: bool) -> None:
+    def __init__(self, predictor: Predictor, tokenizer: Any, *, vocabulary: bool) -> None:
         self.predictor, self._tokens = predictor, tokens_of_tokenizer(tokenizer)
-        self._log_softmax, self._vocabulary = log_softmax, vocabulary
+        self._vocabulary = vocabulary
         self.found: list[torch.Tensor] = []
 
     def forwards(self, sequences: list[tuple[int, ...]], batch_size: int | None, rope: RopeByLength | None) -> Iterator[None]:
@@ -114,7 +100,7 @@ class _Scorer:
 
         def form() -> torch.Tensor:
             nonlocal found
-            found = self._log_softmax(read()[row, : len(sequence) - 1, : self._tokens])
+            found = log_softmax(read()[row, : len(sequence) - 1, : self._tokens])
             if not self._vocabulary:
                 found = found.gather(1, torch.tensor(sequence[1:], device=found.device).unsqueeze(1))[:, 0]
             return torch.tensor([found.shape[-1], int(found.dtype == torch.float64)])

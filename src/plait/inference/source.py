@@ -26,7 +26,7 @@ from plait.model.float32 import keep_in_float32
 from plait.model.tied import tied_names
 from plait.sharded.assemble import Filler
 from plait.sharded.load_weights import INDEX, SINGLE, load_weights, opened, weight_files
-from plait.sharded.pretrained import generation_settings
+from plait.sharded.pretrained import generation_settings, quantisation_of
 
 _FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
 """Of a model and its tokenizer."""
@@ -167,11 +167,12 @@ class _Some(nn.Module):
 
 def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) -> nn.Module:
     """The model of a configuration (its fields, a config.json, or a folder with one) on meta. `dtype` None is the configuration's, or that
-    of the folder's weights where it says none. Raises InputError where Transformers cannot build it."""
+    of the folder's weights where it says none. Raises InputError where Transformers cannot build it, or has quantised its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         found = AutoConfig.for_model(**config) if isinstance(config, Mapping) else AutoConfig.from_pretrained(config)
+        refuse_quantised_folder(found, config)
         if dtype is None and found.dtype is None and isinstance(config, Path):
             dtype = _dtype_of_weights(config)
         with torch.device("meta"):
@@ -183,13 +184,27 @@ def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) ->
             )
         keep_in_float32(model, dtype or found.dtype)
         return model
-    except CheckpointError:
+    except (CheckpointError, InputError):
         raise
     except Exception as error:  # each configuration class validates in its own way
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         first = lines[-1 if len(lines) == 2 else 0] if lines else type(error).__name__
         name = config["model_type"] if isinstance(config, Mapping) else config
         raise InputError(f"--model {name}: Transformers cannot build it: {first}") from error
+
+
+def refuse_quantised_folder(config: Any, name: object) -> None:
+    """Raise InputError if the weights of a model of Transformers are stored quantised (its config.json has quantization_config).
+
+    The names, shapes and dtypes of such files are those of another library, so they cannot be counted, split or streamed by the
+    names of the model's parameters.
+    """
+    if (method := quantisation_of(config)) is not None:
+        raise InputError(
+            f"--model {name}: its weights are quantised ({method}), and this command reads weights that are not. In Python, on one "
+            f'device: plait.generate(plait.parallelize(plait.from_pretrained({str(name)!r}), {{"train_micro_batch_size_per_gpu": 1}}), '
+            "prompts); or give the folder that was quantised"
+        )
 
 
 def _dtype_of_weights(folder: Path) -> torch.dtype | None:

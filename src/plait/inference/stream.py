@@ -298,11 +298,6 @@ def block_bytes(model: nn.Module, block: str, stored: Mapping[str, Stored], *, o
     return _place_bytes(_parts(model, block, stored, on_cpu=on_cpu))
 
 
-def is_read_straight(model: nn.Module, block: str, stored: Mapping[str, Stored]) -> bool:
-    """Whether files are read to where a block computes, on the CPU, without a buffer between."""
-    return _low(_parts(model, block, stored, on_cpu=True)) is not None
-
-
 def _place_bytes(parts: Sequence[_Streamed]) -> int:
     """Whole pages where files are read so."""
     size = max((one.start + one.stored.size for one in parts), default=0)

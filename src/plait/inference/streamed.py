@@ -14,13 +14,11 @@ from torch import nn
 
 from plait._torch.modules import own_parameters
 from plait.cluster.host_memory import trim_heap
-from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
 from plait.inference.adapters import base_tensor, is_adapters
 from plait.inference.layer_files import scratch_folder, write_layers
-from plait.inference.load import QuantisingFiller, on_huge_pages
-from plait.inference.quantised import quantised_copy
+from plait.inference.load import on_huge_pages
 from plait.inference.reading import buffer_bytes
 from plait.inference.source import Source
 from plait.inference.stored import Stored, read_into, stored_tensors
@@ -86,13 +84,11 @@ def tensors_in_files(source: Source, model: nn.Module) -> dict[str, Stored]:
     return {f"{path.name} {name}": one for path in files for name, one in stored_tensors(path).items()}
 
 
-def tensors_to_stream(source: Source | None, model: nn.Module, *, quantised: bool) -> tuple[dict[str, Stored], str]:
-    """Where the weights of `model` (on meta, and with quantised layers where they are to be) lie when they are streamed, and why its layers
-    are written to new files first: "" where they are read where they lie. Raises InputError for files of another model."""
+def tensors_to_stream(source: Source | None, model: nn.Module) -> tuple[dict[str, Stored], str]:
+    """Where the weights of `model`, on meta, lie when they are streamed, and why its layers are written to new files first: "" where they
+    are read where they lie. Raises InputError for files of another model."""
     if source is None:
         return expected_tensors(model), ""
-    if quantised:
-        return expected_tensors(model), "they are quantised"
     if source.checkpoint is not None:
         return expected_tensors(model), "the tensors of a checkpoint lie in parts"
     stored = tensors_of(source, model)
@@ -197,16 +193,16 @@ def load_streamed(
     other_bytes: int,
     host_bytes: int = 0,
     dtype: torch.dtype | None = None,
-    quant: str | None = None,
     scratch: Path | None = None,
 ) -> tuple[ShardedModel, Plan]:
-    """The model in one process, on its device, within the budget (see `plan`). Streamed layers that are quantised (`quant`, see
-    `inference.quantised_format`), or that no files have as they compute (see `tensors_to_stream`), are written to files without a name in
-    the folder `scratch` (the system's for temporary files) first. Raises InputError where it cannot be."""
+    """Load the model in one process, on its device, within the budget (see `plan`).
+
+    Streamed layers that no files hold as they compute (see `tensors_to_stream`) are first written to files without a name in the folder
+    `scratch` (the system's for temporary files). Raises InputError if the model cannot be loaded.
+    """
     model = source.model(dtype)
-    counted = model if quant is None else quantised_copy(model, quant)
-    stored, written = tensors_to_stream(source, counted, quantised=quant is not None)
-    planned = plan(counted, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes)
+    stored, written = tensors_to_stream(source, model)
+    planned = plan(model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes)
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1)
     checked = checked_model(model, resolved)
     with ExitStack() as stack:
@@ -214,17 +210,8 @@ def load_streamed(
             stored = {}
             if planned.streamed:
                 folder = stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
-                stored = write_layers(source, model, planned.streamed, quant, folder)
-        if quant is None:
-            mesh, parts, _ = shard(checked, weights=on_huge_pages(_filler(source, stored, _empty(model, planned.streamed))))
-        else:
-            filler = QuantisingFiller(model, source, quant, streamed=planned.streamed)
-
-            def on_meta(model: nn.Module, mesh: Mesh) -> None:
-                filler.convert(model, mesh)
-                _empty(model, planned.streamed)
-
-            mesh, parts, _ = shard(checked, weights=on_huge_pages(filler), on_meta=on_meta)
+                stored = write_layers(source, model, planned.streamed, folder)
+        mesh, parts, _ = shard(checked, weights=on_huge_pages(_filler(source, stored, _empty(model, planned.streamed))))
         model.requires_grad_(False)
         if planned.streamed:
             streaming = Streaming(WeightStream(model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host))

@@ -1,25 +1,19 @@
-"""Compares the measured time and memory of a run that `plait plan --out` wrote with the plan: one line, and a row in a history where the
-file names one.
+"""Compares the measured time and memory of a run of `plait plan --out` with the plan, in one line.
 
-A listener for one rank. The first steps, in which buffers come into being, do not count. A run that is not the one that was planned
-(another layout, model or device, or a setting that no plan prices) is not compared, and told so.
+A listener for one rank. The first steps, in which buffers come into being, do not count. A run that differs from the plan (another
+layout, model or device, or a setting that no plan prices) is not compared, and the reason is printed.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from plait.errors import InputError
 from plait.events import Event, RunEnded, StepDone
-from plait.files import user_path
 from plait.planner.auto import layout_of
-from plait.planner.history import Measured, append
 from plait.planner.unpriced import unpriced
 from plait.units import format_bytes
 
@@ -32,10 +26,12 @@ WARM, STEPS, FEWEST = 2, 8, 3
 
 
 class Residual:
-    """Hears steps; after `STEPS` of them says and keeps how far the plan was off."""
+    """Listens to steps; after `STEPS` of them prints how far the plan was off."""
 
-    def __init__(self, planned: Measured, *, needed_bytes: float, history: Path | None, say: Callable[[str], None]) -> None:
-        self._planned, self._needed, self._history, self._say = planned, needed_bytes, history, say
+    def __init__(self, *, predicted_seconds: float, predicted_bytes: float, say: Callable[[str], None]) -> None:
+        self._predicted_seconds = predicted_seconds
+        self._predicted_bytes = predicted_bytes
+        self._say = say
         self._seen = 0
         self._seconds: list[float] = []
         self._peak = 0
@@ -54,27 +50,9 @@ class Residual:
             self._tell()
 
     def _tell(self) -> None:
-        planned, seconds = self._planned, median(self._seconds)
-        on_cpu = planned.gpu == "cpu"
-        # On a CPU what is seen is the process, libraries included: for the eye, not for the fit.
-        predicted_bytes = self._needed if on_cpu else planned.predicted_bytes
-        measured = replace(
-            planned,
-            seconds=seconds,
-            bytes=None if on_cpu else float(self._peak),
-            steps=len(self._seconds),
-            at=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
-        parts = [_beside("step", planned.predicted_seconds, seconds, lambda value: f"{value:.4g} s")]
-        parts += [_beside("memory", predicted_bytes, float(self._peak), format_bytes)]
-        kept = ""
-        if self._history is not None:
-            try:
-                append(self._history, measured)
-                kept = f", kept in {self._history}"
-            except InputError as error:  # the run is worth more than the note about it
-                kept = f", {error}"
-        self._say(f"plan    {'; '.join(parts)}; {len(self._seconds)} steps{kept}")
+        step = _beside("step", self._predicted_seconds, median(self._seconds), lambda value: f"{value:.4g} s")
+        memory = _beside("memory", self._predicted_bytes, float(self._peak), format_bytes)
+        self._say(f"plan    {step}; {memory}; {len(self._seconds)} steps")
 
 
 def _beside(name: str, predicted: float | None, measured: float, words: Callable[[float], str]) -> str:
@@ -84,12 +62,12 @@ def _beside(name: str, predicted: float | None, measured: float, words: Callable
 
 
 def residual_of(
-    file: Path, checked: ValidatedRun, config: Config, *, gpu: str, machine: str, per_node: int, say: Callable[[str], None]
+    file: Path, checked: ValidatedRun, config: Config, *, gpu: str, per_node: int, say: Callable[[str], None]
 ) -> Residual | None:
-    """The listener for a run of `file`, whose plan is next to it; None where there is none, or the run is another one.
+    """Return the listener for a run of `file`, whose plan is next to it; None if there is no plan, or the run differs from it.
 
-    `config` is what the run was checked from, `gpu` the catalogue's name of the device that runs, `machine` what it is where that is a CPU,
-    `per_node` the processes of this machine. What is measured is kept where `run.history` says.
+    `config` is what the run was checked from, `gpu` the catalogue's name of the device that runs, `per_node` the processes of this
+    machine.
     """
     beside = file.with_suffix(".plan.json")
     if not beside.is_file():
@@ -100,23 +78,10 @@ def residual_of(
         if differences:
             say(f"plan    {beside} is not compared with this run: {differences[0]}")
             return None
-        planned = Measured(
-            gpu=gpu,
-            machine=machine if gpu == "cpu" else "",
-            devices=plan["cluster"]["devices"],
-            devices_per_node=plan["cluster"]["devices_per_node"],
-            precision=plan["precision"],
-            compiled=plan["compiled"],
-            sequence=plan["sequence"],
-            architecture=plan["priced"]["architecture"],
-            layout=plan["priced"]["layout"],
-            seconds=0.0,
-            predicted_seconds=plan["step"]["seconds"],
-            predicted_bytes=plan["memory"]["allocated_bytes"],
-        )
-        wanted = config.run.history if config.run is not None else None
-        history = user_path(wanted, "run.history") if wanted is not None else None
-        return Residual(planned, needed_bytes=plan["memory"]["needed_bytes"], history=history, say=say)
+        # On a CPU the measured memory is that of the process, libraries included.
+        memory = plan["memory"]
+        nbytes = memory["needed_bytes"] if gpu == "cpu" else memory["allocated_bytes"]
+        return Residual(predicted_seconds=plan["step"]["seconds"], predicted_bytes=nbytes, say=say)
     except (OSError, ValueError, KeyError, TypeError) as error:
         say(f"plan    {beside} is not compared with this run: it cannot be read ({type(error).__name__}: {error})")
         return None

@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.errors import InputError
 from plait.planner.constants import CONSTANTS, MEMORY_CONSTANTS, Constant, Knowledge, Rates, knowledge
 from plait.planner.estimate import estimate
 from plait.planner.hardware import FAMILIES, PRECISIONS
 from plait.planner.job import Job
-from plait.planner.runs import Runs, measured_bytes, measured_seconds
+from plait.planner.measured import MeasuredRuns
 from plait.planner.states import account_rows
 
 Array = NDArray[np.float64]
@@ -143,8 +141,6 @@ def deviation(predict: Callable[[Rates], Array], found: Fit, job: Job) -> Array:
     return np.sqrt(np.einsum("ij,jk,ik->i", derivative, found.covariance, derivative) + found.spread**2)
 
 
-# ---- of rows ---------------------------------------------------------------------------------------------------------------------------
-
 MEMORY_NAMES = tuple(f"memory:{name}" for name in MEMORY_CONSTANTS)
 
 
@@ -205,33 +201,32 @@ def uncalibrated(known: Knowledge | None = None) -> Calibration:
     return Calibration(time, unfitted(MEMORY_NAMES, known, spread=known.memory_spread))
 
 
-def calibrate(runs: Runs, *, known: Knowledge | None = None, within: float = 0.04) -> Calibration:
-    """Fit to measured rows of one device and framework, starting from `known`. `within` is the noise believed of repeated runs, as a
-    logarithm.
+def calibrate(runs: MeasuredRuns, *, known: Knowledge | None = None, within: float = 0.04) -> Calibration:
+    """Fit the constants to measured runs of one device and framework.
 
-    Raises InputError where no row has both a prediction and a measurement.
+    Args:
+        runs: At least one run.
+        known: Where the fit starts; the constants that ship by default.
+        within: Noise believed of repeated runs, as a logarithm.
     """
     known = known or knowledge()
     base = uncalibrated(known)
-    chosen, seconds, memory = _measured(runs, base)
-    if runs.job is None or not chosen:
-        reasons = "; ".join(f"row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3])
-        raise InputError(f"nothing to calibrate on: no row can be priced and has step_time_s, derived_step_time_s or tokens/s ({reasons})")
-    index = np.array(chosen)
-    timed = np.isfinite(seconds)
+
     time = base.time
-    if timed.any():
-        job = runs.job.take(index[timed])
-        time = fit(time_of(job), np.log(seconds[timed]), relevant(known.time_names, job), known=known.constants, spread=within)
-        time = replace(time, spread=_remaining(time, time_of(job), np.log(seconds[timed]), within, base.time.spread))
-    held = [position for position, found in enumerate(memory) if found is not None]
+    timed = np.flatnonzero(np.isfinite(runs.seconds))
+    if len(timed):
+        job, measured = runs.job.take(timed), np.log(runs.seconds[timed])
+        time = fit(time_of(job), measured, relevant(known.time_names, job), known=known.constants, spread=within)
+        time = replace(time, spread=_remaining(time, time_of(job), measured, within, base.time.spread))
+
     space = base.memory
-    if held:
-        job = runs.job.take(index[held])
-        values = np.log([found[0] for found in memory if found is not None])
-        predict = memory_of(job, [found[1] for found in memory if found is not None])
-        space = fit(predict, values, MEMORY_NAMES, known=known.constants, spread=within)
-        space = replace(space, spread=_remaining(space, predict, values, within, base.memory.spread))
+    sized = [index for index, peak in enumerate(runs.peaks) if peak is not None]
+    if sized:
+        peaks = [peak for peak in runs.peaks if peak is not None]
+        measured = np.log([nbytes for nbytes, _ in peaks])
+        predict = memory_of(runs.job.take(np.array(sized)), [kind for _, kind in peaks])
+        space = fit(predict, measured, MEMORY_NAMES, known=known.constants, spread=within)
+        space = replace(space, spread=_remaining(space, predict, measured, within, base.memory.spread))
     return Calibration(time, space)
 
 
@@ -243,71 +238,30 @@ def _remaining(found: Fit, predict: Callable[[Rates], Array], measured: Array, w
     return max(within, float(np.sqrt((n * robust**2 * 1.5 + 4 * (0.7 * between) ** 2) / (n + 4))))
 
 
-def _measured(runs: Runs, base: Calibration) -> tuple[list[int], Array, list[Any]]:
-    """(variant of every row that was measured, its seconds or NaN, its bytes or None)."""
-    chosen, seconds, memory = [], [], []
-    if runs.job is not None:
-        for row, variant in choose(runs, costs(runs, base)).items():
-            time, space = measured_seconds(runs.rows[row]), measured_bytes(runs.rows[row])
-            if time is not None or space is not None:
-                chosen.append(variant)
-                seconds.append(time if time is not None else np.nan)
-                memory.append(space)
-    return chosen, np.array(seconds, dtype=float), memory
-
-
-def costs(runs: Runs, calibration: Calibration) -> tuple[Array, Array]:
-    """(seconds, bytes) of every variant."""
-    assert runs.job is not None
-    found = estimate(runs.job, merged(calibration))
-    shape = (len(runs.variants),)
-    return np.broadcast_to(np.asarray(found.seconds, float), shape), np.broadcast_to(np.asarray(found.memory.total, float), shape)
-
-
 def merged(calibration: Calibration) -> Rates:
     """Constants of time from one fit and of memory from the other."""
     time, memory = calibration.time.rates.values, calibration.memory.rates.values
     return Rates({name: (memory if name.startswith("memory:") else time)[name] for name in time})
 
 
-def choose(runs: Runs, cost: tuple[Array, Array]) -> dict[int, int]:
-    """Row to the variant that stands for it: the fastest that fits, or the smallest."""
-    assert runs.job is not None
-    seconds, needed = cost
-    room = np.broadcast_to(np.asarray(runs.job.device.memory_bytes, float), seconds.shape)
-    best: dict[int, tuple[tuple[bool, float], int]] = {}
-    for index, variant in enumerate(runs.variants):
-        over = bool(needed[index] > room[index])
-        key = (over, float(needed[index]) if over else float(seconds[index]))
-        if variant.row not in best or key < best[variant.row][0]:
-            best[variant.row] = (key, index)
-    return {row: index for row, (_, index) in best.items()}
+def errors_with(runs: MeasuredRuns, calibration: Calibration) -> tuple[int, float, float]:
+    """Return (runs with a time, median, largest) of the size of predicted / measured - 1."""
+    errors = np.abs(_ratios(runs, calibration) - 1)
+    errors = errors[np.isfinite(errors)]
+    return len(errors), float(np.median(errors)), float(errors.max())
 
 
-# ---- how good it is --------------------------------------------------------------------------------------------------------------------
+def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple[int, float, float]:
+    """Return the same with every run predicted by a fit to the others: the error of an unseen layout of this kind."""
+    errors = []
+    for index in np.flatnonzero(np.isfinite(runs.seconds)):
+        others = np.array([other for other in range(len(runs.seconds)) if other != index], dtype=np.int64)
+        fitted = calibrate(runs.take(others), known=known) if len(others) else uncalibrated(known)
+        errors.append(abs(_ratios(runs, fitted)[index] - 1))
+    return len(errors), float(np.median(errors)), float(np.max(errors))
 
 
-def errors_with(runs: Runs, calibration: Calibration) -> tuple[int, float, float]:
-    """(rows with a time, median, largest) of the size of predicted / measured - 1."""
-    found = np.array(list(_ratios(runs, calibration).values()))
-    size = np.abs(found - 1)
-    return len(size), float(np.median(size)), float(size.max())
-
-
-def errors_left_out(runs: Runs, known: Knowledge | None = None) -> tuple[int, float, float]:
-    """The same with every row predicted by a fit to the others: what an unseen layout of this kind is off by."""
-    assert runs.job is not None
-    rows = list(_ratios(runs, uncalibrated(known)))
-    size = []
-    for row in rows:
-        kept = np.array([index for index, variant in enumerate(runs.variants) if variant.row != row])
-        rest = Runs(runs.rows, tuple(runs.variants[i] for i in kept), runs.job.take(kept), {})
-        size.append(abs(_ratios(runs, calibrate(rest, known=known))[row] - 1))
-    return len(size), float(np.median(size)), float(np.max(size))
-
-
-def _ratios(runs: Runs, calibration: Calibration) -> dict[int, float]:
-    """Row to predicted over measured seconds."""
-    seconds, needed = costs(runs, calibration)
-    measured = {row: measured_seconds(runs.rows[row]) for row in range(len(runs.rows))}
-    return {row: float(seconds[at] / measured[row]) for row, at in choose(runs, (seconds, needed)).items() if measured[row]}
+def _ratios(runs: MeasuredRuns, calibration: Calibration) -> Array:
+    """Return predicted over measured seconds [runs]; NaN where no seconds were measured."""
+    predicted = np.asarray(estimate(runs.job, merged(calibration)).seconds, dtype=float)
+    return np.broadcast_to(predicted, runs.seconds.shape) / runs.seconds

@@ -51,9 +51,9 @@ def load(path: Path) -> tuple[Calibration, Origin]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; name a calibration that `plait calibrate` wrote, or a CSV of runs") from None
+        raise InputError(f"{path}: {error.strerror}; name a file that `plait calibrate` wrote") from None
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); name a calibration that `plait calibrate` wrote, or a CSV of runs") from None
+        raise InputError(f"{path}: not JSON ({error}); name a file that `plait calibrate` wrote") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: holds no {FORMAT!r}; write one with `plait calibrate`")
     try:

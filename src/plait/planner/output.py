@@ -21,8 +21,8 @@ from plait.errors import InputError, refuse
 from plait.files import write_result
 from plait.planner.choice import Choice
 from plait.planner.estimate import lower_end
-from plait.planner.history import facts_of, layout_facts
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
+from plait.planner.measured import facts_of, layout_facts
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
 from plait.planner.request import Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -43,7 +43,7 @@ from plait.sharded.saved_folders import refuse_partial_folders
 Filler = Callable[..., None]
 """(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its values, and calls `filled` with each. `whole`
 is the uncut model on meta."""
-ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
+ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
 
 
 @contextmanager
@@ -79,11 +79,11 @@ def shard(
     mean: bool = False,
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
-    on_meta: Callable[[nn.Module, Mesh], None] = lambda model, mesh: None,
 ) -> tuple[Mesh, Parts, int]:
-    """`split`, weights, and what acts on a step, for a `ShardedModel`. `mean`: see `ShardSettings`. `on_meta` may change a model that was
-    built on meta when all techniques are applied to it, before it gets memory. Returns also the seed of rank 0's random generator
-    before."""
+    """Split a model, give it its weights, and attach what acts on a step, for a `ShardedModel`.
+
+    `mean`: see `ShardSettings`. The last result is the seed of rank 0's random generator before the call.
+    """
     model, resolved = checked.model, checked.resolved
     if weights is None and materialise.is_meta(model):
         weights = weights_of(model)
@@ -91,7 +91,6 @@ def shard(
     mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
-        on_meta(model, mesh)
         materialise.allocate(model, mesh.device, host_units=parts.shard.offloaded_units if parts.shard.master_weights_on_host else ())
     tier = build_disk_tier(resolved, model, parts.shard.offloaded_units)
     if template is not None:

@@ -27,8 +27,9 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
 
     `model_class` is a class of Transformers (AutoModelForCausalLM). `dtype` is the parameters' own, which the optimizer updates; what is
     computed in follows from the configuration. `fields` replace those of config.json. Where Transformers converts the weights of a family
-    while it loads them, or adds a new head, or a class makes its parameters on the CPU wherever it is built, Transformers loads the model,
-    in full in every process, with a warning. Raises InputError for what is no such folder and for fields that the model does not have.
+    while it loads them, or adds a new head, or has quantised the weights (config.json has quantization_config), or a class makes its
+    parameters on the CPU wherever it is built, Transformers loads the model, in full in every process, with a warning. Raises InputError
+    for what is no such folder and for fields that the model does not have.
     """
     require_transformers("plait.from_pretrained")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,22 +49,37 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
     except Exception as error:  # each configuration class validates in its own way
         raise InputError(f"plait.from_pretrained({str(name)!r}): {kind.__name__} cannot be built of it ({first_line(error)})") from error
     not_on_meta = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
+    quantisation = quantisation_of(config)
     try:
+        if quantisation is not None:
+            raise CheckpointError(f"its weights are quantised ({quantisation})")
         if not_on_meta is not None:
             raise CheckpointError(f"{type(model).__name__} makes {not_on_meta} on the CPU wherever it is built")
         sources_of(model, model.state_dict(keep_vars=True), weight_files(folder), folder)
     except CheckpointError as error:
         if place().rank == 0:
-            why = f"it converts or adds weights: {error}" if not_on_meta is None else error
+            known = quantisation is not None or not_on_meta is not None
+            why = error if known else f"it converts or adds weights: {error}"
             warn(f"plait.from_pretrained: Transformers loads {folder} in full in every process, because {why}")
         try:
             return kind.from_pretrained(folder, dtype=dtype, **fields).train()
         except SafetensorError:
             raise error from None
+        except ImportError as missing:  # the library that quantised the weights
+            raise InputError(f"plait.from_pretrained({str(name)!r}): {first_line(missing)}") from missing
     if getattr(model, "generation_config", None) is not None:
         model.generation_config = settings
     object.__setattr__(model, _ATTRIBUTE, folder)
     return model.train()
+
+
+def quantisation_of(config: Any) -> str | None:
+    """Return the quantisation method of config.json ("torchao", "bitsandbytes", ...), or None for weights that are not quantised."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "quantization_config")
 
 
 def generation_settings(folder: Path) -> Any:

@@ -13,7 +13,7 @@ from plait.config.resolving.resolve import load, resolve
 from plait.parallel.schedules.schedule import make_schedule
 from plait.planner.constants import unseen
 from plait.planner.offers import SCHEDULE_NAMES
-from tests.unit.cli.planning import ASKED, runs_file
+from tests.unit.cli.planning import ASKED
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.json"
 
@@ -192,16 +192,6 @@ def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "turing-nlg-530b" in shown and "mi300x" in shown
 
 
-def test_calibration_moves_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = runs_file(tmp_path)
-    assert run(*ASKED, "--json") == 0
-    before = json.loads(capsys.readouterr().out)["best"][0]["step"]["seconds"]
-    assert run(*ASKED, "--calibrate", file, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["best"][0]["step"]["seconds"] != before
-    assert run("--model", "gpt2", "--world-size", "8", "--gpu", "a100", "--calibrate", file) == 2
-    assert "has rows of h100 only" in capsys.readouterr().err
-
-
 def test_a_file_written_by_hand_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """E5: not without --force; one that a plan wrote is, until somebody works on it."""
     out = tmp_path / "run.json"
@@ -229,18 +219,6 @@ def test_machines_and_their_gpus_stand_for_the_world_size(capsys: pytest.Capture
     several = json.loads(capsys.readouterr().out)
     assert run(*ASKED, "--json") == 0
     assert json.loads(capsys.readouterr().out)["best"] == several["best"]
-
-
-def test_rows_of_a_table_that_do_not_count_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = runs_file(tmp_path)
-    header, first, *others = file.read_text().splitlines()
-    milliseconds = [row.rpartition(",")[0] + ",2000" for row in others[:-1]]
-    file.write_text("\n".join([header, first.rpartition(",")[0] + ",-2", *milliseconds]) + "\n")
-    assert run(*ASKED, "--calibrate", file, "--json") == 0
-    left, count, far = json.loads(capsys.readouterr().out)["notes"]
-    assert f"left out: {file}, line 2: step_time_s = '-2': not a number above 0" in left
-    assert count == f"5 rows of {file} move the constants"
-    assert "off what the constants fitted to them say; step_time_s is seconds of one step" in far
 
 
 def test_a_model_that_training_refuses_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

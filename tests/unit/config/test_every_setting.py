@@ -162,7 +162,6 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "run.keep": ({}, 1, 2),
     "run.roll_backs": ({}, 0, 2),
     "run.callbacks": ({}, ["a:b"], ["a:c"]),
-    "run.history": ({}, "a.jsonl", "b.jsonl"),
     "run.checkpoints": ({}, "a", "s3://b/c"),
     "run.sample.prompt": ({}, "a", "b"),
     "run.sample.tokens": ({}, 1, 2),

@@ -12,7 +12,7 @@ import pytest
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, InputError
 from plait.hf import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, wrap
-from plait.hf.arguments import fsdp_file
+from plait.hf.arguments import fsdp_config_of
 from plait.hf.fields import FIELDS, SEQ2SEQ, examined
 from plait.hf.generation import problems_of
 from plait.hf.settings import schedule_of, settings_of
@@ -65,7 +65,7 @@ def test_fsdp_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "fsdp.json").write_text('{"fsdp_reshard_after_forward": false}')
     args = arguments(TrainingArguments, str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / "fsdp.json"))
     assert (args.fsdp, args.fsdp_config) == (True, {"fsdp_reshard_after_forward": False})
-    assert settings_of(fsdp_file(args), args, world_size=2, hidden_size=32)[1].data_parallel.stage == 2
+    assert settings_of(fsdp_config_of(args), args, world_size=2, hidden_size=32)[1].data_parallel.stage == 2
     (tmp_path / "fsdp.json").write_text("[1]")
     for name, said in (("fsdp.json", "holds a list and not an object"), ("none.json", "is not a JSON file that can be read")):
         with pytest.raises(InputError, match=f"{name}.*{said}"):
@@ -84,7 +84,7 @@ def test_fsdp_in_a_file(tmp_path: Path) -> None:
 def test_fsdp_that_cannot_be_honoured(tmp_path: Path, fsdp: Any, section: dict[str, Any], said: str) -> None:
     args = arguments(TrainingArguments, str(tmp_path), fsdp=fsdp, fsdp_config=section, **{RECOMPUTE: True})
     with pytest.raises(ConfigError, match=said):
-        settings_of(fsdp_file(args), args, world_size=2, hidden_size=32)
+        settings_of(fsdp_config_of(args), args, world_size=2, hidden_size=32)
 
 
 def test_fsdp_of_another_trainer(tmp_path: Path) -> None:

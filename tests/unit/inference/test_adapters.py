@@ -1,4 +1,4 @@
-"""A folder of PEFT's LoRA on a model for inference has the numbers of PEFT in Transformers: in memory, streamed, quantised."""
+"""A folder of PEFT's LoRA on a model for inference has the numbers of PEFT in Transformers: in memory and streamed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import torch
 import plait
 from plait.errors import CheckpointError, InputError
 from plait.inference.load import load_model
-from plait.inference.quantised import layers_to_quantise
-from plait.inference.quantised_format import dequantise, quantise
 from plait.inference.source import Source, open_source
 from plait.inference.streamed import load_streamed
 from plait.sharded.model import ShardedModel
@@ -58,15 +56,11 @@ def saved(base: Path, folder: Path, **fields: Any) -> Path:
 Found = tuple[list[list[int]], torch.Tensor]
 
 
-def by_peft(base: Path, adapter: Path | None, *, quant: str | None = None, dtype: Any = None) -> Found:
-    """New tokens and their log-probabilities, on one process by Transformers; of a model whose weights are those of the codes."""
+def by_peft(base: Path, adapter: Path | None, *, dtype: Any = None) -> Found:
+    """New tokens and their log-probabilities, computed by Transformers and PEFT on one process."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    with torch.no_grad():
-        for name in layers_to_quantise(model) if quant else ():
-            weight = model.get_submodule(name).weight
-            weight.copy_(dequantise(*quantise(weight, quant or ""), weight.dtype))
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, adapter)
     longest = max(map(len, PROMPTS))
@@ -85,9 +79,9 @@ def of(sharded: ShardedModel) -> Found:
     return [one.token_ids for one in made], torch.tensor([one.logprobs for one in made])
 
 
-def streamed(source: Source, quant: str | None = None, scratch: Path | None = None, budget: int = SMALL) -> tuple[Found, int]:
-    """And how many layers were."""
-    sharded, plan = load_streamed(source, budget_bytes=budget, other_bytes=OTHER, quant=quant, scratch=scratch)
+def streamed(source: Source, budget: int = SMALL) -> tuple[Found, int]:
+    """Return also the number of streamed layers."""
+    sharded, plan = load_streamed(source, budget_bytes=budget, other_bytes=OTHER)
     return of(sharded), len(plan.streamed)
 
 
@@ -109,16 +103,6 @@ def test_16_bits(base: Path, tmp_path: Path) -> None:
     tokens, logprobs = by_peft(base, adapter, dtype=torch.bfloat16)
     found = of(load_model(open_source(base, adapter), dtype=torch.bfloat16))
     assert found[0] == tokens and torch.equal(found[1], logprobs.double().float())
-
-
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_quantised_layers(quant: str, base: Path, tmp_path: Path) -> None:
-    adapter = saved(base, tmp_path / "adapter", **KINDS["lora"])
-    tokens, logprobs = by_peft(base, adapter, quant=quant)
-    found = of(load_model(open_source(base, adapter), quant=quant))
-    assert found[0] == tokens and (found[1] - logprobs).abs().max() <= 1e-4
-    again, layers = streamed(open_source(base, adapter), quant, tmp_path, budget=156 << 10)
-    assert layers >= 2 and again[0] == tokens and torch.equal(again[1], found[1])
 
 
 def test_the_adapter_is_counted(base: Path, tmp_path: Path) -> None:
@@ -190,12 +174,9 @@ def test_folders_that_are_none(base: Path, plain: Path, tmp_path: Path) -> None:
         open_source(adapter)
 
 
-def test_what_dora_and_tied_weights_exclude(base: Path, tmp_path: Path) -> None:
+def test_what_tied_weights_exclude(base: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dora = open_source(base, saved(base, tmp_path / "dora", **KINDS["dora"]))
-    with pytest.raises(InputError, match="reads the dense weights of its layer"):
-        load_model(dora, quant="int8")
     config = AutoConfig.from_pretrained(base)
     config.tie_word_embeddings = True
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")

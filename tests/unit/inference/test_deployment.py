@@ -47,7 +47,7 @@ def test_what_no_layout_holds_is_streamed(work: Work, monkeypatch: pytest.Monkey
 
 
 def test_a_cache_that_is_guessed_is_told(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the line that `plait generate`, `plait serve` and `plait plan infer` print."""
+    """In the line that `plait generate` and `plait plan infer` print."""
     kept = kept_of(work.model)
     for guess, words in (
         (replace(kept, guessed="ValueError: no"), "by the heads of the configuration, and may take more"),

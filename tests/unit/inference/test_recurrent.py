@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import queue
-
 import pytest
 
 import plait
-from plait.inference.requests import Request
-from plait.inference.serving import scheduler as scheduler_module
-from plait.inference.serving.job import Job, Told
-from plait.inference.serving.scheduler import Scheduler
-from plait.inference.settings import Settings
 from plait.sharded.cache import has_recurrent_state, takes_cache
 from tests.unit.inference.recurrent import FIELDS, NEW, PROMPTS, built, by_transformers
-from tests.unit.inference.words import Words
 
 
 @pytest.mark.parametrize("kind", list(FIELDS))
@@ -31,26 +23,4 @@ def test_tokens(kind: str) -> None:
     made = plait.generate(sharded, PROMPTS, max_new_tokens=NEW, temperature=0, eos_token_id=end)
     for one, row in zip(made, expected, strict=True):
         assert one.token_ids == (row[: row.index(end) + 1] if end in row else row)
-    sharded.close()
-
-
-def test_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that is longer than what a forward reads of one."""
-    monkeypatch.setattr(scheduler_module, "PREFILL", 2)
-    model = built("jamba")
-    sharded = plait.parallelize(model, {"train_micro_batch_size_per_gpu": 1})
-    scheduler, told = Scheduler(sharded, Words(), at_once=3, waiting=3), queue.SimpleQueue[tuple[int, Told]]()
-    scheduler.start()
-    jobs = [
-        Job(Request(tuple(prompt), NEW, None), Settings(), lambda one, at=at: told.put((at, one)))  # type: ignore[misc]
-        for at, prompt in enumerate(PROMPTS)
-    ]
-    scheduler.submit(*jobs)
-    found: list[list[int | None]] = [[] for _ in PROMPTS]
-    while not all(len(tokens) == NEW for tokens in found):
-        at, one = told.get(timeout=60)
-        assert not one.error
-        found[at].append(one.token)
-    scheduler.stop()
-    assert found == by_transformers(model)
     sharded.close()

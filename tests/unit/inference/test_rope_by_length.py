@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,24 +13,15 @@ import torch
 from torch import nn
 
 import plait
-from plait.cli.serve import _most_tokens
 from plait.errors import InputError
 from plait.inference import generate as generate_module
 from plait.inference.generate import generate
 from plait.inference.load import load_model
-from plait.inference.requests import Request
 from plait.inference.rope_by_length import RopeByLength, groups, rope_of_config
 from plait.inference.score import score
-from plait.inference.serving import scheduler as scheduler_module
-from plait.inference.serving.bodies import CompletionBody, Refused, Served, asked_of, read_body
-from plait.inference.serving.job import Job, Told
-from plait.inference.serving.scheduler import Scheduler
-from plait.inference.settings import Settings
 from plait.inference.source import open_source
-from plait.sharded.model import ShardedModel
 from tests.unit.inference.models import built
 from tests.unit.inference.ropes import KINDS, LONG, NEW, ORIGINAL, PROMPTS
-from tests.unit.inference.words import Words
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -103,64 +92,6 @@ def test_scores_are_those_of_a_sequence_alone(case: Case) -> None:
             logits = copy.deepcopy(case.model)(torch.tensor([prompt])).logits[0, :-1]
         expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(prompt[1:]).unsqueeze(1))[:, 0]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def test_canonical(case: Case) -> None:
-    within = generate(case.sharded, PROMPTS[:2], max_new_tokens=NEW, temperature=0, canonical=True)
-    scores = score(case.sharded, [one.prompt_ids + one.token_ids for one in within], canonical=True)
-    assert [one.logprobs for one in within] == [one[-NEW:].tolist() for one in scores]
-    words = rf"canonical=True: .*RoPE type {case.kind}\) follow the length of the input past 32 tokens, and a request may have 34"
-    with pytest.raises(InputError, match=words):
-        generate(case.sharded, PROMPTS[:4], max_new_tokens=NEW, temperature=0, canonical=True)
-    with pytest.raises(InputError, match="past 32 tokens, and a request may have 33"):
-        score(case.sharded, [PROMPTS[6]], canonical=True)
-
-
-def served(sharded: ShardedModel, prompts: Sequence[list[int]], at_once: int) -> list[list[int]]:
-    """Their tokens, all submitted together."""
-    tokens: list[list[int]] = [[] for _ in prompts]
-    ended = [threading.Event() for _ in prompts]
-
-    def teller(index: int) -> Callable[[Told], None]:
-        def tell(told: Told) -> None:
-            assert not told.error
-            tokens[index].append(-1 if told.token is None else told.token)
-            if told.finish_reason:
-                ended[index].set()
-
-        return tell
-
-    scheduler = Scheduler(sharded, Words(), at_once=at_once, waiting=20)
-    scheduler.submit(*(Job(Request(tuple(prompt), NEW, None), Settings(), teller(index)) for index, prompt in enumerate(prompts)))
-    scheduler.start()
-    assert all(one.wait(60) for one in ended)
-    scheduler.stop()
-    return tokens
-
-
-def test_serving(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone and beside others; longrope also past the original length."""
-    monkeypatch.setattr(scheduler_module, "PREFILL", 5)
-    count = len(PROMPTS) if case.kind == "longrope" else 3
-    for at_once in (1, 4, 10):
-        assert served(case.sharded, PROMPTS[:count], at_once) == case.tokens[:count]
-
-
-def test_what_serving_refuses(case: Case) -> None:
-    body = read_body(json.dumps({"prompt": PROMPTS[4], "max_tokens": NEW}).encode(), CompletionBody)
-    to = Served("tiny", case.sharded.model, Words(), 64)
-    if case.kind == "longrope":
-        assert len(asked_of(body, to)) == 1 and _most_tokens(case.model, 64) == 64
-        return
-    with pytest.raises(Refused, match=r"plait serve .*RoPE type dynamic.* past 32 tokens, and a request may have 39; ask") as refused:
-        asked_of(body, to)
-    assert refused.value.status == 400
-    scheduler = Scheduler(case.sharded, Words(), at_once=1, waiting=1)
-    with pytest.raises(InputError, match="past 32 tokens, and a request may have 38"):
-        scheduler.submit(Job(Request(tuple(PROMPTS[4]), NEW, None), Settings(), lambda told: None))
-    with pytest.raises(InputError, match="past 32 tokens, and a request may have 64"):
-        _most_tokens(case.model, 64)
-    assert _most_tokens(case.model, None) == ORIGINAL
 
 
 def test_without_a_cache_that_transformers_has(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

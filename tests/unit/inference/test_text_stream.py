@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.inference.choose import ENDS, STOP, Chooser
-from plait.inference.requests import Request
-from plait.inference.serving.answers import Answer, Choice, StoppedText
-from plait.inference.serving.job import Told
-from plait.inference.settings import Settings
 from plait.inference.text_stream import TextStream
-from tests.unit.inference.words import Words
 
 WORDS = ["[UNK]", "[PAD]", "do", "n", "'", "t", ".", "it", "s", "n't", "'s", "hello", "v", "##e", "ve", "?", ",", "##n"]
 
@@ -69,23 +63,3 @@ class Changing:
 )
 def test_a_text_that_changes(texts: tuple[str, ...], expected: list[str]) -> None:
     assert streamed(Changing(*texts), list(range(len(texts)))) == expected
-
-
-def test_an_answer_at_once_is_the_text_of_all_tokens() -> None:
-    """Also where a stream's pieces cannot be."""
-    choice = Choice(0, StoppedText(Changing("a b", "ab cd"), ("d",)), prompt_tokens=1)
-    assert [choice.add(told) for told in (Told(0), Told(1, "length"))] == ["a b", " c"]
-    assert Answer("completion", "tiny", [choice]).full()["choices"][0]["text"] == "ab c"
-
-
-def test_a_stop_string_is_looked_for_in_the_text_that_is_shown() -> None:
-    """Special tokens are not in it, and still stop strings themselves."""
-    torch = pytest.importorskip("torch")
-    ids = [*Words()("we")["input_ids"], 0, *Words()("m!")["input_ids"]]
-    for stop, count, expected in (("em", 4, "w"), ("\x1f", 3, "we")):
-        chooser = Chooser([Request((5,), 9, None)], Settings(stop_strings=(stop,)), Words())
-        text, shown = StoppedText(Words(), (stop,)), ""
-        for token in ids[:count]:
-            number, _, end = chooser(torch.eye(96)[token : token + 1], [0])[:, 0].tolist()
-            shown += text.add(Told(int(number), ENDS[int(end)]))
-        assert end == STOP and shown == text.full() == expected

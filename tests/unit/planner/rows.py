@@ -6,7 +6,7 @@ from functools import cache
 
 from plait.planner.choice import price
 from plait.planner.hardware import cluster
-from plait.planner.history import Measured, facts_of, layout_facts
+from plait.planner.measured import Measured, facts_of, layout_facts
 from plait.planner.models import find_model
 from plait.planner.request import Request
 from plait.planner.search import Plan, plan

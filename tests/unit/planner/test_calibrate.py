@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from benchmarks.planner_accuracy.predict import evaluate, summary
+from benchmarks.planner_accuracy.runs import calibrate, read_runs
 from plait.errors import InputError
-from plait.planner.calibrate import calibrate, deviation, fit, merged, relevant, time_of, uncalibrated
+from plait.planner.calibrate import deviation, fit, merged, relevant, time_of, uncalibrated
 from plait.planner.constants import CONSTANTS, Rates, knowledge
-from plait.planner.runs import read_runs
 from tests.unit.planner.rows import ROW
 
 

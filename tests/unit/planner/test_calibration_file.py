@@ -16,8 +16,8 @@ from plait.planner.calibration_runs import DeviceRates, believed, calibration_la
 from plait.planner.choice import price
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
-from plait.planner.history import runs_of
 from plait.planner.job import Layouts
+from plait.planner.measured import runs_of
 from plait.planner.models import find_model
 from plait.planner.request import Request, job_of
 from plait.planner.traffic import collective_seconds, group

@@ -108,7 +108,7 @@ def test_tensors_that_the_model_does_not_have(tmp_path: Path) -> None:
     source = open_source(tmp_path)
     for load in (
         lambda: load_weights(small_llama(tied=False), tmp_path),
-        lambda: tensors_to_stream(source, source.model(), quantised=False),
+        lambda: tensors_to_stream(source, source.model()),
     ):
         with pytest.raises(CheckpointError, match=words):
             load()

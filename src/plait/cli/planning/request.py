@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from plait.cli.launching.count import processes_of
-from plait.cli.planning.calibrations import from_history, live_devices, notes_on, runs_of_table
+from plait.cli.planning.calibrations import live_devices
 from plait.cluster import accelerator
 from plait.cluster.machines import load
 from plait.cluster.topology import default_processes, machine_name
 from plait.config.dialects.examine import at_path, examine
+from plait.config.dialects.foreign import refuse_foreign
 from plait.config.reading.source import read
 from plait.errors import ConfigError, InputError, Problem
 from plait.planner import calibration_file, hardware
 from plait.planner.auto import PATHS, File, asks, fixed_by, model_of, precision_of, read_file, with_settings_of
 from plait.planner.built import why_refused
-from plait.planner.calibrate import Calibration, calibrate
+from plait.planner.calibrate import Calibration
 from plait.planner.fixed import parse_fixed, written
 from plait.planner.models import find_model, named, unknown_layers
 from plait.planner.request import Request, formula_notes
@@ -185,6 +186,7 @@ def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) 
     if file is None:
         return None
     document = read(file)
+    refuse_foreign(document)
     before = examine(document)
     after = examine(document, [(tuple(path.split(".")), value) for path, value in options.items() if _says(before.tree, path, value)])
     for path in options:
@@ -240,24 +242,13 @@ def cluster_for(
     return hardware.cluster(name, gpus, devices_per_node=each, **changes)
 
 
-def read_calibration(path: Path | None, request: Request) -> tuple[Calibration | None, list[str]]:
-    """(constants of this device, notes): from a calibration file (.json), a history of runs (.jsonl) or a table (.csv); those that ship
-    without a path. Raises InputError for a file that says nothing of this device."""
+def read_calibration(path: Path | None, request: Request) -> Calibration | None:
+    """Return the constants of a file of `plait calibrate`; None without a path. Raises InputError for a file of another device."""
     if path is None:
-        return None, []
+        return None
     gpu = str(request.cluster.device.name)
     together = min(request.cluster.devices, int(request.cluster.device.devices_per_node))
     machine = machine_name(together) if gpu == "cpu" else ""
-    if path.suffix == ".json":
-        calibration, origin = calibration_file.load(path)
-        calibration_file.refuse_other(path, origin, gpu=gpu, machine=machine)
-        return calibration, []
-    if path.suffix == ".jsonl":
-        found, notes = from_history(path, gpu=gpu, machine=machine)
-        if found is None:
-            where = f"{gpu} ({machine})" if machine else gpu
-            raise InputError(f"{path}: no run in it was measured on {where}; leave --calibrate out, or give a file that has some")
-        return found, notes
-    runs, _, left_out = runs_of_table(path, gpu)
-    calibration = calibrate(runs)
-    return calibration, [*left_out, *notes_on(path, runs, calibration)]
+    calibration, origin = calibration_file.load(path)
+    calibration_file.refuse_other(path, origin, gpu=gpu, machine=machine)
+    return calibration

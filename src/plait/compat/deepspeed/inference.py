@@ -29,7 +29,7 @@ _KERNELS = ("replace_with_kernel_inject", "kernel_inject", "replace_method")
 _INSTEAD = {
     "checkpoint": "build the model with plait.from_pretrained(folder, config), or run plait generate --model FOLDER",
     "zero": "run plait generate --model FOLDER --gpu-budget SIZE, which reads weights from the host or the disk",
-    "quant": "run plait generate --model FOLDER --quant int8",
+    "quant": "quantise the model with Transformers (quantization_config=TorchAoConfig(...)), and call plait.generate on one device",
     "injection_policy": "parallel.tp splits the models that docs/model_types.md lists; others run whole",
     "moe": "use plait.initialize with parallel.ep, and engine.plait.generate",
 }
@@ -127,4 +127,6 @@ def _dtype(wanted: Any) -> torch.dtype | None:
     found = _DTYPES.get(wanted.removeprefix("torch.")) if isinstance(wanted, str) else wanted
     if wanted is None or found in (torch.float64, *_DTYPES.values()):
         return found
-    raise InputError(f"init_inference(dtype={wanted!r}): use one of {', '.join(_DTYPES)}, or --quant of plait generate for 8 bits")
+    raise InputError(
+        f"init_inference(dtype={wanted!r}): use one of {', '.join(_DTYPES)}, or quantise with Transformers, see docs/generation.md"
+    )

@@ -1,1 +1,1 @@
-"""Every name and file format that the schema's keys are also known by: DeepSpeed's, Megatron-LM's, Accelerate's."""
+"""Other names of the schema's keys: all of DeepSpeed's, and Megatron-LM's names of sizes. Other programs' files are recognised."""

@@ -12,12 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait.config.dialects import accelerate, keys, trainer_fsdp
+from plait.config.dialects import keys
 from plait.config.dialects.aliases import ABSENT, ALIASES, SHORT_FORMS
 from plait.config.dialects.deepspeed import SECRETS, TABLE, Key
 from plait.config.dialects.overrides import apply_override
 from plait.config.dialects.table_values import asks_for_nothing, type_problem
-from plait.config.dialects.translated import Translated
 from plait.config.reading.source import Document
 from plait.config.schema.config import PLAIT_SECTIONS
 from plait.config.schema.optimizers import ONLY
@@ -59,7 +58,6 @@ class Examined:
 
 def examine(document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]] = ()) -> Examined:
     """Look at every key of `document` with `overrides` applied. Whether it is a DeepSpeed file does not depend on the overrides."""
-    document = _translated(document)
     found = Examined(deepspeed=not set(PLAIT_SECTIONS) & set(document.tree))
     tree = _json_like(document.tree)
     for path, value in overrides:
@@ -71,34 +69,7 @@ def examine(document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]]
     overridden = {".".join(path) for path, _ in overrides}
     for target, candidates in found.candidates.items():
         _decide(target, candidates, found, overridden)
-    if isinstance(document, Translated):
-        _describe(document, found)
     return found
-
-
-def _translated(document: Document) -> Document:
-    """A file of another program than DeepSpeed as what it means."""
-    if isinstance(document, Translated):
-        return document
-    if accelerate.is_accelerate(document.tree):
-        return accelerate.translate(document)
-    return trainer_fsdp.translate(document) if trainer_fsdp.is_trainer_fsdp(document.tree) else document
-
-
-def _describe(document: Translated, found: Examined) -> None:
-    """Make `found` tell the keys of the other program instead of those that they became."""
-    found.deepspeed = False
-    found.rows[:] = [*document.rows, *(row for row in found.rows if row.key not in document.written and row.key not in document.defaults)]
-    found.problems[:0] = document.problems
-    for path, origin in found.origins.items():
-        key = document.written.get(path)
-        if key is not None and origin == "file":
-            found.written[path], found.origins[path] = key, f"{document.noun}: {key}"
-        elif document.noun != "file":
-            found.origins[path] = origin.replace("file", f"{document.noun}s")
-    for path in document.defaults:
-        if at_path(found.tree, path) == at_path(document.tree, path):
-            found.origins[path] = f"{document.program}'s default"
 
 
 def at_path(tree: Mapping[str, Any], path: str) -> Any:

@@ -105,9 +105,17 @@ def inside(section: str) -> tuple[str, ...]:
     return tuple(sorted({path[len(start) :].split(".")[0] for path in known() if path.startswith(start)}))
 
 
+_REMOVED = {
+    "run.history": "leave it out; `plait calibrate` measures a machine, and `plait plan --calibrate FILE` takes what it wrote",
+}
+"""Settings of earlier versions, and what to use instead."""
+
+
 def remedy_for(section: str, name: str) -> str:
     """What to do about an unknown `name` in `section`: the nearest known names, here or in another section, or all that is known here."""
     start = f"{section}." if section else ""
+    if start + name in _REMOVED:
+        return _REMOVED[start + name]
     near = nearest(name, inside(section))
     if near:
         return f"did you mean {' or '.join(start + found for found in near)}?"

@@ -1,4 +1,4 @@
-"""Reading a configuration: a path to JSON or YAML, a mapping, DeepSpeed's base64, Megatron flags, and `--set a.b=c`.
+"""Reading a configuration: a path to JSON or YAML, a mapping, DeepSpeed's base64, and `--set a.b=c`.
 
 Only text becomes a tree here; what the keys mean is not looked at. Comments (`//`, `#`, `/* */`) and trailing commas are tolerated in
 JSON as DeepSpeed does. A key given twice is refused, never the last one taken. What comes out is made of objects, lists, texts, numbers and
@@ -14,7 +14,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import yaml
 from plait.config.reading.plain import MOST_DIGITS, TooLong, refuse_unusable
 from plait.errors import ConfigError, Problem, refuse
 
-Source = str | Path | Mapping[str, Any] | Sequence[str]
+Source = str | Path | Mapping[str, Any]
 """What a configuration can be read from."""
 
 _ROOT = "a configuration is an object of sections and keys"

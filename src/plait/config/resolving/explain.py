@@ -50,7 +50,7 @@ class Explanation:
     problems: tuple[Problem, ...]
 
 
-def explain(source: Source, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Explanation:
+def explain(source: Source | Sequence[str], overrides: Sequence[str] = (), *, world_size: int | None = None) -> Explanation:
     """Read, check and resolve `source` for `world_size` processes, by default `run.processes`, or else as few as its degrees allow.
 
     Raises ConfigError only where there are no keys to show (no such file, no JSON).

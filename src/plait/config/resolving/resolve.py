@@ -16,8 +16,8 @@ from torch import nn
 
 from plait.cluster.layout import Layout
 from plait.cluster.nccl import Library
-from plait.config.dialects import megatron
 from plait.config.dialects.examine import Examined, examine
+from plait.config.dialects.foreign import refuse_flags, refuse_foreign
 from plait.config.reading.source import Document, Source, parse_override, read
 from plait.config.resolving import resolved_parts, techniques
 from plait.config.resolving.batch import Batch
@@ -136,8 +136,8 @@ class Resolved(Policy):
 def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
     """A checked configuration; it may still say "auto".
 
-    `source` is a path to JSON (comments allowed) or YAML, of Plait, DeepSpeed, Accelerate or the Trainer's fsdp_config; a mapping,
-    DeepSpeed's base64, or a list of Megatron flags.
+    `source` is a path to JSON (comments allowed) or YAML of Plait or DeepSpeed, a mapping, or DeepSpeed's base64. Files of Accelerate and
+    of the Trainer's fsdp_config, and Megatron's flags, are refused with the command that converts them.
     `overrides` are `a.b=c` texts that win over the file, whatever name the file uses for the setting. Raises ConfigError with every
     problem.
     """
@@ -150,17 +150,18 @@ def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
     return finish(*look(source, overrides))
 
 
-def look(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, Examined]:
+def look(source: Source | Sequence[str], overrides: Sequence[str] = ()) -> tuple[Document, Examined]:
     """The first half of `load`: every key looked up and problems collected, not raised.
 
-    Raises ConfigError only where there are no keys to look at (no such file, no JSON) and for a malformed override.
+    Raises ConfigError only where there are no keys to look at (no such file, no JSON, a file of another program) and for a malformed
+    override.
     """
-    if isinstance(source, str | Path | Mapping):
-        document = read(source)
-    elif isinstance(source, Sequence):
-        document = megatron.read_flags(source)
-    else:
-        raise TypeError(f"a configuration is a path, a mapping or a list of Megatron's flags, not {type(source).__name__}")
+    if not isinstance(source, str | Path | Mapping | Sequence):
+        raise TypeError(f"a configuration is a path or a mapping, not {type(source).__name__}")
+    if not isinstance(source, str | Path | Mapping):
+        refuse_flags(source)
+    document = read(source)
+    refuse_foreign(document)
     return document, examine(document, [parse_override(text) for text in overrides])
 
 

@@ -287,7 +287,7 @@ class ParallelSection(Policy):
     compress_gradients: Compressions = "none"
     """Compression of gradients between data-parallel processes: 8 or 4 bits per element with a scale every 256, or at stage 0 two low-rank
     factors of every matrix. It changes the training slightly; for links that are slower than the computation. A list: the allowed
-    candidates; the first steps are uncompressed, the next measure each candidate that could save 5 % of a step, and one that does is
+    candidates; the first steps are uncompressed, then each candidate runs a few steps, and one that makes a step 5 % shorter is
     activated, a lossier one only if it saves another 5 %. "auto" is ["int8", "int4"]."""
     compress_weights: Literal["none", "int8", "int4"] = "none"
     """Stages 1 to 3: the compression of parameters when they are gathered."""

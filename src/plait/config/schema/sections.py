@@ -155,19 +155,9 @@ class RunSection(Policy):
     or after replicas that differed. 0: such a step ends the run."""
     sample: SampleSection | None = None
     """A text written by the model at the end. Left out: none."""
-    history: Place | None = None
-    """A file (.jsonl) to which a run of a plan adds the step and the memory that it measured, for `plait plan --calibrate FILE`. Left out:
-    they are compared with the plan and not kept."""
-
     callbacks: tuple[str, ...] = ()
     """Your own functions, or classes of such, as `package.module:name`: called with (event, engine) for every event of `plait.events`, on
     every process. One that returns True ends the run after the next step, with a checkpoint."""
-
-    @model_validator(mode="after")
-    def _history(self) -> Self:
-        if self.history is not None and not self.history.endswith(".jsonl"):
-            raise ValueError(f"`history` is {self.history!r}, and --calibrate takes a history by its ending; end the name in .jsonl")
-        return self
 
     @model_validator(mode="after")
     def _processes(self) -> Self:

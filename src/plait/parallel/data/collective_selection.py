@@ -30,7 +30,7 @@ from plait.errors import ConfigError, InputError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.data.autotune import Candidate, CompressionAutotuner
 from plait.parallel.data.compression import Compression
-from plait.parallel.data.reducer import GRADIENTS, Reducer
+from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import CompressedUnits
 from plait.parallel.technique import Parts, Technique
 from plait.units import MIB
@@ -87,12 +87,13 @@ class Summing:
     """A description."""
     others: tuple[tuple[Scheme, BucketWay], ...] = ()
 
-    def autotuner_of(self, reducer: Reducer, groups: tuple[dist.ProcessGroup, ...]) -> CompressionAutotuner | None:
-        """The steps that decide, for all ranks of `groups`."""
+    def autotuner_of(self, reducer: Reducer, mesh: Mesh) -> CompressionAutotuner | None:
+        """Return the hook whose steps decide on compression; None if there are no candidates."""
         if not self.others:
             return None
-        options = tuple(Candidate(to.name, to.code, partial(way.take, reducer, compressed=True)) for to, way in self.others)
-        return CompressionAutotuner(groups, GRADIENTS, partial(self.way.take, reducer, compressed=False), options)
+        candidates = tuple(Candidate(to.name, to.code, partial(way.take, reducer, compressed=True)) for to, way in self.others)
+        uncompressed = partial(self.way.take, reducer, compressed=False)
+        return CompressionAutotuner(deciding_groups(mesh), mesh.device, uncompressed, candidates)
 
 
 def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
@@ -185,18 +186,16 @@ def replicated(
         make = partial(AlgorithmBuckets, group, device=mesh.device, algorithm=cast(Name, wanted), levels=levels)
         said = f"gradients are reduced by {wanted}: {why}"
     in_memory = wanted == "shared-memory" or (wanted == "by-machines" and way.name == "shared-memory")
-    open_, words = _open_to_compression(compression, mesh, in_memory=in_memory)
+    open_, words = _open_to_compression(compression, in_memory=in_memory)
     others = tuple((to, _compressed_way(to, technique, group, mesh)) for to in open_)
     return Summing(BucketWay(make, bucket_bytes), f"{said}{words}", others)
 
 
-def _open_to_compression(compression: Compression, mesh: Mesh, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
+def _open_to_compression(compression: Compression, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
     """(candidates of the first steps, a sentence about them)."""
     allowed = compression.candidates
     if not allowed:
         return (), ""
-    if mesh.device.type != "cpu":
-        return (), f". Gradients stay uncompressed: exposed communication time is not measured on {mesh.device.type}"
     if in_memory:
         return (), ". Gradients stay uncompressed: shared memory is faster than compressing"
     return allowed, f". The first steps decide on compression: {', '.join(to.name for to in allowed)}"
@@ -270,7 +269,7 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
     gathered = f"gathered {names[scheme.weight_bits]}" if host is None else "stored once in shared memory"
     said = f"parameters are {gathered}, gradients reduced {names[scheme.gradient_bits]}: {way.reason}"
-    open_, words = _open_to_compression(compression, mesh, in_memory=way.name == "shared-memory")
+    open_, words = _open_to_compression(compression, in_memory=way.name == "shared-memory")
     levels = mesh.levels("dp_shard") if scheme.gradient_bits or open_ else None
     compressors = CompressedUnits(scheme.install(parts.model, levels, waits))
 
@@ -281,8 +280,10 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
         else:
             compressors.update(to.install(parts.model, levels, waits))
 
-    options = tuple(Candidate(to.name, to.code, partial(take, to)) for to in open_)
-    autotuner = CompressionAutotuner(deciding_groups(mesh), "reduce_scatter dp_shard", partial(take, None), options) if options else None
+    candidates = tuple(Candidate(to.name, to.code, partial(take, to)) for to in open_)
+    autotuner = None
+    if candidates:
+        autotuner = CompressionAutotuner(deciding_groups(mesh), mesh.device, partial(take, None), candidates)
     return Sharing(f"{said}{words}", compressors, autotuner, host)
 
 

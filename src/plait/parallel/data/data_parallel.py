@@ -101,7 +101,7 @@ class DataParallel(CollectiveSettings):
         if _all_reduces(context):
             needs_levels = not compression.scheme.gradients and self.all_reduce in collective_selection.NEEDS_LEVELS
             return Groups(levels=("dp_replicate",) if layout.dp_replicate > 1 and needs_levels else ())
-        compressed = compression.scheme.gradient_bits or (compression.candidates and context.device_type == "cpu")
+        compressed = compression.scheme.gradient_bits or compression.candidates
         return Groups(levels=("dp_shard",) if layout.dp_shard > 1 and compressed else ())
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
@@ -128,7 +128,7 @@ class DataParallel(CollectiveSettings):
                 apart=parts.apart,
             )
             reducer.said = summing.said
-            return parts.with_notes(reducer, summing.autotuner_of(reducer, collective_selection.deciding_groups(mesh)))
+            return parts.with_notes(reducer, summing.autotuner_of(reducer, mesh))
         shard_units(parts, mesh, free_after_forward=(self.secondary_partition or True) if self.stage == 3 else False)
         sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh, waits)
         return parts.with_notes(sharing, sharing.autotuner, sharing.compressors)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,18 +34,6 @@ SEQUENCE = 1
 """The dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
 
 
-class Sums(Protocol):
-    """What computes the sums over the ranks of a forward without gradients, in place of all-reduces in the dtype of the tensors."""
-
-    def product(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, features: int) -> torch.Tensor:
-        """Of a row-parallel module: the sum of `x` [..., own features] times `weight` [out, own features], of `features` in all."""
-        ...
-
-    def only_one(self, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """The sum of tensors of which one is not zero at every place."""
-        ...
-
-
 @dataclass
 class Region:
     """What all modules of a model share: the tp group, and the length of the sequence where hidden states are sharded along it."""
@@ -65,8 +53,6 @@ class Region:
     own_random: Literal["parts", "blocks", "nothing"] = "parts"
     """Where a rank draws random numbers of its own: from a column-parallel layer to the row-parallel one after it, or in all of a block
     that works on sequence shards."""
-    sums: Sums | None = None
-    """What computes sums over the ranks; None: all-reduces and reduce-scatters."""
     stream: SplitStream = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,15 +61,6 @@ class Region:
     def serve(self, loss_fn: object) -> None:
         """The head leaves its logits split over the vocabulary where `loss_fn` can use them so."""
         self.gather_logits = not (self.loss_parallel and getattr(loss_fn, "split_logits", False))
-
-    @contextmanager
-    def computing_sums(self, sums: Sums) -> Iterator[None]:
-        """Sums over the ranks are computed by `sums`; without gradients."""
-        before, self.sums = self.sums, sums
-        try:
-            yield
-        finally:
-            self.sums = before
 
     def enter_part(self, module: nn.Module, like: torch.Tensor, *, read: torch.Tensor) -> None:
         """`module`, a column-split layer, has computed its part `like` of what it reads."""
@@ -189,16 +166,12 @@ def colwise_gather_output(module: nn.Module, region: Region, region_input: Regio
 
 def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: bool) -> Forward:
     """Own rows of the weight on own features of the input; the partial outputs are summed, then the bias is added once."""
-    features = _in_features(module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         region.leave_part()
         if split_input:
             x = split(x, region.group, dim=-1)
-        if region.sums is not None:
-            y = region.sums.product(module, x, _out_in(module, _weight(module)), region.group, features)
-            y = split(y, region.group, dim=SEQUENCE) if sequence else y
-        elif region.overlap and not sequence:
+        if region.overlap and not sequence:
             y = summed_product(x, _out_in(module, _weight(module)), region.group, pieces=region.overlap)
         else:
             y = _matmul(module, x, _weight(module), None)
@@ -220,17 +193,14 @@ def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
     padding = module.padding_idx
     local_padding = padding - start if padding is not None and start <= padding < start + size else None
 
-    def total(part: torch.Tensor) -> torch.Tensor:
-        return leave(part, region.group) if region.sums is None else region.sums.only_one(part, region.group)
-
     def forward(ids: torch.Tensor) -> torch.Tensor:
         weight = _weight(module)
         if not size:  # more ranks than rows: no token is this rank's own
-            return total(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum())
+            return leave(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), region.group)
         own = (ids >= start) & (ids < start + size)
         with own_values(module, {"weight": weight}, padding_idx=local_padding):
             hidden = original((ids - start).masked_fill(~own, 0))
-        return total(hidden * own.unsqueeze(-1))
+        return leave(hidden * own.unsqueeze(-1), region.group)
 
     return forward
 
@@ -344,12 +314,6 @@ def _weight(module: nn.Module) -> torch.Tensor:
 def _bias(module: nn.Module) -> torch.Tensor | None:
     bias = getattr(module, "bias", None)
     return None if bias is None else local_tensor(bias)
-
-
-def _in_features(module: nn.Module) -> int:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return int(weight.shape[0 if is_conv1d(module) else 1])
 
 
 def _out_features(module: nn.Module) -> int:

@@ -301,7 +301,7 @@ def test_a_configuration_made_in_python_knows_its_sources() -> None:
 
 @pytest.mark.parametrize("source", [5, None])
 def test_what_is_no_configuration_is_an_error_of_the_program(source: Any) -> None:
-    with pytest.raises(TypeError, match="a configuration is a path, a mapping or a list of Megatron's flags, not"):
+    with pytest.raises(TypeError, match="a configuration is a path or a mapping, not"):
         load(source)
 
 

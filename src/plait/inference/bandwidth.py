@@ -1,0 +1,63 @@
+"""Bandwidth bound of generation: how fast a deployment could decode if only bytes counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plait.cluster import accelerator
+from plait.errors import InputError
+from plait.inference.capacity import ROOM
+from plait.inference.deployment import Account, Devices
+from plait.planner.hardware import Device, device, only
+
+
+@dataclass(frozen=True)
+class BandwidthBound:
+    """Lower bound of the time per token. A real decoder is slower.
+
+    Attributes:
+        token_seconds: Largest of the times that the tiers need.
+        limit: The tier that needs it.
+    """
+
+    token_seconds: float
+    limit: str
+
+
+def bandwidth_bound(account: Account, gpu: Device) -> BandwidthBound:
+    """Return max over the tiers of (bytes that a token reads) / (bandwidth of the tier).
+
+    Every token reads all weights, and the keys and values of all requests at their full length.
+    Files are left out, because no datasheet says how fast they are read.
+
+    Args:
+        account: Bytes per tier of one device.
+        gpu: The device, from the planner's catalogue.
+    """
+    on_device = account.weights + account.streamed + account.cache
+    from_host = account.on_host + account.cache_copied
+    seconds = {
+        "the GPU's memory": on_device / float(only(gpu.memory_bandwidth)),
+        "the link from host memory": from_host / float(only(gpu.host_bandwidth)),
+    }
+    limit = max(seconds, key=lambda tier: seconds[tier])
+    return BandwidthBound(seconds[limit], limit)
+
+
+def devices_of(gpu: Device, count: int | None) -> Devices:
+    """Return a machine with `count` such devices, or as many as it usually has, that are all free."""
+    count = count or int(only(gpu.devices_per_node))
+    return Devices(
+        on_gpu=not bool(gpu.on_cpu),
+        count=count,
+        memory_bytes=int(only(gpu.memory_bytes)),
+        host_bytes=int(ROOM * only(gpu.host_memory_bytes) * count),
+    )
+
+
+def catalogued_gpu() -> Device | None:
+    """Return this machine's GPU from the planner's catalogue, or None if it is not listed."""
+    try:
+        return device(accelerator.model_name())
+    except InputError:
+        return None

@@ -1,0 +1,141 @@
+"""Full tensors of a sharded model, bucket by bucket, for a generator, a broadcast or a file.
+
+Note [Order of gathers]
+    Every rank walks the same list of names, so the all-gathers of shards and the broadcasts along a
+    pipeline meet in the same order. A rank that stops the iteration early leaves the others waiting:
+    consume the iterator on every rank, or on none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from plait.errors import InputError
+from plait.parallel.data.data_parallel import free_gathered
+from plait.sharded.model import ShardedModel
+from plait.units import MIB
+
+WeightBucket = dict[str, torch.Tensor]
+"""Full tensors by name. Tied names share one tensor, and are in one bucket."""
+
+
+def iterate_weights(sharded: ShardedModel, *, bucket_bytes: int = 256 * MIB, trained_only: bool = False) -> Iterator[WeightBucket]:
+    """Yield every parameter and persistent buffer as a full tensor. Collective.
+
+    All ranks receive the same buckets. Training goes on as if nothing had happened. Besides the
+    model, a rank holds one bucket at a time, as long as the caller keeps none.
+
+    Args:
+        sharded: What `plait.parallelize` returned, or `engine.sharded`.
+        bucket_bytes: A bucket is full when its tensors have this many bytes. A larger tensor is a
+            bucket of its own.
+        trained_only: Leave out buffers and parameters that do not require a gradient.
+
+    Yields:
+        Detached tensors on this rank's device, in the dtype in which the model keeps them. A tensor
+        that this rank holds in full is the model's own memory: copy what must outlive the next step.
+
+    Raises:
+        InputError: `bucket_bytes` is not positive, or the parameters are kept in files.
+    """
+    if bucket_bytes < 1:
+        raise InputError(f"bucket_bytes = {bucket_bytes} must be at least 1")
+    if sharded.config.parameter_offload.device == "nvme":
+        raise InputError(
+            'iterate_weights: offload_param.device = "nvme" keeps the parameters in files; save a '
+            "checkpoint and use `plait export`, or choose a layout that has them in memory"
+        )
+    return _buckets(sharded, bucket_bytes, trained_only)
+
+
+@dataclass(frozen=True)
+class _TensorFacts:
+    """One tensor of a pipeline stage, under all names that it is tied to."""
+
+    stage: int
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _buckets(sharded: ShardedModel, bucket_bytes: int, trained_only: bool) -> Iterator[WeightBucket]:
+    free_gathered(sharded.model)
+    local = _local_tensors(sharded, trained_only)
+    bucket: WeightBucket = {}
+    filled_bytes = 0
+
+    for facts in _agreed_order(sharded, local):
+        tensor_bytes = facts.shape.numel() * facts.dtype.itemsize
+        if bucket and filled_bytes + tensor_bytes > bucket_bytes:
+            yield bucket
+            bucket = {}
+            filled_bytes = 0
+
+        full = _full_tensor(sharded, facts, local)
+        bucket.update(dict.fromkeys(facts.names, full))
+        filled_bytes += tensor_bytes
+        del full  # the bucket alone keeps it, so that a consumer can free what it has used
+
+    if bucket:
+        yield bucket
+
+
+def _local_tensors(sharded: ShardedModel, trained_only: bool) -> dict[str, torch.Tensor]:
+    """Return what this rank holds shards of, by name. A pipeline stage has no other stage's."""
+    if trained_only:
+        # Not from the state dict: quantised base weights of an adapter have one of their own kind.
+        parameters = sharded.model.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in parameters if parameter.requires_grad}
+
+    state = sharded.model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor) and not tensor.is_meta}
+
+
+def _agreed_order(sharded: ShardedModel, local: dict[str, torch.Tensor]) -> list[_TensorFacts]:
+    """Return the tensors of all stages in one order. A name belongs to the first stage that has it."""
+    group = sharded.mesh.group("pp")
+    stage = 0 if group is None else group.rank()
+
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in local.items():
+        names_of.setdefault(id(tensor), []).append(name)
+
+    own = []
+    for tied in names_of.values():
+        tensor = local[tied[0]]
+        own.append(_TensorFacts(stage, tuple(tied), tensor.shape, tensor.dtype))
+    if group is None:
+        return own
+
+    stages: list[list[_TensorFacts]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(stages, own, group=group)
+
+    order: list[_TensorFacts] = []
+    seen: set[str] = set()
+    for facts in itertools.chain.from_iterable(stages):
+        # The two ends of a pipeline both hold a weight that ties them.
+        names = tuple(name for name in facts.names if name not in seen)
+        if names:
+            order.append(_TensorFacts(facts.stage, names, facts.shape, facts.dtype))
+            seen.update(names)
+    return order
+
+
+def _full_tensor(sharded: ShardedModel, facts: _TensorFacts, local: dict[str, torch.Tensor]) -> torch.Tensor:
+    group = sharded.mesh.group("pp")
+    if group is None or group.rank() == facts.stage:
+        tensor = local[facts.names[0]].detach()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = full.to(sharded.device).contiguous()
+    else:
+        full = torch.empty(facts.shape, dtype=facts.dtype, device=sharded.device)
+
+    if group is not None:
+        dist.broadcast(full, group=group, group_src=facts.stage)
+    return full

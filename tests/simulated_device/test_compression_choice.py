@@ -1,0 +1,63 @@
+"""The choice of compression by step time on simulated devices: the host waits for the device only until it has decided."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import plait
+from plait.cluster import accelerator
+from plait.parallel.data import autotune
+from plait.parallel.data.autotune import CompressionAutotuner
+from tests.parity import cases
+from tests.simulated_device.pool import SimulatedPool
+from tests.simulated_device.runs import config_of
+
+SECONDS = {None: 1.0, "int8": 0.5, "int4": 0.49}
+"""Of a step by its candidate; int4 saves less than a twentieth of int8's."""
+
+
+def decided(rank: int, world: int, stage: int) -> dict[str, Any]:
+    """Steps until the decision, and two more. Runs in a worker."""
+    config = config_of(world, stage, parallel={"compress_gradients": "auto"})
+    engine = plait.initialize(cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+    tuner = engine.hooks.of(CompressionAutotuner)
+    assert tuner is not None and engine.device.type == accelerator.NAME
+    batch = cases.ragged_steps(engine.dp_size * 2, steps=1)[0][2 * engine.dp_rank : 2 * engine.dp_rank + 2]
+    clock, waits, losses, decided_at = 0.0, 0, [], []
+
+    def now() -> float:
+        nonlocal clock
+        clock += SECONDS[None if tuner._active is None else tuner._active.name]
+        return clock
+
+    def synchronize(device: torch.device) -> None:
+        nonlocal waits
+        waits += 1
+        accelerator.synchronize(device)
+
+    with (
+        patch.object(autotune, "time", SimpleNamespace(perf_counter=now)),
+        patch.object(autotune, "accelerator", wraps=accelerator) as watched,
+    ):
+        watched.synchronize.side_effect = synchronize
+        for step in range(24):
+            result = engine.train_batch(batch)
+            losses.append(float(result.loss))
+            if result.decided:
+                decided_at.append(step)
+    engine.close()
+    return {"code": int(tuner.decision), "losses": losses, "decided_at": decided_at, "waits": waits}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_all_ranks_choose_by_step_time(simulated: SimulatedPool, stage: int) -> None:
+    first, second = simulated.run(2, decided, stage)
+    assert first == second
+    assert first["code"] == 8
+    (step,) = first["decided_at"]
+    assert first["waits"] == step + 1 < 24, "one per step, and none after the decision"
