@@ -108,7 +108,7 @@ class _OuterUnit:
         module._parameters = _WatchedParameters(module._parameters, self._before_read)
         # In front of hooks of the user, which may read the weight, and whose backward needs it.
         module.register_forward_hook(self._leave_call, prepend=True)
-        state = self._state
+        state: Any = self._state
 
         def watch_output(output: Any) -> Any:
             # torch warns if the output is a view, because an in-place operation drops the hook. That is

@@ -226,8 +226,9 @@ class WeightStream:
             if index in self._kept:
                 # No file is read, so this only enqueues copies. A thread would have to wait for Python's
                 # lock first, and the link would be idle meanwhile.
+                self._bring(index, self._slots[slot])
                 copied: Future[None] = Future()
-                copied.set_result(self._bring(index, self._slots[slot]))
+                copied.set_result(None)
             else:
                 copied = self._reader.submit(self._bring, index, self._slots[slot])
             self._coming[index] = copied, slot

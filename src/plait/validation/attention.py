@@ -119,8 +119,9 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
 
     kernel, _ = kernel_for(context.device, case.dtype, (HEAD_DIM, HEAD_DIM), rule, documents=case.documents)
     fused = attention(query, key, value, grad, starts, rule, shift)
-    exact_inputs = [tensor.double() for tensor in (query, key, value, grad)]
-    exact = attention(*exact_inputs, starts, replace(rule, kernel="products"), shift)
+    wide_query, wide_key, wide_value, wide_grad = (tensor.double() for tensor in (query, key, value, grad))
+    exact_rule = replace(rule, kernel="products")
+    exact = attention(wide_query, wide_key, wide_value, wide_grad, starts, exact_rule, shift)
     errors = {name: relative_error(a, b) for name, a, b in zip(NAMES, fused, exact, strict=True)}
     return kernel, errors
 

@@ -142,8 +142,8 @@ def _ceilings() -> list[Row]:
 
 
 def _waits() -> list[Row]:
-    def row(name: str, title: str, expected: int, planned: float = 2, **config: Any) -> Row:
-        settings = {"config": config, "expected": expected}
+    def row(name: str, title: str, expected: int, config: Mapping[str, Any], planned: float = 2) -> Row:
+        settings = {"config": dict(config), "expected": expected}
         full_title = f"waits of the host for the device per step: {title}"
         return Row(f"waits/{name}", full_title, "waits:per_step", planned_seconds=planned, settings=settings)
 
@@ -151,13 +151,13 @@ def _waits() -> list[Row]:
     unchecked = {"bf16": {"enabled": True, "check_grad_overflow": False}}
     return [
         # The first row of a process loads kernels.
-        row("checked", "stage 0, bfloat16, whose overflow check reads one number per step", 1, 10, **BF16),
-        row("stage-0", "stage 0, bfloat16", 0, **unchecked),
-        row("stage-1", "stage 1, bfloat16", 0, **unchecked, zero_optimization={"stage": 1}),
-        row("stage-3", "stage 3, bfloat16", 0, **unchecked, zero_optimization={"stage": 3}),
-        row("fp16", "float16, whose loss scale reads one number per step", 1, **FP16),
-        row("loss-in-chunks", "loss in chunks", 0, **unchecked, parallel={"loss_chunk_tokens": 128}),
-        row("recompute", "full recomputation", 0, **unchecked, parallel={"recompute": {"mode": "full"}}),
+        row("checked", "stage 0, bfloat16, whose overflow check reads one number per step", 1, BF16, 10),
+        row("stage-0", "stage 0, bfloat16", 0, unchecked),
+        row("stage-1", "stage 1, bfloat16", 0, {**unchecked, "zero_optimization": {"stage": 1}}),
+        row("stage-3", "stage 3, bfloat16", 0, {**unchecked, "zero_optimization": {"stage": 3}}),
+        row("fp16", "float16, whose loss scale reads one number per step", 1, FP16),
+        row("loss-in-chunks", "loss in chunks", 0, {**unchecked, "parallel": {"loss_chunk_tokens": 128}}),
+        row("recompute", "full recomputation", 0, {**unchecked, "parallel": {"recompute": {"mode": "full"}}}),
     ]
 
 
