@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,10 +37,29 @@ def _cut(text: str, longest: int = 400) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
+_LONGEST_MESSAGE = 10_000
+"""Characters of a message. Files from others can hold names of megabytes."""
+
+
 class PlaitError(Exception):
-    """A mistake or a condition outside Plait, told in a sentence that a user can act on."""
+    """A mistake or a condition outside Plait, told in a sentence that a user can act on.
+
+    The message has no control characters besides line breaks and tabs: a name in a file could otherwise
+    change what a terminal shows.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """Return a text that is bounded, and whose control characters are escaped."""
+    cut = text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}... ({len(text):,} characters)"
+    if cut.isprintable():
+        return cut
+    return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else ascii(char)[1:-1] for char in cut)
 
 
 class ConfigError(PlaitError):

@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from plait._torch.operators import tree_leaves
 from plait._torch.units import parameter_groups
 
 
@@ -113,8 +114,11 @@ class _OuterUnit:
         def watch_output(output: Any) -> Any:
             # torch warns if the output is a view, because an in-place operation drops the hook. That is
             # harmless here: a head stays gathered, and an embedding's backward needs no weight.
-            if torch.is_grad_enabled() and isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(state._pre_backward)
+            if torch.is_grad_enabled():
+                # A list on torch 2.11, where `watch_dataclasses` passes the tensors of the output.
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                        leaf.register_hook(state._pre_backward)
             return output
 
         state._register_pre_backward_hook = watch_output

@@ -26,6 +26,6 @@ def described_model(found: Found, *, dtype: torch.dtype | None = None) -> nn.Mod
     fields = {name.removeprefix("model."): value for name, value in identity.items() if name.startswith("model.") and name != "model.dtype"}
     config = AutoConfig.for_model(fields.pop("model_type"), **{name: value for name, value in fields.items() if value is not None})
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     keep_in_float32(model, dtype or config.dtype)
     return model

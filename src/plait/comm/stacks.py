@@ -79,9 +79,13 @@ def collect(process: int, written: Path, kept: Path, seconds: float) -> Path | N
     return None
 
 
-def kept_folder() -> Path:
-    """A new folder for stacks that stay."""
-    return Path(tempfile.gettempdir()) / f"plait-stacks-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+def new_folder() -> Path:
+    """Make a folder for stack files that stay after the run.
+
+    Only this user can enter it. Its name cannot be predicted, so that no other user of the machine can
+    put a link there first, through which this process would overwrite a file of its own user.
+    """
+    return Path(tempfile.mkdtemp(prefix=f"plait-stacks-{time.strftime('%Y%m%d-%H%M%S')}-"))
 
 
 def state(process: int) -> str:

@@ -239,7 +239,7 @@ class Watch:
         if min(one.rank for one in found.waiting) != dist.get_rank():
             return  # one of those that wait says it
         _say(self.found)
-        folder = stacks.kept_folder()
+        folder = stacks.new_folder()
         for rank in found.suspects[:_MOST_STACKS]:
             if rank in readings:
                 state = stacks.state(readings[rank].process)

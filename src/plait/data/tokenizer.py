@@ -81,7 +81,7 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
             if tokenizer.eos_token is None and END_OF_TEXT in tokenizer.get_vocab():
                 tokenizer.eos_token = END_OF_TEXT
         else:
-            tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name)
+            tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name, trust_remote_code=False)
     except Exception as error:  # the library raises OSError, ValueError, KeyError and errors of its own for broken or missing files
         rule = f"data.tokenizer: no tokenizer can be read from {name!r} ({first_line(error)})"
         raise InputError(f"{rule}; name a folder with a tokenizer, a tokenizer.json, or a name on the hub") from error

@@ -146,7 +146,7 @@ class Source:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.tokenizer_folder)
+            return AutoTokenizer.from_pretrained(self.tokenizer_folder, trust_remote_code=False)
         except Exception as error:  # tokenizers raises plain Exception for a file that it cannot read
             raise InputError(
                 f"--model {self.name}: its tokenizer cannot be loaded ({first_line(error)}); save it anew with save_pretrained"
@@ -171,12 +171,14 @@ def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        found = AutoConfig.for_model(**config) if isinstance(config, Mapping) else AutoConfig.from_pretrained(config)
+        found = (
+            AutoConfig.for_model(**config) if isinstance(config, Mapping) else AutoConfig.from_pretrained(config, trust_remote_code=False)
+        )
         refuse_quantised_folder(found, config)
         if dtype is None and found.dtype is None and isinstance(config, Path):
             dtype = _dtype_of_weights(config)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=dtype or found.dtype or torch.float32)
+            model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=dtype or found.dtype or torch.float32, trust_remote_code=False)
         if real := [name for name, tensor in model.named_parameters() if not tensor.is_meta]:
             raise CheckpointError(
                 f"--model {config}: {type(model).__name__} makes {real[0]} with values, wherever it is built, so that no folder of it can "

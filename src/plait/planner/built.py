@@ -46,7 +46,7 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
             if not dropout or "layer" in name:  # which layers run is a value
                 setattr(part, name, 0.0)
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
+        model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=torch.float32, trust_remote_code=False)
     return model
 
 

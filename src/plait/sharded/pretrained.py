@@ -35,6 +35,7 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder, kind = saved_folder(name, "plait.from_pretrained"), model_class or AutoModelForCausalLM
+    fields.setdefault("trust_remote_code", False)  # Transformers would ask at the terminal, once per process
     try:
         config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **fields)
         if unknown:
@@ -42,12 +43,15 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
                 f"plait.from_pretrained({', '.join(f'{field}=...' for field in unknown)}): {config.model_type} has no such field"
             )
         with torch.device("meta"):
-            model: Any = _built(kind, config, dtype)
+            model: Any = _built(kind, config, dtype, trust_remote_code=fields["trust_remote_code"])
         settings = generation_settings(folder)
     except InputError:
         raise
     except Exception as error:  # each configuration class validates in its own way
-        raise InputError(f"plait.from_pretrained({str(name)!r}): {kind.__name__} cannot be built of it ({first_line(error)})") from error
+        reason = f"{kind.__name__} cannot be built of it ({first_line(error)})"
+        if "trust_remote_code" in str(error):
+            reason = "it needs the code in the folder; read that code, and pass trust_remote_code=True if you trust it"
+        raise InputError(f"plait.from_pretrained({str(name)!r}): {reason}") from error
     not_on_meta = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
     quantisation = quantisation_of(config)
     try:
@@ -91,9 +95,9 @@ def generation_settings(folder: Path) -> Any:
     return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
-def _built(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+def _built(kind: Any, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
     if hasattr(kind, "from_config"):
-        found: nn.Module = kind.from_config(config, dtype=dtype)
+        found: nn.Module = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         return found
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

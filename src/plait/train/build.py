@@ -63,14 +63,14 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
     check_model(section)
     weights = weights_folder(section)
     try:
-        config = AutoConfig.from_pretrained(weights) if weights else _config(section.config or {}, tokenizer)
+        config = AutoConfig.from_pretrained(weights, trust_remote_code=False) if weights else _config(section.config or {}, tokenizer)
     except (ValueError, OSError) as error:
         raise InputError(f"model.path: {weights}/config.json is not a Transformers configuration ({first_line(error)})") from error
     _check_fit(config, tokenizer, positions)
     config.use_cache = False
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(section.dtype))
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(section.dtype), trust_remote_code=False)
     except ValueError as error:
         raise InputError(f"model: {config.model_type!r} is not a causal language model of Transformers ({first_line(error)})") from error
     except Exception as error:  # sizes and numbers that a module cannot have end in whatever it raises

@@ -27,7 +27,7 @@ def opened(out: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+        return AutoModelForCausalLM.from_pretrained(out, dtype="auto", trust_remote_code=False)
     except Exception as error:  # whatever a class raises for a configuration or tensors that do not fit
         raise CheckpointError(f"Transformers cannot open it ({type(error).__name__}: {first_line(error)})") from error
 

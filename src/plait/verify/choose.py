@@ -97,7 +97,7 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
     if not path.exists() and (is_path(source) or path.suffix == ".json"):
         raise InputError(f"{option} = {source!r}: there is no such file or folder; name a folder or a file config.json, or {_FUNCTION}")
     try:
-        config = AutoConfig.from_pretrained(str(path) if path.exists() else source)
+        config = AutoConfig.from_pretrained(str(path) if path.exists() else source, trust_remote_code=False)
     except Exception as error:  # the hub, the network and each configuration class raise their own
         raise InputError(f"{option} = {source!r}: Transformers cannot read it ({first_line(error)})") from error
     read: shrink.Fields = config.to_dict()

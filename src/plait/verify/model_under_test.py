@@ -119,8 +119,9 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
     config.use_cache = False
     if dtype == torch.float64 and attention not in (None, "eager", "sdpa"):
         attention = "sdpa"  # flash attention takes no float64
+    settings = {"attn_implementation": attention} if attention else {}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **({"attn_implementation": attention} if attention else {}))
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **settings)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     built: nn.Module = model

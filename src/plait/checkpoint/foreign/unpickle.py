@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from plait._torch.pickles import rebuilt_tensor
+from plait._torch.pickles import rebuilt_tensor, records_of
 from plait.errors import CheckpointError
 
 
@@ -38,6 +39,8 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 _NAMED = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
 """Classes that are named and not called."""
+_RECORD = re.compile(r"data\.pkl|data/\d+|version|byteorder|\.data/serialization_id|\.format_version|\.storage_alignment")
+"""Names of the records that torch.save writes."""
 _INERT = ("deepspeed.", "torch.distributed.checkpoint.", "argparse.", "torch.serialization.", "copyreg.", "pathlib.")
 
 
@@ -149,6 +152,10 @@ def read_torch(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                 raise CheckpointError("it is compressed, which torch.save never does")
+        # torch.load hands an archive of TorchScript to torch.jit.load, which runs the code in it.
+        unknown = [name for name in records_of(path) if not _RECORD.fullmatch(name)]
+        if unknown:
+            raise CheckpointError(f"it has the record {unknown[0]}, which torch.save never writes")
         return torch.load(path, map_location="cpu", pickle_module=Module, weights_only=False, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

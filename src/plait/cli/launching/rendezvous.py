@@ -6,6 +6,7 @@ the new ranks the addresses of the dead ones. One machine needs neither: it wait
 
 from __future__ import annotations
 
+import socket
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -41,6 +42,25 @@ def make(settings: Settings) -> RendezvousHandler:
     )
 
 
+def loopback_store(timeout: timedelta) -> TCPStore:
+    """Return the server of a store that only processes of this machine can connect to.
+
+    TCPStore asks for no key, and its own socket listens on all interfaces: anyone on the network could
+    read and write the addresses that ranks exchange.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # The store closes the descriptor.
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
 class OneMachine(RendezvousHandler):
     """A rendezvous of one: a store on the loopback interface, new for every attempt, that the ranks connect to."""
 
@@ -53,7 +73,7 @@ class OneMachine(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        store = loopback_store(self._timeout)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
 
     def get_backend(self) -> str:

@@ -48,7 +48,7 @@ class RankWatch:
             return False
         states = {rank: stacks.state(processes[rank]) for rank in found.suspects if rank in readings}
         self._tell(f"plait: {hang.cause(found, readings)}")
-        folder = self._kept or stacks.kept_folder()
+        folder = self._kept or stacks.new_folder()
         for rank, state in states.items():
             kept = None
             if state not in ENDED:

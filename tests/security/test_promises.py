@@ -1,0 +1,140 @@
+"""The promises of docs/security.md, one test each."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import zipfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed import TCPStore
+
+import plait
+from plait.checkpoint.foreign.unpickle import read_torch
+from plait.cli.launching.rendezvous import LOOPBACK, loopback_store
+from plait.comm import stacks
+from plait.errors import CheckpointError, InputError, PlaitError
+
+
+class WritesAFile(torch.nn.Module):
+    """TorchScript of this class writes a file when it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.path, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.path = state[0]
+        self.training = state[1]
+        torch.save(torch.ones(1), state[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_in_a_torchscript_archive_does_not_run(tmp_path: Path) -> None:
+    """`torch.load` would hand the archive to `torch.jit.load`."""
+    canary, archive = tmp_path / "written", tmp_path / "model.pt"
+    torch.jit.script(WritesAFile(str(canary))).save(str(tmp_path / "compressed.pt"))
+    with zipfile.ZipFile(tmp_path / "compressed.pt") as source, zipfile.ZipFile(archive, "w") as stored:
+        for name in source.namelist():
+            stored.writestr(name, source.read(name))
+    torch.jit.load(str(archive))
+    assert canary.exists(), "the archive is harmless, so this test shows nothing"
+    canary.unlink()
+    with pytest.raises(CheckpointError, match="it has the record .*, which torch.save never writes"):
+        read_torch(archive)
+    assert not canary.exists()
+
+
+def test_a_torchscript_archive_that_is_renamed_inside_is_refused(tmp_path: Path) -> None:
+    """Every record is compared with a list, not only the one that marks TorchScript."""
+    torch.save({"x": torch.ones(2)}, tmp_path / "good.pt")
+    assert torch.equal(read_torch(tmp_path / "good.pt")["x"], torch.ones(2))
+    for name in ("constants.pkl", "code/__torch__.py", "data/../../x", "extra/file"):
+        path = tmp_path / "changed.pt"
+        path.write_bytes((tmp_path / "good.pt").read_bytes())
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr(f"good/{name}", b"")
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_torch(path)
+
+
+def test_stack_files_are_in_a_folder_of_this_user_alone() -> None:
+    """Nobody else can guess its name or write into it."""
+    folders = [stacks.new_folder() for _ in range(2)]
+    try:
+        assert folders[0] != folders[1]
+        for folder in folders:
+            mode = folder.stat()
+            assert stat.S_IMODE(mode.st_mode) == 0o700 and mode.st_uid == os.getuid()
+    finally:
+        for folder in folders:
+            folder.rmdir()
+
+
+def test_the_store_of_one_machine_listens_on_the_loopback_interface() -> None:
+    """It has no key, so no other machine may reach it. Processes of this machine can."""
+    store = loopback_store(timedelta(seconds=20))
+    addresses = listening_addresses(store.port)
+    assert addresses == {LOOPBACK}
+    client = TCPStore(LOOPBACK, store.port, is_master=False, timeout=timedelta(seconds=20))
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def listening_addresses(port: int) -> set[str]:
+    """Addresses on which this machine listens at a port, by the kernel's table."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, number = fields[1].split(":")
+            if fields[3] == "0A" and int(number, 16) == port:
+                words = [int(address[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(address), 8)]
+                family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+                found.add(socket.inet_ntop(family, b"".join(words)))
+    return found
+
+
+@pytest.mark.parametrize("call", ["plait.from_pretrained", "plait generate", "plait verify"])
+def test_code_in_a_model_folder_does_not_run(tmp_path: Path, call: str) -> None:
+    """Nobody is asked either: a `y` in a pipe would be an answer."""
+    folder, canary = tmp_path / "model", tmp_path / "ran"
+    folder.mkdir()
+    code = f"open({str(canary)!r}, 'w')\nfrom transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+    (folder / "own.py").write_text(code)
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+    if call == "plait.from_pretrained":
+        with pytest.raises(InputError, match="trust_remote_code"):
+            plait.from_pretrained(folder)
+    else:
+        options = ["--prompt", "x"] if "generate" in call else []
+        command = [sys.executable, "-m", "plait", call.split()[1], "--model", str(folder), *options]
+        done = subprocess.run(command, input="y\ny\n", capture_output=True, text=True, timeout=120)
+        assert done.returncode and "Traceback" not in done.stderr
+        assert "[y/N]" not in done.stdout + done.stderr
+    assert not canary.exists()
+
+
+def test_messages_are_bounded_and_show_no_control_characters() -> None:
+    """A name in a file could otherwise rewrite a terminal, or fill a log."""
+    text = str(PlaitError("a\x1b[2Jb\0c\nline two\tend é " + "x" * 4_000_000))
+    assert "\x1b" not in text and "\0" not in text and "a\\x1b[2Jb\\x00c\nline two\tend é" in text
+    assert len(text) < 11_000 and "4,000,0" in text
