@@ -29,20 +29,21 @@ PAGE = ROOT / "docs" / "versions-packages.md"
 EXTRAS = ("hf", "peft", "trl", "viz")
 INTRODUCTION = """# Versions of Python, Transformers and other packages
 
-Plait needs Transformers 5.17 or newer. An older release is refused with an error that states the installed version and the
-command that installs a newer one. With Transformers 5.0.0, tied weights are not shared in models that are built on the meta
-device. With 5.10.1, tests fail for the sizes of KV caches and for the tokens of models whose rotary frequencies depend on
-the length. The table has the numbers of failed tests.
+Plait needs Python 3.11 and Transformers 5.17, or newer releases. An older Transformers is refused
+with an error that states the installed version and the command that installs a newer one, because
+5.0.0 does not share tied weights in models that are built on the meta device, and with 5.10.1
+Plait computes wrong sizes of KV caches, and wrong tokens of models with dynamic RoPE.
 
 ```bash
 make versions-lowest     # tests with the lowest packages that pyproject.toml allows
-make versions-newest     # tests with the newest packages
-bash tools/packages.sh newest transformers==5.20.0    # one package is fixed
+make versions-newest     # tests with the newest packages, pre-releases included
+bash tools/packages.sh newest transformers==5.20.0    # the newest packages with one that is fixed
 ```
 
-Each command makes a separate environment, and runs the tests of models, generation, the configuration, the command line,
-checkpoints, the quickstart, the Trainer, LoRA, and TRL's SFT and DPO trainers. The table has every recorded run and the
-tests that it consisted of. Releases of torch are on a [separate page](versions.md).
+Each command makes a separate environment, and runs the tests of models, generation, the
+configuration, the command line, checkpoints, the quickstart, the Trainer, LoRA, and TRL's SFT and
+DPO trainers. The table has one row per environment; the row of Debian 12 has its Python 3.11.2 with
+the packages of requirements.lock. Releases of torch are on a [separate page](versions.md).
 """
 
 

@@ -76,4 +76,4 @@ def test_metrics_of_ones_own_are_refused(tmp_path: Path) -> None:
         assert trainer.engine is None
         trainer.compute_metrics = None
         assert trainer.evaluate()["eval_rewards/margins"] != 0
-        trainer.engine.close()
+        trainer.end()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import plait
 from tests.parity.layouts import TWO
 from tests.pool import Pool
 from tests.unit.inference.models import built
-from tests.unit.inference.ropes import KINDS, NEW, PROMPTS
+from tests.unit.inference.ropes import KINDS, NEW, PROMPTS, expected_tokens
 
 
 def generated(rank: int, world: int, kind: str, config: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
@@ -28,12 +27,7 @@ def generated(rank: int, world: int, kind: str, config: dict[str, Any]) -> list[
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_layouts(pool: Pool, kind: str) -> None:
     name, fields = KINDS[kind]
-    expected = []
-    for prompt in PROMPTS:
-        model: Any = built(name, layers=2, **fields)
-        ids = torch.tensor([prompt])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-        expected.append((prompt, made[0, len(prompt) :].tolist()))
+    expected = [(prompt, expected_tokens(built(name, layers=2, **fields), prompt)) for prompt in PROMPTS]
     for layout in ("ZeRO 3", "tp", "pp"):
         found = pool.run(2, generated, kind, TWO[layout])
         for rank, one in enumerate(found):

@@ -17,7 +17,7 @@ from packaging.version import Version
 from plait.errors import InputError
 
 OLDEST_TRAINER = "5.17.0"
-"""Oldest release of Transformers whose Trainer was run on Plait. Models do not need it."""
+"""Oldest release of Transformers whose Trainer was run on Plait."""
 RECOMPUTE_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
 """Fields of `TrainingArguments` that ask for recomputation. The first exists since Transformers 5.23."""
 

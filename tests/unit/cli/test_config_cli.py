@@ -89,7 +89,7 @@ def test_a_wrong_file_shows_its_keys_then_every_problem_without_a_traceback(file
         (["{file}", "--set", "zero_optimization.stge=3"], "did you mean zero_optimization.stage?"),
         (["{file}", "--set", "nonsense"], "--set = 'nonsense': an override is a dotted key"),
         (["{file}", "--world-size", "3"], "tp 2 = 2 and 3 % 2 = 1; start 2 or 4 processes"),
-        (["{file}", "--world-size", "0"], "greater than or equal to 1"),
+        (["{file}", "--world-size", "0"], "--world-size = '0': "),
         (["{file}", "{file}"], "one FILE is read at a time and 2 are given"),
         ([], "Missing argument"),
     ],

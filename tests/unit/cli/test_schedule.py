@@ -123,7 +123,7 @@ def test_list(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
         (["1f1b", "--microbatches", "0"], "gradient_accumulation_steps = 0"),
         (["1f1b", "--forward", "0", "--input", "0", "--weight", "0"], "every duration is 0"),
         (["1f1b", "--forward", "inf"], "durations.forward"),
-        (["1f1b", "--send", "nan"], "--send"),
+        (["1f1b", "--send", "nan"], "send"),
         (["1f1b", "--svg", "/no/such/folder/x.svg"], "--svg /no/such/folder/x.svg: there is no folder /no/such/folder"),
         (["1f1b", "--trace", "/no/such/folder/x.json"], "--trace /no/such/folder/x.json: there is no folder /no/such/folder"),
         (["1f1b", "--forward", "-1"], "--forward"),

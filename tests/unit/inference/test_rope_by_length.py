@@ -21,7 +21,16 @@ from plait.inference.rope_by_length import RopeByLength, groups, rope_of_config
 from plait.inference.score import score
 from plait.inference.source import open_source
 from tests.unit.inference.models import built
-from tests.unit.inference.ropes import KINDS, LONG, NEW, ORIGINAL, PROMPTS
+from tests.unit.inference.ropes import (
+    KINDS,
+    LONG,
+    NEW,
+    ORIGINAL,
+    PROMPTS,
+    expected_tokens,
+    rereads_prompts,
+    transformers_tokens,
+)
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -37,27 +46,35 @@ class Case:
         self.kind, self.model = kind, built(name, layers=2, **fields)
         self.model.save_pretrained(folder)  # type: ignore[operator]
         self.sharded = load_model(open_source(folder))
-        self.tokens = [self.alone(prompt) for prompt in PROMPTS]
-
-    def alone(self, prompt: list[int], **settings: Any) -> list[int]:
-        """Transformers' of a model that has seen nothing else."""
-        model: Any = copy.deepcopy(self.model)
-        ids = torch.tensor([prompt])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **settings)
-        return made[0, len(prompt) :].tolist()
+        self.tokens = [expected_tokens(copy.deepcopy(self.model), prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("ways", [{}, {"prefill_tokens": 7}, {"batch_size": 3}, {"use_cache": False}], ids=str)
 def test_a_batch_has_the_tokens_of_transformers_alone(case: Case, ways: dict[str, Any]) -> None:
     expected = case.tokens
     if "use_cache" in ways and case.kind == "dynamic":
-        expected = [case.alone(prompt, use_cache=False) for prompt in PROMPTS]
+        expected = []
+        for prompt in PROMPTS:
+            model = copy.deepcopy(case.model)
+            expected.append(transformers_tokens(model, prompt, use_cache=False))
         assert expected != case.tokens
     told: list[list[int]] = [[] for _ in PROMPTS]
     made = generate(
         case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0, on_token=lambda request, token: told[request].append(token), **ways
     )
     assert [one.token_ids for one in made] == expected == told
+
+
+def test_expected_longrope_tokens_are_those_with_a_cache() -> None:
+    """The cache changes no token of a prompt that stays on its side, or that is read again."""
+    name, fields = KINDS["longrope"]
+    model = built(name, layers=2, **fields)
+    rereads = rereads_prompts(copy.deepcopy(model))
+    for prompt in PROMPTS:
+        passes = len(prompt) <= ORIGINAL < len(prompt) + NEW - 1
+        if rereads or not passes:
+            expected = expected_tokens(copy.deepcopy(model), prompt)
+            assert transformers_tokens(copy.deepcopy(model), prompt) == expected
 
 
 def test_requests_within_the_original_length_are_one_batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

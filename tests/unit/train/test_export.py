@@ -23,6 +23,7 @@ from plait.inference.source import open_source
 from plait.train import export as export_module
 from plait.train import exported
 from tests.unit.inference.models import saved
+from tests.unit.inference.ropes import KINDS, LONG
 
 
 @pytest.fixture
@@ -148,6 +149,15 @@ def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.Monk
     (wrong / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"^Transformers cannot open it \(ValueError: Unrecognized model"):
         exported.compare_generated(mock.Mock(), wrong)
+
+
+@pytest.mark.parametrize(("name", "fields"), [KINDS["longrope"], ("llama", {"rope_parameters": LONG})], ids=["phi3", "llama"])
+def test_tokens_past_the_original_length_of_longrope(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any]
+) -> None:
+    saved(tmp_path / "model", name, layers=2, **fields)
+    monkeypatch.setattr(exported, "Source", lambda *_: open_source(tmp_path / "model"))
+    assert exported.compare_generated(mock.Mock(), tmp_path / "model").tokens == 64
 
 
 def test_what_was_not_verified_has_no_name(tmp_path: Path, small: None) -> None:

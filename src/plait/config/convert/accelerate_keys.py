@@ -1,7 +1,7 @@
 """What every key of a file of `accelerate launch` means to Plait, as one table: what it sets, or ignored, or refused, and why.
 
-Data only; `accelerate` reads it. The list is the fields of Accelerate 1.15's `ClusterConfig`, and the options of `accelerate launch` that
-its sections become.
+Data only; `accelerate` reads it. The list is the fields of Accelerate 1.15's `ClusterConfig`,
+`ipex_config` of earlier releases, and the options of `accelerate launch` that its sections become.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ TOP: tuple[ForeignKey, ...] = (
     ),
     *_many("downcast_bf16 tpu_name tpu_zone tpu_use_sudo commands command_file tpu_vm tpu_env", lambda name: ignored(name, "any", _TPU)),
     refused("tpu_use_cluster", "flag", "this release does not run on TPUs", "use false", False),
+    ignored("ipex_config", "any", "PyTorch runs on Intel devices without the extension"),
     ignored("use_cpu", "flag", "Plait uses the GPUs that it finds, and the CPU where there is none"),
     renamed("debug", "flag", on({"faults.check_collectives": True}), "shapes are compared before every collective"),
 )

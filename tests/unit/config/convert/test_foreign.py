@@ -106,19 +106,19 @@ def test_every_key_has_a_row(tmp_path: Path, kind: str, name: str) -> None:
 
 
 def test_every_key_of_accelerate_is_in_the_tables() -> None:
+    """Earlier releases of Accelerate lack some of the keys in the tables."""
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
     here = {"distributed_type", "mixed_precision", "num_processes", "fp8_config", "megatron_lm_config", *accelerate_keys.SECTIONS}
-    assert {field.name for field in fields(ClusterConfig)} == {key.path for key in accelerate_keys.TOP} | here
+    keys = {field.name for field in fields(ClusterConfig)}
+    assert keys <= {key.path for key in accelerate_keys.TOP} | here
     options = {action.dest for action in launch_command_parser()._actions}
     sections = accelerate_keys.SECTIONS
     found = {name: {option for option in options if option.startswith(name)} for name in ("parallelism_config_", "dynamo_", "fsdp_")}
-    assert found["parallelism_config_"] == set(sections["parallelism_config"])
+    assert found["parallelism_config_"] <= set(sections["parallelism_config"])
     assert found["dynamo_"] == set(sections["dynamo_config"])
-    assert found["fsdp_"] | {"fsdp_ignored_modules"} == {*sections["fsdp_config"], *(f"fsdp_{name}" for name in NAMES)} - {
-        "fsdp_limit_all_gathers"  # of the plugin alone
-    }
+    assert found["fsdp_"] <= {*sections["fsdp_config"], *(f"fsdp_{name}" for name in NAMES)}
     of_deepspeed = {option for option in options if option.startswith(("deepspeed_", "zero", "offload_", "gradient_"))}
     assert of_deepspeed == {*sections["deepspeed_config"], "deepspeed_config_file"}
 
@@ -161,12 +161,16 @@ def test_accelerate_shards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert expected[STAGE] == STAGES[plugin.sharding_strategy.name]
     config = load_foreign(file)
     assert (config.parallel.recompute.mode == "full") == plugin.activation_checkpointing
-    assert config.activation_checkpointing.cpu_checkpointing == plugin.activation_checkpointing_offload
+    if hasattr(plugin, "activation_checkpointing_offload"):  # a field of later releases
+        offloads = config.activation_checkpointing.cpu_checkpointing
+        assert offloads == plugin.activation_checkpointing_offload
     sizes = ParallelismConfig()
     if sizes.total_size > 1:
         layout = resolve(config, world_size=sizes.total_size, micro_batch_size=2).layout
         found = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp)
-        assert found == (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.tp_size, sizes.cp_size * sizes.sp_size)
+        sp = getattr(sizes, "sp_size", 1)  # a field of later releases
+        degrees = (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.tp_size, sizes.cp_size * sp)
+        assert found == degrees
 
 
 @pytest.mark.parametrize("name", [name for name, (text, _) in ACCELERATE.items() if "distributed_type: DEEPSPEED" in text])
