@@ -119,7 +119,6 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.unused_parameters": ({}, True, False),
     "parallel.transport": ({}, "auto", "torch"),
     "parallel.measure_seconds": ({}, 1, 0),
-    "parallel.links": ({}, "a.json", "b.json"),
     "parallel.all_reduce": ({}, "auto", "ring"),
     "parallel.compress_gradients": ({}, "int8", "int4"),
     "parallel.compress_weights": ({"zero_optimization.stage": 1}, "none", "int8"),

@@ -116,7 +116,6 @@ def data_parallel(found: Findings, dtypes: Precision, scheme: Scheme, *, shard: 
         unused_parameters=unused,
         transport="torch" if checked else "prefer-shared-memory" if transport == "auto" else transport,
         all_reduce=_all_reduce(found),
-        links=found.config.parallel.links,
         measure_seconds=found.config.parallel.measure_seconds,
         secondary_partition=_secondary_partition(found, shard),
         update_in_backward=found.config.parallel.optimizer_in_backward,
