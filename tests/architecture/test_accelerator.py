@@ -15,7 +15,7 @@ ELSEWHERE = {
     "config/schema/config.py": (2, "the fields parallel.nccl_algorithm and parallel.nccl_protocol"),
     "config/resolving/resolve.py": (2, "reads these fields"),
     "config/dialects/deepspeed.py": (2, "what fields of DeepSpeed's files mean"),
-    "config/dialects/megatron_flags.py": (1, "what flags of Megatron-LM mean"),
+    "config/convert/megatron_flags.py": (1, "what flags of Megatron-LM mean"),
     "_torch/attention.py": (7, "torch's own names of the switches and operators of fused attention"),
     "validation/catalogue.py": (5, "rows about NCCL"),
     "validation/profile.py": (6, "names of CUDA's calls and of NCCL's kernels in a profile"),

@@ -185,7 +185,7 @@ def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     n = int(ledger.dp_shard[0])
     axis = next((name for name, size in (("dp_shard", n), ("tp", resolved.layout.tp)) if size > 1), None)
-    small = resolved.optimizer.states != "own"
+    small = resolved.optimizer.states is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
         named = []
         for parameter in facts.trainable:

@@ -27,6 +27,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from plait.cluster import huge_pages
 from plait.errors import CheckpointError
 from plait.inference.daemon_threads import DaemonThreads
 from plait.inference.stored import Stored, read_into
@@ -135,7 +136,8 @@ class FileReader:
         self._seen: set[tuple[Path, int]] = set()
         self._buffers: SimpleQueue[np.ndarray] = SimpleQueue()
         for _ in range(buffer_bytes(largest) // BLOCK):
-            self._buffers.put(torch.empty(BLOCK, dtype=torch.uint8).numpy())
+            # These begin at a page, which reads past the kernel's cache (O_DIRECT) require.
+            self._buffers.put(huge_pages.empty((BLOCK,), torch.uint8).numpy())
         self._ended = threading.Event()
         self._began: dict[int, tuple[float, Block]] = {}
         """When the reads that are on their way began, by thread, and what they bring."""

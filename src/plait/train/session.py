@@ -195,7 +195,7 @@ def _check_documents(kind: str) -> None:
     known = [family for family in FAMILIES if family not in WITHOUT_DOCUMENTS]
     if kind not in known:
         rule = f"whether {kind} keeps attention within the documents of a row has not been compared with a row for each"
-        raise ConfigError(Problem("data.packing", "documents", rule, f'use "joined", or a model of {", ".join(known)}'))
+        raise ConfigError(Problem("data.packing", "documents", rule, f"leave it out, or use a model of {', '.join(known)}"))
 
 
 def _positions(data: DataSection, run: RunSection, prepared: Prepared) -> int:
