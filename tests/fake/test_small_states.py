@@ -65,7 +65,7 @@ def test_as_priced(fake_world: FakeWorld, world: int, tp: int, stage: int, repli
     techniques = resolved.techniques
     found = account_all(techniques, ledger, facts).memory
     assert held == {name: int(count[0]) for name, count in found.items()}
-    own = account_all(techniques, ledger.with_(optimizer_states="own"), facts).memory
+    own = account_all(techniques, ledger.with_(optimizer_states=None), facts).memory
     if own["optimizer"][0]:
         assert found["optimizer"][0] < own["optimizer"][0] * (0.8 if states == "bf16" else 0.35)
 

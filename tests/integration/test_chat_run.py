@@ -75,7 +75,7 @@ def test_a_run_goes_on_with_other_processes(tmp_path: Path, config: dict[str, An
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"packing": "joined"}, "data.packing"),
+        ({"packing": None}, "data.packing"),
         ({"scored": "all"}, "data.format"),
     ],
 )

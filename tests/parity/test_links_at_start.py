@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import plait
 from plait.comm import measure, startup
-from plait.comm.links import Cost, GroupLinks, Level, load, load_with_facts
+from plait.comm.links import Cost, GroupLinks, Level, load_with_facts
 from plait.config.resolving.resolve import load as load_config
 from plait.config.resolving.resolve import resolve
 from plait.parallel.data import collective_selection
@@ -102,7 +102,7 @@ def test_links_that_became_others_are_measured_again(pool: Pool, tmp_path: Path)
     pool.run(2, started, config_of(), kept, (links_with("ring", times_as_slow=1e8),) * 2)
     results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2)
     assert all("reduced by recursive-doubling" in said and "because a probe took" in said for said, *_ in results)
-    assert load(kept)["dp_replicate"] == links_with("recursive-doubling")
+    assert load_with_facts(kept)[0]["dp_replicate"] == links_with("recursive-doubling")
 
 
 @pytest.mark.parametrize("change", ["hosts", "file"])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ import torch.distributed as dist
 
 import plait
 from plait.cluster.mesh import split_by_node
+from plait.comm import startup
 from plait.comm.choose import choose_all_reduce, prices
-from plait.comm.links import Cost, GroupLinks, Level, Link, describe, load, save
+from plait.comm.links import Cost, GroupLinks, Level, load_with_facts
 from plait.comm.measure import measure_group
 from plait.units import MIB
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool, WorkerFailed
+from tests.pool import Pool
 
 
 def measured(rank: int, ranks: int, per_machine: int) -> GroupLinks:
@@ -43,39 +45,26 @@ def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> No
     assert set(prices(MIB, first, lossy=True)) == ways | {"int8", "int4"}
 
 
-def trained(rank: int, world: int, config: dict[str, Any]) -> tuple[str, float]:
+def trained(rank: int, world: int, config: dict[str, Any], measured: GroupLinks) -> tuple[str, float]:
     """(what is said of the communication, loss of a step). Runs in a worker."""
-    engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+    with patch.object(startup, "measure_ways", lambda *args, **options: measured):
+        engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
     return engine.communication, float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
 
 
-@pytest.mark.parametrize(
-    ("cheap", "said"), [("exchange", "by recursive-doubling"), ("all_reduce", "by all-reduce"), ("shared_memory", "by shared-memory")]
-)
-def test_training_takes_what_the_measured_links_say(pool: Pool, tmp_path: Path, cheap: str, said: str) -> None:
-    """The choice changes with the file, and not the numbers."""
-    operations = ("all_reduce", "all_gather", "reduce_scatter", "exchange", "shared-memory")
-    costs = {name: Cost(1e-6, 1e-10 if name == cheap else 1e-7) for name in operations}
-    save(tmp_path / "links.json", [GroupLinks("dp_replicate", 1, 2, Level(2, costs))], facts={})
+@pytest.mark.parametrize("cheap", ["recursive-doubling", "all-reduce"])
+def test_training_takes_what_the_measured_links_say(pool: Pool, cheap: str) -> None:
+    """The choice changes with the measurement, and not the numbers."""
+    costs = {name: Cost(1e-6, 1e-10 if name == cheap else 1e-7) for name in ("all-reduce", "recursive-doubling")}
+    measured = GroupLinks("dp_replicate", 1, 2, Level(2, costs))
     config = settings(2, 0, 1, 1)
-    plain = pool.run(2, trained, config)
-    config["parallel"] |= {"links": str(tmp_path / "links.json")}
-    results = pool.run(2, trained, config)
+    config["parallel"] |= {"transport": "torch"}
+    plain = pool.run(2, trained, {**config, "parallel": {**config["parallel"], "measure_seconds": 0}}, measured)
+    results = pool.run(2, trained, config, measured)
     assert results[0] == results[1]
-    assert said in results[0][0]
+    assert f"by {cheap}" in results[0][0]
     assert "2 ranks on 1 machine" in results[0][0]
     assert results[0][1] == pytest.approx(plain[0][1], rel=1e-12)
-
-
-def test_links_of_another_layout_are_refused(pool: Pool, tmp_path: Path) -> None:
-    save(tmp_path / "links.json", [describe("dp_replicate", machines=1, per_machine=4, inside=Link(1e-6, 1e9))], facts={})
-    config = settings(2, 0, 1, 1)
-    config["parallel"] |= {"links": str(tmp_path / "links.json")}
-    with pytest.raises(WorkerFailed, match="it was measured for 4 ranks on 1 machine.*over 2 on 1; measure again"):
-        pool.run(2, trained, config)
-    config["parallel"] |= {"links": str(tmp_path / "none.json")}
-    with pytest.raises(WorkerFailed, match="parallel.links"):
-        pool.run(2, trained, config)
 
 
 @pytest.mark.proof
@@ -85,7 +74,7 @@ def test_the_verb(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "plait", "doctor", "--links", "--nproc-per-node", "2", "--seconds", "0.3", "--out", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    group = load(path)["dp_replicate"]
+    group = load_with_facts(path)[0]["dp_replicate"]
     assert group.ranks == 2
     assert choose_all_reduce(MIB, group).reason in done.stdout
     assert json.loads(path.read_text())["facts"]["device"] == "cpu"

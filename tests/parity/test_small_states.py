@@ -198,13 +198,13 @@ def test_a_checkpoint_of_another_form_is_refused(pool: Pool, tmp_path: Path) -> 
     """Codes are never read as numbers, nor those of one form as those of another."""
     config = settings(1, 1, 0, 1, 12)
     pool.run(1, resumed, {**config, "optimizer": optimizer("int8")}, str(tmp_path), 0, 1)
-    own, float8, int8 = pool.run(1, refused, config, str(tmp_path), ["own", "float8", "int8"])[0]
+    own, float8, int8 = pool.run(1, refused, config, str(tmp_path), [None, "float8", "int8"])[0]
     assert "exp_avg_int8, exp_avg_int8_scale" in own and "set optimizer.states" in own
     assert "this run as exp_avg_float8" in float8
     assert int8 == "loaded"
 
 
-@pytest.mark.parametrize(("before", "after"), [("own", "bf16"), ("bf16", "own")])
+@pytest.mark.parametrize(("before", "after"), [(None, "bf16"), ("bf16", None)])
 def test_own_and_bf16_load_each_others(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     """Rounded; squares are not."""
     config = settings(1, 1, 0, 1, 12)

@@ -30,6 +30,7 @@ OF_THE_HOST = {
 }
 """Places (a part of the path, `:` and the beginning of the code) that wait for no device."""
 ONLY_TIMED = {
+    "parallel/data/autotune.py": "a step's time ends when the device is done; only the choice of compression reads it",
     "validation/": "`plait doctor --validate` measures: a time begins and ends when the device is done, and nothing else reads what it did",
 }
 """Places that only a measured time needs, which the simulated device has none of."""

@@ -1,8 +1,8 @@
 """The C library's allocator on CPU runs: memory that a step frees stays with the process, and the next step takes it again.
 
 A step frees and takes the same activations, gradients and gathered parameters over and over. glibc gives what lies free at the end of its
-heap back to the system, which zeroes every page anew: at ZeRO 1 and 2 a tenth of a gigabyte and 30 to 70 ms a step of a 24 M parameter
-Llama. torch's allocator for GPUs keeps what is freed for the same reason.
+heap back to the system, which zeroes every page anew. At ZeRO 2 that is a third of a step (`benchmarks/results/host_memory.json`). torch's
+allocator for GPUs keeps what is freed for the same reason.
 """
 
 from __future__ import annotations

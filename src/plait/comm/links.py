@@ -141,18 +141,13 @@ def save(path: Path, groups: Sequence[GroupLinks], *, facts: Mapping[str, Any]) 
     write_whole(path, json.dumps({"facts": dict(facts), "groups": [asdict(group) for group in groups]}, indent=1) + "\n")
 
 
-def load(path: Path) -> dict[str, GroupLinks]:
-    """By axis. Raises InputError for a file that is missing or of another form."""
-    return load_with_facts(path)[0]
-
-
 def load_with_facts(path: Path) -> tuple[dict[str, GroupLinks], dict[str, Any]]:
-    """The groups by axis, and the facts. Raises InputError like `load`."""
+    """Return the groups by axis, and the facts. Raises InputError for a file that is missing or of another form."""
     try:
         content = json.loads(path.read_text())
         return {group["axis"]: _group(group) for group in content["groups"]}, dict(content["facts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"links file {path}: {error}; write one with `plait doctor --links`") from None
+        raise InputError(f"links file {path}: {error}; remove it, and the links are measured again") from None
 
 
 def _group(content: Any) -> GroupLinks:

@@ -143,6 +143,6 @@ def _identity(section: DataSection, text: str, tokenizer: PreTrainedTokenizerBas
     return {
         "data.text": text,
         "data.tokenizer": f"{vocabulary_size(tokenizer):,} tokens ({name_of(tokenizer)[:12]})",
-        "data.packing": section.packing,
+        "data.packing": section.packing or "left out",
         **({"data.format": f"{section.format}, scored: {section.scored} ({digest([template])[:12]})"} if template else {}),
     }

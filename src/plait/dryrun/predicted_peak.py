@@ -70,7 +70,7 @@ def why_not_predicted(resolved: Resolved) -> str | None:
         (bool(resolved.compression.gradients or resolved.compression.scheme.weight_bits), "compressed communication: its buffers"),
         (resolved.layout.ep > 1, "parallel.ep: how many tokens the experts of a process get"),
         (bool(data.secondary_partition), "zero_hpz_partition_size: the second shards"),
-        (data.all_reduce != "by-machines" or data.links is not None, "the buffers of the chosen all-reduce"),
+        (data.all_reduce != "by-machines", "the buffers of the chosen all-reduce"),
     )
     return next((reason for applies, reason in reasons if applies), None)
 
@@ -185,7 +185,7 @@ def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     n = int(ledger.dp_shard[0])
     axis = next((name for name, size in (("dp_shard", n), ("tp", resolved.layout.tp)) if size > 1), None)
-    small = resolved.optimizer.states != "own"
+    small = resolved.optimizer.states is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
         named = []
         for parameter in facts.trainable:

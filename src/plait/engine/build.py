@@ -151,9 +151,9 @@ def _chunked(loss: Loss | None, tokens: int) -> Loss:
 def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module, named: dict[int, str]) -> torch.optim.Optimizer:
     if given is None:
         return build_optimizer(resolved.optimizer, list(model.named_parameters()))
-    if resolved.optimizer.states != "own":
+    if resolved.optimizer.states is not None:
         rule = "the optimizer was given to plait.initialize, which keeps its states as it does"
-        raise ConfigError(Problem("optimizer.states", resolved.optimizer.states, rule, 'leave `optimizer=` out, or use "own"'))
+        raise ConfigError(Problem("optimizer.states", resolved.optimizer.states, rule, "leave `optimizer=` or the setting out"))
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
             raise InputError(f"optimizer= takes a torch.optim.Optimizer or a function of a parameter list, not a {type(given).__name__}")

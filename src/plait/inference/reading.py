@@ -136,6 +136,7 @@ class FileReader:
         self._seen: set[tuple[Path, int]] = set()
         self._buffers: SimpleQueue[np.ndarray] = SimpleQueue()
         for _ in range(buffer_bytes(largest) // BLOCK):
+            # These begin at a page, which reads past the kernel's cache (O_DIRECT) require.
             self._buffers.put(huge_pages.empty((BLOCK,), torch.uint8).numpy())
         self._ended = threading.Event()
         self._began: dict[int, tuple[float, Block]] = {}

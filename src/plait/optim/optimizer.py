@@ -64,7 +64,7 @@ def build_optimizer(spec: OptimizerSpec, named_parameters: Iterable[Named]) -> O
     params = {name: value for name, value in spec.params.items() if own_names or name not in optimizers.ONLY}
     if spec.type == "Muon":
         return _keep_kernel(_muon(params, named))
-    if spec.states != "own":
+    if spec.states is not None:
         return _small_states(spec, params, named)
     found, params = _class_and_params(spec.type, params)
     return _keep_kernel(_make(found, params, named))
@@ -76,6 +76,7 @@ def _small_states(spec: OptimizerSpec, params: dict[str, Any], named: Sequence[N
     own = {name: value for name, value in params.items() if name in ("lr", "betas", "eps", "weight_decay")}
     if found is torch.optim.AdamW and "weight_decay" not in own:
         own["weight_decay"] = 0.01  # torch's default, which `torch_adam` asks for
+    assert spec.states is not None
     refuse_cut_blocks(spec.states, named)
     parameters = [parameter for _, parameter in named]
     return SmallStateAdam(parameters or [{"params": []}], states=spec.states, decoupled=found is torch.optim.AdamW, **own)

@@ -37,7 +37,7 @@ class Request:
     compile: bool = False
     everything: bool = False
     """Also what this version does not run."""
-    optimizer_states: str = "own"
+    optimizer_states: str | None = None
     """The form of AdamW's averages (`optimizer.states`)."""
     reduce: str = "fp32"
     """What gradients are reduced in: bf16, fp16 or fp32."""
@@ -46,7 +46,7 @@ class Request:
     def offers(self) -> Offers:
         """What the search may propose."""
         found = EVERYTHING if self.everything else offered(compiled=self.compile)
-        return found if self.optimizer_states == "own" else replace(found, offload=False)
+        return found if self.optimizer_states is None else replace(found, offload=False)
 
     @property
     def split(self) -> Split:

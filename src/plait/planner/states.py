@@ -188,7 +188,7 @@ def account_states(
     compute: str | None = "bfloat16",
     reduce: str = "float32",
     inner: int | None = None,
-    form: str = "own",
+    form: str | None = None,
     every_moment: bool = True,
 ) -> States:
     """Bytes of weights, gradients, optimizer states and gathered copies on the first, the last and an inner rank, for every candidate of

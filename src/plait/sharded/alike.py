@@ -31,7 +31,7 @@ from plait.version import __version__
 Fact = tuple[str, str]
 """(what, how it is here)."""
 _DIGEST_BYTES = 16
-_OWN = ("sources", "model", "data", "run", "path", "links", "kept_links")
+_OWN = ("sources", "model", "data", "run", "path", "kept_links")
 """Fields of a configuration that may differ from rank to rank: folders and files, and what a caller who brings the model does not use."""
 _LOOKED_AT = 2**20
 """Bytes at the beginning and at the end of a file."""

@@ -22,7 +22,6 @@ from plait.checkpoint.agreement import together
 from plait.checkpoint.folder import find
 from plait.checkpoint.places import Place, place_of
 from plait.cluster import accelerator
-from plait.comm import links
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
@@ -116,8 +115,6 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
         raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
     check_schedule(resolved)
     check_callbacks(resolved.run.callbacks)
-    if resolved.data_parallel.links is not None:
-        _check_links(resolved.data_parallel.links)
     identity = {
         **built.identity,
         **prepared.identity,
@@ -150,13 +147,6 @@ def _written(resolved: Resolved) -> Iterator[tuple[str, str]]:
     ):
         if place is not None:
             yield field, place
-
-
-def _check_links(path: str) -> None:
-    try:
-        links.load(Path(path))
-    except InputError as error:
-        raise ConfigError(Problem("parallel.links", path, str(error), "or leave it out")) from error
 
 
 def check_schedule(resolved: Resolved) -> None:
@@ -205,7 +195,7 @@ def _check_documents(kind: str) -> None:
     known = [family for family in FAMILIES if family not in WITHOUT_DOCUMENTS]
     if kind not in known:
         rule = f"whether {kind} keeps attention within the documents of a row has not been compared with a row for each"
-        raise ConfigError(Problem("data.packing", "documents", rule, f'use "joined", or a model of {", ".join(known)}'))
+        raise ConfigError(Problem("data.packing", "documents", rule, f"leave it out, or use a model of {', '.join(known)}"))
 
 
 def _positions(data: DataSection, run: RunSection, prepared: Prepared) -> int:

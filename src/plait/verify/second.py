@@ -31,7 +31,7 @@ def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
     decoupled = spec.type == "AdamW" or (spec.type == "Adam" and params.get("adam_w_mode", True))
     if not decoupled:
         return f"it has AdamW only, and the optimizer is {spec.type}"
-    if spec.states != "own":
+    if spec.states is not None:
         return f"it keeps exact moments, and optimizer.states is {spec.states}"
     other = [name for name, value in params.items() if name in ("amsgrad", "maximize") and value]
     if other:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.comm.links import Cost, GroupLinks, Level, Link, describe, fit, load, load_with_facts, measured_cost, ring_level, save
+from plait.comm.links import Cost, GroupLinks, Level, Link, describe, fit, load_with_facts, measured_cost, ring_level, save
 from plait.errors import InputError
 
 
@@ -72,10 +72,10 @@ def test_the_file(tmp_path: Path) -> None:
     ]
     path = tmp_path / "links.json"
     save(path, groups, facts={"at": "now"})
-    assert load(path) == {group.axis: group for group in groups}
+    assert load_with_facts(path)[0] == {group.axis: group for group in groups}
     measured = GroupLinks("dp_replicate", 1, 2, Level(2, {"ring": measured_cost([(1, 1.0), (2, 3.0)])}))
     save(path, [measured], facts={"hosts": ["a", "b"]})
     assert load_with_facts(path) == ({"dp_replicate": measured}, {"hosts": ["a", "b"]})
     path.write_text("{}")
-    with pytest.raises(InputError, match="write one with `plait doctor --links`"):
-        load(path)
+    with pytest.raises(InputError, match="remove it, and the links are measured again"):
+        load_with_facts(path)

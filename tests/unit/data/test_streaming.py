@@ -88,9 +88,9 @@ def assert_equal(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, to
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("packing", ["joined", "documents"])
+@pytest.mark.parametrize("packing", [None, "documents"])
 @pytest.mark.parametrize("form", ["text", "chat"])
-def test_one_block_is_the_prepared_text(opened: Any, form: str, packing: str) -> None:
+def test_one_block_is_the_prepared_text(opened: Any, form: str, packing: str | None) -> None:
     """Bit by bit, in both epochs, with what is held out."""
     rows = rows_of(texts()) if form == "text" else conversations()
     whole = opened(rows, format=form, packing=packing)
@@ -102,8 +102,8 @@ def test_one_block_is_the_prepared_text(opened: Any, form: str, packing: str) ->
     assert_equal([streamed.validation.take(numbers)], [whole.validation.take(numbers)])
 
 
-@pytest.mark.parametrize("packing", ["joined", "documents"])
-def test_every_epoch_has_each_training_document_once(opened: Any, packing: str) -> None:
+@pytest.mark.parametrize("packing", [None, "documents"])
+def test_every_epoch_has_each_training_document_once(opened: Any, packing: str | None) -> None:
     """In several blocks, against the documents themselves."""
     found = texts()
     data = opened(rows_of(found), streaming=True, buffer_sequences=30, packing=packing)
@@ -118,7 +118,7 @@ def test_every_epoch_has_each_training_document_once(opened: Any, packing: str) 
     wanted = np.bincount(expected, minlength=257) * epochs
     # The last batch of the loop may have begun the epoch after these; `documents` leaves out what is one token alone.
     assert 0 <= (seen - wanted).max() <= BATCH * LENGTH
-    assert (wanted - seen).max() <= (0 if packing == "joined" else epochs * len(found))
+    assert (wanted - seen).max() <= (0 if packing is None else epochs * len(found))
     assert state["block"] >= 0 and loader.sequences.buffer * LENGTH < len(expected)  # type: ignore[attr-defined]
 
 
@@ -200,7 +200,7 @@ def test_a_row_that_cannot_be_read_later(opened: Any) -> None:
 
 def test_a_text_of_nothing_later_does_not_turn_for_ever(opened: Any) -> None:
     """Each document has an end-of-text token alone, and a block never has a sequence."""
-    data = opened([{"text": ""}] * 300, streaming=True, packing="joined", buffer_sequences=1, fraction=0.0)
+    data = opened([{"text": ""}] * 300, streaming=True, packing=None, buffer_sequences=1, fraction=0.0)
     broken = data.loader(1, 0, dp_rank=0, dp_size=1)
     assert broken.at(0)["input_ids"].shape == (1, LENGTH)  # joined, they are one
     object.__setattr__(data.train, "cut", lambda stream, length, padding: [])

@@ -88,8 +88,8 @@ def prepared(folder: Path, **section: Any) -> Prepared:
     return prepare(data, cache=folder / "cache", own_tokenizer=None, say=lambda _: None)
 
 
-@pytest.mark.parametrize("packing", ["joined", "documents"])
-def test_jsonl_and_data_sets_give_the_same(tmp_path: Path, packing: str) -> None:
+@pytest.mark.parametrize("packing", [None, "documents"])
+def test_jsonl_and_data_sets_give_the_same(tmp_path: Path, packing: str | None) -> None:
     rows = [{"messages": CHAT[: 3 + 2 * (number % 2)], "id": number} for number in range(6)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "set"))
@@ -103,7 +103,7 @@ def test_jsonl_and_data_sets_give_the_same(tmp_path: Path, packing: str) -> None
     text = found.tokenizer.decode(scored)
     assert text.count("Yes.</s>") == 6 and text.count("No, it is night.</s>") == 3
     assert len(text) == 6 * 8 + 3 * 20
-    assert found.identity["data.format"].startswith("chat, scored: answers") and found.identity["data.packing"] == packing
+    assert found.identity["data.format"].startswith("chat, scored: answers") and found.identity["data.packing"] == (packing or "left out")
 
 
 def test_what_the_loss_is_of_has_a_cache_of_its_own(tmp_path: Path) -> None:

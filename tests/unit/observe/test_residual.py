@@ -67,7 +67,7 @@ def test_a_short_run_is_compared_at_its_end_and_a_very_short_one_is_not(tmp_path
         (("parallel.tensor_overlap=2",), {}, "no plan prices parallel.tensor_overlap = 2"),
         # D10: what a comparison of layouts alone let through.
         (("communication_data_type=bf16",), {}, "reduction was planned as fp32 and is bf16"),
-        (("optimizer.states=int8",), {}, "optimizer.states was planned as own and is int8"),
+        (("optimizer.states=int8",), {}, "optimizer.states was planned as None and is int8"),
         (("optimizer.type=SGD", "optimizer.params.lr=1"), {}, "no plan prices optimizer.type = SGD"),
         (("parallel.compress_gradients=int8",), {}, "no plan prices parallel.compress_gradients = int8"),
         (("model.dtype=bfloat16",), {}, "the model was planned as"),

@@ -106,6 +106,7 @@ def inside(section: str) -> tuple[str, ...]:
 
 
 _REMOVED = {
+    "parallel.links": "leave it out; parallel.measure_seconds measures the links at the start of a run",
     "run.history": "leave it out; `plait calibrate` measures a machine, and `plait plan --calibrate FILE` takes what it wrote",
 }
 """Settings of earlier versions, and what to use instead."""

@@ -143,16 +143,15 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         "neither fp16 nor bf16 is on: gradients have the parameters' dtype",
     ),
     (
-        ("parallel.links", "parallel.measure_seconds"),
+        ("parallel.measure_seconds",),
         lambda r: r.data_parallel.all_reduce != "by-machines" or r.compression.scheme.gradients,
         "all_reduce or compress_gradients selects how gradients are reduced",
     ),
     (
-        ("parallel.all_reduce", "parallel.links", "parallel.measure_seconds"),
+        ("parallel.all_reduce", "parallel.measure_seconds"),
         lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None) or r.layout.dp == 1,
         "it applies only at stage 0, in the model's own dtype, over several processes",
     ),
-    (("parallel.measure_seconds",), lambda r: r.data_parallel.links is not None, "parallel.links has measurements"),
     (("parallel.all_reduce",), lambda r: r.compression.scheme.gradients, "compressed gradients have their own all-reduce"),
     (
         ("parallel.compress_gradients", "parallel.compress_weights", "parallel.secondary_partition"),
@@ -245,7 +244,6 @@ def _of_data(data: DataParallel) -> dict[str, Any]:
         "parallel.transport": data.transport,
         "parallel.all_reduce": data.all_reduce,
         "parallel.measure_seconds": data.measure_seconds,
-        "parallel.links": data.links or "not measured",
         "parallel.secondary_partition": data.secondary_partition,
         "zero_optimization.stage": data.stage,
     }

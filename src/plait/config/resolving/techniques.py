@@ -116,7 +116,6 @@ def data_parallel(found: Findings, dtypes: Precision, scheme: Scheme, *, shard: 
         unused_parameters=unused,
         transport="torch" if checked else "prefer-shared-memory" if transport == "auto" else transport,
         all_reduce=_all_reduce(found),
-        links=found.config.parallel.links,
         measure_seconds=found.config.parallel.measure_seconds,
         secondary_partition=_secondary_partition(found, shard),
         update_in_backward=found.config.parallel.optimizer_in_backward,
@@ -223,13 +222,13 @@ def refuse_in_backward(
 
 def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: OptimizerOffload) -> None:
     """What optimizer states of fewer bytes are not proven with. Raises ConfigError with all of it."""
-    if spec.states == "own":
+    if spec.states is None:
         return
     rules = (
         (offload.device != "none", f"offload_optimizer.device is {offload.device}, with which it is not proven", 'use device "none"'),
         (data.update_in_backward, "parallel.optimizer_in_backward is true, with which it is not proven", "set that to false"),
     )
-    _refuse("optimizer.states", spec.states, rules, otherwise='states "own"')
+    _refuse("optimizer.states", spec.states, rules, otherwise="leave it out")
 
 
 def _secondary_partition(found: Findings, shard: int) -> int:

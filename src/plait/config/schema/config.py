@@ -280,10 +280,8 @@ class ParallelSection(Policy):
     measured links. Where none were measured, hierarchical (intra-node, inter-node, intra-node) if the processes span machines with several
     of them each, else the backend's own all-reduce, which on GPUs chooses its own ring or tree."""
     measure_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), Number] = 1.0
-    """About how long "auto" in all_reduce measures the links of the run's own processes when it starts, where they share no memory and
-    links names no file. 0: it does not, and decides by the machines."""
-    links: Place | None = None
-    """A file that `plait doctor --links` wrote for this layout: "auto" in all_reduce takes what is cheapest by its measurements."""
+    """About how long "auto" in all_reduce measures the links of the run's own processes when it starts, where they share no memory. 0: it
+    does not, and decides by the machines."""
     compress_gradients: Compressions = "none"
     """Compression of gradients between data-parallel processes: 8 or 4 bits per element with a scale every 256, or at stage 0 two low-rank
     factors of every matrix. It changes the training slightly; for links that are slower than the computation. A list: the allowed

@@ -21,8 +21,8 @@ class OptimizerSpec(Policy):
     type: str = "AdamW"
     """`AdamW`, `Adam` (DeepSpeed's: AdamW unless `adam_w_mode` is false), `SGD`, `Adagrad`, `Lion` (from lion-pytorch), `Muon`, any other
     name in `torch.optim`, or a class by its path (`torchao.optim.AdamW8bit`)."""
-    states: StateForm = "own"
-    """Adam and AdamW: the dtype of the two moments. own: the dtype of the parameters, float32 unless model.dtype sets another. bf16: the
+    states: StateForm | None = None
+    """Adam and AdamW: the dtype of the two moments. Left out: that of the parameters, float32 unless model.dtype sets another. bf16: the
     first in bfloat16, the second in float32. int8 and float8: both in 8 bits per element, with a scale for every block of up to 256; small
     parameters and vectors in float32. Steps are computed in float32."""
     params: dict[str, Any] = Field(default_factory=dict, validate_default=True)
@@ -41,7 +41,7 @@ class OptimizerSpec(Policy):
         if "type" not in info.data:  # the type itself was refused
             return value
         kind = info.data["type"]
-        _refuse(optimizers.param_problems(kind, value) + optimizers.state_problems(kind, info.data.get("states", "own"), value))
+        _refuse(optimizers.param_problems(kind, value) + optimizers.state_problems(kind, info.data.get("states"), value))
         return {name: optimizers.convert(kind, name, given) for name, given in value.items()}
 
     def resolved(self) -> Self:

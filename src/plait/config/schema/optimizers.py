@@ -136,15 +136,15 @@ def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
     return found + value_problems(convert, kind, params)
 
 
-def state_problems(kind: str, states: str, params: Mapping[str, Any]) -> list[str]:
+def state_problems(kind: str, states: str | None, params: Mapping[str, Any]) -> list[str]:
     """Why states of a form other than the optimizer's own cannot be had; empty where they can. Each `rule; remedy`."""
-    if states == "own":
+    if states is None:
         return []
     if kind not in ("Adam", "AdamW"):
-        return [f'`states` is "{states}", which is written for Adam and AdamW, and this is {kind}; use "own"']
+        return [f'`states` is "{states}", which is written for Adam and AdamW, and this is {kind}; leave `states` out']
     taken = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", *ONLY}
     return [
-        f'`{name}` is a parameter of torch\'s kernels, which do not take `states` = "{states}"; leave it out, or use "own"'
+        f'`{name}` is a parameter of torch\'s kernels, which do not take `states` = "{states}"; leave one of them out'
         for name, value in params.items()
         if name not in taken and value not in (False, None)
     ]

@@ -54,8 +54,8 @@ class DataSection(Policy):
     """The key (`jsonl`) or column (`datasets`) that holds the text."""
     scored: Literal["answers", "all"] = "answers"
     """Which tokens of `chat` and `instruct` the loss is of: those of the assistant's messages, or all."""
-    packing: Literal["joined", "documents"] = "joined"
-    """How documents become sequences. joined: one after the other, cut at `sequence_length` wherever that is; attention sees all of a
+    packing: Literal["documents"] | None = None
+    """How documents become sequences. Left out: one after the other, cut at `sequence_length` wherever that is; attention sees all of a
     sequence. documents: as many as fit, whole, each with positions of its own, and attention stays within each; only one that is longer
     than `sequence_length` is cut, and what is left over is padding."""
     subset: str | None = None

@@ -97,7 +97,7 @@ class Ledger:
     """Parameter-shaped states of the optimizer, in the parameter's dtype (AdamW: 2)."""
     optimizer_scalar_bytes: int = 4
     """Bytes of scalar state per parameter (AdamW: one float32 step)."""
-    optimizer_states: str = "own"
+    optimizer_states: str | None = None
     """The form of these states, see `optimizer_states`."""
     compute_bytes: Array | None = None
     """Bytes per element of the compute dtype; None where parameters keep their own."""

@@ -1,7 +1,7 @@
 """Which collectives the data-parallel technique uses on the groups that exist, and a sentence that says so and why.
 
 Decided once, when the model is sharded, the same on every rank of a group and of the tp axis. Compression that was asked for comes first,
-then an algorithm that was asked for, then a file of links, then shared memory, then what a measurement at the start says, then torch.
+then an algorithm that was asked for, then shared memory, then what a measurement at the start says, then torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
 from plait.comm.host import Host
-from plait.comm.links import GroupLinks, load
 from plait.comm.startup import Found, find_links, refine
 from plait.comm.transport import Transport, TransportName, connect
 from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.data.autotune import Candidate, CompressionAutotuner
 from plait.parallel.data.compression import Compression
@@ -53,10 +52,8 @@ class CollectiveSettings(Technique):
     all_reduce: Name | Literal["by-machines"] = "by-machines"
     """Stage 0: how gradients are summed (see `comm.algorithms`). `by-machines`: hierarchical where a group spans machines that hold
     several of its ranks each, else the backend's own, or shared memory."""
-    links: str | None = None
-    """A file of measured links (`comm.links`), by which `by-machines` chooses."""
     measure_seconds: float = 0.0
-    """How long `by-machines` measures the links when the model is sharded, where it has no file and no shared memory; 0 does not."""
+    """How long `by-machines` measures the links when the model is sharded, where there is no shared memory; 0 does not."""
     kept_links: str | None = None
     """Where that measurement is kept for the next start of the run."""
     bucket_by_links: bool = False
@@ -152,27 +149,22 @@ def replicated(
         rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
         raise ConfigError(Problem("parallel.all_reduce", "hierarchical", rule, 'use "auto" or "all-reduce"'))
     if wanted == "by-machines" and not is_fake(group):
-        if technique.links is not None:
-            found = Found(_from_file(technique.links, group, mesh.machines("dp_replicate")), f"read from {technique.links}")
-        else:
-            shared = _connected(technique, group, mesh, label="dp_replicate")
-            if shared.name == "torch" and technique.measure_seconds:
-                found = find_links(
-                    "dp_replicate",
-                    group,
-                    levels,
-                    machines=mesh.machines("dp_replicate"),
-                    device=mesh.device,
-                    seconds=technique.measure_seconds,
-                    kept=Path(technique.kept_links) if technique.kept_links else None,
-                    largest_bytes=gradient_bytes,
-                )
+        shared = _connected(technique, group, mesh, label="dp_replicate")
+        if shared.name == "torch" and technique.measure_seconds:
+            found = find_links(
+                "dp_replicate",
+                group,
+                levels,
+                machines=mesh.machines("dp_replicate"),
+                device=mesh.device,
+                seconds=technique.measure_seconds,
+                kept=Path(technique.kept_links) if technique.kept_links else None,
+                largest_bytes=gradient_bytes,
+            )
         if found is not None:
             given = None if technique.bucket_by_links else bucket_bytes
             choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
-            words = ""
-            if technique.links is None:
-                choice, words = refine(choice, found.links, group, levels, device=mesh.device, seconds=technique.measure_seconds)
+            choice, words = refine(choice, found.links, group, levels, device=mesh.device, seconds=technique.measure_seconds)
             why = "; ".join(filter(None, (f"{choice.reason} The links were {found.how}", words)))
             wanted, bucket_bytes, why = _agreed(mesh, (choice.algorithm, choice.bucket_bytes, why))
     if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
@@ -205,31 +197,6 @@ def _compressed_way(to: Scheme, technique: CollectiveSettings, group: dist.Proce
     given = technique.bucket_bytes
     make = partial(to.buckets, group, mesh.device, whole_steps=0)  # the steps before were uncompressed
     return BucketWay(make, to.bucket_bytes(given) if technique.bucket_by_links else given)
-
-
-def _from_file(path: str, group: dist.ProcessGroup, machines: int) -> GroupLinks:
-    """The measured links of a file that the configuration names. The group's first rank reads it, for all."""
-    answer: list[GroupLinks | ConfigError | None] = [None]
-    if group.rank() == 0:
-        answer = [_read(path, group.size(), machines)]
-    dist.broadcast_object_list(answer, group_src=0, group=group)
-    found = answer[0]
-    if isinstance(found, ConfigError):
-        raise found
-    assert found is not None
-    return found
-
-
-def _read(path: str, ranks: int, machines: int) -> GroupLinks | ConfigError:
-    try:
-        measured = load(Path(path)).get("dp_replicate")
-    except InputError as error:
-        return ConfigError(Problem("parallel.links", path, str(error), "or leave it out"))
-    if measured is None or (measured.ranks, measured.machines) != (ranks, machines):
-        there = f"{measured.ranks} ranks on {measured.machines}" if measured is not None else "no group dp_replicate on any"
-        rule = f"it was measured for {there} machine(s), and gradients are summed over {ranks} on {machines}"
-        return ConfigError(Problem("parallel.links", path, rule, "measure again with `plait doctor --links`, or leave it out"))
-    return measured
 
 
 @dataclass(frozen=True)

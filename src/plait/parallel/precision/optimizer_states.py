@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from plait.errors import ConfigError, Problem
 
-StateForm = Literal["own", "bf16", "int8", "float8"]
+StateForm = Literal["bf16", "int8", "float8"]
 CODED = ("int8", "float8")
 """Forms with codes in blocks."""
 FIELD = "optimizer.states"
@@ -47,19 +47,19 @@ def block_of(shape: Sequence[int]) -> int:
     return block if block >= SMALLEST_BLOCK else 0
 
 
-def state_bytes(form: str, shape: Sequence[int], *, itemsize: int, tensors: int, numel: Any) -> Any:
+def state_bytes(form: str | None, shape: Sequence[int], *, itemsize: int, tensors: int, numel: Any) -> Any:
     """Bytes of the states of `numel` elements (an int or an array; a multiple of the block size) of a parameter of the unsharded `shape`.
     `tensors` is how many states an optimizer keeps in the parameter's own dtype."""
     wide = max(itemsize, 4)
     block = block_of(shape) if form in CODED else 0
-    if form == "own":
+    if form is None:
         return numel * itemsize * tensors
     if block:
         return 2 * (numel + numel // block * _SCALE_BYTES)
     return numel * (2 + wide if form == "bf16" else 2 * wide)
 
 
-def refuse_cut_blocks(form: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise ConfigError where tensor parallelism splits rows inside of a block. Looks at shapes and placements only."""
     if form not in CODED:
         return
@@ -75,6 +75,6 @@ def refuse_cut_blocks(form: str, named: Iterable[tuple[str, torch.Tensor]]) -> N
             even = placement.dim == 1 and parameter.shape[1] % size == 0  # type: ignore[attr-defined]
             if not even or row // size % block:
                 rule = f"{name} has rows of {row} elements in blocks of {block}, and {size} processes would cut a block"
-                problems.append(Problem(FIELD, form, rule, f'use parallel.tp up to {TENSOR_PARALLEL_DEGREE}, or "bf16" or "own"'))
+                problems.append(Problem(FIELD, form, rule, f'use parallel.tp up to {TENSOR_PARALLEL_DEGREE}, or "bf16", or leave it out'))
     if problems:
         raise ConfigError(problems[0])
