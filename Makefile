@@ -4,25 +4,29 @@
 #   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
 #   make simulated     the tests on a simulated CUDA device (needs a C++ compiler); RUN=/path/to/python
 #                      runs them with another torch, built with CUDA or without
-#   make simulated-docs   docs/simulated_device.md from these tests and more (half an hour)
-#   make waits         docs/waits.md: takes every wait for a device out, one at a time, and reports which of these tests notices
+#   make simulated-docs   runs these tests and more, and writes docs/development/simulated_device.md (half an hour)
+#   make waits         takes every wait for a device out, one at a time, and reports which of these tests
+#                      notices; writes docs/development/waits.md
 #   make validate-gpus   Plait on this machine's GPUs: waits, parity, throughput, memory (8 minutes; ARGS="--minutes 5"); exit code 6 without
 #   make lint types layers    formatting and lint, types, import layers
 #   make object-stores    checkpoints against a real S3 API (moto's server), in an environment of its own beside .venv
 #   make proof         the full test matrix (hours)
 #   make bitsandbytes     adapters on weights of bitsandbytes (QLoRA) with the library, in an environment of its own beside .venv
 #   make torchao       recorded numbers of low-bit optimizer states and quantised folders compared with torchao, in a separate environment
-#   make versions      docs/versions.md: every technique on torch 2.11 to 2.15, in environments of their own (GBs; ARGS="2.14.1")
+#   make versions      every technique on torch 2.11 to 2.15, in separate environments (GBs; ARGS="2.14.1");
+#                      writes docs/development/versions.md
 #   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml
-#                      allows, in separate environments; writes docs/versions-packages.md
+#                      allows, in separate environments; writes docs/development/versions-packages.md
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
-#   make step-counts   docs/step_counts.md: kernels, copies, collectives and waits of a step beside plain torch, minutes (needs a C++ compiler)
+#   make step-counts   kernels, copies, collectives and waits of a step compared with plain torch, minutes
+#                      (needs a C++ compiler); writes docs/development/step_counts.md
 #   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
 #   make faults        plants faults in runs and checkpoints and checks what becomes of them, minutes; ARGS=nightly for all (docs/faults.md)
-#   make coverage-docs docs/coverage.md from the last test runs
+#   make coverage-docs writes docs/development/coverage.md from the last test runs
 #   make model-types   docs/model_types.md: every model type under four layouts and loaded (an hour on two cores; resumes where it was stopped)
-#   make combinations  docs/combinations.md: long sequences and experts with all they go with, against one process (ten minutes, two cores)
+#   make combinations  layouts of long sequences and experts compared with one process (ten minutes, two
+#                      cores); writes docs/development/combinations.md
 #   make lock          requirements.lock from what .venv holds now, and tools/locks from the environments beside it
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; by default one is found.

@@ -1,10 +1,11 @@
-"""docs/coverage.md: every statement of docs/mission.yaml with its command, tests, last result and the levels it passed.
+"""Write docs/development/coverage.md: every statement of mission.yaml with its command, tests, last result and the levels it passed.
 
     python tools/coverage.py build/results/*.xml     take these pytest results (junit) in, and write the page
     python tools/coverage.py --check                 fail when the page is not what data and results make, or a named test is gone
 
-Last results stay in docs/results.json until a later run of the same tests replaces them, so that a run on a machine with GPUs or of one
-file does not blank the others. A test that was never run has no result, and a level counts only when all its tests ran and none failed.
+mission.yaml and results.json are in docs/development too. Results stay in results.json until a later run of the same tests replaces
+them, so that a run on a machine with GPUs or of one file does not blank the others. A test that was never run has no result, and a level
+counts only when all its tests ran and none failed.
 """
 
 from __future__ import annotations
@@ -93,11 +94,15 @@ def passed_levels(row: Row, results: Results) -> list[str]:
 
 
 def page(statements: list[Row], results: Results) -> str:
-    """The text of docs/coverage.md."""
+    """The text of docs/development/coverage.md."""
+    tested = {test for row in statements for tests in row.tests.values() for test in tests}
+    dates = sorted(results[test]["date"] for test in tested & set(results))
+    newest = f" The newest result is of {dates[-1]}." if dates else ""
     lines = [
         "# Statements, tests and results",
         "",
-        "Written by `make coverage-docs` from `docs/mission.yaml` and the last test results; do not edit. Empty cells: no test has run.",
+        "Written by `make coverage-docs` from `docs/development/mission.yaml` and the last test results; do not edit. Empty cells: no",
+        f"test has run.{newest}",
         "",
         *(f"- **{level}** {meaning}" for level, meaning in LEVELS.items()),
         "",
@@ -159,13 +164,14 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("results", nargs="*", type=Path, help="junit files of pytest runs; of a test in several the last run counts")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when something is out of date")
     given = parser.parse_args(arguments)
-    statements = rows(root / "docs" / "mission.yaml")
-    store, target = root / "docs" / "results.json", root / "docs" / "coverage.md"
+    folder = root / "docs" / "development"
+    statements = rows(folder / "mission.yaml")
+    store, target = folder / "results.json", folder / "coverage.md"
     results: Results = json.loads(store.read_text()) if store.exists() else {}
-    wrong = [f"docs/mission.yaml names a test that is not there: {test}" for test in missing(statements, root)]
+    wrong = [f"docs/development/mission.yaml names a test that is not there: {test}" for test in missing(statements, root)]
     if given.check:
         if not target.exists() or target.read_text(encoding="utf-8") != page(statements, results):
-            wrong.append("docs/coverage.md is not what docs/mission.yaml and docs/results.json make; run `make coverage-docs`")
+            wrong.append("docs/development/coverage.md is not what mission.yaml and results.json make; run `make coverage-docs`")
     elif not wrong:
         named = [test for row in statements for level in row.tests.values() for test in level]
         for path in sorted(given.results, key=_time):

@@ -1,6 +1,6 @@
 """tests/long_cases.txt: cases that only `make proof` runs, so that `make test` stays under ten minutes.
 
-    python tools/long_cases.py build/results/test-*.xml     choose from the durations of a whole run of `make test`, and write the list
+    python -m tools.long_cases build/results/test-*.xml     choose from the durations of a whole run of `make test`, and write the list
 
 A function with several cases gives up at most half of them, those that took longest and at least 0.5 s; those that notice a planted
 defect (benchmarks/results/mutants.json) stay. Cases that are in the list already stay in it.
@@ -8,12 +8,13 @@ defect (benchmarks/results/mutants.json) stay. Cases that are in the list alread
 
 from __future__ import annotations
 
-import json
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+
+from tools.mutants.results import load
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "long_cases.txt"
@@ -49,8 +50,8 @@ def chosen(seconds: dict[str, float], staying: frozenset[str]) -> list[str]:
 
 def main(paths: list[str]) -> None:
     """See the module."""
-    noticing = json.loads((ROOT / "benchmarks/results/mutants.json").read_text(encoding="utf-8"))
-    staying = frozenset(entry["caught_by"] for entry in noticing.values())
+    mutants, _ = load()
+    staying = frozenset(entry["caught_by"] for entry in mutants.values())
     before = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     seconds = durations(map(Path, paths))
     new = chosen(seconds, staying)

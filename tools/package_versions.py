@@ -1,4 +1,4 @@
-"""Record test results with other versions of Plait's dependencies, and write docs/versions-packages.md.
+"""Record test results with other versions of Plait's dependencies, and write docs/development/versions-packages.md.
 
     python -m tools.package_versions lowest RESULT.xml ...    record a run of this environment
     python -m tools.package_versions                          write the page only
@@ -21,11 +21,12 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from benchmarks.common.machine import today
 from benchmarks.common.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions" / "packages.json"
-PAGE = ROOT / "docs" / "versions-packages.md"
+PAGE = ROOT / "docs" / "development" / "versions-packages.md"
 EXTRAS = ("hf", "peft", "trl", "viz")
 INTRODUCTION = """# Versions of Python, Transformers and other packages
 
@@ -88,8 +89,8 @@ def page(rows: dict[str, Any]) -> str:
     for name, row in rows.items():
         packages = row["packages"]
         tests = [row["tests"], *(str(row[outcome]) for outcome in ("passed", "failed", "skipped"))]
-        runs.append([name, row["python"], packages["torch"], packages.get("transformers", ""), *tests])
-    header = ["run", "Python", "torch", "Transformers", "tests", "passed", "failed", "skipped"]
+        runs.append([name, row["date"], row["python"], packages["torch"], packages.get("transformers", ""), *tests])
+    header = ["run", "date", "Python", "torch", "Transformers", "tests", "passed", "failed", "skipped"]
     parts = [INTRODUCTION, markdown(header, runs)]
 
     # Releases of torch are on another page.
@@ -118,7 +119,7 @@ def main() -> None:
 
     rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     if arguments.name:
-        environment = {"python": platform.python_version(), "packages": installed(), "tests": arguments.tests}
+        environment = {"date": today(), "python": platform.python_version(), "packages": installed(), "tests": arguments.tests}
         rows[arguments.name] = environment | counts(arguments.results)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(rows), encoding="utf-8")

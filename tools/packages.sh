@@ -8,7 +8,7 @@
 # The release of torch is that of requirements.lock, or $TORCH (`make versions` tests other releases). The
 # environments are in $VERSIONS (default build/versions) and are made again by each run. PYTHON is their
 # interpreter, PIP_ARGS are arguments for pip and uv. The numbers of tests are written to
-# benchmarks/results/versions/packages.json and docs/versions-packages.md.
+# benchmarks/results/versions/packages.json and docs/development/versions-packages.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 set_name=${1:?lowest or newest}

@@ -1,4 +1,4 @@
-"""docs/simulated_device.md: every configuration that ran on the simulated device, with its largest difference and its races.
+"""Write docs/development/simulated_device.md: configurations on the simulated device, with their largest difference and races.
 
     python tools/simulated_table.py build/results/simulated.xml     take results (junit) of tests/simulated_device, and write the page
 
@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "simulated_device.md"
+PAGE = ROOT / "docs" / "development" / "simulated_device.md"
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,14 @@ def rows(results: Iterable[Path]) -> list[Row]:
     return sorted(found, key=lambda row: (row.devices, row.configuration))
 
 
-def page(found: list[Row]) -> str:
-    """The text."""
+def newest(results: Iterable[Path]) -> str:
+    """Return the date of the last of these runs, or "an unknown date" where no file has one."""
+    suites = (suite for path in results for suite in ElementTree.parse(path).iter("testsuite"))
+    return max((suite.get("timestamp", "")[:10] for suite in suites), default="") or "an unknown date"
+
+
+def page(found: list[Row], date: str) -> str:
+    """Return the text of the page for tests that ran on `date`."""
     worst = max((row.difference for row in found if row.compared_with.startswith("one process")), default=float("nan"))
     counts = ", ".join(f"{sum(row.devices == count for row in found)} on {count}" for count in sorted({row.devices for row in found}))
     lines = [
@@ -70,7 +76,7 @@ def page(found: list[Row]) -> str:
         "",
         f"**{len(found)} configurations ({counts} devices), {sum(row.races for row in found)} races, "
         f"{sum(row.outcome != 'passed' for row in found)} failures.** The largest difference to one process on the CPU, in float64, is",
-        f"{worst:.1e} of the largest value of its tensor. torch {version('torch')}, Python {platform.python_version()}.",
+        f"{worst:.1e} of the largest value of its tensor. torch {version('torch')}, Python {platform.python_version()}, {date}.",
         "",
         "| devices | configuration | compared with | largest difference | races | |",
         "|---|---|---|---|---|---|",
@@ -83,4 +89,5 @@ def page(found: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(rows(map(Path, sys.argv[1:]))), encoding="utf-8")
+    files = [Path(name) for name in sys.argv[1:]]
+    PAGE.write_text(page(rows(files), newest(files)), encoding="utf-8")

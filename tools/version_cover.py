@@ -3,7 +3,7 @@
     python tools/version_cover.py                 write benchmarks/results/versions/torch-VERSION.json
     python tools/version_cover.py "zero-3"        run the cases whose name contains the text only
     python tools/version_cover.py --suite A.xml   add the numbers of tests in pytest's result files
-    python tools/version_cover.py --page          write docs/versions.md from the recorded results
+    python tools/version_cover.py --page          write docs/development/versions.md from the recorded results
 
 tools/versions.sh makes the environments and calls this. A case trains two steps, saves a checkpoint
 and trains a third step from it. The losses are compared in float64, or to three digits where a
@@ -36,12 +36,13 @@ import torch.distributed as dist
 
 import plait
 import plait.engine.build  # before the forks
+from benchmarks.common.machine import today
 from benchmarks.common.table import markdown
 from plait.parallel.schedules.schedule import SCHEDULES
 from tests.parity import cases
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "versions", ROOT / "docs" / "versions.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "versions", ROOT / "docs" / "development" / "versions.md"
 
 SECONDS = 300
 GLOBAL = 4
@@ -240,8 +241,8 @@ def recorded() -> dict[str, Any]:
 def record(content: dict[str, Any]) -> None:
     """Write results of this torch, with the versions of torch and Python."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    result_file().write_text(json.dumps(content | versions, indent=1) + "\n")
+    environment = {"date": today(), "torch": torch.__version__, "python": platform.python_version()}
+    result_file().write_text(json.dumps(content | environment, indent=1) + "\n")
 
 
 def add_suite(files: list[str]) -> int:
@@ -325,7 +326,7 @@ Plait asks torch what exists and does not compare version numbers. The code is i
 
 
 def page() -> None:
-    """Write docs/versions.md."""
+    """Write docs/development/versions.md."""
     found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
     found.sort(key=release)
     reasons: dict[str, int] = {}
@@ -347,7 +348,7 @@ def page() -> None:
     tested = [one for one in found if "suite" in one]
     if tested:
         text = text.rstrip() + "\n" + SUITE + suite_table(tested)
-    lines = [f"- torch {one['torch']}, Python {one['python']}, revision {one['plait']}: {one['seconds']} s" for one in found]
+    lines = [f"- torch {one['torch']}, Python {one['python']}, revision {one['plait']}, {one['date']}: {one['seconds']} s" for one in found]
     PAGE.write_text(text.rstrip() + "\n" + DIFFERENCES + "\n## Runs\n\n" + "\n".join(lines) + "\n")
 
 

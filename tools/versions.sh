@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # tools/versions.sh [TORCH ...] runs every technique on each release of torch that pyproject.toml
 # allows, and the parity tests on the oldest and the newest. The results are written to
-# benchmarks/results/versions and docs/versions.md.
+# benchmarks/results/versions and docs/development/versions.md.
 #
 # Each release has an environment of its own in $VERSIONS (default build/versions). PYTHON names the
 # interpreter, PIP_ARGS are arguments of pip. Without a GPU, builds without CUDA are taken from
@@ -27,13 +27,13 @@ for version; do
     python=$folder/$version/bin/python
     "$python" -c "import torch, pytest, transformers; assert torch.__version__.split('+')[0] == '$version'" 2>/dev/null ||
         make_environment "$folder/$version" "$version" || { failed+=("$version: not installed"); continue; }
-    PYTHONPATH=src OMP_NUM_THREADS=1 "$python" -W ignore tools/version_cover.py || failed+=("$version: see docs/versions.md")
+    PYTHONPATH=src OMP_NUM_THREADS=1 "$python" -W ignore tools/version_cover.py || failed+=("$version: see docs/development/versions.md")
     case $version in
         2.11.0 | 2.15.0)
             PYTHONPATH=src OMP_NUM_THREADS=1 "$python" -m pytest -q tests/parity tests/fake \
                 --junitxml="$folder/$version.xml"
             PYTHONPATH=src "$python" tools/version_cover.py --suite "$folder/$version.xml" ||
-                failed+=("$version: tests failed, see docs/versions.md")
+                failed+=("$version: tests failed, see docs/development/versions.md")
             ;;
     esac
     PYTHONPATH=src "$python" tools/version_cover.py --page

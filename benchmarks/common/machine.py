@@ -20,6 +20,11 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def today() -> str:
+    """Return the date in UTC, as in ISO 8601."""
+    return datetime.now(UTC).date().isoformat()
+
+
 def facts(*packages: str) -> dict[str, object]:
     """Processor, cores, memory in bytes, operating system, Python, the versions of `packages`, and the time (UTC, ISO 8601)."""
     return {

@@ -4,7 +4,7 @@
     python -m benchmarks.step_counts --layouts tp pp  only these, with the differences operator by operator
     python -m benchmarks.step_counts --as before      records the counts of the code on PYTHONPATH under that name
 
-It writes `benchmarks/results/step_counts.json` and, from it, `docs/step_counts.md`.
+It writes `benchmarks/results/step_counts.json` and, from it, `docs/development/step_counts.md`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.simulated_device.pool import SimulatedPool
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks/results/step_counts.json"
-PAGE = ROOT / "docs/step_counts.md"
+PAGE = ROOT / "docs/development/step_counts.md"
 
 
 def main() -> None:

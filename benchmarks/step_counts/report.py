@@ -38,7 +38,7 @@ Counts say how much is launched. They say nothing about the time that a kernel t
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """Return docs/step_counts.md for the content of the result file."""
+    """Return docs/development/step_counts.md for the content of the result file."""
     now = record["after"]
     earlier = record.get("before", {"layouts": {}})["layouts"]
     rows = [_row(row, earlier.get(name)) for name, row in now["layouts"].items()]
@@ -49,7 +49,7 @@ def page(record: Mapping[str, Any]) -> str:
         f"{_ABOUT}{markdown(header, rows)}\n"
         f"{within} of {len(rows)} layouts launch at most {AIM} times the kernels of plain torch, which is the aim. "
         f"*earlier* is the ratio before the step was trimmed. {_notes(now['layouts'])}"
-        f"Counted with {versions}.\n"
+        f"Counted on {now['machine']['date'][:10]} with {versions}.\n"
     )
 
 

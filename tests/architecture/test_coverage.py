@@ -1,4 +1,4 @@
-"""docs/coverage.md says what the results say, and nothing above it."""
+"""docs/development/coverage.md says what the results say, and nothing above it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def coverage() -> ModuleType:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "development").mkdir(parents=True)
     (tmp_path / "tests" / "a").mkdir(parents=True)
     (tmp_path / "tests" / "a" / "test_x.py").write_text(
         "def test_one(): ...\ndef test_one_more(): ...\nclass TestIt:\n    def test_two(self): ...\n"
     )
-    (tmp_path / "docs" / "mission.yaml").write_text(
+    (tmp_path / "docs" / "development" / "mission.yaml").write_text(
         "- {id: A1, statement: first, command: make x, tests: {L0: ['tests/a/test_x.py::test_one'], L1: ['tests/a/test_x.py::TestIt']}}\n"
         "- {id: A2, statement: second}\n"
     )
@@ -57,7 +57,7 @@ def test_names_are_pytests(coverage: ModuleType, project: Path) -> None:
 
 def test_a_level_is_passed_only_when_all_its_tests_ran_and_none_failed(coverage: ModuleType, project: Path) -> None:
     assert coverage.main([str(project / "run.xml")], project) == 0
-    first, second = (project / "docs" / "coverage.md").read_text().splitlines()[-2:]
+    first, second = (project / "docs" / "development" / "coverage.md").read_text().splitlines()[-2:]
     assert "1 passed, 1 skipped (2026-01-02" in first
     assert "1 failed (2026-01-02" in first
     assert first.endswith("| L0 |")
@@ -68,28 +68,28 @@ def test_a_level_is_passed_only_when_all_its_tests_ran_and_none_failed(coverage:
 def test_a_later_run_of_other_tests_keeps_the_result(coverage: ModuleType, project: Path) -> None:
     coverage.main([str(project / "run.xml")], project)
     (project / "run.xml").write_text('<testsuites><testsuite timestamp="2027"/></testsuites>')
-    before = (project / "docs" / "coverage.md").read_text()
+    before = (project / "docs" / "development" / "coverage.md").read_text()
     coverage.main([str(project / "run.xml")], project)
-    assert (project / "docs" / "coverage.md").read_text() == before
+    assert (project / "docs" / "development" / "coverage.md").read_text() == before
 
 
 def test_never_run_is_not_passed(coverage: ModuleType, project: Path) -> None:
     coverage.main([], project)
-    first = (project / "docs" / "coverage.md").read_text().splitlines()[-2]
+    first = (project / "docs" / "development" / "coverage.md").read_text().splitlines()[-2]
     assert first.endswith("| never run<br>never run |  |")
 
 
 def test_a_page_that_says_more_is_found(coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     coverage.main([], project)
-    page = project / "docs" / "coverage.md"
+    page = project / "docs" / "development" / "coverage.md"
     page.write_text(page.read_text().replace("never run |  |", "never run | L4 |"))
     assert coverage.main(["--check"], project) == 1
-    assert "docs/coverage.md is not what" in capsys.readouterr().err
+    assert "docs/development/coverage.md is not what" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gone", ["tests/a/test_y.py", "tests/a/test_x.py::test_three", "tests/a/test_x.py::TestIt::test_no"])
 def test_tests_that_are_gone_are_found(coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str], gone: str) -> None:
-    mission = project / "docs" / "mission.yaml"
+    mission = project / "docs" / "development" / "mission.yaml"
     mission.write_text(mission.read_text().replace("tests/a/test_x.py::TestIt", gone))
     assert coverage.main([], project) == 1
     assert gone in capsys.readouterr().err

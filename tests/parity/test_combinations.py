@@ -1,5 +1,5 @@
 """Long sequences and experts with everything that they go with, against plain Transformers in one process: losses, gradients, norms,
-weights and biases of routers to 1e-10 in float64. `make combinations` runs all and writes docs/combinations.md."""
+weights and biases of routers to 1e-10 in float64. `make combinations` runs all and writes docs/development/combinations.md."""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ def simulated(device: Path) -> Iterator[SimulatedPool]:
 
 @pytest.fixture
 def row(record_property: Callable[[str, object], None]) -> Iterator[Row]:
-    """Puts a test into docs/simulated_device.md: call it with the configuration, what it was compared with and the largest difference."""
+    """Record this test for docs/development/simulated_device.md.
+
+    The fixture is a function of the configuration, what it was compared with and the largest difference.
+    """
     RECORDS.clear()
 
     def put(configuration: str, compared_with: str, difference: float) -> None:

@@ -1,6 +1,6 @@
 """Plants every defect of the list, one at a time, and says which test notices it.
 
-    python -m tools.mutants                 all of them; the results go to benchmarks/results/mutants.json, the page to docs/mutants.md
+    python -m tools.mutants                 all of them; writes benchmarks/results/mutants.json and docs/development/mutants.md
     python -m tools.mutants A1 wrong-norm   these only; the results of the others stay
     python -m tools.mutants --reaching-only     only the tests that reach a mutant; survivors are left for
     python -m tools.mutants --survivors     those that no test noticed the last time, against the whole suite
@@ -26,13 +26,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tools.mutants import page, verified
+from tools.mutants import page, results, verified
 from tools.mutants.catalogue import ROOT, Mutant, load
 from tools.mutants.probes import MARKS, probed
 from tools.mutants.runner import Copy, CutResult, run_mutant
 
 BUILD = ROOT / "build/mutants"
-RESULTS = ROOT / "benchmarks/results/mutants.json"
 SIDE_BY_SIDE = 2
 LIMIT = 600.0
 """Seconds for one mutant's tests."""
@@ -55,7 +54,7 @@ def main() -> int:
     if arguments.check:
         print(f"{len(mutants)} mutants apply")
         return 0
-    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    known, _ = results.load()
     chosen = [m for m in mutants if not arguments.ids or m.id in arguments.ids]
     if arguments.survivors:
         chosen = [m for m in chosen if not known.get(m.id, {}).get("caught_by")]
@@ -65,8 +64,8 @@ def main() -> int:
         known[mutant.id] = asdict(outcome)
         if not outcome.caught_by and outcome.ran == "everything":
             known[mutant.id]["verify"] = verified.notices(mutant, Copy(BUILD / "verify"))
-        RESULTS.write_text(json.dumps({m.id: known[m.id] for m in mutants if m.id in known}, indent=1) + "\n", encoding="utf-8")
-    page.write(mutants, known)
+        results.store({m.id: known[m.id] for m in mutants if m.id in known})
+    page.write(mutants, *results.load())
     missed = [m.id for m in mutants if m.id in known and not known[m.id]["caught_by"]]
     share = 1 - len(missed) / max(1, len(known))
     print(f"{share:.1%} of {len(known)} mutants are noticed by the tests; not noticed: {', '.join(missed) or 'none'}")

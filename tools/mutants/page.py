@@ -1,4 +1,4 @@
-"""docs/mutants.md, from the list and the last results."""
+"""Write docs/development/mutants.md from the list and the last results."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ from typing import Any
 
 from tools.mutants.catalogue import ROOT, Mutant
 
-PAGE = ROOT / "docs/mutants.md"
+PAGE = ROOT / "docs/development/mutants.md"
 LISTS = {
     "fresh": "Planted without knowledge of the tests",
     "known": "Defects that Plait once had, and similar ones",
     "stale": "Checkpoints that hold another state than that of the call",
+    "compat": "Interfaces of other libraries",
+    "context": "Context parallelism",
+    "experts": "Experts",
+    "inference": "Inference",
+    "standby": "Standby processes",
+    "trainer": "Trainer of Transformers",
 }
 
 
-def write(mutants: list[Mutant], results: dict[str, Any]) -> None:
-    """The whole page."""
+def write(mutants: list[Mutant], results: dict[str, Any], date: str) -> None:
+    """Write the page for results of which the newest are of `date`."""
     ran = [mutant for mutant in mutants if mutant.id in results]
     missed = [mutant for mutant in ran if not results[mutant.id]["caught_by"]]
     by_verify = [mutant.id for mutant in missed if results[mutant.id].get("verify")]
@@ -31,7 +37,7 @@ def write(mutants: list[Mutant], results: dict[str, Any]) -> None:
         f"**{len(ran) - len(missed)} of {len(ran)} are noticed by `make test`.** "
         f"Noticed by `plait verify` only: {', '.join(by_verify) or 'none'}. Not noticed: {', '.join(by_nothing) or 'none'}. "
         f"Not noticed by the tests that reach them, and not run against all tests yet: {', '.join(open_) or 'none'}. "
-        f"Not run yet: {len(mutants) - len(ran)} of {len(mutants)}.",
+        f"Not run yet: {len(mutants) - len(ran)} of {len(mutants)}. Last run: {date}.",
     ]
     for author, title in LISTS.items():
         lines += ["", f"## {title}", "", "| defect | what goes wrong | noticed by | s |", "|---|---|---|---:|"]

@@ -1,4 +1,4 @@
-"""Run the fifteen scenarios with Plait, Accelerate, DeepSpeed and the Trainer of Transformers, and write docs/pains.md.
+"""Run the fifteen scenarios with Plait, Accelerate, DeepSpeed and the Trainer of Transformers, and write docs/development/pains.md.
 
     python -m tools.pains                     all cells (10 to 30 minutes on two cores)
     python -m tools.pains --only 3 plait      one scenario, one library; either may be left out
@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.machine import today
 from tools.pains.page import DOCUMENT, RESULT, written
 from tools.pains.scenarios import LIBRARIES, PAINS
 
@@ -120,6 +121,7 @@ def main(arguments: list[str]) -> int:
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {"cells": {}}
     if not asked.page:
         only = [int(word) for word in asked.only if word.isdigit()], [word for word in asked.only if word in LIBRARIES]
+        known["date"] = today()
         known.setdefault("versions", {}).update({name: version(name) for name in ("torch", "transformers", "accelerate", "peft")})
         if PEER:
             known["versions"]["deepspeed"] = subprocess.check_output([PEER, "-c", _VERSION], text=True).strip()

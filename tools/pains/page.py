@@ -1,4 +1,4 @@
-"""The table of docs/pains.md, from benchmarks/results/pains.json."""
+"""The table of docs/development/pains.md, from benchmarks/results/pains.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.common.table import markdown
 from tools.pains.scenarios import LIBRARIES, PAINS
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT, RESULT = ROOT / "docs" / "pains.md", ROOT / "benchmarks" / "results" / "pains.json"
+DOCUMENT, RESULT = ROOT / "docs" / "development" / "pains.md", ROOT / "benchmarks" / "results" / "pains.json"
 BEGIN, END = "<!-- python -m tools.pains -->\n", "<!-- end -->\n"
 NAMES = {"plait": "Plait", "accelerate": "Accelerate", "deepspeed": "DeepSpeed", "trainer": "Trainer"}
 
@@ -31,7 +31,8 @@ def table(known: dict[str, Any]) -> str:
         rows.append((f"{number} {pain.title} ({pain.threads})", pain.right, *shown))
     versions = ", ".join(f"{name} {number}" for name, number in known.get("versions", {}).items())
     header = ("what goes wrong", "right is", *NAMES.values())
-    return f"{markdown(header, rows)}\nWith {versions}. Messages of cells without numbers:\n\n" + "\n".join(notes) + "\n"
+    run = f"Run on {known['date']} with {versions}. Messages of cells without numbers:"
+    return "\n".join((markdown(header, rows), run, "", *notes)) + "\n"
 
 
 def written(text: str) -> str:

@@ -2,5 +2,5 @@
 
 places.py    the waits, from the syntax tree
 session.py   one session of pytest in which the tests run again for every wait
-page.py      docs/waits.md
+page.py      docs/development/waits.md
 """

@@ -1,6 +1,6 @@
 """Take every wait for a device out, one at a time, and report which test of `tests/simulated_device` notices.
 
-python -m tools.planted_waits                  all of them; writes docs/waits.md and docs/waits.json
+python -m tools.planted_waits                  all of them; writes waits.md and waits.json in docs/development
 python -m tools.planted_waits --only buffers   those whose place contains this
 python -m tools.planted_waits --missed         those that nothing noticed, and those that have not run
 python -m tools.planted_waits --list           what would be taken out, and what is left out for what reason
@@ -13,11 +13,12 @@ import os
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict
 
+from benchmarks.common.machine import today
 from tools.planted_waits.page import page
 from tools.planted_waits.places import ROOT, waits
 from tools.planted_waits.session import Found, run
 
-PAGE, NUMBERS = ROOT / "docs" / "waits.md", ROOT / "docs" / "waits.json"
+PAGE, NUMBERS = ROOT / "docs" / "development" / "waits.md", ROOT / "docs" / "development" / "waits.json"
 
 
 def main() -> None:
@@ -29,7 +30,8 @@ def main() -> None:
     given = parser.parse_args()
     os.chdir(ROOT)
     os.environ.setdefault("SIMULATED_DEVICE_TIMEOUT", "20")
-    results = {entry["place"]: Found(**entry) for entry in json.loads(NUMBERS.read_text())} if NUMBERS.exists() else {}
+    recorded = json.loads(NUMBERS.read_text())["waits"] if NUMBERS.exists() else []
+    results = {entry["place"]: Found(**entry) for entry in recorded}
     every = waits()
     chosen = [wait for wait in every if given.only in wait.place]
     if given.list:
@@ -41,8 +43,9 @@ def main() -> None:
         results[one.place] = one
         print(f"{one.place}: {one.noticed or 'NOT NOTICED'}, reached by {one.reached}   {one.told}", flush=True)
         here = {wait.place for wait in every}
-        NUMBERS.write_text(json.dumps([asdict(each) for place, each in sorted(results.items()) if place in here], indent=1) + "\n")
-        PAGE.write_text(page(results))
+        kept = [asdict(each) for place, each in sorted(results.items()) if place in here]
+        NUMBERS.write_text(json.dumps({"date": today(), "waits": kept}, indent=1) + "\n")
+        PAGE.write_text(page(results, today()))
 
     due = [wait for wait in chosen if not wait.reason and not (given.missed and wait.place in results and results[wait.place].noticed)]
     run(due, found)

@@ -1,4 +1,4 @@
-"""docs/waits.md."""
+"""docs/development/waits.md."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ STILL_ORDERED: dict[str, str] = {
 """Place to the edge that orders what a wait that nobody misses ordered."""
 
 
-def page(results: Mapping[str, Found]) -> str:
-    """The text."""
+def page(results: Mapping[str, Found], date: str) -> str:
+    """Return the text for results of which the newest are of `date`."""
     places = waits()
     device = [wait for wait in places if not wait.reason]
     known = [wait for wait in device if wait.place in results]
@@ -28,7 +28,7 @@ def page(results: Mapping[str, Found]) -> str:
         "fastest first (`test_waits.py`, then `test_ahead.py`, `test_generation.py`, `test_context.py` and `test_cover.py`), until one",
         "failed.",
         "",
-        f"**{noticed} of {len(device)} are noticed.**{missing}",
+        f"**{noticed} of {len(device)} are noticed.**{missing} Last run: {date}.",
         "",
         "| place | what is taken out | tests that come by | noticed by | or still ordered by |",
         "|---|---|---|---|---|",
