@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.machine import today
+from benchmarks.common.results import write
 from benchmarks.common.table import markdown
 from plait.verify.parity import compare, worst
 from tests.parity.combinations import ADDED_SEED, ADVERSARIAL, SEED, everything, features, label, sampled, sampled_of_added
@@ -49,16 +50,36 @@ def measure() -> dict[str, Any]:
         drawn = _deviations(pool, sampled())
     finally:
         pool.close()
-    return {"seed": SEED, **_versions(), "adversarial": named, "sampled": drawn, "added": measure_added()}
+    adversarial = {name: error for group in named.values() for name, error in group.items()}
+    return {
+        "seed": SEED,
+        **_versions(),
+        "named": {name: [len(group), max(group.values())] for name, group in named.items()},
+        "adversarial": summary(adversarial),
+        "sampled": summary(drawn),
+        "added": measure_added(),
+    }
 
 
 def measure_added() -> dict[str, Any]:
     """The part of the results file that is of the second sample."""
     pool = Pool()
     try:
-        return {"seed": ADDED_SEED, **_versions(), "sampled": _deviations(pool, sampled_of_added())}
+        return {"seed": ADDED_SEED, **_versions(), "sampled": summary(_deviations(pool, sampled_of_added()))}
     finally:
         pool.close()
+
+
+def summary(errors: dict[str, float]) -> dict[str, Any]:
+    """Return how many of these combinations are exact and their largest deviation: of all, and of each value of each axis."""
+    cases = {label(case): case for case in everything()}
+    places: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name, error in errors.items():
+        for axis, value in features(cases[name]).items():
+            places[axis][value].append(error)
+    axes = {axis: {value: [len(found), max(found)] for value, found in values.items()} for axis, values in places.items()}
+    exact = sum(error <= TOLERANCE for error in errors.values())
+    return {"cases": len(errors), "exact": exact, "largest": max(errors.values()), "axes": axes}
 
 
 def _deviations(pool: Pool, cases: list[Case]) -> dict[str, float]:
@@ -76,29 +97,33 @@ def _versions() -> dict[str, str]:
     return {"date": today(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
+def samples(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the summaries of all combinations in the results file."""
+    return [data["sampled"], data["adversarial"], data["added"]["sampled"]]
+
+
 def page(data: dict[str, Any]) -> str:
     """Return the text of docs/development/combinations.md."""
-    cases = {label(case): case for case in everything()}
-    added = data["added"]["sampled"]
-    errors = {**data["sampled"], **{name: error for group in data["adversarial"].values() for name, error in group.items()}, **added}
-    places: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for name, error in errors.items():
-        for axis, value in features(cases[name]).items():
-            places[axis][value].append(error)
+    added, groups = data["added"]["sampled"], samples(data)
+    places: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for group in groups:
+        for axis, values in group["axes"].items():
+            for value, (count, largest) in values.items():
+                places[axis][value].append((count, largest))
     rows = [
-        [f"{axis}: {value}", str(len(found)), f"{max(found):.0e}"]
+        [f"{axis}: {value}", str(sum(count for count, _ in found)), f"{max(largest for _, largest in found):.0e}"]
         for axis, values in places.items()
         for value, found in sorted(values.items())
     ]
-    named = [[name, str(len(group)), f"{max(group.values()):.0e}"] for name, group in data["adversarial"].items()]
-    exact = sum(error <= TOLERANCE for error in errors.values())
+    named = [[name, str(count), f"{largest:.0e}"] for name, (count, largest) in data["named"].items()]
+    exact, cases = sum(group["exact"] for group in groups), sum(group["cases"] for group in groups)
     return f"""# Combinations that equal one process
 
-{exact} of {len(errors)} combinations of context, tensor, sequence, pipeline and expert parallelism with ZeRO, recomputation,
+{exact} of {cases} combinations of context, tensor, sequence, pipeline and expert parallelism with ZeRO, recomputation,
 documents, masks, MLPs in tiles, hybrid sharding and files equal one process to {TOLERANCE:g} in float64: losses, every gradient,
-norms, parameters after two steps, and the biases of routers. The largest deviation is {max(errors.values()):.1e}.
+norms, parameters after two steps, and the biases of routers. The largest deviation is {max(group["largest"] for group in groups):.1e}.
 
-{len(data["sampled"])} are drawn by a seed from one space; {len(added)} more (largest deviation {max(added.values()):.1e}) by another,
+{data["sampled"]["cases"]} are drawn by a seed from one space; {added["cases"]} more (largest deviation {added["largest"]:.1e}) by another,
 from what was added to it later: MLPs in tiles, hybrid sharding, and states, parameters and activations in files. The others are named
 for what is hard about them. The reference is plain Transformers and torch in one process, with Transformers' own losses; the global
 balance loss and the z loss, which Transformers does not have, are written in torch. Run on 2, 4 and 8 CPU processes; a combination
@@ -122,14 +147,12 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.added:
         kept = json.loads(DATA.read_text(encoding="utf-8"))
-        DATA.write_text(json.dumps({**kept, "added": measure_added()}, indent=1) + "\n", encoding="utf-8")
+        write(DATA, {**kept, "added": measure_added()})
     elif not options.write:
-        DATA.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+        write(DATA, measure())
     data = json.loads(DATA.read_text(encoding="utf-8"))
     PAGE.write_text(page(data), encoding="utf-8")
-    groups = (data["sampled"], data["added"]["sampled"], *data["adversarial"].values())
-    errors = [error for group in groups for error in group.values()]
-    return 0 if max(errors) <= TOLERANCE else 1
+    return 0 if all(group["exact"] == group["cases"] for group in samples(data)) else 1
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_accuracy import published
+from benchmarks.planner_accuracy import published, recorded
 from benchmarks.planner_accuracy.held_out import left_out, with_widths_of_others
 from benchmarks.planner_accuracy.learn import learn, rows_of, write
 from benchmarks.planner_accuracy.predict import fit_of, summary
@@ -25,9 +25,6 @@ from benchmarks.planner_accuracy.unseen import held
 ROOT = Path(__file__).parents[2]
 CONSTANTS = ROOT / "src/plait/planner/data/constants.json"
 HELD = ROOT / "src/plait/planner/data/unseen.json"
-RESULT = ROOT / "benchmarks/results/planner_accuracy.json"
-UNSEEN = [ROOT / f"benchmarks/results/planner_unseen_{number}.json" for number in range(1, 8)]
-"""Written once each, by `unseen.py`."""
 PAGE = ROOT / "docs/planner_accuracy.md"
 
 
@@ -54,10 +51,9 @@ def main() -> None:
     result["again"] = {
         number: summary(left_out([row for row in rows_of(f"unseen_{number}") if row["tier"] == "A"], calibrated=False)) for number in "2345"
     }
-    result["unseen"] = [json.loads(path.read_text(encoding="utf-8")) for path in UNSEEN]
-    HELD.write_text(json.dumps(held(result["unseen"]), indent=1) + "\n", encoding="utf-8")
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(markdown(result), encoding="utf-8")
+    HELD.write_text(json.dumps(held(recorded.scores()), indent=1) + "\n", encoding="utf-8")
+    recorded.store(result)
+    PAGE.write_text(markdown(recorded.load()), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
 
 

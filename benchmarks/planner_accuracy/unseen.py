@@ -8,14 +8,15 @@ A source is predicted once and then learned from like the others; the score stay
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.results import dumps
 from benchmarks.planner_accuracy.frameworks import without_name
 from benchmarks.planner_accuracy.predict import evaluate, source_of, summary
+from benchmarks.planner_accuracy.recorded import packed_score
 from benchmarks.planner_accuracy.runs import Row, read_rows
 from plait.observe.files import write_text
 
@@ -50,7 +51,7 @@ def main() -> None:
         arguments.error(f"{given.json} exists: these rows were scored, and a second score would not be of rows that nobody has seen")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     found = {"commit": commit, **score(read_rows(given.rows))}
-    write_text("--json", given.json, json.dumps(found, indent=1) + "\n")
+    write_text("--json", given.json, dumps(packed_score(found)) + "\n")
     for tier in ("tier A", "tier B"):
         for key in KEYS[:3]:
             if entry := found[tier][key]["all"].get("all"):

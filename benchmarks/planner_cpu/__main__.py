@@ -11,7 +11,6 @@ layout has no undisturbed turn.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 
 from benchmarks.common.load import ForeignMeter, wait_for_quiet
 from benchmarks.common.machine import facts
+from benchmarks.common.results import write
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.planner_cpu import report
 from benchmarks.planner_cpu.layouts import CASES, QUICK, Case
@@ -56,7 +56,7 @@ def main() -> None:
     result = report.compare(cases, seconds) | {"machine": facts("torch", "transformers"), "turns": turns, "steps": given.steps}
     print(report.markdown(result))
     if not given.quick:
-        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(given.out, result, digits=7)
         PAGE.write_text(report.markdown(result), encoding="utf-8")
 
 

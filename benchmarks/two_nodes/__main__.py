@@ -7,7 +7,6 @@ baseline failed, 2 where the laboratory cannot be set up. It ends by itself and 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.machine import facts
+from benchmarks.common.results import write
 from benchmarks.common.table import aligned
 from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 from benchmarks.training_step import deepspeed_peer
@@ -114,11 +114,11 @@ def _measure(found: Lab, chosen: Sequence[Baseline], workload: Workload, options
         "machine": facts("torch", "transformers", "deepspeed", "plait"),
         "parameters": workload.parameters,
         "rounds": options.rounds,
-        "rates": rates,
+        "rates": {rate: _medians(baselines) for rate, baselines in rates.items()},
         "said": said,
         "failures": failures,
     }
-    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    write(options.output, document)
     say(f"written: {options.output}")
     return 1 if failures else 0
 
@@ -168,6 +168,15 @@ def _rounds(found: Lab, worker_groups: Mapping[str, WorkerGroup], failures: dict
 def _of_ddp(own: Sequence[Mapping[str, float]], ddp: Sequence[Mapping[str, float]]) -> float:
     """The median of the ratios within each round: machines are faster in one minute than in the next."""
     return statistics.median(mine["seconds"] / theirs["seconds"] for mine, theirs in zip(own, ddp, strict=False))
+
+
+def _medians(found: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Return the numbers of the table for each baseline, without the single turns."""
+    reference = found.get("ddp", {}).get("turns", [])
+    return {
+        name: {"seconds": one["seconds"], "bytes": one["bytes"], "of_ddp": _of_ddp(one["turns"], reference) if reference else None}
+        for name, one in found.items()
+    }
 
 
 def _table(rate: str, found: Mapping[str, Any], workload: Workload) -> str:

@@ -4,6 +4,7 @@ weights and biases of routers to 1e-10 in float64. `make combinations` runs all 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -35,13 +36,17 @@ def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
 def test_the_page_is_of_these_cases() -> None:
     """More than 300, exact, and the page is made from them."""
     data = json.loads(tool.DATA.read_text(encoding="utf-8"))
-    assert list(data["sampled"]) == [label(case) for case in sampled()]
-    assert {name: list(group) for name, group in data["adversarial"].items()} == {
-        name: [label(case) for case in group] for name, group in ADVERSARIAL.items()
-    }
-    assert len(data["sampled"]) >= 300
-    assert list(data["added"]["sampled"]) == [label(case) for case in sampled_of_added()]
-    assert len(data["added"]["sampled"]) >= 60
-    groups = (data["sampled"], data["added"]["sampled"], *data["adversarial"].values())
-    assert max(error for group in groups for error in group.values()) <= tool.TOLERANCE
+    assert {name: count for name, (count, _) in data["named"].items()} == {name: len(group) for name, group in ADVERSARIAL.items()}
+    adversarial = [case for group in ADVERSARIAL.values() for case in group]
+    for recorded, cases in zip(tool.samples(data), (sampled(), adversarial, sampled_of_added()), strict=True):
+        expected = tool.summary({label(case): 0.0 for case in cases})
+        assert (recorded["cases"], recorded["exact"]) == (expected["cases"], expected["cases"])
+        assert recorded["largest"] <= tool.TOLERANCE
+        assert _counts(recorded) == _counts(expected)
+    assert data["sampled"]["cases"] >= 300
+    assert data["added"]["sampled"]["cases"] >= 60
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(data)
+
+
+def _counts(summary: dict[str, Any]) -> dict[str, dict[str, int]]:
+    return {axis: {value: count for value, (count, _) in values.items()} for axis, values in summary["axes"].items()}

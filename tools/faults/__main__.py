@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.results import write
 from tools.faults import damage, forks, others, overhead, restarts, saves
 from tools.faults.kinds import KINDS
 from tools.faults.runs import ROOT, run, run_slow
@@ -47,6 +48,8 @@ SMALL = {
     "interpreter's lock": (0, "shared-memory"),
     "sleep": (1, "shared-memory"),
 }
+STORED = {"ranks": ("kind", "told_seconds", "ended_seconds", "exit_code", "wrong"), "slow": ("kind", "wrong")}
+"""Fields of the rows that are stored; all fields of the other parts."""
 Row = dict[str, Any]
 """Of a part; `wrong` is empty where all was as promised."""
 
@@ -168,9 +171,17 @@ def main() -> int:
             "rows": found,
         }
         if not options.no_write:
-            RESULT.write_text(json.dumps(known, indent=1) + "\n")
+            write(RESULT, {part: recorded(part, content) for part, content in known.items()})
             PAGE.write_text(with_table(PAGE.read_text(), known))
     return 1 if failed else 0
+
+
+def recorded(name: str, part: dict[str, Any]) -> dict[str, Any]:
+    """Return what is stored of a part. Of its many similar runs that is only what the page reads."""
+    fields = STORED.get(name)
+    if fields is None:
+        return part
+    return {**part, "rows": [{field: row[field] for field in fields} for row in part["rows"]]}
 
 
 def _others_of(part: dict[str, Any] | None, only: str) -> list[Row]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planner_accuracy import recorded
 from benchmarks.planner_accuracy.frameworks import knowledge
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.predict import evaluate, summary
@@ -70,21 +71,19 @@ def test_learned_constants_are_near_what_is_believed():
 def test_the_page_is_that_of_the_result():
     from benchmarks.planner_accuracy.report import markdown
 
-    result = json.loads((ROOT / "benchmarks/results/planner_accuracy.json").read_text())
-    assert (ROOT / "docs/planner_accuracy.md").read_text() == markdown(result)
+    assert (ROOT / "docs/planner_accuracy.md").read_text() == markdown(recorded.load())
 
 
 def test_what_a_plan_says_of_its_intervals_is_what_was_scored():
-    from benchmarks.planner_accuracy.__main__ import HELD, UNSEEN
+    from benchmarks.planner_accuracy.__main__ import HELD
     from benchmarks.planner_accuracy.unseen import held
 
-    scores = [json.loads(path.read_text()) for path in UNSEEN]
-    assert json.loads(HELD.read_text()) == json.loads(json.dumps(held(scores)))
+    assert json.loads(HELD.read_text()) == json.loads(json.dumps(held(recorded.scores())))
 
 
 def test_held_out_errors_of_the_page_are_no_worse_than_they_were():
     """Of sources that nothing was fitted to; the page is made anew with every change of constants."""
-    result = json.loads((ROOT / "benchmarks/results/planner_accuracy.json").read_text())
+    result = recorded.load()
     out, back, unnamed = result["left out"]["runs"], result["12 rows"]["runs"], result["not named"]
     time = out["time"]["all"]["all"]
     assert time["median"] < 0.056 and time["mean"] < 0.083 and time["p90"] < 0.195 and 0.87 < time["coverage"] <= 0.93

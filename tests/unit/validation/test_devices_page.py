@@ -74,5 +74,37 @@ def test_wrong_files(content: str, told: str, tmp_path: Path) -> None:
         devices.read(tmp_path)
 
 
+def test_an_added_document_is_shorter_and_gives_the_same_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # The folder and the page of the repository stay as they are.
+    monkeypatch.setattr(devices, "FOLDER", tmp_path / "devices")
+    monkeypatch.setattr(devices, "PAGE", tmp_path / "devices.md")
+    devices.FOLDER.mkdir()
+    kernels = [{"name": f"kernel {number}", "per_step": 1.0, "seconds_per_step": 1 / 3} for number in range(10)]
+    profile = {
+        "name": "profile/plait",
+        "title": "kernels",
+        "outcome": "passed",
+        "reason": "",
+        "seconds": 1.0,
+        "planned_seconds": 2,
+        "numbers": {
+            "kernels_per_step": 2382.0,
+            "idle_share": 0.25,
+            "idle_seconds_between_steps": None,
+            "median_gap_seconds": 2e-6,
+            "longest_kernels": kernels,
+        },
+    }
+    sent = sent_in()
+    sent["rows"].append(profile)
+    (tmp_path / "validation.json").write_text(json.dumps(sent, indent=1))
+
+    assert devices.main(["--add", str(tmp_path / "validation.json"), "2xh100"]) == 0
+
+    added = json.loads((devices.FOLDER / "2xh100.json").read_text())
+    assert [kernel["name"] for kernel in added["rows"][-1]["numbers"]["longest_kernels"]] == [f"kernel {number}" for number in range(5)]
+    assert devices.PAGE.read_text() == devices.page({"2xh100.json": sent})
+
+
 def test_the_page_in_the_repository() -> None:
     assert devices.main(["--check"]) == 0
