@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.results import write
 from benchmarks.common.workers import WorkerGroupError
 from benchmarks.pipeline_step import group, report
 from benchmarks.pipeline_step.baselines import BY_NAME, LAYOUTS, Layout
@@ -101,7 +102,7 @@ def _pace(options: argparse.Namespace) -> Pace:
 def _write(folder: Path, found: dict[str, Any]) -> None:
     results = folder / "pipeline_step"
     results.mkdir(parents=True, exist_ok=True)
-    (results / f"{found['layout']}.json").write_text(json.dumps(found, indent=1) + "\n")
+    write(results / f"{found['layout']}.json", found, digits=7)
     paths = [results / f"{layout.name}.json" for layout in LAYOUTS]
     (folder / "pipeline_step.md").write_text(report.page([json.loads(path.read_text()) for path in paths if path.exists()]))
     say(f"written to {results}/{found['layout']}.json and {folder}/pipeline_step.md")

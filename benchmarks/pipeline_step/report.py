@@ -38,14 +38,11 @@ def document(
         ratio = paired_ratio(record.seconds, peer.seconds) if peer and not peer.failure and not record.failure else None
         entries[one.name] = {
             "title": one.title,
-            "seconds_per_step": record.seconds,
             "spread_seconds": spread(record.clean).as_dict() if record.clean else None,
             "ratio": ratio.as_dict() if ratio else None,
             "processor_seconds_per_step": record.processor_seconds,
             "peak_bytes": record.peak_bytes,
             "foreign_share": record.foreign,
-            "losses": record.losses,
-            "grad_norms": record.norms,
             "agreement": agreements[one.name].as_dict() if one.name in agreements else None,
             "phases_ms": [dict(each) for each in phases.get(one.name, ())],
             "failure": record.failure,

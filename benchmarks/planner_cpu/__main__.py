@@ -53,7 +53,7 @@ def main() -> None:
         print(f"no undisturbed turn of: {'; '.join(disturbed)}. Run it again on a quiet machine", file=sys.stderr)
         raise SystemExit(1)
     seconds = {name: median(found["seconds"]) for name, found in turns.items()}
-    result = report.compare(cases, seconds) | {"machine": facts("torch", "transformers"), "turns": turns, "steps": given.steps}
+    result = report.compare(cases, seconds) | {"machine": facts("torch", "transformers"), "steps": given.steps}
     print(report.markdown(result))
     if not given.quick:
         write(given.out, result, digits=7)

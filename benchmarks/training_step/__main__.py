@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.results import write
 from benchmarks.training_step import deepspeed_peer, group, report, rounds
 from benchmarks.training_step.baselines import ALL, BY_NAME, STAGES, Baseline, of_stage
 from benchmarks.training_step.group import say
@@ -95,7 +96,7 @@ def _unavailable(wanted: Sequence[Baseline]) -> dict[str, str]:
 def _write(folder: Path, found: dict[str, Any]) -> None:
     stages = folder / "training_step"
     stages.mkdir(parents=True, exist_ok=True)
-    (stages / f"stage_{found['stage']}.json").write_text(json.dumps(found, indent=1) + "\n")
+    write(stages / f"stage_{found['stage']}.json", found, digits=7)
     everything = [json.loads(path.read_text()) for path in sorted(stages.glob("stage_*.json"))]
     (folder / "training_step.md").write_text(report.page(everything))
     say(f"written to {stages}/stage_{found['stage']}.json and {folder}/training_step.md")

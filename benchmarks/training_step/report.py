@@ -40,15 +40,12 @@ def document(
         ratios = {key: _against(record, records.get(other)) for key, other in against.items() if other}
         entries[name] = {
             "title": one.title,
-            "seconds_per_step": record.seconds,
             "spread_seconds": spread(record.clean).as_dict() if record.clean else None,
             "ratios": {key: ratio.as_dict() for key, ratio in ratios.items() if ratio is not None},
             "processor_seconds_per_step": record.processor_seconds,
             "tokens_per_second": workload.tokens_per_step / spread(record.clean).median if record.clean else None,
             "peak_bytes": record.peak_bytes,
             "foreign_share": record.foreign,
-            "losses": record.losses,
-            "grad_norms": record.norms,
             "agreement": agreements[name].as_dict() if name in agreements else None,
             "phases_ms": dict(phases.get(name, {})),
             "failure": record.failure,
