@@ -327,7 +327,7 @@ Plait asks torch what exists and does not compare version numbers. The code is i
 
 def page() -> None:
     """Write docs/development/versions.md."""
-    found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    found = [json.loads(path.read_text()) for path in RESULTS.glob("torch-*.json")]
     found.sort(key=release)
     reasons: dict[str, int] = {}
     rows = []
