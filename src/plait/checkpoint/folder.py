@@ -93,6 +93,9 @@ def _candidates(folder: Place, tag: str | None) -> list[Found]:
     if named:
         older = [named[0], *(one for one in have if one.manifest.sequence < named[0].manifest.sequence)]
         if manifest_hash(named[0].path) == pointer.manifest_sha256:
+            newer = [one.manifest.tag for one in have if one.manifest.sequence > named[0].manifest.sequence]
+            if newer:
+                return _noted(older, f"{folder / LATEST} names {pointer.tag}, which is taken, although {newer[0]} is newer and complete")
             return older
         return _noted(older, f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one there, which is taken")
     why = f"{folder / pointer.tag} is not there, not complete, or damaged"

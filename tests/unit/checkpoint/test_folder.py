@@ -45,6 +45,7 @@ def test_latest_that_was_put_back_by_hand(three: Path) -> None:
     put(three, "e", {}, sequence=5)
     (three / "LATEST").write_text(older)
     assert tags(three) == ["d", "c", "b", "a"]
+    assert "names d, which is taken, although e is newer and complete" in candidates(three)[0].notes[0]
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "no JSON", "another tag", "another hash"])
