@@ -18,7 +18,7 @@ from threading import Thread
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
 PARTS = {
-    "alone": ("tests/unit", "tests/fake", "tests/integration", "--ignore=tests/unit/cli", "--ignore=tests/unit/observe"),
+    "alone": ("tests/unit", "tests/fake", "tests/integration", "tests/security", "--ignore=tests/unit/cli", "--ignore=tests/unit/observe"),
     "together": ("tests/parity", "tests/architecture", "tests/unit/cli", "tests/unit/observe"),
 }
 """Most of the tests in one process; those between ranks, with as many others as make the two equally long."""

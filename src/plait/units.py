@@ -54,10 +54,21 @@ def format_seconds(seconds: float) -> str:
 
 
 def bytes_of(text: str, name: str) -> int:
-    """`2GiB`, `512 MiB` or `100000` to bytes. Raises InputError, with the name of the option, for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB|B)?", text.strip(), flags=re.IGNORECASE)
-    scale = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB}
-    found = int(float(match[1]) * scale[(match[2] or "B").lower()]) if match is not None else 0
-    if found < 1:
-        raise InputError(f"{name} {text}: give a size such as 2GiB, 512MiB or a number of bytes")
-    return found
+    """Return the bytes of a size.
+
+    Args:
+        text: `100000`, `512 MiB`, `8g` (binary, as container tools and shells mean it) or `2GB`
+            (decimal, as Accelerate means it).
+        name: Option that the size belongs to.
+
+    Raises:
+        InputError: It is no such size, or less than a byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b)?", text.strip().lower())
+    size = 0
+    if match is not None:
+        base = 1000 if match[3] == "b" else 1024
+        size = int(float(match[1]) * base ** (" kmgt".index(match[2]) if match[2] else 0))
+    if size < 1:
+        raise InputError(f"{name} {text}: give a size such as 2GiB, 512MiB, 2GB or a number of bytes")
+    return size

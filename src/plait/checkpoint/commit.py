@@ -114,7 +114,7 @@ class Named(Commit):
     def _clean(self) -> None:
         remove(self.files / BEGUN)
         for name in self.folder.sizes():
-            if _of_tag(name, self.tag) and name != self.files.name and self._is_of_tag(self.folder / name):
+            if has_its_own_name(name, self.tag) and name != self.files.name and self._is_of_tag(self.folder / name):
                 delete_checkpoint(self.folder / name)
 
     def _is_of_tag(self, path: StorePath) -> bool:
@@ -154,7 +154,7 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
 def joined(folder: Place, tag: str, token: str) -> Commit | None:
     """The same for the other ranks; None where they do not see what rank 0 has made."""
     if isinstance(folder, StorePath):
-        files = [folder / name for name in folder.sizes() if _of_tag(name, tag)]
+        files = [folder / name for name in folder.sizes() if has_its_own_name(name, tag)]
         return next((Named(folder, tag, place) for place in files if _begun(place) == token), None)
     temporary = folder / f".{tag}.tmp"
     return Renamed(folder, tag, temporary) if _begun(temporary) == token else None
@@ -166,6 +166,12 @@ def is_unfinished(path: Place) -> bool:
         return False
     names = path.sizes()
     return BEGUN in names and MANIFEST not in names and all(map(_OWN_FILE.fullmatch, names))
+
+
+def holds_own_files_only(path: Place) -> bool:
+    """Return whether a folder holds no file that a save does not write."""
+    names = path.sizes() if isinstance(path, StorePath) else [entry.name for entry in path.iterdir()]
+    return all(map(_OWN_FILE.fullmatch, names))
 
 
 def delete_checkpoint(path: Place) -> None:
@@ -189,7 +195,8 @@ def _names(tag: str) -> Iterator[str]:
     return (tag if number == 1 else f"{tag}.{number}" for number in count(1))
 
 
-def _of_tag(name: str, tag: str) -> bool:
+def has_its_own_name(name: str, tag: str) -> bool:
+    """Return whether a folder has a name that a save gives to a checkpoint of a tag."""
     return name == tag or re.fullmatch(rf"{re.escape(tag)}\.\d+", name) is not None
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from plait.checkpoint.commit import delete_checkpoint, is_unfinished
-from plait.checkpoint.durable import is_temporary
+from plait.checkpoint.commit import delete_checkpoint, has_its_own_name, holds_own_files_only, is_unfinished
+from plait.checkpoint.durable import is_temporary, remove
 from plait.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, manifest_hash, parsed, rank_file, read_manifest
 from plait.checkpoint.places import Place, entries
 from plait.errors import CheckpointError, warn
@@ -48,11 +48,19 @@ def _complete(folder: Place) -> list[Found]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         shown = path.name[1:].removesuffix(".replaced") if path.name.startswith(".") and path.name.endswith(".replaced") else path.name
-        if shown.startswith(".") or (shown != path.name and (folder / shown / MANIFEST).exists()) or not (path / MANIFEST).exists():
+        if shown.startswith(".") or (shown != path.name and _has(folder / shown, MANIFEST)) or not _has(path, MANIFEST):
             continue
         with suppress(CheckpointError):
             found.append(Found(path, read_manifest(path)))
     return sorted(found, key=lambda one: (-one.manifest.sequence, one.path.name))
+
+
+def _has(path: Place, name: str) -> bool:
+    """Return whether a folder has a file. Another user's folder (`lost+found`) has none that can be used."""
+    try:
+        return (path / name).exists()
+    except PermissionError:
+        return False
 
 
 def candidates(folder: Place, tag: str | None = None) -> list[Found]:
@@ -85,6 +93,9 @@ def _candidates(folder: Place, tag: str | None) -> list[Found]:
     if named:
         older = [named[0], *(one for one in have if one.manifest.sequence < named[0].manifest.sequence)]
         if manifest_hash(named[0].path) == pointer.manifest_sha256:
+            newer = [one.manifest.tag for one in have if one.manifest.sequence > named[0].manifest.sequence]
+            if newer:
+                return _noted(older, f"{folder / LATEST} names {pointer.tag}, which is taken, although {newer[0]} is newer and complete")
             return older
         return _noted(older, f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one there, which is taken")
     why = f"{folder / pointer.tag} is not there, not complete, or damaged"
@@ -100,10 +111,18 @@ def find(folder: Place, tag: str | None = None) -> Found | None:
 
 
 def remove_old(folder: Place, *, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints, never the one that LATEST names. For one rank, after a save."""
+    """Delete all but the `keep` newest complete checkpoints, and what an interrupted deletion has left.
+
+    Never deletes the checkpoint that LATEST names, a copy under another name, or a folder that holds
+    files besides those that a save writes: they are the user's, and do not count as checkpoints to keep.
+    One rank calls this after a save.
+    """
     try:
+        for path in entries(folder):
+            if path.name.startswith(".") and path.name.endswith(".deleted"):
+                remove(path)
         pointer, _ = _pointer(folder)
-        have = _complete(folder)
+        have = [one for one in _complete(folder) if has_its_own_name(one.path.name, one.manifest.tag) and holds_own_files_only(one.path)]
         named = next((one.path for one in have if pointer is not None and one.manifest.tag == pointer.tag), None)
         for old in have[keep:]:
             if old.path == named:
@@ -118,7 +137,7 @@ def _damaged(folder: Place) -> list[str]:
     ours = (MANIFEST, MANIFEST_HASH, rank_file(0, "json"), rank_file(0, "safetensors"))
     paths = entries(folder) if folder.is_dir() else []
     there = [path for path in paths if not is_temporary(path) and not is_unfinished(path)]
-    return [path.name for path in there if any((path / name).exists() for name in ours)]
+    return [path.name for path in there if any(_has(path, name) for name in ours)]
 
 
 def _pointer(folder: Place) -> tuple[Pointer | None, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,7 @@ def test_latest_that_was_put_back_by_hand(three: Path) -> None:
     put(three, "e", {}, sequence=5)
     (three / "LATEST").write_text(older)
     assert tags(three) == ["d", "c", "b", "a"]
+    assert "names d, which is taken, although e is newer and complete" in candidates(three)[0].notes[0]
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "no JSON", "another tag", "another hash"])
@@ -114,3 +117,38 @@ def test_files_and_links_that_a_kill_left_are_deleted_too(three: Path) -> None:
     (three / "a").symlink_to(three / "elsewhere" / "a", target_is_directory=True)
     assert prune(three, keep=2) == [".LATEST.7.tmp", ".x.tmp", "a"]
     assert tags(three) == ["c", "b"] and (three / "elsewhere" / "a").exists() and not list(three.glob(".*"))
+
+
+def test_the_users_copies_and_notes_are_kept(three: Path) -> None:
+    """A copy under another name, a copy of the newest, and a checkpoint with a file of the user's."""
+    shutil.copytree(three / "a", three / "best-model-do-not-delete")
+    shutil.copytree(three / "c", three / "c-copy")
+    (three / "b" / "notes.txt").write_text("the good one")
+    put(three, "d", {}, sequence=4)
+    remove_old(three, keep=1)
+    assert {path.name for path in three.iterdir() if path.is_dir()} == {"best-model-do-not-delete", "c-copy", "b", "d"}
+    assert tags(three)[0] == "d"
+
+
+def test_what_a_killed_deletion_left_is_deleted_by_the_next_save(three: Path) -> None:
+    (three / "a").rename(three / ".a.deleted")
+    remove_old(three, keep=5)
+    assert {path.name for path in three.iterdir() if path.is_dir()} == {"b", "c"}
+
+
+def test_a_folder_that_may_not_be_opened_is_passed_over(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lost+found` at the root of a disk belongs to another user."""
+    (three / "lost+found").mkdir()
+    exists = Path.exists
+
+    def refuse(path: Path, **settings: bool) -> bool:
+        if path.parent.name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path, **settings)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert tags(three) == ["c", "b", "a"]
+    remove_old(three, keep=2)
+    assert tags(three) == ["c", "b"]
+    (three / "LATEST").unlink()
+    assert tags(three) == ["c", "b"]
