@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.dtensor import local_tensor, sum_before_reading
 from plait._torch.passes import reset_failed_step
-from plait._torch.units import reduce_unused_parameters, sharded_modules
+from plait._torch.units import keep_trainability, reduce_unused_parameters, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
@@ -147,6 +147,7 @@ class DataParallel(CollectiveSettings):
             steps = ShardedSteps(model, self.stage)
             steps.said = _description(sharing, parts) if sharing is not None else ""
             hooks.append(steps)
+            keep_trainability(model)
             if not mean:
                 reduce_by_sum(model)
             # Of a layer of experts, other ranks of tp may have those that a step used.

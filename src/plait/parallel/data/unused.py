@@ -9,7 +9,7 @@ Ranks may differ in which *parameters* of a unit they use, never in which *units
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -44,14 +44,15 @@ class UnusedTracker(StepHook):
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.group = group
         self._device = device
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        units = [module for module in sharded_modules(model) if sharded_parameters(module)]
+        # Frozen parameters too: they may be unfrozen at any step.
+        self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
         self.accepts = False
         """Whether gradients are expected now; one that comes all the same is refused."""
         self._used = [False] * len(self.parameters)
         self._index = {p: i for i, p in enumerate(self.parameters)}
         reduce_unused_parameters(model)
         # The tensors that autograd accumulates into exist after a unit's first gathering, which torch does in a hook before this one.
-        units = [module for module in sharded_modules(model) if sharded_parameters(module)]
         self._handles = {m: m.register_forward_pre_hook(self._watch) for m in units}  # type: ignore[attr-defined]
         # A unit whose own forward does not run may still be gathered, if another module reads its parameter.
         self._end_handle = model.register_forward_hook(self._watch_gathered)
@@ -59,8 +60,8 @@ class UnusedTracker(StepHook):
     def _watch(self, module: FSDPModule, *_: object) -> None:
         pairs = gathered_parameters(module)
         for sharded, unsharded in pairs:
-            if unsharded.requires_grad and sharded in self._index:  # else unfrozen since
-                unsharded.register_post_accumulate_grad_hook(partial(self._mark, self._index[sharded]))
+            if _may_train(unsharded):
+                _call_on_gradient(unsharded, partial(self._mark, self._index[sharded]))
         if pairs:
             self._handles.pop(module).remove()
 
@@ -93,8 +94,25 @@ class UnusedTracker(StepHook):
         """Set `grad = None` for parameters that no rank used since the last call. One small all-reduce."""
         flags = accelerator.tensor_of(self._used, dtype=torch.uint8, device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        if not all(self._used):  # only a rank that missed one has to look: where it used all, all are used
-            for parameter, flag in zip(self.parameters, flags.tolist(), strict=True):
-                if not flag:
+        # A rank that used all the parameters that have a gradient need not read the flags, which waits for the device.
+        candidates = [p for p, used in zip(self.parameters, self._used, strict=True) if not used and p.grad is not None]
+        if candidates:
+            flag_of = flags.tolist()
+            for parameter in candidates:
+                if not flag_of[self._index[parameter]]:
                     parameter.grad = None
         self._used = [False] * len(self.parameters)
+
+
+def _may_train(parameter: torch.Tensor) -> bool:
+    """Return whether torch allows `requires_grad`, which it does not for quantised weights of integers."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
+    """Call `function` whenever a gradient was accumulated into a parameter, which may be frozen now and unfrozen later."""
+    # torch refuses the hook for a frozen parameter, and keeps it when the parameter is frozen afterwards.
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(function)
+    parameter.requires_grad_(requires_grad)
