@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,40 @@ def test_reference_without_adapters_first(pool: Pool, stage: int, grad: bool) ->
     wanted = reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
     bar = worst(compare(wanted, found))
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+def evaluated_first(kind: Any, arguments: Any, folder: str, **settings: Any) -> tuple[float, dict[str, Any]]:
+    """(the base model's loss, the run that follows)."""
+    base: list[float] = []
+
+    class Baseline(kind):
+        def train(self, *args: Any, **given: Any) -> Any:
+            with self.model.disable_adapter():
+                base.append(self.evaluate()["eval_loss"])
+            return super().train(*args, **given)
+
+    run = trainers.run(Baseline, arguments, folder, made=adapted.model, learning_rate=3e-2, **settings)
+    return base[0], run
+
+
+def evaluated_on_plait(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[float, dict[str, Any]]:
+    """Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        return evaluated_first(Trainer, TrainingArguments, folder, deepspeed=config)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_evaluation_without_adapters_first(pool: Pool, tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("peft")
+    from transformers import Trainer, TrainingArguments
+
+    with trainers.launched_alone():
+        base, wanted = evaluated_first(Trainer, TrainingArguments, str(tmp_path / "native"), gradient_accumulation_steps=4)
+    for found_base, found in pool.run(2, evaluated_on_plait, trainers.zero(stage), str(tmp_path / "plait")):
+        assert found_base == pytest.approx(base, rel=1e-5)
+        trainers.close(found, wanted)
 
 
 # ---- a generator whose step comes first ------------------------------------------------------------
