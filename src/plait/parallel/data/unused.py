@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import or_
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from plait._torch.passes import around_backward
 from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules, sharded_parameters
 from plait.cluster import accelerator
 from plait.errors import InputError
@@ -39,16 +41,31 @@ def foreign_backward() -> InputError:
 
 
 class UnusedTracker(StepHook):
-    """`finish_reduction` is called once a step, after the last backward and before gradients are read."""
+    """Restores None as the gradient of parameters that no rank used.
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, device: torch.device) -> None:
+    An engine calls `finish_reduction` once per step, after the last backward and before gradients are
+    read. In a training loop of the user's, nobody does: the end of every backward outside of
+    `accumulate` calls it, and gradients that were there before stay.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, device: torch.device, finishes_backward: bool = False) -> None:
+        """Listen to the parameters of a sharded model.
+
+        Args:
+            model: The root.
+            group: The ranks whose gradients are summed.
+            device: Device of the collective.
+            finishes_backward: Whether the training loop is the user's.
+        """
         self.group = group
         self._device = device
         units = [module for module in sharded_modules(model) if sharded_parameters(module)]
         # Frozen parameters too: they may be unfrozen at any step.
         self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
-        self.accepts = False
+        self.accepts = finishes_backward
         """Whether gradients are expected now; one that comes all the same is refused."""
+        self._is_last = True
+        self._had_gradient: list[bool] | None = None
         self._used = [False] * len(self.parameters)
         self._index = {p: i for i, p in enumerate(self.parameters)}
         reduce_unused_parameters(model)
@@ -56,6 +73,8 @@ class UnusedTracker(StepHook):
         self._handles = {m: m.register_forward_pre_hook(self._watch) for m in units}  # type: ignore[attr-defined]
         # A unit whose own forward does not run may still be gathered, if another module reads its parameter.
         self._end_handle = model.register_forward_hook(self._watch_gathered)
+        if finishes_backward:
+            around_backward(model, begin=self._begin_backward, end=self._end_backward)
 
     def _watch(self, module: FSDPModule, *_: object) -> None:
         pairs = gathered_parameters(module)
@@ -83,6 +102,20 @@ class UnusedTracker(StepHook):
     def drop_gradients(self) -> None:
         """What used them so far does not count."""
         self._used = [False] * len(self.parameters)
+        self._had_gradient = None
+
+    def before_microbatch(self, last: bool) -> None:
+        """Finish the reduction only with the last micro-batch of a step."""
+        self._is_last = last
+
+    def _begin_backward(self) -> None:
+        # At ZeRO 2 and 3 every micro-batch reduces, so only the first one of a step finds what was there before.
+        if self._had_gradient is None:
+            self._had_gradient = [p.grad is not None for p in self.parameters]
+
+    def _end_backward(self) -> None:
+        if self._is_last:
+            self.finish_reduction()
 
     def _mark(self, index: int, _: torch.Tensor) -> None:
         if not self.accepts:
@@ -95,13 +128,15 @@ class UnusedTracker(StepHook):
         flags = accelerator.tensor_of(self._used, dtype=torch.uint8, device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         # A rank that used all the parameters that have a gradient need not read the flags, which waits for the device.
-        candidates = [p for p, used in zip(self.parameters, self._used, strict=True) if not used and p.grad is not None]
+        stays = self._used if self._had_gradient is None else map(or_, self._used, self._had_gradient)
+        candidates = [p for p, kept in zip(self.parameters, stays, strict=True) if not kept and p.grad is not None]
         if candidates:
             flag_of = flags.tolist()
             for parameter in candidates:
                 if not flag_of[self._index[parameter]]:
                     parameter.grad = None
         self._used = [False] * len(self.parameters)
+        self._had_gradient = None
 
 
 def _may_train(parameter: torch.Tensor) -> bool:
