@@ -48,6 +48,24 @@ def test_unused_parameters_are_skipped(pool: Pool, stage: int, accumulation: int
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
 
 
+SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}
+
+
+def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer of `SGD`, in plain torch."""
+    return torch.optim.SGD(parameters, **SGD, foreach=False, fused=False)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_momentum_of_a_branch_used_later(pool: Pool, stage: int) -> None:
+    """The branch's first gradient comes in the second step."""
+    config = settings(2, stage, 1, 1) | {"optimizer": {"type": "SGD", "params": SGD}}
+    found = pool.run(2, train, config)[0]
+    wanted = reference_trace(materialised("plain", tied=True), steps(2), loss_fn=plait.causal_lm_loss, optimizer=sgd, clipping=CLIPPING)
+    bar = worst(compare(wanted, found))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
 # ---- in a loop of the user's -----------------------------------------------------------------------
 
 Gradients = list[dict[str, torch.Tensor | None]]
