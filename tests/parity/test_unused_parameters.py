@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import plait
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, materialised, settings
 from tests.pool import Pool
@@ -45,3 +46,87 @@ def test_unused_parameters_are_skipped(pool: Pool, stage: int, accumulation: int
     assert wanted.gradients[1]["blocks.0.side.weight"] is not None
     bar = worst(compare(wanted, found))
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}
+
+
+def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer of `SGD`, in plain torch."""
+    return torch.optim.SGD(parameters, **SGD, foreach=False, fused=False)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_momentum_of_a_branch_used_later(pool: Pool, stage: int) -> None:
+    """The branch's first gradient comes in the second step."""
+    config = settings(2, stage, 1, 1) | {"optimizer": {"type": "SGD", "params": SGD}}
+    found = pool.run(2, train, config)[0]
+    wanted = reference_trace(materialised("plain", tied=True), steps(2), loss_fn=plait.causal_lm_loss, optimizer=sgd, clipping=CLIPPING)
+    bar = worst(compare(wanted, found))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+# ---- in a loop of the user's -----------------------------------------------------------------------
+
+Gradients = list[dict[str, torch.Tensor | None]]
+
+
+def mean_of(model: Any, piece: dict[str, Any]) -> torch.Tensor:
+    """Mean over the targets of a micro-batch."""
+    total, weight = plait.causal_lm_loss(model(piece["input_ids"], side=piece["side"]), piece)
+    return total / max(int(weight), 1)
+
+
+def own_loop(rank: int, world: int, config: dict[str, Any]) -> Gradients:
+    """Gradients and, last, weights. Runs in a worker."""
+    count = config["gradient_accumulation_steps"]
+    model = cases.build("plain", tied=True)
+    sharded = plait.parallelize(model, config)
+    optimizer = cases.adamw(list(model.parameters()))
+    gradients: Gradients = []
+    for index, step in enumerate(steps(world * count)):
+        model.blocks[2].requires_grad_(index != 1)
+        *others, last = step[rank * count : (rank + 1) * count]
+        for piece in others:
+            with sharded.accumulate():
+                (mean_of(model, piece) / count).backward()
+        (mean_of(model, last) / count).backward()
+        if index == 2:  # a second backward, which leaves the branch out
+            mean_of(model, {**last, "side": False}).backward()
+        gradients.append({name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=index != 2)
+    return [*gradients, {name: whole(p) for name, p in model.named_parameters()}]
+
+
+def alone(count: int) -> Gradients:
+    """The same in one process."""
+    model = materialised("plain", tied=True)
+    optimizer = cases.adamw(list(model.parameters()))
+    gradients: Gradients = []
+    for index, step in enumerate(steps(2 * count)):
+        model.blocks[2].requires_grad_(index != 1)
+        for piece in step:
+            (mean_of(model, piece) / len(step)).backward()
+        if index == 2:
+            for piece in (step[count - 1], step[-1]):
+                (mean_of(model, {**piece, "side": False}) / 2).backward()
+        gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=index != 2)
+    return [*gradients, {name: p.detach() for name, p in model.named_parameters()}]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_own_loop_skips_unused_parameters(pool: Pool, stage: int, accumulation: int) -> None:
+    """Gradients are those of one process, None and zeros included."""
+    wanted = alone(accumulation)
+    side, norm = "blocks.0.side.weight", "blocks.2.norm.weight"
+    assert [step[side] is None for step in wanted[:-1]] == [True, False, False, False]
+    assert wanted[1][norm] is None and wanted[3][side] is not None and not wanted[3][side].any()
+    for found in pool.run(2, own_loop, settings(2, stage, 1, accumulation)):
+        for step, (gradients, expected) in enumerate(zip(found, wanted, strict=True)):
+            assert {n for n, g in gradients.items() if g is None} == {n for n, g in expected.items() if g is None}, step
+            for name, gradient in expected.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-12, msg=lambda t, n=name, i=step: f"{i} {n}: {t}")

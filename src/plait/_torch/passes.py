@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.failed_pass import GradientSnapshot, reset_pass
 from plait._torch.storage import is_view
-from plait._torch.units import parameter_groups
+from plait._torch.units import parameter_groups, sharded_modules
 
 
 def begin_sharded(model: nn.Module) -> None:
@@ -84,6 +84,39 @@ def input_gradients(
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass that is running now has finished. Only callable from inside a backward pass."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def around_backward(model: nn.Module, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call `begin` and `end` in every backward pass through a fully sharded model.
+
+    `begin` runs before the first unit is gathered or reduces gradients, `end` after the reductions of
+    all units were started. Every rank that takes part in the reductions calls both.
+    """
+    for module in sharded_modules(model):
+        state = module._get_fsdp_state()
+        state._register_root_post_backward_final_callback = _with_begin(state, begin)
+        state._root_post_backward_final_callback = _with_end(state, end)
+
+
+def _with_begin(state: Any, begin: Callable[[], None]) -> Callable[[], None]:
+    register = state._register_root_post_backward_final_callback
+
+    def begin_and_register() -> None:
+        if not state._state_ctx.post_backward_final_callback_queued:  # units share the context
+            begin()
+        register()
+
+    return begin_and_register
+
+
+def _with_end(state: Any, end: Callable[[], None]) -> Callable[[], None]:
+    finish = state._root_post_backward_final_callback
+
+    def finish_and_end() -> None:
+        finish()
+        end()
+
+    return finish_and_end
 
 
 def graph_task() -> int | None:

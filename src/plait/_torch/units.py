@@ -154,6 +154,29 @@ def unsharded_gradient_bytes(model: nn.Module) -> int:
     return sum(local_tensor(grad).untyped_storage().nbytes() for grad in grads)
 
 
+def keep_trainability(model: nn.Module) -> None:
+    """Make `requires_grad`, set while a unit is gathered, hold when the unit is sharded again.
+
+    A gathered model has other parameters than a sharded one. At every gathering torch gives them the
+    `requires_grad` of the shards, so that what was set on the gathered ones would be forgotten.
+    """
+    for module in sharded_modules(model):
+        for group in parameter_groups(module):
+            for name in ("_to_sharded", "_to_sharded_post_forward"):
+                setattr(group, name, _after_copying_trainability(group, getattr(group, name)))
+
+
+def _after_copying_trainability(group: Any, shard: Callable[[], None]) -> Callable[[], None]:
+    def copy_and_shard() -> None:
+        if group.is_unsharded:
+            for p in group.fsdp_params:
+                if p._unsharded_param.requires_grad != p.sharded_param.requires_grad:
+                    p.sharded_param.requires_grad_(p._unsharded_param.requires_grad)
+        shard()
+
+    return copy_and_shard
+
+
 def reduce_unused_parameters(model: nn.Module) -> None:
     """Make units reduce zeros for parameters that a backward did not reach, so that ranks that used others issue the same collective."""
     for module in sharded_modules(model):

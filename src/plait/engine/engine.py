@@ -261,11 +261,12 @@ class Engine(EngineFacts):
         with self._guard.running("forward"):
             return call_model(self.model, *args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, *, weight: Any = None) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, *, weight: Any = None, retain_graph: bool = False) -> torch.Tensor:
         """Backward of one micro-batch. `loss` is its mean. Called several times before `step`, gradients add up, as in one process.
 
         Without `weight` the step's loss is the mean over micro-batches and ranks (DeepSpeed's); with it (the number of targets that the
         mean was taken over) it is the global weighted mean. A step must give weights for all of its micro-batches or for none.
+        `retain_graph`: as torch's, for another backward through the same forward; the gradients add up.
         """
         checked_loss(loss)
         self._recover()
@@ -279,7 +280,7 @@ class Engine(EngineFacts):
             self._weights.append(weight)
             scaled = loss * (self._there(weight, loss.dtype) * factor)
         with self._guard.backward():
-            scaled.backward()
+            scaled.backward(retain_graph=retain_graph)
             for complete in self.hooks.after_backward:
                 complete()
         return loss.detach()

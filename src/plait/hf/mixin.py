@@ -38,6 +38,7 @@ from plait.hf.transformers_versions import (
     recompute_fields,
     require_supported_trainer,
 )
+from plait.model.adapters import with_adapters_enabled
 from plait.optim.lr_schedules import build_scheduler
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.model import owner_of
@@ -158,7 +159,9 @@ class TrainerMixin(CheckpointMixin):
         if describes and given is not None:
             raise InputError("the configuration has an `optimizer`, and the Trainer was given optimizers=; leave one of them out")
         optimizer = None if describes else given if given is not None else lambda _: self.create_optimizer()  # type: ignore[attr-defined]
-        self.engine = initialize(self.model, self._resolved, optimizer=optimizer, forward=self._forward)
+        # An evaluation inside `model.disable_adapter()`, which freezes the adapters, may come before the training.
+        with with_adapters_enabled(self.model):
+            self.engine = initialize(self.model, self._resolved, optimizer=optimizer, forward=self._forward)
         self.accelerator.engine = self.engine
         self.optimizer = EngineOptimizer(self.engine)
         return self.engine

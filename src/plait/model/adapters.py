@@ -7,8 +7,9 @@ layer has A split as its own rows, and the r-wide products are summed. Names fol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 from torch import nn
 
@@ -33,6 +34,31 @@ def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Ite
     finally:
         for name, wrapper in wrappers.items():
             _put(model, name, wrapper)
+
+
+@contextmanager
+def with_adapters_enabled(model: nn.Module) -> Iterator[None]:
+    """Enable the adapters that PEFT's `disable_adapter` has disabled, and with them the gradients of their parameters.
+
+    Modules may be replaced inside of the context. At its end, the adapters are disabled again.
+    """
+    disabled = [name for name, module in model.named_modules() if _is_disabled(module)]
+    _enable_adapters(model, disabled, enabled=True)
+    try:
+        yield
+    finally:
+        _enable_adapters(model, disabled, enabled=False)
+
+
+def _is_disabled(module: nn.Module) -> bool:
+    return hasattr(module, "enable_adapters") and getattr(module, "disable_adapters", False) is True
+
+
+def _enable_adapters(model: nn.Module, names: Iterable[str], *, enabled: bool) -> None:
+    modules = dict(model.named_modules())
+    for name in names:
+        if name in modules:  # a pipeline stage keeps only its own blocks
+            cast("Any", modules[name]).enable_adapters(enabled)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

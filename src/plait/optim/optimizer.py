@@ -124,11 +124,38 @@ def _make(found: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
     refuse_sharded(found, named)
     build: Callable[..., Optimizer] = found
     try:
-        return build(_groups(found, params, [parameter for _, parameter in named]), **params)
+        optimizer = build(_groups(found, params, [parameter for _, parameter in named]), **params)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         shown = ", ".join(f"{name}={value!r}" for name, value in params.items())
         reason = str(error) or type(error).__name__
         raise ConfigError(Problem("optimizer.params", None, f"{found.__name__}({shown}) says: {reason}", "correct the value")) from error
+    if found is torch.optim.SGD:
+        optimizer.register_step_pre_hook(_start_late_momentum)
+    return optimizer
+
+
+@torch.no_grad()
+def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
+    """Give a momentum to parameters of fused SGD whose first gradient comes after that of others.
+
+    torch's fused kernel starts all momenta of a group in one step, and fails where only some of them
+    exist (an unused branch, a block that is unfrozen). The other kernels of SGD start each by itself,
+    with the gradient. The buffer is such that the kernel's own update makes it the gradient.
+    """
+    for group in optimizer.param_groups:
+        momentum = group["momentum"]
+        if not (group["fused"] and momentum):
+            continue
+        trained = [p for p in group["params"] if p.grad is not None]
+        late = [p for p in trained if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if len(late) == len(trained):  # torch starts them, in one step
+            continue
+
+        for parameter in late:
+            gradient = -parameter.grad if group["maximize"] else parameter.grad
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+            # momentum * buffer + (1 - dampening) * gradient is what the kernel computes.
+            optimizer.state[parameter]["momentum_buffer"] = gradient.mul_(group["dampening"] / momentum)
 
 
 def needs_closure(kind: type[Optimizer]) -> bool:

@@ -100,10 +100,14 @@ class Guard(StepHook):
     def check_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an update that does not do what it seems to."""
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed and (self._in_buckets or not _holds(optimizer, self._frozen[thawed[0]])):
+        if thawed and not self._in_buckets:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            thawed = [name for name in thawed if id(self._frozen[name]) not in held]
+        if thawed:
             raise InputError(
-                f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.initialize was called and requires a gradient now, "
-                "but it is not trained; call requires_grad_(True) before, and requires_grad_(False) afterwards where it shall rest"
+                f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.initialize was called "
+                "and requires a gradient now, but it is not trained; call requires_grad_(True) before "
+                "plait.initialize, and requires_grad_(False) after it for as long as the parameter is not trained"
             )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -130,10 +134,6 @@ class Guard(StepHook):
                 f"rank's alone; {remedy}"
             )
         self.backwards = 0
-
-
-def _holds(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    return any(each is parameter for group in optimizer.param_groups for each in group["params"])
 
 
 def _mixed(error: Exception, parts: Parts) -> str:

@@ -61,7 +61,8 @@ class StepWatch(StepHook):
         if thawed:
             raise InputError(
                 f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.parallelize was called and has a gradient now, which "
-                "is this rank's alone; call requires_grad_(True) before, and requires_grad_(False) afterwards where it shall rest"
+                "is this rank's alone; call requires_grad_(True) before plait.parallelize, and requires_grad_(False) "
+                "after it for as long as the parameter is not trained"
             )
         if (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model):
             raise InputError(

@@ -179,6 +179,26 @@ def test_the_fused_kernel_is_used_where_it_is_right(type, dtype):
     torch.testing.assert_close(parameter.double(), exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("more", [{}, {"nesterov": True}, {"dampening": 0.4}, {"maximize": True, "dampening": 0.3}])
+def test_momentum_of_a_late_gradient(more):
+    """Parameters whose first gradient comes after the first step, and one that misses a step, are those of torch's plain SGD."""
+    params = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, **more}
+    ours, theirs = net(), net()
+    optimizer, plain = build("SGD", params, ours), torch.optim.SGD(theirs.parameters(), **params, foreach=False, fused=False)
+    assert optimizer.param_groups[0]["fused"]
+    generator = torch.Generator().manual_seed(4)
+    for used in (["embed"], ["embed", "up"], ["down"], ["embed", "up", "down", "lm_head"]):
+        for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            gradient = torch.randn(one.shape, dtype=one.dtype, generator=generator)
+            if name.partition(".")[0] in used:
+                one.grad, other.grad = gradient, gradient.clone()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-15, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_what_the_user_says_about_the_kernel_is_kept_or_refused():
     assert not build("AdamW", {"fused": False}).param_groups[0]["fused"]
     assert build("AdamW", {"foreach": True}).param_groups[0]["fused"] is None

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.dtensor import local_tensor, sum_before_reading
 from plait._torch.passes import reset_failed_step
-from plait._torch.units import reduce_unused_parameters, sharded_modules
+from plait._torch.units import keep_trainability, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
@@ -147,15 +147,13 @@ class DataParallel(CollectiveSettings):
             steps = ShardedSteps(model, self.stage)
             steps.said = _description(sharing, parts) if sharing is not None else ""
             hooks.append(steps)
+            keep_trainability(model)
             if not mean:
                 reduce_by_sum(model)
             # Of a layer of experts, other ranks of tp may have those that a step used.
             group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
             if self.unused_parameters and group is not None:
-                if mean:
-                    reduce_unused_parameters(model)
-                else:
-                    hooks.append(UnusedTracker(model, group, device=mesh.device))
+                hooks.append(UnusedTracker(model, group, device=mesh.device, finishes_backward=mean))
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
         if mean:
             buffers.send_in_forward(model)

@@ -9,15 +9,17 @@ Ranks may differ in which *parameters* of a unit they use, never in which *units
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import or_
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from plait._torch.passes import around_backward
 from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules, sharded_parameters
 from plait.cluster import accelerator
 from plait.errors import InputError
@@ -39,28 +41,46 @@ def foreign_backward() -> InputError:
 
 
 class UnusedTracker(StepHook):
-    """`finish_reduction` is called once a step, after the last backward and before gradients are read."""
+    """Restores None as the gradient of parameters that no rank used.
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, device: torch.device) -> None:
+    An engine calls `finish_reduction` once per step, after the last backward and before gradients are
+    read. In a training loop of the user's, nobody does: the end of every backward outside of
+    `accumulate` calls it, and gradients that were there before stay.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, device: torch.device, finishes_backward: bool = False) -> None:
+        """Listen to the parameters of a sharded model.
+
+        Args:
+            model: The root.
+            group: The ranks whose gradients are summed.
+            device: Device of the collective.
+            finishes_backward: Whether the training loop is the user's.
+        """
         self.group = group
         self._device = device
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.accepts = False
+        units = [module for module in sharded_modules(model) if sharded_parameters(module)]
+        # Frozen parameters too: they may be unfrozen at any step.
+        self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
+        self.accepts = finishes_backward
         """Whether gradients are expected now; one that comes all the same is refused."""
+        self._is_last = True
+        self._had_gradient: list[bool] | None = None
         self._used = [False] * len(self.parameters)
         self._index = {p: i for i, p in enumerate(self.parameters)}
         reduce_unused_parameters(model)
         # The tensors that autograd accumulates into exist after a unit's first gathering, which torch does in a hook before this one.
-        units = [module for module in sharded_modules(model) if sharded_parameters(module)]
         self._handles = {m: m.register_forward_pre_hook(self._watch) for m in units}  # type: ignore[attr-defined]
         # A unit whose own forward does not run may still be gathered, if another module reads its parameter.
         self._end_handle = model.register_forward_hook(self._watch_gathered)
+        if finishes_backward:
+            around_backward(model, begin=self._begin_backward, end=self._end_backward)
 
     def _watch(self, module: FSDPModule, *_: object) -> None:
         pairs = gathered_parameters(module)
         for sharded, unsharded in pairs:
-            if unsharded.requires_grad and sharded in self._index:  # else unfrozen since
-                unsharded.register_post_accumulate_grad_hook(partial(self._mark, self._index[sharded]))
+            if _may_train(unsharded):
+                _call_on_gradient(unsharded, partial(self._mark, self._index[sharded]))
         if pairs:
             self._handles.pop(module).remove()
 
@@ -82,6 +102,20 @@ class UnusedTracker(StepHook):
     def drop_gradients(self) -> None:
         """What used them so far does not count."""
         self._used = [False] * len(self.parameters)
+        self._had_gradient = None
+
+    def before_microbatch(self, last: bool) -> None:
+        """Finish the reduction only with the last micro-batch of a step."""
+        self._is_last = last
+
+    def _begin_backward(self) -> None:
+        # At ZeRO 2 and 3 every micro-batch reduces, so only the first one of a step finds what was there before.
+        if self._had_gradient is None:
+            self._had_gradient = [p.grad is not None for p in self.parameters]
+
+    def _end_backward(self) -> None:
+        if self._is_last:
+            self.finish_reduction()
 
     def _mark(self, index: int, _: torch.Tensor) -> None:
         if not self.accepts:
@@ -93,8 +127,27 @@ class UnusedTracker(StepHook):
         """Set `grad = None` for parameters that no rank used since the last call. One small all-reduce."""
         flags = accelerator.tensor_of(self._used, dtype=torch.uint8, device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        if not all(self._used):  # only a rank that missed one has to look: where it used all, all are used
-            for parameter, flag in zip(self.parameters, flags.tolist(), strict=True):
-                if not flag:
+        # A rank that used all the parameters that have a gradient need not read the flags, which waits for the device.
+        stays = self._used if self._had_gradient is None else map(or_, self._used, self._had_gradient)
+        candidates = [p for p, kept in zip(self.parameters, stays, strict=True) if not kept and p.grad is not None]
+        if candidates:
+            flag_of = flags.tolist()
+            for parameter in candidates:
+                if not flag_of[self._index[parameter]]:
                     parameter.grad = None
         self._used = [False] * len(self.parameters)
+        self._had_gradient = None
+
+
+def _may_train(parameter: torch.Tensor) -> bool:
+    """Return whether torch allows `requires_grad`, which it does not for quantised weights of integers."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
+    """Call `function` whenever a gradient was accumulated into a parameter, which may be frozen now and unfrozen later."""
+    # torch refuses the hook for a frozen parameter, and keeps it when the parameter is frozen afterwards.
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(function)
+    parameter.requires_grad_(requires_grad)

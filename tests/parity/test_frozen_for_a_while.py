@@ -1,0 +1,200 @@
+"""Parameters that are frozen while the model runs for the first time, and trained later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.errors import InputError
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from tests.parity import adapted, cases, trainers
+from tests.parity.data_parallel import CLIPPING, materialised, settings
+from tests.pool import Pool
+
+ADVICE = r"call requires_grad_\(True\) before plait.initialize, and requires_grad_\(False\) after it"
+
+
+class GradualSteps:
+    """Steps of which the first and the third train without one block of the model.
+
+    The block is frozen and unfrozen between steps, when the next step is asked for.
+    """
+
+    def __init__(self, model: Any, steps: list[Any]) -> None:
+        self._model, self._steps = model, steps
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, step in enumerate(self._steps):
+            self._model.blocks[0].requires_grad_(index not in (0, 2))
+            yield step
+
+
+def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
+    """Runs in a worker. What is frozen when it is sharded is refused, and the advice is what the trace then follows."""
+    model = cases.build("plain", tied=True)
+    model.blocks[0].requires_grad_(False)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    engine.model.blocks[0].requires_grad_(True)
+    with pytest.raises(InputError, match=ADVICE):
+        engine_trace(engine, cases.ragged_steps(world, steps=1, keys=()))
+    engine.close()
+    engine = plait.initialize(cases.build("plain", tied=True), config, loss_fn=plait.causal_lm_loss)
+    trace = engine_trace(engine, GradualSteps(engine.model, cases.ragged_steps(world, steps=4, keys=())))  # type: ignore[arg-type]
+    return trace if rank == 0 else None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradual_unfreezing(pool: Pool, stage: int) -> None:
+    found = pool.run(2, train, settings(2, stage, 1, 1))[0]
+    model = materialised("plain", tied=True)
+    steps: Any = GradualSteps(model, cases.ragged_steps(2, steps=4, keys=()))
+    wanted = reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    assert [step["blocks.0.up.weight"] is None for step in wanted.gradients] == [True, False, True, False]
+    bar = worst(compare(wanted, found))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+# ---- LoRA whose reference forward comes first ------------------------------------------------------
+
+
+class WithReference:
+    """Steps before which the model runs without its adapters: before each, or, with gradients, before the first."""
+
+    def __init__(self, model: Any, steps: list[Any], *, grad: bool) -> None:
+        self._model, self._steps, self._grad = model, steps, grad
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, step in enumerate(self._steps):
+            if index == 0 or not self._grad:
+                with torch.set_grad_enabled(self._grad), self._model.disable_adapter():
+                    self._model(input_ids=step[0]["input_ids"])
+            yield step
+
+
+def adapted_trace(rank: int, world: int, config: dict[str, Any], grad: bool) -> Trace | None:
+    """Runs in a worker."""
+    engine = plait.initialize(adapted.model(torch.float64), config, loss_fn=plait.causal_lm_loss)
+    steps: Any = WithReference(engine.model, adapter_steps(world), grad=grad)
+    trace = engine_trace(engine, steps)
+    return trace if rank == 0 else None
+
+
+def adapter_steps(micro_batches: int) -> list[Any]:
+    """Steps whose tokens are in the vocabulary of the adapted model."""
+    steps = cases.ragged_steps(micro_batches, steps=3)
+    for piece in (piece for step in steps for piece in step):
+        piece["input_ids"] %= trainers.VOCABULARY
+        piece["labels"] = torch.where(piece["labels"] < 0, piece["labels"], piece["labels"] % trainers.VOCABULARY)
+    return steps
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_reference_without_adapters_first(pool: Pool, stage: int, grad: bool) -> None:
+    pytest.importorskip("peft")
+    found = pool.run(2, adapted_trace, settings(2, stage, 1, 1), grad)[0]
+    model = adapted.model(torch.float64)
+    steps: Any = WithReference(model, adapter_steps(2), grad=grad)
+    wanted = reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    bar = worst(compare(wanted, found))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+def evaluated_first(kind: Any, arguments: Any, folder: str, **settings: Any) -> tuple[float, dict[str, Any]]:
+    """(the base model's loss, the run that follows)."""
+    base: list[float] = []
+
+    class Baseline(kind):
+        def train(self, *args: Any, **given: Any) -> Any:
+            with self.model.disable_adapter():
+                base.append(self.evaluate()["eval_loss"])
+            return super().train(*args, **given)
+
+    run = trainers.run(Baseline, arguments, folder, made=adapted.model, learning_rate=3e-2, **settings)
+    return base[0], run
+
+
+def evaluated_on_plait(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[float, dict[str, Any]]:
+    """Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        return evaluated_first(Trainer, TrainingArguments, folder, deepspeed=config)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_evaluation_without_adapters_first(pool: Pool, tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("peft")
+    from transformers import Trainer, TrainingArguments
+
+    with trainers.launched_alone():
+        base, wanted = evaluated_first(Trainer, TrainingArguments, str(tmp_path / "native"), gradient_accumulation_steps=4)
+    for found_base, found in pool.run(2, evaluated_on_plait, trainers.zero(stage), str(tmp_path / "plait")):
+        assert found_base == pytest.approx(base, rel=1e-5)
+        trainers.close(found, wanted)
+
+
+# ---- a generator whose step comes first ------------------------------------------------------------
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    """(generator, discriminator)."""
+    torch.manual_seed(1)
+    generator, discriminator = (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, size)).double() for size in (4, 1))
+    return generator, discriminator
+
+
+def noise() -> list[torch.Tensor]:
+    """Noise of every step, a row per rank and micro-batch."""
+    return list(torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+
+
+def adversarial(rank: int, world: int, stage: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
+    """Weights of both models. Runs in a worker."""
+    config = settings(world, stage, 1, accumulation) | {"train_micro_batch_size_per_gpu": 1}
+    made, judge = (plait.initialize(model, config) for model in pair())
+    for step in noise():
+        for z in step[: world * accumulation].chunk(accumulation):
+            mine = z[rank : rank + 1]
+            judge.model.requires_grad_(False)
+            made.backward(judge(made(mine)).mean())
+            made.step()
+            judge.model.requires_grad_(True)
+            judge.backward(judge(made(mine).detach()).mean() - judge(mine).mean())
+            judge.step()
+    return [{name: whole(p) for name, p in engine.model.named_parameters()} for engine in (made, judge)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_generator_first(pool: Pool, stage: int, accumulation: int) -> None:
+    made, judge = pair()
+    optimizers = [cases.adamw(list(model.parameters())) for model in (made, judge)]
+    for step in noise():
+        for index, z in enumerate(step[: 2 * accumulation].chunk(accumulation)):
+            judge.requires_grad_(False)
+            (judge(made(z)).mean() / accumulation).backward()
+            judge.requires_grad_(True)
+            if index == accumulation - 1:
+                update(made, optimizers[0])
+            fake = made(z).detach()
+            ((judge(fake).mean() - judge(z).mean()) / accumulation).backward()
+            if index == accumulation - 1:
+                update(judge, optimizers[1])
+    for found in pool.run(2, adversarial, stage, accumulation):
+        for weights, model in zip(found, (made, judge), strict=True):
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=1e-10)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Clip as the configuration says, and step."""
+    nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+    optimizer.step()
+    optimizer.zero_grad()
