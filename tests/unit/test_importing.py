@@ -49,7 +49,7 @@ def test_the_line_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (info / "direct_url.json").write_text(json.dumps({"url": ROOT.as_uri()}))
     monkeypatch.setattr(importing, "distribution", lambda _: PathDistribution(info))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert {"hf", "peft", "serve", "stores"} <= extras.keys()
+    assert {"hf", "peft", "stores"} <= extras.keys()
     command = shlex.split(install_line("hf"))
     options = ["--dry-run", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--ignore-installed"]
     done = subprocess.run([sys.executable, "-m", *command, *options], capture_output=True, text=True, check=True)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.failed_pass import GradientSnapshot, reset_pass
-from plait._torch.storage import is_view
 from plait._torch.units import parameter_groups, sharded_modules
 
 
@@ -70,15 +70,18 @@ def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
         gradients.restore()
 
 
-def input_gradients(
-    outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None, inputs: list[torch.Tensor], weights: Iterator[nn.Parameter]
-) -> list[dict[str, Any]]:
-    """Gradients of `inputs` only, into their `grad`; returns what the gradients of `weights` can be computed from later."""
-    from torch.distributed.pipelining._backward import stage_backward_input  # only here: it takes long to import
+def allow_two_runs(ctx: Any) -> None:
+    """Declare in `forward` of an autograd Function that its backward may run twice.
 
-    # torch cuts the outputs off the graph in place at the end, which a view does not allow.
-    outputs = [tensor.clone() if is_view(tensor) else tensor for tensor in outputs]
-    return stage_backward_input(outputs, gradients, inputs, weights)[1]
+    A pipeline that splits its backward pass then computes the gradients of the Function's weights
+    later than those of its inputs. The backward must not change what it saved.
+    """
+    ctx.plait_allows_two_runs = True
+
+
+def allows_two_runs(node: Node) -> bool:
+    """Return whether the Function of a graph node has called `allow_two_runs`."""
+    return hasattr(node, "plait_allows_two_runs")
 
 
 def after_backward(callback: Callable[[], None]) -> None:

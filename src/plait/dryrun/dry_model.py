@@ -28,10 +28,8 @@ from plait.parallel.accounting.activations import StageMode
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
 from plait.parallel.micro_batches import Forward
 from plait.parallel.pipeline.pipeline_parallel import PipelineParts
-from plait.parallel.pipeline.pipeline_zero import StagedZero
 from plait.parallel.pipeline.split_backward import backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
-from plait.parallel.schedules.schedule import Schedule
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
 from plait.shards import shard_size
@@ -70,10 +68,9 @@ class DryModel:
         compute_dtype: torch.dtype | None,
         loss_fn: Loss,
         forward: Callable[[nn.Module], Forward],
-        schedule: Schedule | None = None,
     ) -> None:
         """`apply` is given the copy, under a fake tensor mode; `forward` makes the function that calls it. `model` stays as it is."""
-        self._named, self._device, self._schedule, self.loss_fn = model, device, schedule, loss_fn
+        self._named, self._device, self.loss_fn = model, device, loss_fn
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self.mode:
             fake = _fake_copy(model, device, compute_dtype)
@@ -117,8 +114,7 @@ class DryModel:
                 recorder.mark("backward", LOSS if last else HEAD)
                 gradients = None if last else [torch.empty_like(tensor) for tensor in outputs]
                 if splits:
-                    assert stage is not None
-                    second = backward_inputs(outputs, gradients, inputs, self._weights_of(stage))
+                    second = backward_inputs(outputs, gradients, inputs)
                     del gradients
                     for tensor in inputs:
                         tensor.grad = None
@@ -169,10 +165,6 @@ class DryModel:
         when_gradient_comes(output, lambda: recorder.mark("backward", HEAD))
         total = self.loss_fn(output, self.piece)[0]
         return [total * self._factor.to(total.dtype)], None  # as the engine scales it
-
-    def _weights_of(self, stage: Stage) -> Iterator[nn.Parameter]:
-        assert self.staged is not None and self._schedule is not None
-        return StagedZero(self.staged, self._schedule, zero=0, reducer=None).weights(stage.index)
 
 
 def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) -> Any:

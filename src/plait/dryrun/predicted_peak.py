@@ -99,7 +99,6 @@ def predict_peak_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples
         blocks=blocks,
         notes=notes_of(one.check(context) for one in (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp)),
     )
-    pipeline = given.noted(PipelineParts)
     whole = model_facts(model, blocks, tensor_plan=given.noted(TensorPlan))
     at, layout = mesh.coordinates, resolved.layout
     ledger = Ledger.of_rank(
@@ -138,7 +137,6 @@ def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, le
     """A fake copy of the rank's model, with everything applied but what shards it."""
     dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else None
     recompute = solved_recompute(resolved, given, mesh, loss_fn=None, forward=default_forward)
-    pipeline = given.noted(PipelineParts)
 
     def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
         copied = given.with_(model=fake).with_shard(compute_dtype=dtype)
@@ -157,7 +155,6 @@ def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, le
         compute_dtype=dtype,
         loss_fn=ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss,
         forward=lambda fake: deferred(default_forward, fake) if chunk else default_forward,
-        schedule=pipeline.schedule if pipeline is not None else None,
     )
 
 

@@ -113,7 +113,6 @@ def rank_activations(
             compute_dtype=compute_dtype,
             loss_fn=loss_fn,
             forward=lambda _: forward,
-            schedule=schedule,
         )
         found, handed, length = [], None, 0
         for index, names in enumerate(by_stage):

@@ -286,7 +286,7 @@ def test_a_split_backward() -> None:
     expected = torch.autograd.grad(wanted * 0.5, [received, *weights])
     total, _ = plait.chunked_causal_lm_loss(first(received), head, labels, chunk_tokens=4)
     with Products() as products:
-        deferred_half = backward_inputs([total * 0.5], None, [received], iter(weights))
+        deferred_half = backward_inputs([total * 0.5], None, [received])
     assert received.grad is not None and all(weight.grad is None for weight in weights)
     assert products.count == 1  # of the first layer
     backward_weights(deferred_half)

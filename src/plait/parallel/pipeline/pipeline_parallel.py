@@ -179,7 +179,7 @@ def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
     zero = StagedZero(staged, schedule, zero=data.stage, reducer=parts.noted(Reducer))
     messenger = Messenger([(upwards, mesh.reverse_pp), *mesh.more_pp], device=mesh.device, waits=waits)
     check = CutCheck(plan.skeleton, found)
-    runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, check=check, observers=[zero])
+    runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
     runtime.statistics = parts.noted(RouterStatistics)
     offloaded = parts.noted(OffloadedActivations)
     if offloaded is not None:

@@ -8,10 +8,8 @@ second half has run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.passes import begin_sharded, reduce_now
@@ -52,15 +50,6 @@ class StagedZero:
     def forget(self) -> None:
         """The step that ran has failed."""
         self._left.clear()
-
-    def weights(self, stage: int) -> Iterator[nn.Parameter]:
-        """Parameters of a stage, gathered ones where they are gathered."""
-        model = self.staged.model
-        for name in self.staged.stages[stage].blocks:
-            yield from model.get_submodule(name).parameters()
-        if stage in self._root_stages:
-            inside = tuple(f"{name}." for one in self.staged.stages.values() for name in one.blocks)
-            yield from (parameter for name, parameter in model.named_parameters() if not name.startswith(inside))
 
     def __call__(self, action: Action, done: bool) -> None:
         """Before (`done` False) and after every computation."""

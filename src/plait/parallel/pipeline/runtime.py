@@ -8,7 +8,7 @@ for every new shape of a batch, and with every micro-batch where it may follow f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,8 +55,6 @@ class Runtime:
     schedule: Schedule
     staged: StagedModel
     messenger: Messenger
-    weights_of: Callable[[int], Iterable[torch.nn.Parameter]]
-    """Parameters of a stage, as autograd sees them now."""
     check: CutCheck | None
     """Asked about every kind of batch before it is used; None for a rank that runs alone."""
     observers: list[Callable[[Action, bool], None]] = field(default_factory=list)
@@ -243,7 +241,7 @@ class _Pass:
         if action.stage < self.schedule.stages - 1:
             gradients = self._take(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
         if action.kind is Kind.INPUT:
-            held.deferred = backward_inputs(held.outputs, gradients, held.inputs, self.runtime.weights_of(action.stage))
+            held.deferred = backward_inputs(held.outputs, gradients, held.inputs)
         else:
             del self.held[action.stage, action.microbatch]
             if held.outputs:

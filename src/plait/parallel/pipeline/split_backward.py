@@ -1,83 +1,297 @@
-"""A backward pass in two halves: the gradients of a stage's inputs, which the stage before waits for, and later those of its weights.
+"""Backward pass of a pipeline stage in two halves.
 
-The first half runs torch's own graph traversal, which remembers at each layer the gradient that came in. The second half starts from there.
-It accumulates as any backward does, so hooks on a parameter's gradient run; that is where it differs from torch's.
+The first half computes the gradients of the stage's inputs, which the previous stage waits for.
+The second half computes the gradients of the weights. Both accumulate into `grad` as any backward
+pass does, so hooks on parameters run.
+
+Note [Splitting a backward pass]
+    The first half runs the nodes that lead to an input. The other nodes of the graph ("weight
+    nodes") lead only to leaves such as parameters. Weight nodes are entered from two places: from
+    a node that leads to an input as well (an "intermediate", such as the product of a linear
+    layer), and from an output that leads to no input (a layer behind a `detach`). The first half
+    records the gradients that arrive at the intermediates. The second half starts from them and
+    from those outputs.
+
+    Entry points that share a weight node belong to one group, so groups are disjoint, every leaf
+    that an output reaches is in exactly one of them, and a weight node runs once. Leaves are taken
+    from the graph and not from a list of parameters. Nothing can be missing that one backward pass
+    would reach.
+
+    A group cannot wait for the second half where that would run a node a second time that must run
+    once. The first half computes it:
+    - An intermediate leads to another one of its group (a weight that is used twice in a row). One
+      pass through both would run everything between them again: collectives, hooks, recomputation.
+    - An intermediate is the backward of a `torch.autograd.Function`, which may change what it
+      saved (the fused losses of Liger multiply in place). Functions whose backward may run twice
+      say so (`allow_two_runs`).
+    - The graph holds a reentrant checkpoint. Its parameters are not in the graph, and it allows no
+      backward pass that is limited to some leaves, so the first half is the complete backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
 
-from plait._torch.passes import input_gradients
+from plait._torch.passes import allows_two_runs
+from plait._torch.storage import is_view
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
+class WeightGroup:
+    """Leaves whose gradients are computed in one pass, and the places where it starts.
+
+    Attributes:
+        leaves: Nodes that accumulate into a parameter.
+        intermediates: Nodes that lead to inputs too.
+        outputs: Indices of the outputs that lead to no input.
+        starts: Edges that the second half starts from, with their gradients.
+        recorded: Gradients that arrived at the intermediates in the first half.
+        owners: Nodes that keep intermediates alive. Python objects of custom Functions do not own
+            their node before torch 2.13.
+    """
+
+    leaves: list[Node] = field(default_factory=list)
+    intermediates: list[Node] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    starts: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
+    recorded: dict[Node, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
+    owners: list[Any] = field(default_factory=list)
+
+
+@dataclass
 class Deferred:
-    """The second half of a backward pass."""
+    """The second half of a backward pass.
 
-    groups: tuple[dict[str, Any], ...] = ()
-    """As torch's first half leaves them: `params` and `intermediates` (graph nodes), `grads` (what came into each intermediate)."""
+    Attributes:
+        groups: What remains of a stage whose inputs have their gradients.
+        outputs: Set where no output leads to an input. Nothing has run then, and the second half is
+            the complete backward.
+        gradients: Gradients of `outputs`, None for a scalar loss.
+    """
+
+    groups: list[WeightGroup] = field(default_factory=list)
     outputs: tuple[torch.Tensor, ...] = ()
-    """Set where the inputs need no gradient: nothing was run yet, the second half is the complete backward."""
     gradients: tuple[torch.Tensor, ...] | None = None
 
 
-def backward_inputs(
-    outputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor] | None,
-    inputs: Sequence[torch.Tensor],
-    weights: Iterable[nn.Parameter],
-) -> Deferred:
-    """First half: sets `grad` of `inputs` (leaves). `gradients` belong to `outputs`; None for a scalar loss. Detaches `outputs`."""
-    if not any(tensor.requires_grad for tensor in inputs):
-        return Deferred(outputs=tuple(outputs), gradients=None if gradients is None else tuple(gradients))
-    groups = input_gradients(list(outputs), None if gradients is None else list(gradients), list(inputs), iter(weights))
-    return Deferred(groups=tuple(groups))
+def backward_inputs(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None, inputs: Sequence[torch.Tensor]) -> Deferred:
+    """Run the first half of a backward pass. See Note [Splitting a backward pass].
+
+    Args:
+        outputs: Tensors that require a gradient. They are detached from the graph, except views.
+        gradients: One per output; None for a scalar loss.
+        inputs: Leaves. Their `grad` is set.
+
+    Returns:
+        What `backward_weights` needs.
+    """
+    complete = Deferred(outputs=tuple(outputs), gradients=None if gradients is None else tuple(gradients))
+    sources = [get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad]
+    if not sources:
+        return complete
+    edges = [get_gradient_edge(tensor) for tensor in outputs]
+    graph = _Graph([edge.node for edge in edges], sources)
+    if not graph.leads_to_inputs:
+        return complete
+    if graph.has_reentrant_checkpoint:
+        torch.autograd.backward(complete.outputs, complete.gradients)
+        return Deferred()
+
+    entering = [torch.ones_like(tensor) for tensor in outputs] if gradients is None else list(gradients)
+    groups = graph.groups()
+    eager = [group for group in groups if graph.must_run_once(group)]
+    later = [group for group in groups if group not in eager]
+    waiting = {index for group in later for index in group.outputs}
+    _run_first(
+        [(edges[index], entering[index]) for index in range(len(edges)) if index not in waiting],
+        [*sources, *(leaf for group in eager for leaf in group.leaves)],
+        later,
+    )
+    for group in later:
+        group.starts += [(edges[index], entering[index]) for index in group.outputs]
+        group.owners = graph.owners(group, edges)
+
+    # Frees what only the first half needed (the probabilities of a loss), whoever holds the outputs.
+    # torch does not detach views in place.
+    for tensor in outputs:
+        if not is_view(tensor):
+            tensor.detach_()
+    return Deferred(groups=later)
 
 
 def backward_weights(deferred: Deferred) -> None:
-    """Second half: accumulates into `grad` of the parameters."""
+    """Run the second half: accumulate into `grad` of the parameters."""
     if deferred.outputs:
         torch.autograd.backward(deferred.outputs, deferred.gradients)
         return
-    # Every layer's weights are a pass of their own. Where a block recomputes, it does so once for all of them, and not for each.
-    together = GraphExecGroup()
-    for index, group in enumerate(deferred.groups):
-        # Passes that lead through other layers would use a recomputed tensor a second time, so they recompute theirs.
-        with together if len(group["intermediates"]) == 1 else nullcontext():
-            _accumulate(group, keep=index < len(deferred.groups) - 1)
+    # Every group is a pass of its own, and no two of them use the same saved tensor. A block that
+    # recomputes does so once for all groups together.
+    with GraphExecGroup():
+        while deferred.groups:
+            _run_group(deferred.groups.pop())
 
 
-def _accumulate(group: dict[str, Any], *, keep: bool) -> None:
-    """`keep` what the graph saved: groups of a module that is used twice run over each other's layers."""
-    nodes, entered = group.pop("intermediates"), group.pop("grads")
-    edges = [
-        (GradientEdge(node, index), gradient)
-        for node, gradients in zip(nodes, entered, strict=True)
-        for index, gradient in enumerate(gradients)
-        if gradient is not None
-    ]
-    if not edges:
-        return
-    handles = []
-    if len(nodes) > 1:
-        # One intermediate may lead to another; each must see the gradient of the first half once, not that and what the other sends it.
-        handles = [node.register_prehook(lambda _, kept=gradients: kept) for node, gradients in zip(nodes, entered, strict=True)]
+def _run_first(starts: Sequence[tuple[GradientEdge, torch.Tensor]], leaves: Sequence[Node], groups: Iterable[WeightGroup]) -> None:
+    """Accumulate into `leaves`, and record what arrives at the intermediates of `groups`."""
+
+    def recording(group: WeightGroup, node: Node) -> Callable[[Any], None]:
+        def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            group.recorded[node] = gradients
+
+        return hook
+
+    handles = [node.register_prehook(recording(group, node)) for group in groups for node in group.intermediates]
     try:
         torch.autograd.backward(
-            [edge for edge, _ in edges],
-            [gradient for _, gradient in edges],
-            inputs=[GradientEdge(node, 0) for node in group["params"]],
-            retain_graph=keep,
+            [edge for edge, _ in starts],
+            [gradient for _, gradient in starts],
+            inputs=[GradientEdge(leaf, 0) for leaf in leaves],
+            retain_graph=True,
         )
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _run_group(group: WeightGroup) -> None:
+    """Accumulate into the leaves of `group`."""
+    starts = group.starts
+    handles = []
+    for node, gradients in group.recorded.items():
+        starts += [(GradientEdge(node, index), gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+        # Hooks of the user on the node's tensor run again and have changed the gradient already.
+        handles.append(node.register_prehook(lambda _, recorded=gradients: recorded))
+    if not starts:
+        return
+    try:
+        torch.autograd.backward(
+            [edge for edge, _ in starts],
+            [gradient for _, gradient in starts],
+            inputs=[GradientEdge(leaf, 0) for leaf in group.leaves],
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Graph:
+    """The autograd graph of a stage. See Note [Splitting a backward pass].
+
+    Attributes:
+        leads_to_inputs: Whether any output does.
+        has_reentrant_checkpoint: Whether a node is the backward of `checkpoint(use_reentrant=True)`.
+    """
+
+    def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
+        self._roots = roots
+        self._children: dict[Node, list[Node]] = {}
+        """In an order in which children come before their parents."""
+        self._parents: dict[Node, Node] = {}
+        """One parent per node. Roots may have none."""
+        self._walk()
+        self._carrying = set(inputs)
+        """Nodes that lead to an input."""
+        for node, children in self._children.items():
+            if not self._carrying.isdisjoint(children):
+                self._carrying.add(node)
+        self.leads_to_inputs = not self._carrying.isdisjoint(roots)
+        # By name: the checkpoints of Megatron-LM and DeepSpeed are copies of torch's, with its rules.
+        self.has_reentrant_checkpoint = any(
+            isinstance(node, BackwardCFunction) and node.name() == "CheckpointFunctionBackward" for node in self._children
+        )
+        self._chained: list[WeightGroup] = []
+
+    def _walk(self) -> None:
+        """Visit all nodes depth first."""
+        pending: dict[Node, list[Node]] = {}
+        for root in self._roots:
+            stack = [root]
+            while stack:
+                node = stack[-1]
+                if node in self._children:
+                    stack.pop()
+                elif node in pending:
+                    self._children[node] = pending.pop(node)
+                    stack.pop()
+                else:
+                    children = [child for child, _ in node.next_functions if child is not None]
+                    pending[node] = children
+                    unseen = [child for child in children if child not in self._children]
+                    self._parents.update(dict.fromkeys(unseen, node))
+                    stack += unseen
+
+    def groups(self) -> list[WeightGroup]:
+        """Partition the leaves."""
+        group_of: dict[Node, Node] = {}
+
+        def find(node: Node) -> Node:
+            while group_of.setdefault(node, node) is not node:
+                group_of[node] = group_of[group_of[node]]
+                node = group_of[node]
+            return node
+
+        entered: list[tuple[Node, Node]] = []
+        for node, children in self._children.items():
+            weight_nodes = [child for child in children if child not in self._carrying]
+            if node not in self._carrying:
+                weight_nodes.append(node)
+            elif weight_nodes:
+                entered.append((node, weight_nodes[0]))
+            for one in weight_nodes[1:]:
+                group_of[find(one)] = find(weight_nodes[0])
+
+        groups: dict[Node, WeightGroup] = {}
+        for node, children in self._children.items():
+            if node not in self._carrying and not children and hasattr(node, "variable"):
+                groups.setdefault(find(node), WeightGroup()).leaves.append(node)
+        for node, below in entered:
+            if find(below) in groups:
+                groups[find(below)].intermediates.append(node)
+        for index, root in enumerate(self._roots):
+            if root not in self._carrying and find(root) in groups:
+                groups[find(root)].outputs.append(index)
+        self._chained = self._find_chained(groups.values())
+        return list(groups.values())
+
+    def _find_chained(self, groups: Iterable[WeightGroup]) -> list[WeightGroup]:
+        """Return the groups of which an intermediate leads to another one."""
+        several = [group for group in groups if len(group.intermediates) > 1]
+        if not several:
+            return []
+        bits = {node: 1 << index for index, group in enumerate(several) for node in group.intermediates}
+        below: dict[Node, int] = {}
+        chained = 0
+        for node, children in self._children.items():
+            if node in self._carrying:
+                reached = 0
+                for child in children:
+                    reached |= below.get(child, 0)
+                bit = bits.get(node, 0)
+                chained |= reached & bit
+                below[node] = reached | bit
+        return [group for index, group in enumerate(several) if chained >> index & 1]
+
+    def must_run_once(self, group: WeightGroup) -> bool:
+        """Return whether no intermediate of `group` may run in a pass of its own."""
+        if any(group is chained for chained in self._chained):
+            return True
+        return any(isinstance(node, BackwardCFunction) and not allows_two_runs(node) for node in group.intermediates)
+
+    def owners(self, group: WeightGroup, edges: Sequence[GradientEdge]) -> list[Any]:
+        """Return what keeps the intermediates of `group` that are custom Functions alive."""
+        found: list[Any] = []
+        for node in group.intermediates:
+            if isinstance(node, BackwardCFunction):
+                owner = node
+                while isinstance(owner, BackwardCFunction) and owner in self._parents:
+                    owner = self._parents[owner]
+                # The edge of a root that is a custom Function holds a view of the output, which owns it.
+                found += [owner, *(edge for edge in edges if edge.node is owner)]
+        return found

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from plait._torch.passes import allow_two_runs
 from plait.comm.collectives import unshared
 from plait.comm.pending import Pending
 
@@ -123,6 +124,7 @@ class _Start(_Mark):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, deferred: Deferred) -> torch.Tensor:
+        allow_two_runs(ctx)
         ctx.save_for_backward(x, weight)
         ctx.deferred = deferred
         return x @ weight.t()
@@ -138,6 +140,7 @@ class _Product(torch.autograd.Function):
 class _SummedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, pieces: int) -> torch.Tensor:
+        allow_two_runs(ctx)
         ctx.save_for_backward(x, weight)
         features = weight.shape[0]
         total = x.new_empty(*x.shape[:-1], features)  # no view: models add to it in place

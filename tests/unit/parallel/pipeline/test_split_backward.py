@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from plait._torch.passes import allow_two_runs
 from plait.parallel.pipeline.split_backward import backward_inputs, backward_weights
 
 
@@ -52,7 +54,7 @@ def test_a_block_recomputes_once_for_each_half() -> None:
     block = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(4, 4), nn.Tanh())))
     model = nn.Sequential(Again(block), Again(nn.Linear(4, 4)))
     x = torch.rand(2, 4, requires_grad=True)
-    half = backward_inputs([model(x)], [torch.ones(2, 4)], [x], model.parameters())
+    half = backward_inputs([model(x)], [torch.ones(2, 4)], [x])
     assert [again.runs for again in model] == [2, 2]
     backward_weights(half)
     assert [again.runs for again in model] == [3, 3]
@@ -80,10 +82,11 @@ def test_two_halves(loss: bool, leaf: bool, recompute: bool) -> None:
     told: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: told.append(name))  # type: ignore[misc]
-    halves = [backward_inputs([output()], None if upstream is None else [upstream], [x], model.parameters()) for _ in range(2)]
+    halves = [backward_inputs([output()], None if upstream is None else [upstream], [x]) for _ in range(2)]
     if leaf:
         torch.testing.assert_close(x.grad, expected["x"], rtol=1e-14, atol=0)
-    assert all(parameter.grad is None for parameter in model.parameters()), "the first half leaves the weights alone"
+    early = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert early == ({name for name in told if ".first." in name} if leaf else set()), "only weights that are used twice"
     for half in halves:
         backward_weights(half)
     found = gradients(model, x)
@@ -93,3 +96,132 @@ def test_two_halves(loss: bool, leaf: bool, recompute: bool) -> None:
         else:
             torch.testing.assert_close(found[name], gradient, rtol=1e-13, atol=1e-13)
     assert set(told) == {name for name, gradient in expected.items() if gradient is not None and name != "x"}
+
+
+class ScalesInPlace(torch.autograd.Function):
+    """A product whose backward changes what forward saved, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.x_gradient, ctx.weight_factor = weight.detach().clone(), x.detach().clone()
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.weight_factor *= gradient.mean()
+        return gradient @ ctx.x_gradient.t(), ctx.weight_factor.t() @ torch.ones_like(gradient)
+
+
+class Product(torch.autograd.Function):
+    """A product whose backward may run twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        allow_two_runs(ctx)
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+def hooked(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Scale the gradient of an activation with a hook."""
+    y = x @ w
+    y.register_hook(lambda gradient: gradient * 0.5)
+    return y.tanh() @ v
+
+
+def shared_branch(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return an auxiliary loss of an intermediate result of parameters that the other output uses too."""
+    scaled = v * 2
+    return x @ scaled @ w, scaled.square().sum()
+
+
+GRAPHS: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "product": (lambda x, w, v: (x @ w).tanh() @ v, set()),
+    "detached": (lambda x, w, v: (x.detach() @ w).tanh() @ v, set()),
+    "detached branch": (lambda x, w, v: (x @ w, x.detach() @ v), set()),
+    "detached and joined": (lambda x, w, v: x @ w + x.detach() @ v, set()),
+    "auxiliary loss of a weight": (lambda x, w, v: (x @ w, v.square().sum()), set()),
+    "auxiliary loss of the product's weight": (lambda x, w, v: (x @ w @ v, w.square().sum()), set()),
+    "shared branch": (shared_branch, set()),
+    "two outputs of one node": (lambda x, w, v: (x @ w @ v).split(1), set()),
+    "twice in a row": (lambda x, w, v: (x @ w).tanh() @ w @ v, {"w"}),
+    "twice, one behind a detach": (lambda x, w, v: ((x @ w).tanh() @ v, x.detach() @ w), set()),
+    "rows of a weight": (lambda x, w, v: (x @ w) * v[0] + (x @ w.t().contiguous()) * v[1], set()),
+    "view of a weight": (lambda x, w, v: x @ w.view(-1)[:9].view(3, 3).t() @ v, set()),
+    "hook on an activation": (hooked, set()),
+    "a Function that may run twice": (lambda x, w, v: Product.apply(Product.apply(x, w), v), set()),
+    "a Function that must run once": (lambda x, w, v: ScalesInPlace.apply(x, w) @ v, {"w"}),
+    "a Function at the end": (lambda x, w, v: ScalesInPlace.apply(x @ w, v), {"v"}),
+    "input returned": (lambda x, w, v: (x, x @ w @ v), set()),
+    "view as output": (lambda x, w, v: (x @ w @ v).view(-1), set()),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_graphs(frozen: bool) -> None:
+    """Gradients are those of one backward pass; all that may wait for the second half does."""
+    failures = []
+    for name, (function, first) in GRAPHS.items():
+        torch.manual_seed(0)
+        w, v = (torch.rand(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        w.requires_grad_(not frozen)
+        values = torch.rand(2, 3, dtype=torch.float64)
+        found = []
+        for split in (False, True):
+            x = values.clone().requires_grad_()
+            w.grad = v.grad = None
+            result = function(x, w, v)
+            outputs = [tensor for tensor in (result if isinstance(result, tuple) else (result,)) if tensor.requires_grad]
+            del result
+            upstream = [torch.full_like(tensor, index + 2.0) for index, tensor in enumerate(outputs)]
+            if split:
+                half = backward_inputs(outputs, upstream, [x])
+                del outputs
+                early = {key for key, leaf in (("w", w), ("v", v)) if leaf.grad is not None}
+                if early != first - ({"w"} if frozen else set()):
+                    failures.append(f"{name}: {early} in the first half")
+                backward_weights(half)
+            else:
+                torch.autograd.backward(outputs, upstream)
+            found.append([tensor.grad for tensor in (x, w, v)])
+        for label, whole, halves in zip("xwv", *found, strict=True):
+            if (whole is None) != (halves is None) or (whole is not None and not torch.allclose(whole, halves, rtol=1e-13, atol=1e-13)):
+                failures.append(f"{name}: {label} is {halves}, not {whole}")
+    assert not failures, "\n".join(failures)
+
+
+def test_a_function_runs_once() -> None:
+    """Hooks between two uses of a weight run once too."""
+    w, x = torch.rand(3, 3, requires_grad=True), torch.rand(2, 3, requires_grad=True)
+    runs = []
+    y = (x @ w).tanh()
+    y.register_hook(lambda gradient: runs.append(1))
+    half = backward_inputs([y @ w], [torch.ones(2, 3)], [x])
+    del y
+    backward_weights(half)
+    assert runs == [1]
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["block", "block and detached head"])
+def test_a_reentrant_checkpoint(head: bool) -> None:
+    """The first half is the complete backward of its graph."""
+    block, last = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    values, found = torch.rand(2, 3, dtype=torch.float64), []
+    for split in (False, True):
+        block.zero_grad()
+        last.zero_grad()
+        x = values.clone().requires_grad_()
+        hidden = checkpoint(block, x, use_reentrant=True)
+        outputs = [last(hidden), last(hidden.detach())] if head else [last(hidden)]
+        upstream = [torch.ones_like(tensor) for tensor in outputs]
+        if split:
+            backward_weights(backward_inputs(outputs, upstream, [x]))
+        else:
+            torch.autograd.backward(outputs, upstream)
+        found.append([x.grad, *(p.grad.clone() for p in (*block.parameters(), *last.parameters()) if p.grad is not None)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-13, atol=1e-13)

@@ -1,0 +1,222 @@
+"""Pipelines whose backward is split, for models whose gradients do not all come through a stage's input, against one process in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import plait
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.parity import cases
+from tests.parity.data_parallel import CLIPPING
+from tests.parity.pipelines import LAYERS, STEPS, dp_of, settings
+from tests.parity.test_pipeline_models import sgd
+from tests.pool import Pool
+
+SPLIT = ["interleaved-zero-bubble", "zbv", "dualpipev"]
+
+
+class DetachesInside(cases.Block):
+    """Trains what follows its norm, and nothing before."""
+
+    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+        inner: torch.Tensor = self.down(F.gelu(self.up(self.norm(hidden).detach())))
+        return inner
+
+
+class Autoencoder(cases.Block):
+    """Both of its layers multiply by one weight, which is registered after their biases."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.encoded = nn.Parameter(torch.rand(2 * width))
+        self.decoded = nn.Parameter(torch.rand(width))
+        self.weight = nn.Parameter(torch.rand(2 * width, width))
+
+    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+        code = torch.tanh(F.linear(hidden, self.weight, self.encoded))
+        return super().forward(hidden, use_side) + F.linear(code, self.weight.t(), self.decoded)
+
+
+class Checkpointed(cases.Block):
+    """Recomputes itself as models did before torch had another implementation."""
+
+    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(super().forward, hidden, use_side, use_reentrant=True)
+        return output
+
+
+class Scaled(cases.Block):
+    """Scales the gradient of its norm's output with a hook."""
+
+    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+        inner = self.norm(hidden)
+        if inner.requires_grad:
+            inner.register_hook(lambda gradient: gradient * 0.5)
+        output: torch.Tensor = hidden + self.down(F.gelu(self.up(inner)))
+        return output
+
+
+class Model(cases.PlainModel):
+    """A plain model, of which some blocks are replaced."""
+
+    def __init__(self, replaced: type[cases.Block] | None = None, at: tuple[int, ...] = ()) -> None:
+        super().__init__(tied=False, layers=LAYERS)
+        for index in at:
+            assert replaced is not None
+            self.blocks[index] = replaced(12)
+
+
+class DetachesBetween(Model):
+    """Detaches before one of its blocks."""
+
+    def __init__(self, before: int) -> None:
+        super().__init__()
+        self.before = before
+
+    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+        hidden = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden.detach() if index == self.before else hidden, side)
+        return cases.Output(self.head(hidden))
+
+
+class HeadAlone(Model):
+    """Trains its head on features that it detaches."""
+
+    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden, side)
+        return cases.Output(self.head(torch.tanh(hidden).detach()))
+
+
+class Pair(cases.Block):
+    """Hands on a second tensor, which follows from parameters and from detached features."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor], use_side: bool) -> Any:
+        hidden, other = pair
+        beside = self.side(hidden.detach()) * self.scale
+        return super().forward(hidden + torch.tanh(other) * self.scale, use_side), beside
+
+
+class Pairs(Model):
+    """Passes two tensors from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__(Pair, tuple(range(LAYERS)))
+
+    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+        hidden = self.embed(input_ids)
+        pair = hidden, hidden
+        for block in self.blocks:
+            pair = block(pair, side)
+        return cases.Output(self.head(pair[0] + pair[1]))
+
+
+def model_of(kind: str) -> nn.Module:
+    """With the same weights everywhere. There are two blocks per stage."""
+    torch.manual_seed(7)
+    middle = (3, 6)
+    made: dict[str, Any] = {
+        "detach inside a block": lambda: Model(DetachesInside, (3,)),
+        "detach inside the last block": lambda: Model(DetachesInside, (7,)),
+        "detach between blocks of a stage": lambda: DetachesBetween(5),
+        "detach between blocks of two stages": lambda: DetachesBetween(4),
+        "head on detached features": HeadAlone,
+        "tied autoencoder": lambda: Model(Autoencoder, middle),
+        "reentrant checkpoint": lambda: Model(Checkpointed, middle),
+        "tensor hook": lambda: Model(Scaled, middle),
+        "two tensors": Pairs,
+    }
+    return made[kind]().double()
+
+
+DETACHED = [
+    "detach inside a block",
+    "detach inside the last block",
+    "detach between blocks of a stage",
+    "detach between blocks of two stages",
+    "head on detached features",
+    "two tensors",
+]
+
+
+def train(rank: int, world: int, kinds: list[str], config: dict[str, Any]) -> dict[str, Trace]:
+    """Runs in a worker."""
+    traces = {}
+    for kind in kinds:
+        model = model_of(kind)
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=sgd(list(model.parameters())))
+        traces[kind] = engine_trace(engine, steps_of(config))
+    return traces if rank == 0 else {}
+
+
+def steps_of(config: dict[str, Any]) -> list[list[dict[str, torch.Tensor]]]:
+    """Micro-batches of all ranks, by step."""
+    return cases.steps_for("plain", dp_of(config) * config["gradient_accumulation_steps"], steps=STEPS)
+
+
+def with_zeros(trace: Trace) -> Trace:
+    """Put zeros where a parameter has no gradient.
+
+    A stage that computes no gradient of its inputs sends zeros, so earlier stages have zeros where
+    one process has None.
+    """
+    filled = [
+        {name: torch.zeros_like(trace.parameters[name]) if tensor is None else tensor for name, tensor in step.items()}
+        for step in trace.gradients
+    ]
+    return replace(trace, gradients=tuple(filled))
+
+
+def check(pool: Pool, world: int, kinds: list[str], config: dict[str, Any]) -> None:
+    """Compare losses, norms, gradients and parameters with one process."""
+    found = pool.run(world, train, kinds, config)[0]
+    failures = []
+    for kind in kinds:
+        wanted = reference_trace(model_of(kind), steps_of(config), loss_fn=plait.causal_lm_loss, optimizer=sgd, clipping=CLIPPING)
+        difference = worst(compare(with_zeros(wanted), with_zeros(found[kind])))
+        if not difference.ok(1e-10):
+            failures.append(f"{kind}: {difference.name}: {difference.error}")
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_gradients_behind_a_detach(pool: Pool, schedule: str) -> None:
+    """Parameters whose path to a stage's output meets no path from its input."""
+    check(pool, 2, DETACHED, settings(0, 4, schedule, pp=2))
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_weights_used_twice_in_a_block(pool: Pool, schedule: str) -> None:
+    """A tied autoencoder whose biases come before its weight."""
+    check(pool, 2, ["tied autoencoder"], settings(0, 4, schedule, pp=2))
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_reentrant_checkpoints(pool: Pool, schedule: str) -> None:
+    """Blocks that run a backward of their own inside the stage's."""
+    check(pool, 2, ["reentrant checkpoint"], settings(0, 4, schedule, pp=2))
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_hooks_on_activations(pool: Pool, schedule: str) -> None:
+    """A hook scales the gradient once, though the node runs in both halves."""
+    check(pool, 2, ["tensor hook"], settings(0, 4, schedule, pp=2))
+
+
+def test_sharded_gradients(pool: Pool) -> None:
+    """Units reduce at the end of the second half what came in either."""
+    kinds = ["detach between blocks of a stage", "tied autoencoder", "reentrant checkpoint", "two tensors"]
+    check(pool, 4, kinds, settings(2, 4, "zbv", pp=2, dp_shard=2))
