@@ -99,6 +99,7 @@ def predict_peak_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples
         blocks=blocks,
         notes=notes_of(one.check(context) for one in (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp)),
     )
+    pipeline = given.noted(PipelineParts)
     whole = model_facts(model, blocks, tensor_plan=given.noted(TensorPlan))
     at, layout = mesh.coordinates, resolved.layout
     ledger = Ledger.of_rank(

@@ -181,6 +181,11 @@ def _run_group(group: WeightGroup) -> None:
             handle.remove()
 
 
+def _is_custom(node: object) -> bool:
+    """Return whether a node is the backward of a `torch.autograd.Function`."""
+    return isinstance(node, BackwardCFunction)
+
+
 class _Graph:
     """The autograd graph of a stage. See Note [Splitting a backward pass].
 
@@ -203,9 +208,7 @@ class _Graph:
                 self._carrying.add(node)
         self.leads_to_inputs = not self._carrying.isdisjoint(roots)
         # By name: the checkpoints of Megatron-LM and DeepSpeed are copies of torch's, with its rules.
-        self.has_reentrant_checkpoint = any(
-            isinstance(node, BackwardCFunction) and node.name() == "CheckpointFunctionBackward" for node in self._children
-        )
+        self.has_reentrant_checkpoint = any(_is_custom(node) and node.name() == "CheckpointFunctionBackward" for node in self._children)
         self._chained: list[WeightGroup] = []
 
     def _walk(self) -> None:
@@ -282,15 +285,15 @@ class _Graph:
         """Return whether no intermediate of `group` may run in a pass of its own."""
         if any(group is chained for chained in self._chained):
             return True
-        return any(isinstance(node, BackwardCFunction) and not allows_two_runs(node) for node in group.intermediates)
+        return any(_is_custom(node) and not allows_two_runs(node) for node in group.intermediates)
 
     def owners(self, group: WeightGroup, edges: Sequence[GradientEdge]) -> list[Any]:
         """Return what keeps the intermediates of `group` that are custom Functions alive."""
         found: list[Any] = []
         for node in group.intermediates:
-            if isinstance(node, BackwardCFunction):
+            if _is_custom(node):
                 owner = node
-                while isinstance(owner, BackwardCFunction) and owner in self._parents:
+                while _is_custom(owner) and owner in self._parents:
                     owner = self._parents[owner]
                 # The edge of a root that is a custom Function holds a view of the output, which owns it.
                 found += [owner, *(edge for edge in edges if edge.node is owner)]
