@@ -93,7 +93,7 @@ def around_backward(model: nn.Module, *, begin: Callable[[], None], end: Callabl
     all units were started. Every rank that takes part in the reductions calls both.
     """
     for module in sharded_modules(model):
-        state = module._get_fsdp_state()
+        state: Any = module._get_fsdp_state()  # its methods are replaced
         state._register_root_post_backward_final_callback = _with_begin(state, begin)
         state._root_post_backward_final_callback = _with_end(state, end)
 
