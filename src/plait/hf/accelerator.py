@@ -165,7 +165,15 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of the micro-batch that the Trainer is at."""
+        """Run the backward of the micro-batch that the Trainer is at.
+
+        Raises:
+            InputError: Any argument besides the loss is given.
+        """
+        if kwargs:
+            raise InputError(
+                f"accelerator.backward({next(iter(kwargs))}=...): a micro-batch has one backward here; add its losses and call it once"
+            )
         self.backward_of(loss)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
