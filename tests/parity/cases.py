@@ -137,6 +137,11 @@ def steps_for(kind: str, micro_batches: int, *, steps: int = 3) -> list[list[dic
     return ragged_steps(micro_batches, steps=steps, keys=() if kind in ("plain", "frozen") else ("attention_mask",))
 
 
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum, in plain torch."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of `OPTIMIZER`, in plain torch."""
     return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)

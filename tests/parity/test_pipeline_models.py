@@ -125,17 +125,12 @@ def data_of(kind: str, micro_batches: int) -> list[list[dict[str, torch.Tensor]]
     return cases.ragged_steps(micro_batches, keys=("attention_mask",) if kind in ("mixtral", "bart") else ())
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """What needs no state."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def train_all(rank: int, world: int, kinds: list[str], config: dict[str, Any], folder: str) -> dict[str, Trace]:
     """Runs in a worker. The optimizer is an instance over all parameters."""
     traces = {}
     for kind in kinds:
         model = model_of(kind)
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=sgd(list(model.parameters())))
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=cases.sgd(list(model.parameters())))
         steps = data_of(kind, dp_of(config) * config["gradient_accumulation_steps"])
         traces[kind] = engine_trace(engine, steps)
         engine.save_checkpoint(f"{folder}/{kind}")
@@ -148,7 +143,7 @@ def compared(pool: Pool, world: int, kinds: list[str], config: dict[str, Any], f
     found = pool.run(world, train_all, kinds, config, str(folder))[0]
     for kind in kinds:
         steps = data_of(kind, dp_of(config) * config["gradient_accumulation_steps"])
-        wanted = reference_trace(model_of(kind), steps, loss_fn=plait.causal_lm_loss, optimizer=sgd, clipping=CLIPPING)
+        wanted = reference_trace(model_of(kind), steps, loss_fn=plait.causal_lm_loss, optimizer=cases.sgd, clipping=CLIPPING)
         difference = worst(compare(wanted, found[kind]))
         assert difference.ok(1e-9), f"{kind}: {difference.name}: {difference.error}"
 

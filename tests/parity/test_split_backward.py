@@ -16,7 +16,6 @@ from plait.verify.parity import Trace, compare, engine_trace, reference_trace, w
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING
 from tests.parity.pipelines import LAYERS, STEPS, dp_of, settings
-from tests.parity.test_pipeline_models import sgd
 from tests.pool import Pool
 
 SPLIT = ["interleaved-zero-bubble", "zbv", "dualpipev"]
@@ -157,7 +156,7 @@ def train(rank: int, world: int, kinds: list[str], config: dict[str, Any]) -> di
     traces = {}
     for kind in kinds:
         model = model_of(kind)
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=sgd(list(model.parameters())))
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=cases.sgd(list(model.parameters())))
         traces[kind] = engine_trace(engine, steps_of(config))
     return traces if rank == 0 else {}
 
@@ -185,7 +184,7 @@ def check(pool: Pool, world: int, kinds: list[str], config: dict[str, Any]) -> N
     found = pool.run(world, train, kinds, config)[0]
     failures = []
     for kind in kinds:
-        wanted = reference_trace(model_of(kind), steps_of(config), loss_fn=plait.causal_lm_loss, optimizer=sgd, clipping=CLIPPING)
+        wanted = reference_trace(model_of(kind), steps_of(config), loss_fn=plait.causal_lm_loss, optimizer=cases.sgd, clipping=CLIPPING)
         difference = worst(compare(with_zeros(wanted), with_zeros(found[kind])))
         if not difference.ok(1e-10):
             failures.append(f"{kind}: {difference.name}: {difference.error}")
