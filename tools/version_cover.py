@@ -355,7 +355,7 @@ def page() -> None:
 def suite_table(tested: list[dict[str, Any]]) -> str:
     """Return the table of test results, one row per release and folder."""
     rows = [
-        (one["torch"], f"`{folder}`", count["passed"], count["failed"], count["skipped"], one["suite_plait"])
+        (one["torch"], f"`{folder}`", *(str(count[key]) for key in ("passed", "failed", "skipped")), one["suite_plait"])
         for one in tested
         for folder, count in sorted(one["suite"].items())
     ]
