@@ -209,6 +209,6 @@ def _begun(files: Place) -> str:
 
 def _refuse_others_files(target: Path) -> None:
     """A checkpoint takes the place of an older one of its name, damaged or not, and of nothing else."""
-    kept = target.is_dir() and not target.is_symlink() and all(_OWN_FILE.fullmatch(path.name) for path in target.iterdir())
+    kept = target.is_dir() and not target.is_symlink() and holds_own_files_only(target)
     if os.path.lexists(target) and not kept:
         raise CheckpointError("something is there that is no checkpoint, and would be deleted; give another tag, or remove it first")

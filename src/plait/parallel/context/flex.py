@@ -117,11 +117,6 @@ def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
     return masks[sizes]
 
 
-@lru_cache(maxsize=64)
-def _position_mask(*arguments: Any) -> Any:
-    return _new_mask(*arguments)
-
-
 # A mask that an evaluation makes is used by training too.
 @torch.inference_mode(False)
 def _new_mask(
@@ -149,6 +144,10 @@ def _new_mask(
 
     rows = None if starts is None else len(starts)
     return _function("create_block_mask", device.type)(seen, rows, None, queries, keys, device=device)
+
+
+_position_mask = lru_cache(maxsize=64)(_new_mask)
+"""Block masks that depend on positions only. All layers and micro-batches share them."""
 
 
 def _on_device(number: float, device: torch.device) -> torch.Tensor:
