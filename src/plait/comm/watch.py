@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from plait._torch.flight import Begun, begun_collectives
 from plait._torch.groups import set_timeout, timeout_of
+from plait._torch.unit_order import last_collective
 from plait.cluster.ending import end_process
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import EXPERT_AXES
@@ -223,7 +224,10 @@ class Watch:
 
     def _line(self) -> str:
         frame = sys._current_frames().get(self._main or 0)
-        return users_line(frame) if frame is not None else ""
+        if frame is None:
+            return ""
+        unit = last_collective()
+        return users_line(frame) + (f", after the {unit} began" if unit else "")
 
     def _report(self, now: float) -> None:
         readings: dict[int, Reading] = {}

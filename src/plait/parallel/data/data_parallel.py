@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.dtensor import local_tensor, sum_before_reading
 from plait._torch.passes import reset_failed_step
+from plait._torch.unit_order import UnitOrder
 from plait._torch.units import keep_trainability, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.layout import SAMPLE_AXES
@@ -153,7 +154,9 @@ class DataParallel(CollectiveSettings):
             # Of a layer of experts, other ranks of tp may have those that a step used.
             group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
             if self.unused_parameters and group is not None:
-                hooks.append(UnusedTracker(model, group, device=mesh.device, finishes_backward=mean))
+                # After shared memory has replaced the gathering of units.
+                order = _unit_order(self, parts, mesh)
+                hooks.append(UnusedTracker(model, group, device=mesh.device, order=order, finishes_backward=mean))
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
         if mean:
             buffers.send_in_forward(model)
@@ -177,6 +180,20 @@ def _description(sharing: Sharing, parts: Parts) -> str:
     assert waits is not None
     words = share_parameters(parts.model, sharing.parameter_host, waits) if sharing.parameter_host is not None else ""
     return ". ".join(filter(None, (sharing.said, words)))
+
+
+def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder | None:
+    """Return the order of the units' collectives; None in a pipeline, whose schedule runs the units."""
+    if mesh.layout.pp > 1:
+        return None
+    model: Any = parts.model
+    outer = parts.noted(OuterUnits) or OuterUnits()
+    return UnitOrder(
+        model,
+        is_fixed=technique.stage < 3,
+        embeddings=[model.get_submodule(name) for name in outer.embeddings],
+        heads=[model.get_submodule(outer.head)] if outer.head is not None else [],
+    )
 
 
 def _gradient_bytes(parts: Parts) -> int:
