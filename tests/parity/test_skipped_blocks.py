@@ -58,9 +58,7 @@ def train(rank: int, world: int, config: dict[str, Any], penalty: bool) -> Trace
 
 @pytest.mark.parametrize("transport", ["torch", "auto"])
 @pytest.mark.parametrize(("stage", "accumulation", "penalty"), [(1, 2, False), (2, 2, False), (2, 1, True)])
-def test_ranks_skip_different_blocks(
-    pool: Pool, stage: int, accumulation: int, penalty: bool, transport: str
-) -> None:
+def test_ranks_skip_different_blocks(pool: Pool, stage: int, accumulation: int, penalty: bool, transport: str) -> None:
     config = settings(2, stage, 1, accumulation)
     config["parallel"]["transport"] = transport
     trace = pool.run(2, train, config, penalty)[0]

@@ -178,7 +178,7 @@ def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
     assert staged is not None and upwards is not None and mesh.reverse_pp is not None and data is not None and waits is not None
     zero = StagedZero(staged, schedule, zero=data.stage, reducer=parts.noted(Reducer))
     messenger = Messenger([(upwards, mesh.reverse_pp), *mesh.more_pp], device=mesh.device, waits=waits)
-    check = CutCheck(plan.skeleton, found)
+    check = CutCheck(plan.skeleton, found, parts.model)
     runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
     runtime.statistics = parts.noted(RouterStatistics)
     offloaded = parts.noted(OffloadedActivations)
