@@ -153,6 +153,7 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
 
 
 def check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
+    """Raise ModelError unless the blocks at the ends of stages run, once each and in order."""
     twice = sorted({flow.blocks[index] for index in flow.order if flow.order.count(index) > 1})
     missing = [flow.blocks[end - 1] for end in bounds[1:-1] if end - 1 not in flow.order]
     if twice:
