@@ -105,7 +105,7 @@ class Dataflow:
     late_buffers: set[str] = field(default_factory=set)
     """Buffers outside of the blocks that are read before or inside a block, and changed after the last one."""
     strangers: set[str] = field(default_factory=set)
-    """Names in `Skeleton.strangers` of tensors that were used."""
+    """Names in `Trace.strangers` of tensors that were used."""
 
 
 class Untraceable(ModelError):
@@ -122,8 +122,6 @@ class Skeleton:
     """Storage to the first name of the parameter."""
     shapes: Shapes = field(default_factory=Shapes)
     """What operators of earlier traces were found to return."""
-    strangers: dict[int, str] = field(default_factory=dict)
-    """Storage to name of tensors outside of the copy whose use is noted."""
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Sequence[str]) -> Skeleton:
@@ -217,6 +215,8 @@ class Trace(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
         self._running: list[type] = []
         self.state = _OuterState(skeleton)
+        self.strangers: dict[int, str] = {}
+        """Storage to name of tensors outside of the copy whose use is noted."""
 
     # ---- asked by others ------------------------------------------------------------------------------------------------------------
 
@@ -299,8 +299,8 @@ class Trace(TorchDispatchMode):
     def _use(self, tensor: torch.Tensor) -> Origin:
         """Note that `tensor` is used here, and return its origin."""
         key = storage_key(tensor)
-        if key in self.skeleton.strangers:
-            self.flow.strangers.add(self.skeleton.strangers[key])
+        if key in self.strangers:
+            self.flow.strangers.add(self.strangers[key])
         if self._inside is not None or self._region < len(self.skeleton.blocks):
             self.state.read(key)
         name = self.skeleton.names.get(key)

@@ -107,9 +107,6 @@ class CutCheck:
         name = type(self.skeleton.model).__name__
         cpu = _on_cpu(piece)
         missing: dict[str | int, str] = {}
-        parameters = self.model.named_parameters(remove_duplicate=False)
-        self.skeleton.strangers = {storage_key(local_tensor(p.detach())): parameter for parameter, p in parameters}
-
         def run(model: nn.Module, trace: Trace) -> None:
             missing.clear()
             here = with_empty_cache(cpu)
@@ -145,8 +142,10 @@ class CutCheck:
         found = dict(missing)
         return CutResult(found, trace.flow.values or (trace.flow.decides and self._shapes_differ(run, trace, training)))
 
-    @staticmethod
-    def _loss_of_copy(loss: LossFunction, output: Any, piece: Any, trace: Trace) -> torch.Tensor:
+    def _loss_of_copy(self, loss: LossFunction, output: Any, piece: Any, trace: Trace) -> torch.Tensor:
+        # Not during the forward: modules that a deepcopy shares (closures) use them there.
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        trace.strangers = {storage_key(local_tensor(p.detach())): name for name, p in parameters}
         try:
             return loss(output, piece)[0]
         except Exception as error:
@@ -157,6 +156,8 @@ class CutCheck:
                 "and each stage has the attributes of its own blocks only; return what the loss reads in the model's output, or use "
                 "parallel.pp = 1"
             ) from error
+        finally:
+            trace.strangers = {}
 
     def _shapes_differ(self, run: Callable[[nn.Module, Trace], Any], trace: Trace, training: bool) -> bool:
         """Whether blocks would return other shapes if the questions that the model asks about a batch's values had another answer."""
