@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from plait._torch.operators import TorchDispatchMode, refusing_triton_kernels, schema_of, tree_leaves, tree_map
+from plait._torch.storage import storage_id
 from plait.errors import ModelError, PlaitError
 from plait.model.outer_state import (
     Setting,
@@ -134,7 +134,7 @@ class Skeleton:
         except Exception as error:
             raise Untraceable(f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error})") from error
         first = {name: group[0] for group in tied_names(made) for name in group}
-        names = {storage_key(p): first.get(name, name) for name, p in made.named_parameters(remove_duplicate=False)}
+        names = {storage_id(p.untyped_storage()): first.get(name, name) for name, p in made.named_parameters(remove_duplicate=False)}
         return cls(made, tuple(blocks), names)
 
     def trace(self, run: Callable[[nn.Module, Trace], Any], *, training: bool, negate: bool = False) -> Trace:
@@ -170,11 +170,6 @@ class Skeleton:
         finally:
             random.setstate(python)
         raise Untraceable("too many of its modules cannot run without their weights")
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors that share memory, also on meta, without an operator that a mode would see."""
-    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,7 +217,7 @@ class Trace(TorchDispatchMode):
 
     def origin(self, tensor: torch.Tensor) -> Origin:
         """What a value follows from."""
-        key = storage_key(tensor)
+        key = storage_id(tensor.untyped_storage())
         if key in self.skeleton.names:
             return Origin(parameters=frozenset({(self.skeleton.names[key], self._region)}))
         return self._origins.get(key, KNOWN)
@@ -235,7 +230,7 @@ class Trace(TorchDispatchMode):
 
     def has_value(self, tensor: torch.Tensor) -> bool:
         """Whether it is computed, not only its shape known."""
-        return tensor.device.type != "meta" and storage_key(tensor) not in self._without_value
+        return tensor.device.type != "meta" and storage_id(tensor.untyped_storage()) not in self._without_value
 
     # ---- modules --------------------------------------------------------------------------------------------------------------------
 
@@ -277,7 +272,7 @@ class Trace(TorchDispatchMode):
 
     def _fresh(self, leaf: torch.Tensor, since: int) -> torch.Tensor:
         made = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
-        self._origins[storage_key(made)] = Origin(since)
+        self._origins[storage_id(made.untyped_storage())] = Origin(since)
         self._alive.append(made)
         return made
 
@@ -290,7 +285,7 @@ class Trace(TorchDispatchMode):
         for leaf in (*tensors, *module.parameters()):
             origin |= self._use(leaf)
         made = torch.empty(first.shape, dtype=first.dtype, device="meta")
-        self._origins[storage_key(made)] = origin if self._inside is None else Origin(self._inside)
+        self._origins[storage_id(made.untyped_storage())] = origin if self._inside is None else Origin(self._inside)
         self._alive.append(made)
         return _SHAPES[self._opaque[type(module)]](made)
 
@@ -298,7 +293,7 @@ class Trace(TorchDispatchMode):
 
     def _use(self, tensor: torch.Tensor) -> Origin:
         """Note that `tensor` is used here, and return its origin."""
-        key = storage_key(tensor)
+        key = storage_id(tensor.untyped_storage())
         if key in self.strangers:
             self.flow.strangers.add(self.strangers[key])
         if self._inside is not None or self._region < len(self.skeleton.blocks):
@@ -344,16 +339,16 @@ class Trace(TorchDispatchMode):
             if self._negate and isinstance(result, bool) and self._inside is None:
                 result = not result
         for tensor in _written(func, args, kwargs) if schema_of(func).is_mutable else ():
-            key = storage_key(tensor)
+            key = storage_id(tensor.untyped_storage())
             if self._inside is None and self._origins.get(key, KNOWN) != KNOWN:
                 self.flow.writes = True
             self._origins[key] = self._origins.get(key, KNOWN) | origin
             if not known:
                 self._without_value.add(key)
-        before = {storage_key(tensor) for tensor in tensors}
+        before = {storage_id(tensor.untyped_storage()) for tensor in tensors}
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                key = storage_key(leaf)
+                key = storage_id(leaf.untyped_storage())
                 if key not in before and key not in self.skeleton.names:
                     self._origins[key] = origin
                 self._alive.append(leaf)
@@ -396,7 +391,7 @@ class _OuterState:
         """Record the state before the forward."""
         self._settings = self._settings_after_block = outer_settings(self._modules)
         self._buffers = self._buffers_now()
-        self._storages = {storage_key(buffer): name for name, buffer in outer_buffers(self._modules).items()}
+        self._storages = {storage_id(buffer.untyped_storage()): name for name, buffer in outer_buffers(self._modules).items()}
 
     def after_block(self) -> None:
         """Record the state after a block."""

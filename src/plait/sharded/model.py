@@ -43,6 +43,7 @@ from plait.sharded.finite import not_finite
 from plait.sharded.guard import Guard
 from plait.sharded.misuse import refuse_cache
 from plait.sharded.step import Outcome, Stepper
+from plait.sharded.unchanged import UnchangedParameters
 from plait.sharded.within import Forwards
 
 _ATTRIBUTE = "_plait"
@@ -62,6 +63,7 @@ class ShardedModel:
         self.tier = parts.hooks.of(DiskTier)
         scale = config.precision.loss_scale
         self.scaler = LossScaler(scale) if scale is not None else None
+        self._unchanged = UnchangedParameters(parts.model, mesh)
         self.is_evaluating = False
         self._evaluates_in: int | None = None
         """The thread."""
@@ -212,7 +214,9 @@ class ShardedModel:
         self.finish_reduction()
         self.guard.reduced = False
         scale = self.loss_scale
+        self._unchanged.before_update()
         outcome = stepper(divisor=divisor, loss=loss, error=self.error_of_numbers(step, own_loss))
+        self._unchanged.after_update(stepper.optimizer, skipped=outcome.skipped)
         end = StepEnd(skipped=outcome.skipped, rescaled=self.loss_scale / scale, waited_seconds=self.waits.take())
         return outcome, end, ". ".join([said for after in self.hooks.after_step if (said := after(end))])
 

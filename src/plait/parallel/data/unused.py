@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from plait._torch.dtensor import local_tensor
 from plait._torch.passes import around_backward
 from plait._torch.unit_order import DIGEST_BITS, UnitOrder
 from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules, sharded_parameters
@@ -70,6 +71,7 @@ class UnusedTracker(StepHook):
             finishes_backward: Whether the training loop is the user's.
         """
         self.group = group
+        self._model = model
         self._device = device
         self._comparison = _OrderComparison(order, group) if order is not None else None
         units = [module for module in sharded_modules(model) if sharded_parameters(module)]
@@ -160,9 +162,22 @@ class UnusedTracker(StepHook):
             flag_of = flags.tolist()
             for parameter in candidates:
                 if not flag_of[self._index[parameter]]:
+                    self._refuse_unseen_gradient(parameter)
                     parameter.grad = None
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
+
+    def _refuse_unseen_gradient(self, parameter: torch.Tensor) -> None:
+        """Refuse to drop a gradient that is not zero, which would end a parameter's training in silence."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if not bool(local_tensor(gradient).any()):
+            return
+        name = next((name for name, p in self._model.named_parameters() if p is parameter), "a parameter")
+        raise CommunicationError(
+            f"{name} has a gradient that no rank has seen autograd compute, and would not be trained; report this, and meanwhile set "
+            "parallel.unused_parameters = false (if every step uses every parameter) or use ZeRO stage 0"
+        )
 
 
 class _OrderComparison:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait._torch.dtensor import local_tensor
+from plait._torch.storage import storage_key
 from plait.errors import ModelError, PlaitError
-from plait.model.dataflow import Dataflow, Origin, Skeleton, Trace, Untraceable, storage_key
+from plait.model.dataflow import Dataflow, Origin, Skeleton, Trace, Untraceable
 from plait.model.outer_state import (
     SettingName,
     changed_settings,
@@ -107,6 +107,9 @@ class CutCheck:
         name = type(self.skeleton.model).__name__
         cpu = _on_cpu(piece)
         missing: dict[str | int, str] = {}
+        named = self.model.named_parameters(remove_duplicate=False)
+        parameters = {storage_key(p): parameter for parameter, p in named}
+
         def run(model: nn.Module, trace: Trace) -> None:
             missing.clear()
             here = with_empty_cache(cpu)
@@ -116,7 +119,7 @@ class CutCheck:
             fields = output_fields(output)
             missing.update({entry: why for entry, leaves in fields.items() if (why := self._why_missing(entry, leaves, trace))})
             if loss is not None:
-                trace.need([self._loss_of_copy(loss, without(output, missing), here, trace)], "the loss")
+                trace.need([_loss_of_copy(loss, without(output, missing), here, trace, parameters)], "the loss")
 
         try:
             trace = self.skeleton.trace(run, training=training)
@@ -141,23 +144,6 @@ class CutCheck:
                     )
         found = dict(missing)
         return CutResult(found, trace.flow.values or (trace.flow.decides and self._shapes_differ(run, trace, training)))
-
-    def _loss_of_copy(self, loss: LossFunction, output: Any, piece: Any, trace: Trace) -> torch.Tensor:
-        # Not during the forward: modules that a deepcopy shares (closures) use them there.
-        parameters = self.model.named_parameters(remove_duplicate=False)
-        trace.strangers = {storage_key(local_tensor(p.detach())): name for name, p in parameters}
-        try:
-            return loss(output, piece)[0]
-        except Exception as error:
-            if isinstance(error, PlaitError) or trace.failed:  # a module that the loss runs has failed
-                raise
-            raise ModelError(
-                f"parallel.pp: the loss cannot be computed from the model's output and the batch alone ({type(error).__name__}: {error}), "
-                "and each stage has the attributes of its own blocks only; return what the loss reads in the model's output, or use "
-                "parallel.pp = 1"
-            ) from error
-        finally:
-            trace.strangers = {}
 
     def _shapes_differ(self, run: Callable[[nn.Module, Trace], Any], trace: Trace, training: bool) -> bool:
         """Whether blocks would return other shapes if the questions that the model asks about a batch's values had another answer."""
@@ -190,6 +176,24 @@ class CutCheck:
             if stage not in self.cut.owners.get(name, ()) or not recomputes:
                 return name
         return None
+
+
+def _loss_of_copy(loss: LossFunction, output: Any, piece: Any, trace: Trace, parameters: dict[int, str]) -> torch.Tensor:
+    """Compute the loss of a traced output, and note which of the real `parameters` (storage to name) it reads."""
+    # Not during the forward: modules that a deepcopy shares (closures) read real parameters there.
+    trace.strangers = parameters
+    try:
+        return loss(output, piece)[0]
+    except Exception as error:
+        if isinstance(error, PlaitError) or trace.failed:  # a module that the loss runs has failed
+            raise
+        raise ModelError(
+            f"parallel.pp: the loss cannot be computed from the model's output and the batch alone ({type(error).__name__}: {error}), "
+            "and each stage has the attributes of its own blocks only; return what the loss reads in the model's output, or use "
+            "parallel.pp = 1"
+        ) from error
+    finally:
+        trace.strangers = {}
 
 
 def _kind(piece: Any) -> Any:
