@@ -14,6 +14,7 @@ import torch
 
 from plait._torch.units import drop_gradients, has_unreduced
 from plait.comm.board import BACKWARD
+from plait.comm.failures import failed_collective
 from plait.comm.watch import WATCH
 from plait.errors import InputError
 from plait.parallel.data.data_parallel import DataParallel
@@ -57,6 +58,9 @@ class Guard(StepHook):
             self._lost = "step" if "step" in (lost, self._lost) else lost
             if isinstance(error, RuntimeError) and _MIXED in str(error):
                 raise InputError(_mixed(error, self._parts)) from error
+            failure = failed_collective(error, "a collective of the forward, the backward or the update")
+            if failure is not None:
+                raise failure from error
             raise
 
     @contextmanager
