@@ -19,7 +19,6 @@ from plait._torch.units import unsharded_parameter_bytes
 from plait.comm import host as host_module
 from plait.comm.host import Host
 from plait.comm.host_parameters import HostParameters
-from plait.comm.waits import Waits
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.parity.digests import digest_of
@@ -32,7 +31,7 @@ IN_BACKWARD = {"optimizer_in_backward": True, "unused_parameters": False}
 def written(rank: int, ranks: int) -> None:
     """Rows of several sizes, in turns of writing and reading. Runs in a worker."""
     host = Host(dist.group.WORLD, label="the test")
-    memory = HostParameters(host, [5, 0, 1000], torch.float64, waits=Waits())
+    memory = HostParameters(host, [5, 0, 1000], torch.float64)
     for step in range(50):
         for index, row in enumerate(memory.rows):
             row.fill_(100 * step + 10 * index + rank)

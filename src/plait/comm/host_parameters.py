@@ -16,7 +16,6 @@ import torch
 
 from plait.comm.host import Host, Memory
 from plait.comm.record import record
-from plait.comm.waits import Waits
 
 _WRITTEN, _READ = 0, 1
 """Indices of the words that say how many gatherings a rank has written its rows for, and has finished reading."""
@@ -25,13 +24,13 @@ _WRITTEN, _READ = 0, 1
 class HostParameters:
     """A unit of `fully_shard` in shared memory. Every rank gathers it in the same order as the others, as with any collective."""
 
-    def __init__(self, host: Host, numels: Sequence[int], dtype: torch.dtype, *, waits: Waits) -> None:
+    def __init__(self, host: Host, numels: Sequence[int], dtype: torch.dtype) -> None:
         """Collective over the host's group. `numels`: elements of every parameter's shard, padding included, the same on all ranks. Raises
         Unavailable where there is no memory for it."""
         size = dtype.itemsize
         spaces = [-(-host.ranks * numel * size // 64) * 64 for numel in numels]
         *starts, total = accumulate(spaces, initial=0)
-        self._host, self._waits, self._dtype = host, waits, dtype
+        self._host, self._dtype = host, dtype
         self._memory = Memory(host, words=2, data_bytes=total)
         self.wholes = [self._memory.tensor(start, host.ranks * numel, dtype) for start, numel in zip(starts, numels, strict=True)]
         """[ranks x numel] of every parameter."""
@@ -56,5 +55,4 @@ class HostParameters:
         self._wait(_READ, "end of an evaluation")
 
     def _wait(self, word: int, operation: str) -> None:
-        with self._waits.during(f"all_gather {self._host.label}"):
-            self._host.wait(partial(self._memory.behind, word, self._round), operation=operation, sequence=self._round)
+        self._host.wait(partial(self._memory.behind, word, self._round), operation=operation, sequence=self._round)

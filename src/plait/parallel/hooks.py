@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -28,8 +28,6 @@ class StepEnd:
     """Gradients were not finite; nothing was updated."""
     rescaled: float = 1.0
     """The factor by which the loss scale, and so the next gradients, have changed."""
-    waited_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Exposed communication time of this rank by collective (see `comm.waits`)."""
 
 
 class StepHook:

@@ -24,7 +24,6 @@ from plait.comm.choose import choose_buckets
 from plait.comm.host import Host
 from plait.comm.startup import Found, find_links, refine
 from plait.comm.transport import Transport, TransportName, connect
-from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
 from plait.errors import ConfigError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.data.autotune import Candidate, CompressionAutotuner
@@ -212,7 +211,7 @@ class Sharing:
     """Ranks that can hold parameters once, in the memory that they share."""
 
 
-def sharded(technique: CollectiveSettings, compression: Compression, stage: int, parts: Parts, mesh: Mesh, waits: Waits) -> Sharing:
+def sharded(technique: CollectiveSettings, compression: Compression, stage: int, parts: Parts, mesh: Mesh) -> Sharing:
     """Collective over `dp_shard` and tp."""
     group = mesh.group("dp_shard")
     if group is None:
@@ -223,10 +222,10 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     way = _connected(technique, group, mesh, label="dp_shard")
     # Shared memory is laid out for one group, and the secondary partition is gathered over another.
     all_gather = way.all_gather if not (stage == 3 and technique.secondary_partition) else None
-    for module in _units(parts):
-        if mesh.device.type == "cpu":
-            module.set_custom_all_gather(TimedAllGather(all_gather, waits, "dp_shard"))
-    whole = partial(_reduce_whole, parts, way, waits)
+    if all_gather is not None:
+        for module in _units(parts):
+            module.set_custom_all_gather(all_gather)
+    whole = partial(_reduce_whole, parts, way)
     whole()
     scheme = compression.scheme
     # The shared memory has the parameters that the forward computes with; on a disk, or in another dtype, they are others.
@@ -238,14 +237,14 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     said = f"parameters are {gathered}, gradients reduced {names[scheme.gradient_bits]}: {way.reason}"
     open_, words = _open_to_compression(compression, in_memory=way.name == "shared-memory")
     levels = mesh.levels("dp_shard") if scheme.gradient_bits or open_ else None
-    compressors = CompressedUnits(scheme.install(parts.model, levels, waits))
+    compressors = CompressedUnits(scheme.install(parts.model, levels))
 
     def take(to: Scheme | None) -> None:
         compressors.clear()
         if to is None:
             whole()
         else:
-            compressors.update(to.install(parts.model, levels, waits))
+            compressors.update(to.install(parts.model, levels))
 
     candidates = tuple(Candidate(to.name, to.code, partial(take, to)) for to in open_)
     autotuner = None
@@ -260,7 +259,7 @@ def _units(parts: Parts) -> list[FSDPModule]:
     return [module for module in sharded_modules(parts.model) if id(module) not in apart]
 
 
-def _reduce_whole(parts: Parts, way: Transport, waits: Waits) -> None:
+def _reduce_whole(parts: Parts, way: Transport) -> None:
     if way.reduce_scatter is not None:
         for module in _units(parts):
-            module.set_custom_reduce_scatter(TimedReduceScatter(way.reduce_scatter, waits, "dp_shard"))
+            module.set_custom_reduce_scatter(way.reduce_scatter)

@@ -14,21 +14,20 @@ from plait._torch.units import replace_shard_buffers, shard_buffers, sharded_mod
 from plait.cluster.host_memory import trim_heap
 from plait.comm.host import Host, Unavailable
 from plait.comm.host_parameters import HostParameters
-from plait.comm.waits import Waits
 
 HELD_TWICE = 32 << 20
 """Bytes of shards that are copied before the C library gives the system what the first copies took: it keeps it otherwise."""
 
 
-def share_parameters(model: nn.Module, host: Host, waits: Waits) -> str:
+def share_parameters(model: nn.Module, host: Host) -> str:
     """Put every unit's shards where all ranks of `host` see them; a unit that finds no memory, or mixes dtypes, is gathered as before.
     Returns a description of that, if there is one. Collective over `dp_shard`; before anyone keeps a rank's part of a parameter."""
     units = sharded_modules(model)
-    gathered = [why for unit in units if (why := _hold(unit, host, waits))]
+    gathered = [why for unit in units if (why := _hold(unit, host))]
     return f"{len(gathered)} of {len(units)} units are gathered all the same: {gathered[0]}" if gathered else ""
 
 
-def _hold(unit: FSDPModule, host: Host, waits: Waits) -> str:
+def _hold(unit: FSDPModule, host: Host) -> str:
     """Why not, if not."""
     numels = [shard.numel() for shard in shard_buffers(unit)]
     dtypes = {shard.dtype for shard in shard_buffers(unit)}
@@ -37,7 +36,7 @@ def _hold(unit: FSDPModule, host: Host, waits: Waits) -> str:
     if len(dtypes) > 1:
         return "a unit has several dtypes"
     try:
-        memory = HostParameters(host, numels, dtypes.pop(), waits=waits)
+        memory = HostParameters(host, numels, dtypes.pop())
     except Unavailable as unavailable:
         return str(unavailable)
     _place(unit, memory)
