@@ -20,7 +20,9 @@ class RunStarted:
     layout: str
     folder: str
     communication: str = ""
-    """How data-parallel ranks exchange gradients and parameters, and why so."""
+    """How ranks exchange gradients, parameters and sequences, and why so."""
+    notable_communication: str = ""
+    """The part of `communication` that is not the default; the progress lines show only this."""
     resumed: tuple[str, ...] = ()
     """What goes on otherwise than the checkpoint was written, one sentence each."""
 

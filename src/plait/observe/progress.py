@@ -105,8 +105,8 @@ class ProgressLines:
 
     def _begin(self, event: RunStarted) -> None:
         self._last_step = event.last_step
-        if event.communication:
-            self._console.print(f"{'ranks':<8}{event.communication}", soft_wrap=True)
+        if event.notable_communication:
+            self._console.print(f"{'ranks':<8}{event.notable_communication}", soft_wrap=True)
         for note in event.resumed:
             self._console.print(f"{'resume':<8}{note}", soft_wrap=True)
         if self._console.is_terminal:

@@ -21,7 +21,7 @@ from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
-from plait.comm.host import Host
+from plait.comm.shared_memory.host import Host
 from plait.comm.startup import Found, find_links, refine
 from plait.comm.transport import Transport, TransportName, connect
 from plait.errors import ConfigError, Problem
@@ -82,6 +82,8 @@ class Summing:
     said: str
     """A description."""
     others: tuple[tuple[Scheme, BucketWay], ...] = ()
+    is_default: bool = False
+    """Whether no setting and no measurement had a part in it."""
 
     def autotuner_of(self, reducer: Reducer, mesh: Mesh) -> CompressionAutotuner | None:
         """Return the hook whose steps decide on compression; None if there are no candidates."""
@@ -179,7 +181,8 @@ def replicated(
     in_memory = wanted == "shared-memory" or (wanted == "by-machines" and way.name == "shared-memory")
     open_, words = _open_to_compression(compression, in_memory=in_memory)
     others = tuple((to, _compressed_way(to, technique, group, mesh)) for to in open_)
-    return Summing(BucketWay(make, bucket_bytes), f"{said}{words}", others)
+    is_default = wanted == "by-machines" and found is None and technique.transport == "prefer-shared-memory" and not words
+    return Summing(BucketWay(make, bucket_bytes), f"{said}{words}", others, is_default)
 
 
 def _open_to_compression(compression: Compression, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
@@ -207,6 +210,8 @@ class Sharing:
     compressors: CompressedUnits = field(default_factory=CompressedUnits)
     autotuner: CompressionAutotuner | None = None
     """The steps that decide whether gradients are compressed."""
+    is_default: bool = False
+    """Whether no setting had a part in it."""
     parameter_host: Host | None = None
     """Ranks that can hold parameters once, in the memory that they share."""
 
@@ -250,7 +255,8 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     autotuner = None
     if candidates:
         autotuner = CompressionAutotuner(deciding_groups(mesh), mesh.device, partial(take, None), candidates)
-    return Sharing(f"{said}{words}", compressors, autotuner, host)
+    is_default = technique.transport == "prefer-shared-memory" and not (scheme.weight_bits or scheme.gradient_bits or words)
+    return Sharing(f"{said}{words}", compressors, autotuner, is_default, host)
 
 
 def _units(parts: Parts) -> list[FSDPModule]:

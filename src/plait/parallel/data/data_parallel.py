@@ -36,6 +36,7 @@ from plait._torch.units import keep_trainability, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
+from plait.comm.shared_memory.parameters import share_parameters
 from plait.model.facts import ModelFacts
 from plait.model.outer_units import OuterUnits, outer_units
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
@@ -49,7 +50,6 @@ from plait.parallel.data.collective_selection import CollectiveSettings, Sharing
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.shard_units import shard_units
-from plait.parallel.data.shared_parameters import share_parameters
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
@@ -125,7 +125,7 @@ class DataParallel(CollectiveSettings):
                 track_unused=self.unused_parameters,
                 apart=parts.apart,
             )
-            reducer.said = summing.said
+            reducer.said, reducer.said_is_default = summing.said, summing.is_default
             return parts.with_notes(reducer, summing.autotuner_of(reducer, mesh))
         shard_units(parts, mesh, free_after_forward=(self.secondary_partition or True) if self.stage == 3 else False)
         sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh)
@@ -143,7 +143,9 @@ class DataParallel(CollectiveSettings):
             hooks.append(reducer)
         if isinstance(model, FSDPModule):
             steps = ShardedSteps(model, self.stage)
-            steps.said = _description(sharing, parts) if sharing is not None else ""
+            if sharing is not None:
+                steps.said = _description(sharing, parts)
+                steps.said_is_default = sharing.is_default
             hooks.append(steps)
             keep_trainability(model)
             if not mean:
