@@ -15,7 +15,7 @@ from typing import Literal, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.units import sharded_modules
+from plait._torch.units import DefaultReduceScatter, ReduceScatter, sharded_modules
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
@@ -230,8 +230,8 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     if all_gather is not None:
         for module in _units(parts):
             module.set_custom_all_gather(all_gather)
-    whole = partial(_reduce_whole, parts, way)
-    whole()
+    if way.reduce_scatter is not None:
+        _reduce_by(way.reduce_scatter, parts)
     scheme = compression.scheme
     # The shared memory has the parameters that the forward computes with; on a disk, or in another dtype, they are others.
     shard = parts.shard
@@ -247,7 +247,7 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     def take(to: Scheme | None) -> None:
         compressors.clear()
         if to is None:
-            whole()
+            _reduce_by(way.reduce_scatter or DefaultReduceScatter(), parts)
         else:
             compressors.update(to.install(parts.model, levels))
 
@@ -265,7 +265,6 @@ def _units(parts: Parts) -> list[FSDPModule]:
     return [module for module in sharded_modules(parts.model) if id(module) not in apart]
 
 
-def _reduce_whole(parts: Parts, way: Transport) -> None:
-    if way.reduce_scatter is not None:
-        for module in _units(parts):
-            module.set_custom_reduce_scatter(way.reduce_scatter)
+def _reduce_by(reduce_scatter: ReduceScatter, parts: Parts) -> None:
+    for module in _units(parts):
+        module.set_custom_reduce_scatter(reduce_scatter)
