@@ -1,6 +1,6 @@
 """The error of a collective that torch aborted: which one, and its likely cause.
 
-Shared memory names the rank that ended (`comm.host`); a socket or NCCL knows only that somebody did.
+Shared memory names the rank that ended (`comm.shared_memory`); a socket or NCCL knows only that somebody did.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from plait.cluster.mesh import Mesh
 from plait.cluster.topology import watch_folder
 from plait.comm import hang, stacks
 from plait.comm.board import Board, Reading, Wait, read
-from plait.comm.system_calls import memfd_create
+from plait.files import anonymous_file
 
 LOOK_SECONDS = 0.5
 LATER_SECONDS, LATER_ALONE_SECONDS = 10.0, 4.0
@@ -149,7 +149,7 @@ class Watch:
     def _meet(self, group: dist.ProcessGroup) -> dict[int, _Peer]:
         """The other ranks on this machine. Collective."""
         assert self.board is not None
-        stack = memfd_create("plait-stacks")
+        stack = anonymous_file("plait-stacks")
         faulthandler.register(stacks.SIGNAL, file=stack, all_threads=True)
         mine = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
         everyone: list[Any] = [None] * group.size()

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.constants import CONSTANTS, MEMORY_CONSTANTS, Constant, Knowledge, Rates, knowledge
-from plait.planner.estimate import estimate
 from plait.planner.hardware import FAMILIES, PRECISIONS
 from plait.planner.job import Job
 from plait.planner.measured import MeasuredRuns
+from plait.planner.memory import memory_by_rates
 from plait.planner.states import account_rows
+from plait.planner.step import step_seconds
 
 Array = NDArray[np.float64]
 _FREEDOM = 4.0
@@ -146,16 +147,16 @@ MEMORY_NAMES = tuple(f"memory:{name}" for name in MEMORY_CONSTANTS)
 
 def time_of(job: Job) -> Callable[[Rates], Array]:
     """Logarithms of predicted seconds."""
-    return lambda rates: np.log(np.asarray(estimate(job, rates).seconds, dtype=float))
+    return lambda rates: np.log(np.asarray(step_seconds(job, rates).seconds, dtype=float))
 
 
 def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
     """Logarithms of predicted bytes, of the kind (allocated, reserved, total) that each row measured."""
     chosen = np.array([("allocated", "reserved", "total").index(kind) for kind in kinds])
-    states = account_rows(job) if job.own else None
+    memory_at = memory_by_rates(job, account_rows(job) if job.own else None)
 
     def predict(rates: Rates) -> Array:
-        memory = estimate(job, rates, states).memory
+        memory = memory_at(rates)
         return np.log(np.choose(chosen, np.broadcast_arrays(memory.allocated, memory.reserved, memory.total)).astype(float))
 
     return predict
@@ -263,5 +264,5 @@ def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple
 
 def _ratios(runs: MeasuredRuns, calibration: Calibration) -> Array:
     """Return predicted over measured seconds [runs]; NaN where no seconds were measured."""
-    predicted = np.asarray(estimate(runs.job, merged(calibration)).seconds, dtype=float)
+    predicted = np.asarray(step_seconds(runs.job, merged(calibration)).seconds, dtype=float)
     return np.broadcast_to(predicted, runs.seconds.shape) / runs.seconds

@@ -37,7 +37,7 @@ from plait._torch.units import keep_trainability, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
-from plait.comm.waits import Waits
+from plait.comm.shared_memory.parameters import share_parameters
 from plait.model.facts import ModelFacts
 from plait.model.outer_units import OuterUnits, outer_units
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
@@ -51,7 +51,6 @@ from plait.parallel.data.collective_selection import CollectiveSettings, Sharing
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.shard_units import shard_units
-from plait.parallel.data.shared_parameters import share_parameters
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
@@ -107,8 +106,8 @@ class DataParallel(CollectiveSettings):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or make the gradient reducer."""
-        shard, waits, compression = parts.shard, Waits(), parts.noted(Compression) or Compression()
-        parts = parts.with_notes(self, waits)
+        shard, compression = parts.shard, parts.noted(Compression) or Compression()
+        parts = parts.with_notes(self)
         if shard.compute_dtype is not None or shard.reduce_dtype is not None:
             refuse_complex(parts.model)
         whole = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
@@ -125,13 +124,12 @@ class DataParallel(CollectiveSettings):
                 separate_vectors=compression.scheme.gradients,
                 reduce_dtype=shard.reduce_dtype,
                 track_unused=self.unused_parameters,
-                waits=waits,
                 apart=parts.apart,
             )
-            reducer.said = summing.said
+            reducer.said, reducer.said_is_default = summing.said, summing.is_default
             return parts.with_notes(reducer, summing.autotuner_of(reducer, mesh))
         shard_units(parts, mesh, free_after_forward=(self.secondary_partition or True) if self.stage == 3 else False)
-        sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh, waits)
+        sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh)
         return parts.with_notes(sharing, sharing.autotuner, sharing.compressors)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
@@ -146,7 +144,9 @@ class DataParallel(CollectiveSettings):
             hooks.append(reducer)
         if isinstance(model, FSDPModule):
             steps = ShardedSteps(model, self.stage)
-            steps.said = _description(sharing, parts) if sharing is not None else ""
+            if sharing is not None:
+                steps.said = _description(sharing, parts)
+                steps.said_is_default = sharing.is_default
             hooks.append(steps)
             keep_trainability(model)
             if not mean:
@@ -176,9 +176,7 @@ def _all_reduces(context: Context) -> bool:
 
 def _description(sharing: Sharing, parts: Parts) -> str:
     """How shards are gathered and reduced, with those that are put into shared memory there."""
-    waits = parts.noted(Waits)
-    assert waits is not None
-    words = share_parameters(parts.model, sharing.parameter_host, waits) if sharing.parameter_host is not None else ""
+    words = share_parameters(parts.model, sharing.parameter_host) if sharing.parameter_host is not None else ""
     return ". ".join(filter(None, (sharing.said, words)))
 
 
