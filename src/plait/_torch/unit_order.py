@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from plait._torch.passes import around_backward
 from plait._torch.units import parameter_groups, sharded_modules
 
 DIGEST_BITS = 32
+MOST_COLLECTIVES = 1 << 14
 _MULTIPLIER = 0x9E3779B1
 _RUNNING: list[weakref.ref[UnitOrder]] = []
 """The order whose units began a collective last. At most one entry."""
@@ -76,7 +78,8 @@ class UnitOrder:
         self._states: list[Any] = [module._get_fsdp_state() for module, _ in pairs]
         self._groups = [group for _, group in pairs]
         self._reductions: list[Callable[..., None]] = [group.post_backward for group in self._groups]
-        self._collectives: list[int] = []
+        # Bounded, because evaluations add to it and only training steps take it.
+        self._collectives: deque[int] = deque(maxlen=MOST_COLLECTIVES)
         self._digest = 0
         self._awaits_reduction = [False] * len(self._groups)
         self._unreduced = len(self._groups)
@@ -100,9 +103,9 @@ class UnitOrder:
         return self._description(self._collectives[-1]) if self._collectives else ""
 
     def take(self) -> list[int]:
-        """Return the collectives since the last call, and forget them."""
-        collectives = self._collectives
-        self._collectives = []
+        """Return the last collectives since the previous call, at most `MOST_COLLECTIVES`, and forget them."""
+        collectives = list(self._collectives)
+        self._collectives.clear()
         self._digest = 0
         return collectives
 

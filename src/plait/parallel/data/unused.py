@@ -226,7 +226,7 @@ class _OrderComparison:
         dist.all_gather_object(collectives, self._collectives, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
         differing = self._order.difference(collectives)
-        each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, differing, strict=True))
+        each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, differing, strict=False)) or "many collectives ago"
         raise CommunicationError(
             f"the ranks ran different parts of the model in this step, and exchanged weights or gradients of "
             f"different blocks ({each}); run the same blocks in the same order on all ranks (draw the blocks "
