@@ -10,7 +10,7 @@ import torch
 
 import plait
 from plait._torch.units import gathered_parameters
-from plait.errors import CommunicationError
+from plait.errors import CommunicationError, InputError
 from plait.sharded.unchanged import STEPS
 from tests.parity import cases
 from tests.parity.data_parallel import settings
@@ -56,3 +56,26 @@ def test_an_unchanged_parameter_is_named_once(pool: Pool, stage: int) -> None:
     assert not second
     (message,) = first
     assert message.startswith("blocks.0.side.weight and 5 more did not change in the first 10 updates"), message
+
+
+class Encoder(cases.PlainModel):
+    """A model with a method beside forward."""
+
+    def encode(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(input_ids))
+
+
+def call_a_method(rank: int, world: int) -> str:
+    """Runs in a worker."""
+    engine = plait.initialize(Encoder(tied=False), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+    engine.model.encode(torch.arange(3))  # the embedding and the head gather themselves
+    engine.train_batch([cases.ragged_steps(world, steps=1, keys=())[0][rank]])
+    engine = plait.initialize(Encoder(tied=True), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+    with pytest.raises(InputError) as caught:
+        engine.model.encode(torch.arange(3))
+    return str(caught.value)
+
+
+def test_a_method_that_reads_shards_is_named(pool: Pool) -> None:
+    for message in pool.run(2, call_a_method):
+        assert message.startswith("Encoder.encode computes with parameters that are shards"), message

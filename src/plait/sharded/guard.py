@@ -22,8 +22,7 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
-
-_MIXED = "got mixed torch.Tensor and DTensor"
+from plait.sharded.misuse import MIXED_TENSORS
 
 
 class Guard(StepHook):
@@ -56,7 +55,7 @@ class Guard(StepHook):
             yield
         except BaseException as error:
             self._lost = "step" if "step" in (lost, self._lost) else lost
-            if isinstance(error, RuntimeError) and _MIXED in str(error):
+            if isinstance(error, RuntimeError) and MIXED_TENSORS in str(error):
                 raise InputError(_mixed(error, self._parts)) from error
             failure = failed_collective(error, "a collective of the forward, the backward or the update")
             if failure is not None:
