@@ -56,12 +56,18 @@ def recompute_arguments(args: Any) -> Mapping[str, Any] | None:
     return next((kwargs for kwargs in given if kwargs), {})
 
 
+def declared_scaling(trainer: Any) -> bool | None:
+    """Return `loss_is_scaled_for_ga` of a Trainer; None where it does not say, or its release does not read it."""
+    has_field = hasattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    return trainer.loss_is_scaled_for_ga if has_field else None
+
+
 def loss_is_scaled(trainer: Any, items: Any) -> bool:
     """Return whether `compute_loss` has divided by the items of the step, so that `training_step` does not divide again.
 
     Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do where it is None.
     """
-    declared = trainer.loss_is_scaled_for_ga if hasattr(transformers.Trainer, "loss_is_scaled_for_ga") else None
+    declared = declared_scaling(trainer)
     if declared is not None:
         return bool(declared)
     return (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None

@@ -39,6 +39,7 @@ from plait.sharded.load_weights import load_weights
 from plait.sharded.misuse import check_placement, warn_of_no_blocks
 from plait.sharded.pretrained import weights_of
 from plait.sharded.saved_folders import refuse_partial_folders
+from plait.sharded.shards_as_weights import refuse_pickled_shards
 
 Filler = Callable[..., None]
 """(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its values, and calls `filled` with each. `whole`
@@ -106,6 +107,7 @@ def shard(
     accept_full_tensors(model)
     refuse_copies(model)
     refuse_partial_folders(model, pp=resolved.layout.pp)
+    refuse_pickled_shards(model)
     watch_shards_of(model)
     return mesh, parts if tier is None else parts.with_(hooks=Hooks((*parts.hooks.all, tier))), seed
 

@@ -10,6 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from plait.errors import InputError
+from plait.sharded.shards_as_weights import refuse_given_shards
+
+_REMEDY = "trainer.save_model(folder) on every process, or pass state_dict=accelerator.get_state_dict(model)"
 
 
 def refuse_partial_folders(model: nn.Module, *, pp: int) -> None:
@@ -22,10 +25,8 @@ def refuse_partial_folders(model: nn.Module, *, pp: int) -> None:
 
 
 def _with_full_weights(self: Any, *args: Any, **settings: Any) -> Any:
-    given = settings.get("state_dict") is not None or any(isinstance(one, dict) for one in args)
-    if not given:
-        raise InputError(
-            f"{type(self).__name__}.save_pretrained, or push_to_hub: each process holds a part of the weights; call "
-            "trainer.save_model(folder) on every process, or pass state_dict=accelerator.get_state_dict(model)"
-        )
+    given = next((one for one in (settings.get("state_dict"), *args) if isinstance(one, dict)), None)
+    refuse_given_shards(f"{type(self).__name__}.save_pretrained", given, remedy=f"call {_REMEDY}")
+    if given is None:
+        raise InputError(f"{type(self).__name__}.save_pretrained, or push_to_hub: each process holds a part of the weights; call {_REMEDY}")
     return type(self).save_pretrained(self, *args, **settings)
