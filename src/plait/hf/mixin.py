@@ -35,6 +35,7 @@ from plait.hf.smoothing import smoothing_of
 from plait.hf.steps import FilledStep, Step, counted, from_output_stage, run_pipeline, step_of
 from plait.hf.transformers_versions import (
     has_supported_trainer,
+    layout_free_groups,
     loss_is_scaled,
     recompute_fields,
     require_supported_trainer,
@@ -199,6 +200,11 @@ class TrainerMixin(CheckpointMixin):
         self.callback_handler.train_dataloader = train_dataloader
         engine.train()
         return self.model, train_dataloader
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the Trainer's optimizer, with the same groups on every layout."""
+        with layout_free_groups():
+            return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The configuration's, else the Trainer's."""

@@ -6,12 +6,13 @@ exists, and falls back to what Transformers itself did in that release.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
 
-import transformers
+import transformers.trainer
 from packaging.version import Version
 
 from plait.errors import InputError
@@ -54,6 +55,25 @@ def recompute_arguments(args: Any) -> Mapping[str, Any] | None:
         return None
     given = (getattr(args, f"{name}_kwargs") for name in names)
     return next((kwargs for kwargs in given if kwargs), {})
+
+
+@contextmanager
+def layout_free_groups() -> Iterator[None]:
+    """Let a Trainer create an optimizer whose groups do not follow the layout.
+
+    Transformers since 5.20 gives the parameters of every device mesh groups of their own, because one
+    fused call cannot take several.
+    """
+    module: Any = transformers.trainer
+    original = getattr(module, "has_mixed_dtensor", None)
+    if original is None:
+        yield
+        return
+    module.has_mixed_dtensor = lambda tensors: False
+    try:
+        yield
+    finally:
+        module.has_mixed_dtensor = original
 
 
 def declared_scaling(trainer: Any) -> bool | None:

@@ -24,6 +24,7 @@ from plait.config.schema.optimization import OptimizerSpec
 from plait.config.values.names import instead
 from plait.errors import ConfigError, ModelError, Problem
 from plait.optim.low_bit_adam import SmallStateAdam
+from plait.optim.placement_groups import step_by_placement
 from plait.parallel.memory_layout import dims_in_memory
 from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 
@@ -129,6 +130,7 @@ def _make(found: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
         shown = ", ".join(f"{name}={value!r}" for name, value in params.items())
         reason = str(error) or type(error).__name__
         raise ConfigError(Problem("optimizer.params", None, f"{found.__name__}({shown}) says: {reason}", "correct the value")) from error
+    step_by_placement(optimizer)  # before other hooks of the step, which look at groups
     if found is torch.optim.SGD:
         optimizer.register_step_pre_hook(_start_late_momentum)
     return optimizer
@@ -176,11 +178,9 @@ def refuse_sharded(found: type[Optimizer], named: Sequence[Named]) -> None:
 
 
 def _groups(found: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """One group; two where there are plain and sharded parameters, because one fused call cannot take both. Each with its kernel."""
-    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    # torch takes no empty list of parameters, and an empty group.
-    return [{"params": group, **_kernel(found, params, group)} for group in (sharded, plain) if group] or [{"params": []}]
+    # One group on every layout: a schedule's state and a script's code count groups.
+    kernel = _kernel(found, params, parameters) if parameters else {}
+    return [{"params": list(parameters), **kernel}]
 
 
 def _kernel(found: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> dict[str, bool]:
