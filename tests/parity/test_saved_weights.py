@@ -114,6 +114,8 @@ def saved_by_scripts(rank: int, world: int, config: dict[str, Any], folder: str)
                 said(lambda: trainer._save(f"{folder}/alpaca", state_dict=shards)),
                 said(lambda: model.save_pretrained(f"{folder}/pretrained", state_dict=shards)),
             ]
+        resized = said(lambda: model.resize_token_embeddings(70))
+        assert "resize_token_embeddings(70)" in resized and "load the model, resize it, and then train it" in resized
         full = trainer.accelerator.get_state_dict(model)
         trainer.engine.close()
         return refusals, full
@@ -130,6 +132,48 @@ def test_parts_are_no_weights(pool: Pool, tmp_path: Path, config: dict[str, Any]
     wanted = trainers.model().state_dict()
     assert {name: tensor.shape for name, tensor in found[0][1].items()} == {name: tensor.shape for name, tensor in wanted.items()}
     assert all(type(tensor) is torch.Tensor for tensor in found[0][1].values()) and found[1][1] == {}
+
+
+def with_images(kind: str) -> Any:
+    """A tiny model whose parameters have other names in files."""
+    import transformers
+
+    torch.manual_seed(3)
+    if kind == "llava":
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision |= {"image_size": 8, "patch_size": 4, "projection_dim": 8}
+        parts = {"vision_config": transformers.CLIPVisionConfig(**vision), "text_config": transformers.LlamaConfig(**trainers.SHAPE)}
+        config = transformers.LlavaConfig(**parts)
+        return transformers.LlavaForConditionalGeneration(config)
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(text_config={**trainers.SHAPE, "rope_parameters": rope}, vision_config=vision)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def saved_with_images(rank: int, world: int, kind: str, folder: str) -> None:
+    """Runs in a worker: before and after the model is sharded."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        model = with_images(kind)
+        if rank == 0:
+            model.save_pretrained(f"{folder}/native")
+        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=zero(3))
+        trainer = Trainer(model=model, args=arguments, train_dataset=trainers.samples())
+        kinds = [type(module) for module in trainer.begin().model.modules()]
+        trainer.save_model(f"{folder}/ours")
+        assert [type(module) for module in model.modules()] == kinds
+        trainer.engine.close()
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_names_of_models_with_images(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """Those of `save_pretrained`, which follow from the class."""
+    pool.run(2, saved_with_images, kind, str(tmp_path))
+    wanted, found = saved_in(tmp_path / "native"), saved_in(tmp_path / "ours")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 class Net(nn.Module):
