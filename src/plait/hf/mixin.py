@@ -436,9 +436,23 @@ def _trl_classes(kind: type) -> list[str]:
 def _refuse_other_trainers(kind: type) -> None:
     """Raise InputError for a trainer of TRL that generates between steps, or that has not been run."""
     names = _trl_classes(kind)
-    if names and not {"SFTTrainer", "DPOTrainer"} & set(names):
-        raise InputError(
-            f"{names[0]}: of TRL's trainers SFTTrainer and DPOTrainer have been run on Plait; those that generate between steps (GRPO, "
-            "RLOO) count samples by processes and move weights to a generator, which has not; use those two, or TRL's own trainer "
-            "without deepspeed="
+    # The first one decides: GKDTrainer and GOLDTrainer are subclasses of SFTTrainer.
+    if not names or names[0] in ("SFTTrainer", "DPOTrainer"):
+        return
+    if names[0].removeprefix("Async") in _GENERATE:
+        reason = (
+            "it generates between steps, counts samples by processes and moves weights to a generator, which Plait has not been run with"
         )
+    else:
+        reason = "Plait has not been run with its loss and its data"
+    raise InputError(
+        f"{names[0]}: {reason}; of TRL's trainers use SFTTrainer or DPOTrainer with Plait, or {names[0]} itself without Plait and deepspeed="
+    )
+
+
+_GENERATE = (
+    *("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "PPOTrainer", "GMPOTrainer", "A2POTrainer"),
+    *("GKDTrainer", "GOLDTrainer", "MiniLLMTrainer", "DistillationTrainer", "ServerDistillationTrainer"),
+    *("SDFTTrainer", "SDPOTrainer", "IWOPDTrainer"),
+)
+"""Trainers of TRL that sample from the model while they train."""
