@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from plait.config.values.numbers import MOST_PROCESSES, Fraction, NotNegative, Place, Whole
+from plait.config.values.numbers import MOST_PROCESSES, Flag, Fraction, NotNegative, Place, Whole
 from plait.policy import Policy
 
 MOST_TOKENS = 2**31 - 1
@@ -62,7 +62,7 @@ class DataSection(Policy):
     """Which configuration of a hub data set (`wikitext-2-raw-v1`)."""
     split: str = "train"
     """Which split of a data set to read. Validation text is held out of it, see `validation_fraction`."""
-    streaming: bool = False
+    streaming: Flag = False
     """Read the rows of `datasets` as they are needed, again for every epoch, and keep nothing: for what does not fit on the disk, or never
     ends. Every process reads and tokenises all rows. Needs a tokenizer, in `tokenizer` or `model.path`."""
     buffer_sequences: Annotated[Whole, Field(ge=1)] = 1024

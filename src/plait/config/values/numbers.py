@@ -1,4 +1,8 @@
-"""Numbers as files write them: `1e-4` in quotes (or from YAML, which reads it as text) is a number, true and false are not."""
+"""Numbers as files write them: `1e-4` in quotes (or from YAML, which reads it as text) is a number, true and false are not.
+
+Truth values are true and false alone: pydantic would take "yes", "off" and 1 for them, which DeepSpeed reads
+in other ways ("no" is a text that is not empty, and so true).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ def _not_bool(value: object) -> object:
     return value
 
 
+Flag = Annotated[bool, Field(strict=True)]
+"""true or false."""
 NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
 """0 or more, finite."""
 Fraction = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, lt=1)]
