@@ -446,7 +446,8 @@ def _refuse_other_trainers(kind: type) -> None:
     else:
         reason = "Plait has not been run with its loss and its data"
     raise InputError(
-        f"{names[0]}: {reason}; of TRL's trainers use SFTTrainer or DPOTrainer with Plait, or {names[0]} itself without Plait and deepspeed="
+        f"{names[0]}: {reason}; of TRL's trainers use SFTTrainer or DPOTrainer with Plait, or {names[0]} "
+        "itself without Plait and deepspeed="
     )
 
 
