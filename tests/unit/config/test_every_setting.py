@@ -230,7 +230,7 @@ def test_truth_values_are_true_and_false_alone() -> None:
     """pydantic takes "yes" and 1 for true, where DeepSpeed takes "no" for it."""
     tolerant, count = [], 0
     for path, field in flags_of(Config):
-        reads = TypeAdapter(Annotated[field.annotation, field])
+        reads = TypeAdapter(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
         try:
             reads.validate_python(True)
             reads.validate_python(False)
@@ -256,3 +256,19 @@ def test_truth_values_are_true_and_false_alone() -> None:
 def test_a_text_for_a_truth_value(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"run": {"folder": "s3://bucket/run"}},
+        {"data": {"cache": "gs://bucket/cache"}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "s3://bucket"}}},
+        {"parallel": {"activation_offload": {"device": "disk", "path": "s3:/bucket"}}},
+    ],
+)
+def test_a_url_for_a_folder(tree: dict[str, Any]) -> None:
+    """A local folder `s3:` would be made of it."""
+    with pytest.raises(ConfigError, match=r"this one is a URL; .*run.checkpoints"):
+        load(tree)
+    assert load({"run": {"checkpoints": "s3://bucket/run"}}).run.checkpoints == "s3://bucket/run"

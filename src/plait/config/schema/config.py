@@ -18,7 +18,7 @@ from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.provenance import Provenance
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
-from plait.config.values.numbers import LARGEST, MOST_PROCESSES, Flag, Place
+from plait.config.values.numbers import LARGEST, MOST_PROCESSES, Flag, LocalPlace
 from plait.parallel.activations.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
 from plait.units import SHORT_NAMES
@@ -121,7 +121,7 @@ class OffloadOptimizerSection(Policy):
     chunks during the step; not for GPUs in this release."""
     pin_memory: Flag = True
     """cpu: pin the host memory, so that copies overlap with computation."""
-    nvme_path: Place | None = None
+    nvme_path: LocalPlace | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=4, le=LARGEST), Number] = 4
     """nvme: chunks of the states that are in memory at once: those being read, one computed, those being written."""
@@ -139,7 +139,7 @@ class OffloadParamSection(Policy):
     device: Literal["none", "cpu", "nvme"] = "none"
     """none: on the device. cpu: in host memory, together with offload_optimizer.device = "cpu". nvme: in files in `nvme_path`, prefetched
     for the block that is gathered next and evicted after it; not for GPUs in this release."""
-    nvme_path: Place | None = None
+    nvme_path: LocalPlace | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=2, le=LARGEST), Number] = 5
     """nvme: buffers in memory; together they hold the shards of the block that is gathered and of those that are read ahead."""
@@ -218,7 +218,7 @@ class ActivationOffloadSection(Policy):
     """The share of blocks that do, from the first one on: their backward comes last, so there is most time for both transfers."""
     device: Literal["cpu", "disk"] = "cpu"
     """cpu: pinned host memory, for GPUs. disk: files in `path`."""
-    path: Place | None = None
+    path: LocalPlace | None = None
     """disk: a folder on a fast local disk."""
 
 

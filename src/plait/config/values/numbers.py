@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
+
+from plait.files import is_url
 
 
 def _not_bool(value: object) -> object:
@@ -52,3 +54,15 @@ LONGEST_NAME, LONGEST_PATH = 255, 4096
 """Bytes of a name in a folder, and of a path with its end mark: Linux's."""
 Place = Annotated[str, BeforeValidator(_place)]
 """A file or folder, by a name that one can have."""
+
+
+def _on_this_machine(value: str) -> str:
+    if is_url(value):
+        raise PydanticCustomError(
+            "place", "a folder that this machine sees, and this one is a URL; name a folder (a store's URL goes into run.checkpoints)"
+        )
+    return value
+
+
+LocalPlace = Annotated[Place, AfterValidator(_on_this_machine)]
+"""A file or folder of a file system: files are opened in it, mapped or appended to."""
