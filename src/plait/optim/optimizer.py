@@ -34,8 +34,6 @@ _FUSED = {**dict.fromkeys(("Adam", "AdamW", "SGD"), ("cpu", accelerator.NAME)), 
 """Devices with a fused kernel that is used without asking."""
 _FUSED_SHARDED = ("Adam", "AdamW")
 """torch 2.13 has no rule for the other fused kernels on shards (`aten._fused_sgd_ does not have a sharding strategy`)."""
-_NOT_SHARDED = {"Adafactor": "it takes norms of full parameters", "Rprop": "it writes through an index"}
-"""Fail at their first step on shards, in torch 2.13."""
 _EMBEDDING = ("embed", "lm_head", "wte", "wpe")
 """DeepSpeed's words for what Muon leaves to AdamW, and GPT-2's names for its embeddings."""
 
@@ -168,7 +166,7 @@ def needs_closure(kind: type[Optimizer]) -> bool:
 
 def refuse_sharded(found: type[Optimizer], named: Sequence[Named]) -> None:
     """Raises ModelError for torch's optimizers that fail at their first step on shards."""
-    why = _NOT_SHARDED.get(found.__name__) if found.__module__.startswith("torch.optim") else None
+    why = optimizers.NOT_SHARDED.get(found.__name__) if found.__module__.startswith("torch.optim") else None
     sharded = [name for name, parameter in named if isinstance(parameter, DTensor)]
     if why and sharded:
         raise ModelError(

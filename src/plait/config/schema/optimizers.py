@@ -42,6 +42,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Types that are known and cannot be used: the rule and the remedy."""
 
+NOT_SHARDED: Mapping[str, str] = MappingProxyType({"Adafactor": "it takes norms of full parameters", "Rprop": "it writes through an index"})
+"""torch's optimizers that fail at their first step on shards, in torch 2.13, and why."""
+
 MUON_PARAMS = frozenset(
     {"lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "betas", "eps"}
 )
