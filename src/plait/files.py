@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -78,8 +79,19 @@ def write_result(path: Path, text: str) -> None:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 
 
+def is_url(text: str | Path) -> bool:
+    """Return whether a text names a place in a store, as `s3://bucket/run` does. pathlib makes `s3:/bucket/run` of it."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(text)) is not None
+
+
 def user_path(text: str | Path, field: str) -> Path:
-    """A path with `~` and `~name` replaced by the home of that user. Raises InputError, naming `field`, where there is no such user."""
+    """Return a path with `~` and `~name` replaced by the home of that user.
+
+    Raises:
+        InputError: There is no such user, or the text is a URL, of which a folder `s3:` would be made.
+    """
+    if is_url(text):
+        raise InputError(f"{field} = {str(text)!r}: is a URL, and a file or folder that this machine sees is needed; name one")
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -69,12 +69,27 @@ def test_every_field_is_known() -> None:
     assert theirs <= known and set(TRL) <= theirs
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "generates"),
+    [("gkd", "GKDTrainer", True), ("gold", "GOLDTrainer", True), ("kto", "KTOTrainer", False), ("orpo", "ORPOTrainer", False)],
+)
+def test_other_trainers_of_trl(where: str, name: str, generates: bool) -> None:
+    """Also those that are subclasses of the two that are taken; each for its own reason."""
+    from plait.hf import wrap
+
+    module = pytest.importorskip(f"trl.experimental.{where}", exc_type=ImportError)
+    with pytest.raises(InputError) as raised:
+        wrap(getattr(module, name))()
+    assert str(raised.value).startswith(f"{name}: ") and "use SFTTrainer or DPOTrainer" in str(raised.value)
+    assert ("generates between steps" in str(raised.value)) is generates
+
+
 def test_what_is_refused(pool: Pool, tmp_path: Path) -> None:
     import trl
 
     from plait.hf import wrap
 
-    with trainers.launched_alone(), pytest.raises(InputError, match="GRPOTrainer: of TRL's trainers SFTTrainer and DPOTrainer"):
+    with trainers.launched_alone(), pytest.raises(InputError, match="GRPOTrainer: it generates between .* use SFTTrainer or DPOTrainer"):
         wrap(trl.GRPOTrainer)(trainers.model(), reward_funcs=len)
     args = trainers.arguments(
         trl.DPOConfig, str(tmp_path), bf16=False, precompute_ref_log_probs=True, sync_ref_model=True, activation_offloading=True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,14 +24,33 @@ def keep_what_is_trained(model: nn.Module) -> None:
     object.__setattr__(model, _TRAINED, frozen)
 
 
-def content(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, other values in JSON), both by name; no tensor is copied. Raises CheckpointError for a value that cannot be kept."""
+def is_left_out(model: nn.Module, name: str) -> bool:
+    """Return whether checkpoints of the model leave a parameter out."""
+    return name in getattr(model, _TRAINED, ())
+
+
+def content(model: nn.Module, *, trained: Collection[nn.Parameter] = ()) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return what a checkpoint keeps of a model, by name. No tensor is copied.
+
+    Args:
+        model: The model, sharded or not.
+        trained: Parameters that are kept even if they were frozen when `keep_what_is_trained` was
+            called: what an optimizer holds has changed since.
+
+    Returns:
+        Tensors, and other values in JSON.
+
+    Raises:
+        CheckpointError: A value cannot be kept.
+    """
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     left_out: frozenset[str] | None = getattr(model, _TRAINED, None)
     if left_out is not None:  # modules that are left out may have a state_dict of their own kind, such as quantised ones
+        held = set(trained)
         own = model.named_parameters(remove_duplicate=False)
-        return {f"{START}{name}": parameter.detach() for name, parameter in own if name not in left_out}, values
+        kept = ((name, parameter) for name, parameter in own if name not in left_out or parameter in held)
+        return {f"{START}{name}": parameter.detach() for name, parameter in kept}, values
     for name, value in get_model_state_dict(model).items():
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA:
             tensors[f"{START}{name}"] = value

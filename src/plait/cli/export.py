@@ -10,6 +10,7 @@ import typer
 
 from plait.cli.interrupts import ending_in_order
 from plait.cli.progress import progress_bar
+from plait.files import user_path
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -52,6 +53,7 @@ def export_command(
     from plait.train.folder import GENERATION
     from plait.units import format_bytes
 
+    out = user_path(out, "--out")
     found = open_one(place_of(source, "FOLDER"))
     above = (Path(source), *found.path.parents) if isinstance(found.path, Path) else ()
     run = next((folder for folder in above if (folder / "tokenizer").is_dir()), None)

@@ -24,10 +24,12 @@ from plait.cli.launching.settings import (
     parse_nodes,
     parse_processes,
 )
+from plait.cli.launching.torchruns_variables import with_variables
 from plait.cli.options import NODES, PROCESSES, MasterAddr, MasterPort, NodeRank, RdzvEndpoint, RdzvId, in_panel, meeting, refuse_given
 from plait.cluster import hostfile as hostfiles
+from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, default_processes
-from plait.errors import ConfigError, InputError, Problem, refuse
+from plait.errors import ConfigError, InputError, Problem, refuse, warn
 from plait.files import require_folder
 
 app = typer.Typer(add_completion=False)
@@ -45,7 +47,7 @@ def launch(
     nproc_per_node: Annotated[str | None, _one(*PROCESSES, metavar="N", help="Processes here; or gpu, cpu, auto.")] = None,
     standalone: Annotated[bool, _one("--standalone", help="This machine alone, as without --nnodes.")] = False,
     log_dir: Annotated[Path | None, _one(metavar="FOLDER", help="Keep what each rank prints in files there, too.")] = None,
-    max_restarts: Annotated[int, _one(metavar="N", help="Times that all ranks start again.")] = 0,
+    max_restarts: Annotated[int | None, _one(metavar="N", help="Times that all ranks start again. (default: 0)")] = None,
     standby: Annotated[bool, _one("--standby", help="Keep processes that have imported all for it.")] = False,
     grace: Annotated[float, _one(metavar="S", help="Seconds to end in after Ctrl-C or SIGTERM.")] = DEFAULT_GRACE_SECONDS,
     nnodes: Annotated[str | None, meeting(*NODES, metavar="N", help="Machines: N, or MIN:MAX.")] = None,
@@ -69,6 +71,26 @@ def launch(
     every rank once; a second signal stops all ranks immediately.
     """
     command = _command(script or [], module)
+    if not standalone and hostfile is None:
+        options = with_variables(
+            {
+                "nnodes": nnodes,
+                "nproc_per_node": nproc_per_node,
+                "node_rank": node_rank,
+                "master_addr": master_addr,
+                "master_port": master_port,
+                "rdzv_endpoint": rdzv_endpoint,
+                "rdzv_id": rdzv_id,
+                "rdzv_backend": rdzv_backend,
+                "max_restarts": max_restarts,
+            },
+            os.environ,
+        )
+        nnodes, nproc_per_node, node_rank = options["nnodes"], options["nproc_per_node"], options["node_rank"]
+        master_addr, master_port = options["master_addr"], options["master_port"]
+        rdzv_endpoint, rdzv_id, rdzv_backend = options["rdzv_endpoint"], options["rdzv_id"], options["rdzv_backend"]
+        max_restarts = options["max_restarts"]
+    max_restarts = max_restarts or 0
     if log_dir is not None:
         require_folder(log_dir, "--log-dir")
     minimum, maximum = parse_nodes(nnodes or "1")
@@ -98,6 +120,7 @@ def launch(
             grace_seconds=grace,
             timeout_seconds=timeout,
         )
+        _warn_of_other_worlds(settings)
         raise typer.Exit(_start(command, settings, follow_stdin=lifeline))
     given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rdzv-endpoint": rdzv_endpoint, "--rdzv-id": rdzv_id, "--log-dir": log_dir}
     rule = "given together with --hostfile, which defines the machines and their ranks"
@@ -115,6 +138,23 @@ def launch(
         exported=remote.exported(os.environ, export or []),
     )
     raise typer.Exit(_start_hosts(there, ssh=ssh))
+
+
+def _warn_of_other_worlds(settings: Settings) -> None:
+    """Warn where another launcher has started this one several times, and each start would be a world of its own."""
+    try:
+        outer = claim(os.environ)
+    except ConfigError:  # of variables that nobody reads here
+        return
+    if outer is None:
+        return
+    several_here = outer.launcher == "srun" and (outer.local_world_size or 1) > 1
+    if several_here or (settings.single_node and outer.world_size > 1):
+        warn(
+            f"plait launch is itself process {outer.rank} of {outer.world_size} of {outer.launcher} ({outer.names[0]}, {outer.names[1]}), "
+            f"and each of them starts {settings.processes} processes of its own: start it once per machine, with --nnodes and "
+            f"--rdzv-endpoint, or let {outer.launcher} start the script without plait launch"
+        )
 
 
 def run(module: Sequence[str], settings: Settings) -> int:

@@ -44,14 +44,14 @@ Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="O
 Nproc = Annotated[int | None, count(*PROCESSES, help="Processes here. (default: one a GPU, else two)")]
 Nnodes = Annotated[int, count(*NODES, help="Machines with the same number of devices.")]
 meeting = in_panel(MEETING)
-NodesOfRun = Annotated[str, meeting(*NODES, metavar="N", help="Machines, N or MIN:MAX; run it on each.")]
+NodesOfRun = Annotated[str | None, meeting(*NODES, metavar="N", help="Machines, N or MIN:MAX; run it on each.")]
 NodeRank = Annotated[int | None, meeting(metavar="N", help="Which of them this is; with --master-addr.")]
 MasterAddr = Annotated[str | None, meeting(metavar="HOST", help="The machine with rank 0.")]
 MasterPort = Annotated[int | None, meeting(metavar="PORT", help="A free port there. (default: 29500)")]
 RdzvEndpoint = Annotated[str | None, meeting(metavar="HOST:PORT", help="Where machines meet; the same on all.")]
 RdzvId = Annotated[str | None, meeting(metavar="NAME", help="Name of the job, where several meet.")]
 
-MaxRestarts = Annotated[int, typer.Option("--max-restarts", metavar="N", help="Times to go on from the newest checkpoint.")]
+MaxRestarts = Annotated[int | None, typer.Option("--max-restarts", metavar="N", help="Times to go on from the newest checkpoint.")]
 Standby = Annotated[bool, typer.Option("--standby", help="Keep processes that have imported all for a restart.")]
 
 

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from plait.cli import launch
 from plait.cli.launching import settings
-from plait.cli.launching.settings import Settings, parse_nodes
+from plait.cli.launching.settings import Settings, parse_nodes, parse_processes
+from plait.cli.launching.torchruns_variables import names_machines, with_variables
 from plait.cli.options import (
     MasterAddr,
     MasterPort,
@@ -51,13 +52,13 @@ def train(
     set_: Set = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over. What is in the run's folder is renamed, not deleted.")] = False,
     nproc_per_node: Nproc = None,
-    nnodes: NodesOfRun = "1",
+    nnodes: NodesOfRun = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: MasterPort = None,
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_id: RdzvId = None,
-    max_restarts: MaxRestarts = 0,
+    max_restarts: MaxRestarts = None,
     standby: Standby = False,
 ) -> None:
     """Train the model in FILE on the text in FILE.
@@ -70,7 +71,6 @@ def train(
     On several machines the same command, with --nnodes and --rdzv-endpoint, runs on each of them; run.folder is one that all of them see.
     """
     overrides = list(set_ or ())
-    nodes = parse_nodes(nnodes)
     meeting: dict[str, Any] = {
         "node_rank": node_rank,
         "master_addr": master_addr,
@@ -78,9 +78,18 @@ def train(
         "rdzv_endpoint": rdzv_endpoint,
         "rdzv_id": rdzv_id,
     }
+    is_rank = claim(os.environ) is not None and not names_machines(os.environ)
+    if not is_rank:
+        every = {"nnodes": nnodes, "nproc_per_node": nproc_per_node, "max_restarts": max_restarts, **meeting}
+        found = with_variables(every, os.environ)
+        nnodes, max_restarts = found["nnodes"], found["max_restarts"]
+        if nproc_per_node is None:
+            nproc_per_node = parse_processes(found["nproc_per_node"], gpus=default_processes, cores=cpu_count)
+        meeting = {name: found[name] for name in meeting}
+    nodes, max_restarts = parse_nodes(nnodes or "1"), max_restarts or 0
     restarts = {"--max-restarts": max_restarts or None, "--standby": standby or None}
     options = {f"--{name.replace('_', '-')}": value for name, value in meeting.items()}
-    if claim(os.environ) is not None:
+    if is_rank:
         if fresh:
             raise InputError("--fresh: several processes cannot rename one folder; rename it yourself, or set another run.folder")
         rule = "this process was started by a launcher (torchrun, plait launch, srun), which sets the processes and machines"
@@ -102,7 +111,8 @@ def train(
                 meeting={**meeting, "max_restarts": max_restarts, "standby": standby},
             )
         )
-    refuse_given(options, "sets where machines meet, and --nnodes is 1", "add --nnodes, or leave it out")
+    if os.environ.get("PET_NNODES") is None:  # which come with an address for a single machine too
+        refuse_given(options, "sets where machines meet, and --nnodes is 1", "add --nnodes, or leave it out")
     raise typer.Exit(_start(file, overrides, fresh=fresh, processes=nproc_per_node, max_restarts=max_restarts, standby=standby))
 
 

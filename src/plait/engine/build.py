@@ -22,6 +22,7 @@ from plait.losses.loss import CausalLMLoss, Loss, Weighted
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.lr_schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.optim.optimizer import build_optimizer
+from plait.optim.placement_groups import step_by_placement
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
@@ -101,6 +102,8 @@ def begin(checked: CheckedModel, given: Given) -> Engine:
     mesh, parts, seed = shard(checked, weights=given.weights, loss_fn=loss_fn, forward=forward)
     resolved = with_callers_seed(resolved, seed)
     optimizer = _optimizer(given.optimizer, resolved, model, named)
+    if given.optimizer is not None:
+        step_by_placement(optimizer)
     in_backward = BackwardOptimizer(optimizer) if resolved.data_parallel.update_in_backward else None
     if in_backward is not None:  # the first, lest what it cannot take back is cleared
         parts = parts.with_(hooks=Hooks((in_backward, *parts.hooks.all)))

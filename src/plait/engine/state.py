@@ -40,7 +40,8 @@ def snapshot_of(
         position = loader_state.saved(loader)
         content = optimizer_content.content(engine.model, stepper.optimizer, configured=stepper.configured)
         free_gathered(engine.model)
-        return client, position, content, schedule_facts(stepper.scheduler, stepper.schedule_source), model_content.content(engine.model)
+        schedule = schedule_facts(stepper.scheduler, stepper.schedule_source)
+        return client, position, content, schedule, model_content.content(engine.model, trained=held_by(stepper.optimizer))
 
     # What one rank alone cannot keep is told before the others wait for it.
     (client, position, content, schedule, (tensors, values)), _ = together(here, device=engine.device, doing=f"checkpoint {folder / tag}")
@@ -63,6 +64,11 @@ def snapshot_of(
         values=values,
         metadata=metadata,
     )
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[torch.nn.Parameter]:
+    """Return the parameters that an optimizer updates."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def load_engine(
@@ -110,7 +116,7 @@ def load_engine(
         place = stepper.tier.place if stepper.tier is not None else None
         return client, resume, optimizer_content.allocate(model, stepper.optimizer, reader.tensors, record, place=place), groups
 
-    tensors, _ = agreed(lambda: model_content.content(model))
+    tensors, _ = agreed(lambda: model_content.content(model, trained=held_by(stepper.optimizer)))
     model_shapes = model_content.shapes(tensors, mesh.group("pp"))
     client, resume, fill, groups = agreed(compare)
     agreed(lambda: reader.fill(tensors | {f"optimizer.{name}": tensor for name, tensor in fill.tensors.items()}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -12,29 +13,58 @@ from plait.checkpoint.folder import candidates
 from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
 from plait.engine.engine import Engine
+from plait.engine.state import held_by
+from plait.errors import InputError
 from plait.parallel.data.data_parallel import free_gathered
-from plait.sharded.full_weights import iterate_weights
+from plait.sharded.full_weights import gathered, local_tensors
 
 
-def full_weights(engine: Engine, *, trained_only: bool = False) -> dict[str, torch.Tensor]:
+def full_weights(engine: Engine, *, model: nn.Module | None = None, adapters: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer on the CPU of the first process. Collective.
 
     The first process needs memory for all of them, the others for one tensor at a time.
 
     Args:
         engine: The engine that trains the model.
-        trained_only: Leave out buffers and parameters that do not require a gradient.
+        model: A model of the same ranks that has taken the place of the engine's, such as the one
+            that adapters were merged into.
+        adapters: Names of the adapters on the model. If there are any, only their parameters and
+            what is trained or was trained are returned.
 
     Returns:
         Full tensors by name in the first process, where tied names share a tensor. Nothing in the
         others.
+
+    Raises:
+        InputError: There is no tensor to return.
     """
+    source = engine.model if model is None else model
     weights: dict[str, torch.Tensor] = {}
-    for bucket in iterate_weights(engine.sharded, bucket_bytes=1, trained_only=trained_only):
+    count = 0
+
+    def tensors() -> dict[str, torch.Tensor]:
+        return _of_adapters(source, adapters) if adapters else local_tensors(source)
+
+    for bucket in gathered(engine.sharded, tensors, bucket_bytes=1):
+        count += len(bucket)
         if engine.rank == 0:
             copies = {id(full): full.to("cpu", copy=True) for full in bucket.values()}
             weights |= {name: copies[id(full)] for name, full in bucket.items()}
+    if not count:
+        raise InputError(
+            f"{type(source).__name__} has no weights to save: neither a parameter nor a buffer of it is there"
+            + (f", and none of the adapters {', '.join(adapters)}" if adapters else "")
+        )
     return weights
+
+
+def _of_adapters(model: nn.Module, adapters: Collection[str]) -> dict[str, torch.Tensor]:
+    # Not only what requires a gradient: PEFT freezes every adapter but the active one.
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad or not (set(adapters).isdisjoint(name.split(".")) and model_content.is_left_out(model, name))
+    }
 
 
 def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> Reader | None:
@@ -46,7 +76,7 @@ def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> R
         return None
     reader = Reader(found[0])
     reader.verify("full", rank=engine.rank, world=engine.world_size)
-    tensors, _ = model_content.content(engine.model)
+    tensors, _ = model_content.content(engine.model, trained=held_by(engine.optimizer))
     reader.fill(tensors)
     model_content.put_values(engine.model, reader.values)
     return reader

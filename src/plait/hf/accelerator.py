@@ -22,11 +22,15 @@ from plait.cluster.layout import SAMPLE_AXES, Layout
 from plait.config.resolving.resolve import Resolved
 from plait.data.stream_part import StreamPart, refuse_other_orders
 from plait.engine.engine import Engine
+from plait.engine.weights import full_weights
 from plait.errors import InputError
 from plait.hf.batches import Rounds
+from plait.model.adapters import adapters_of
 from plait.sharded.model import owner_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
 
+FULL_WEIGHTS = "accelerator.get_state_dict(model) on every process, and save it in one: state_dict="
+"""What to call for weights in full, and what to give them to."""
 _KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
 _KEPT_OF_WORKERS = ("prefetch_factor", "persistent_workers")
 
@@ -175,6 +179,26 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerator.backward({next(iter(kwargs))}=...): a micro-batch has one backward here; add its losses and call it once"
             )
         self.backward_of(loss)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Return the weights in full by name, of a model with adapters those of the adapters. Collective.
+
+        Args:
+            model: The model that is trained.
+            unwrap: Accelerate's argument, which changes nothing here.
+
+        Returns:
+            Tensors on the CPU in the first process. Nothing in the others.
+
+        Raises:
+            InputError: It is another model, or none is trained yet.
+        """
+        engine = self.engine
+        if engine is None:
+            raise InputError(f"accelerator.get_state_dict: the model is not sharded yet: {self._begins}")
+        if model is not engine.model:
+            raise InputError("accelerator.get_state_dict takes the model that is trained")
+        return full_weights(engine, adapters=adapters_of(model))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Refused: parts of gradients have no norm of their own."""

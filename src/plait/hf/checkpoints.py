@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -17,6 +19,9 @@ from plait.cluster.topology import place
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of, uncut
 from plait.errors import CheckpointError, InputError, warn
+from plait.hf.accelerator import FULL_WEIGHTS
+from plait.model.adapters import adapters_of
+from plait.sharded.shards_as_weights import refuse_given_shards
 
 TAG = "plait"
 """Folder of the engine's checkpoint in `checkpoint-N`."""
@@ -60,16 +65,28 @@ class CheckpointMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         model = self.model
-        weights = full_weights(self.engine, trained_only=has_adapters(model))
+        weights = full_weights(self.engine, model=model, adapters=adapters_of(model))
         if self.args.should_save:
-            self.model = uncut(self.engine)  # what is saved of a model with adapters is read from its modules
+            if model is self.engine.model:  # and no other in its place, such as one with merged adapters
+                self.model = uncut(self.engine)  # what is saved of a model with adapters is read from its modules
             try:
-                self._save(output_dir or self.args.output_dir, state_dict=weights)  # type: ignore[attr-defined]
+                self._save(output_dir or self.args.output_dir, state_dict=weights)
             finally:
                 self.model = model
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write weights as the Trainer does. Scripts call it, with a state dict of their own.
+
+        Raises:
+            InputError: The weights are shards.
+            CheckpointError: What was written has no weights. The file is removed.
+        """
+        refuse_given_shards("trainer._save", state_dict, remedy=f"call trainer.save_model(folder), or {FULL_WEIGHTS}")
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        refuse_empty_files(Path(output_dir or self.args.output_dir), adapters_of(self.model))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
@@ -122,6 +139,29 @@ class CheckpointMixin:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The engine has set them, when it loaded the checkpoint."""
+
+
+def refuse_empty_files(folder: Path, adapters: Sequence[str] = ()) -> None:
+    """Remove files of weights that have no tensor, and raise CheckpointError if there are any.
+
+    Args:
+        folder: Where weights were written.
+        adapters: Names of adapters, of which each may have a folder in it.
+    """
+    folders = [folder, *(folder / name for name in adapters)]
+    empty = [path for one in folders for path in one.glob("*.safetensors") if not _has_tensors(path)]
+    for path in empty:
+        path.unlink()
+    if empty:
+        raise CheckpointError(
+            f"{empty[0]} was written without a tensor, and has been removed: the model that is saved has no weights that its format "
+            "keeps; save the model that was trained, or merge its adapters and assign the result to trainer.model"
+        )
+
+
+def _has_tensors(path: Path) -> bool:
+    with safe_open(path, framework="pt") as file:
+        return bool(file.keys())
 
 
 def _require_state(folder: Path) -> None:

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from plait.checkpoint.model_content import keep_what_is_trained
 from plait.cluster.topology import place
-from plait.compat.deepspeed.saved import refuse_shards_as_weights
 from plait.engine.build import initialize
 from plait.errors import InputError, warn
+from plait.hf.accelerator import FULL_WEIGHTS
 from plait.hf.accelerator import Accelerator as RanksAccelerator
 from plait.hf.batches import plan_of
 from plait.hf.checkpoints import has_adapters
@@ -32,6 +32,7 @@ from plait.hf.loop_settings import checked_config, precision_of, refuse_another_
 from plait.hf.optimizer import EngineOptimizer
 from plait.hf.settings import ConfigSource
 from plait.sharded.model import owner_of
+from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
 _PREPARE = "accelerator.prepare(model, optimizer, ...) does it"
 
@@ -135,7 +136,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         if has_adapters(model):
             keep_what_is_trained(model)
         self.engine = initialize(model, self.resolved, optimizer=optimizer)
-        refuse_shards_as_weights(model, remedy="accelerator.get_state_dict(model) on every process, and save it in one: state_dict=")
+        refuse_shards_as_weights(model, remedy=FULL_WEIGHTS)
         made = LoopOptimizer(self)
         self._models.append(model)
         self._optimizers.append(made)

@@ -10,9 +10,8 @@ import torch
 from accelerate.checkpointing import load_custom_state, save_custom_state
 
 from plait.engine.engine import Engine
-from plait.engine.weights import full_weights
 from plait.errors import CheckpointError, InputError
-from plait.hf.checkpoints import TAG, has_adapters
+from plait.hf.checkpoints import TAG
 
 _ORDERS, _EPOCHS, _STEP = "orders", "epochs", "accumulation step"
 
@@ -80,17 +79,9 @@ class LoopCheckpoints:
         for index, entry in enumerate(self._custom_objects):
             load_custom_state(entry, input_dir, index)
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Weights in full by name, on the CPU of the first process; nothing in the others. Of a model with adapters those alone.
-        Collective: every process calls it."""
-        engine = self._prepared("get_state_dict")
-        if model is not engine.model:
-            raise InputError("accelerator.get_state_dict takes the model that is trained")
-        return full_weights(engine, trained_only=has_adapters(model))
-
     def save_model(self, model: Any, save_directory: str, max_shard_size: int | str = "10GB", safe_serialization: bool = True) -> None:
         """The model's weights in full into a folder, written by the first process. Collective."""
-        weights = self.get_state_dict(model)
+        weights = self.get_state_dict(model)  # type: ignore[attr-defined]
         if self.is_main_process:
             from huggingface_hub import save_torch_state_dict
 

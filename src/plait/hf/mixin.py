@@ -6,9 +6,9 @@ The Trainer keeps its loop, its data sets, its schedule, its logging and its cal
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from plait.config.schema.config import Config
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem, refuse, warn
-from plait.hf.accelerator import Accelerator
+from plait.hf.accelerator import FULL_WEIGHTS, Accelerator
 from plait.hf.arguments import fsdp_config_of, reroute
 from plait.hf.batches import EpochOrder, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
@@ -29,11 +29,13 @@ from plait.hf.draws import drawn_from
 from plait.hf.fields import examined
 from plait.hf.generation import answering, check_settings, generated, generates, has_encoder, problems_of
 from plait.hf.optimizer import EngineOptimizer
+from plait.hf.overridden import cautions_about_loss, reads
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
 from plait.hf.smoothing import smoothing_of
 from plait.hf.steps import FilledStep, Step, counted, from_output_stage, run_pipeline, step_of
 from plait.hf.transformers_versions import (
     has_supported_trainer,
+    layout_free_groups,
     loss_is_scaled,
     recompute_fields,
     require_supported_trainer,
@@ -42,6 +44,7 @@ from plait.model.adapters import with_adapters_enabled
 from plait.optim.lr_schedules import build_scheduler
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.model import owner_of
+from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
 # A Trainer that Plait refuses keeps its own handling of `deepspeed` and `fsdp`.
 if has_supported_trainer():
@@ -162,6 +165,8 @@ class TrainerMixin(CheckpointMixin):
         # An evaluation inside `model.disable_adapter()`, which freezes the adapters, may come before the training.
         with with_adapters_enabled(self.model):
             self.engine = initialize(self.model, self._resolved, optimizer=optimizer, forward=self._forward)
+        remedy = f"trainer.save_model(folder), or trainer.{FULL_WEIGHTS}"
+        refuse_shards_as_weights(self.model, remedy=remedy, is_partial=self._resolved.layout.pp > 1)
         self.accelerator.engine = self.engine
         self.optimizer = EngineOptimizer(self.engine)
         return self.engine
@@ -181,6 +186,9 @@ class TrainerMixin(CheckpointMixin):
         if getattr(self, "_created_lr_scheduler", False):
             self.lr_scheduler, self._created_lr_scheduler = None, False
         engine = self.begin()
+        if place().rank == 0:
+            for caution in cautions_about_loss(self, ranks=engine.dp_size, accumulation=self.args.gradient_accumulation_steps):
+                warn(caution)
         self.accelerator._optimizers.append(self.optimizer)
         self.accelerator._models.append(self.model)
         self.model_wrapped = self.model
@@ -192,6 +200,11 @@ class TrainerMixin(CheckpointMixin):
         self.callback_handler.train_dataloader = train_dataloader
         engine.train()
         return self.model, train_dataloader
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the Trainer's optimizer, with the same groups on every layout."""
+        with layout_free_groups():
+            return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The configuration's, else the Trainer's."""
@@ -263,21 +276,46 @@ class TrainerMixin(CheckpointMixin):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of a micro-batch; in a pipeline the last of a step's calls computes them all. Returns the loss as it counts
         in the step. Collective."""
+        with self._micro_batch(num_items_in_batch) as step:
+            step.counted = True
+            engine = self.engine
+            assert engine is not None
+            if engine.sharded.pipeline is not None:
+                scaled = loss_is_scaled(self, num_items_in_batch)
+                return self._pipeline_step(engine, step, inputs, num_items_in_batch, scaled=scaled)
+            loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        return loss * self._factor
+
+    @contextmanager
+    def _micro_batch(self, items: Any) -> Iterator[Step]:
+        """Run the forward and the backwards of a micro-batch; inside of another call, of the same one."""
         engine, step = self.engine, self._step
         assert engine is not None and step is not None
+        if step.inside:
+            yield step
+            return
         if step.begun == 0:
             engine.sharded.guard.recover()
         step.begun += 1
+        step.inside, step.counted = True, False
         index = step.begun - 1
-        scaled = loss_is_scaled(self, num_items_in_batch)
-        self._factor = step.factor(index, scaled=scaled, ranks=engine.dp_size)
-        if engine.sharded.pipeline is not None:
-            return self._pipeline_step(engine, step, inputs, num_items_in_batch, scaled=scaled)
-        engine.set_gradient_accumulation_boundary(step.is_last)
-        engine.sharded.before_microbatch(last=step.is_last)
-        with self.accelerator.counting(present=step.present[index] or None), engine.sharded.guard.running("forward"):
-            loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        return loss * self._factor
+        self._factor = step.factor(index, scaled=loss_is_scaled(self, items), ranks=engine.dp_size)
+        try:
+            if engine.sharded.pipeline is not None:
+                yield step
+                return
+            engine.set_gradient_accumulation_boundary(step.is_last)
+            engine.sharded.before_microbatch(last=step.is_last)
+            with self.accelerator.counting(present=step.present[index] or None), engine.sharded.guard.running("forward"):
+                yield step
+        finally:
+            step.inside = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a `training_step` of the script's own run as a micro-batch of the engine."""
+        super().__init_subclass__(**kwargs)
+        if "training_step" in vars(cls):
+            cls.training_step = _as_micro_batch(vars(cls)["training_step"])  # type: ignore[method-assign]
 
     def _backward(self, loss: torch.Tensor) -> None:
         assert self.engine is not None
@@ -373,6 +411,24 @@ class TrainerMixin(CheckpointMixin):
         end()
 
 
+def _as_micro_batch(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(method)
+    def training_step(self: TrainerMixin, model: Any, inputs: Any, num_items_in_batch: Any = None, **given: Any) -> torch.Tensor:
+        assert self.engine is not None
+        if self.engine.sharded.pipeline is not None and not reads(method, "training_step"):
+            raise InputError(
+                f"{type(self).__name__}.training_step calls forward and backward itself, and with parallel.pp = "
+                f"{self.engine.mesh.layout.pp} each process has a part of the model; call super().training_step in it, or use "
+                "parallel.pp = 1"
+            )
+        with self._micro_batch(num_items_in_batch) as step:
+            loss = method(self, model, inputs, num_items_in_batch, **given)
+            counted = step.counted
+        return loss if counted else loss * self._factor
+
+    return training_step
+
+
 def _trl_classes(kind: type) -> list[str]:
     return [one.__name__ for one in kind.__mro__ if one.__module__.partition(".")[0] == "trl"]
 
@@ -380,9 +436,24 @@ def _trl_classes(kind: type) -> list[str]:
 def _refuse_other_trainers(kind: type) -> None:
     """Raise InputError for a trainer of TRL that generates between steps, or that has not been run."""
     names = _trl_classes(kind)
-    if names and not {"SFTTrainer", "DPOTrainer"} & set(names):
-        raise InputError(
-            f"{names[0]}: of TRL's trainers SFTTrainer and DPOTrainer have been run on Plait; those that generate between steps (GRPO, "
-            "RLOO) count samples by processes and move weights to a generator, which has not; use those two, or TRL's own trainer "
-            "without deepspeed="
+    # The first one decides: GKDTrainer and GOLDTrainer are subclasses of SFTTrainer.
+    if not names or names[0] in ("SFTTrainer", "DPOTrainer"):
+        return
+    if names[0].removeprefix("Async") in _GENERATE:
+        reason = (
+            "it generates between steps, counts samples by processes and moves weights to a generator, which Plait has not been run with"
         )
+    else:
+        reason = "Plait has not been run with its loss and its data"
+    raise InputError(
+        f"{names[0]}: {reason}; of TRL's trainers use SFTTrainer or DPOTrainer with Plait, or {names[0]} "
+        "itself without Plait and deepspeed="
+    )
+
+
+_GENERATE = (
+    *("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "PPOTrainer", "GMPOTrainer", "A2POTrainer"),
+    *("GKDTrainer", "GOLDTrainer", "MiniLLMTrainer", "DistillationTrainer", "ServerDistillationTrainer"),
+    *("SDFTTrainer", "SDPOTrainer", "IWOPDTrainer"),
+)
+"""Trainers of TRL that sample from the model while they train."""

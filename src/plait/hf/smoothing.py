@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+
+from plait.sharded.saved_folders import class_before_sharding
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,5 @@ def smoothing_of(own: Any, model: Any) -> Smoothing:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     base = model.base_model.model if hasattr(model, "peft_config") and hasattr(model, "base_model") else model
-    kind = type(base)
-    while issubclass(kind, FSDPModule):  # class FSDPLlamaForCausalLM(FSDPModule, LlamaForCausalLM)
-        kind = kind.__bases__[-1]
+    kind = class_before_sharding(type(base))
     return Smoothing(getattr(own, "own", own), kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

@@ -26,6 +26,10 @@ class Step:
     own: list[bool]
     """Whether this rank has."""
     begun: int = 0
+    inside: bool = False
+    """Whether a micro-batch has begun and not ended."""
+    counted: bool = False
+    """Whether the loss of the micro-batch was multiplied by its factor."""
     held: list[Any] = field(default_factory=list)
     """Micro-batches of a pipeline, which runs them all at once."""
 

@@ -6,12 +6,13 @@ exists, and falls back to what Transformers itself did in that release.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
 
-import transformers
+import transformers.trainer
 from packaging.version import Version
 
 from plait.errors import InputError
@@ -56,12 +57,37 @@ def recompute_arguments(args: Any) -> Mapping[str, Any] | None:
     return next((kwargs for kwargs in given if kwargs), {})
 
 
+@contextmanager
+def layout_free_groups() -> Iterator[None]:
+    """Let a Trainer create an optimizer whose groups do not follow the layout.
+
+    Transformers since 5.20 gives the parameters of every device mesh groups of their own, because one
+    fused call cannot take several.
+    """
+    module: Any = transformers.trainer
+    original = getattr(module, "has_mixed_dtensor", None)
+    if original is None:
+        yield
+        return
+    module.has_mixed_dtensor = lambda tensors: False
+    try:
+        yield
+    finally:
+        module.has_mixed_dtensor = original
+
+
+def declared_scaling(trainer: Any) -> bool | None:
+    """Return `loss_is_scaled_for_ga` of a Trainer; None where it does not say, or its release does not read it."""
+    has_field = hasattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    return trainer.loss_is_scaled_for_ga if has_field else None
+
+
 def loss_is_scaled(trainer: Any, items: Any) -> bool:
     """Return whether `compute_loss` has divided by the items of the step, so that `training_step` does not divide again.
 
     Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do where it is None.
     """
-    declared = trainer.loss_is_scaled_for_ga if hasattr(transformers.Trainer, "loss_is_scaled_for_ga") else None
+    declared = declared_scaling(trainer)
     if declared is not None:
         return bool(declared)
     return (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None

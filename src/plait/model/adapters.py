@@ -24,6 +24,11 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(getattr(module, _BASE, None), nn.Module)}
 
 
+def adapters_of(model: Any) -> tuple[str, ...]:
+    """Return the names of the adapters that PEFT has put on a model; none for any other model."""
+    return tuple(getattr(model, "peft_config", ()))
+
+
 @contextmanager
 def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Iterator[None]:
     """The model with the layers themselves in their places."""

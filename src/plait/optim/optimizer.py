@@ -24,6 +24,7 @@ from plait.config.schema.optimization import OptimizerSpec
 from plait.config.values.names import instead
 from plait.errors import ConfigError, ModelError, Problem
 from plait.optim.low_bit_adam import SmallStateAdam
+from plait.optim.placement_groups import step_by_placement
 from plait.parallel.memory_layout import dims_in_memory
 from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 
@@ -33,8 +34,6 @@ _FUSED = {**dict.fromkeys(("Adam", "AdamW", "SGD"), ("cpu", accelerator.NAME)), 
 """Devices with a fused kernel that is used without asking."""
 _FUSED_SHARDED = ("Adam", "AdamW")
 """torch 2.13 has no rule for the other fused kernels on shards (`aten._fused_sgd_ does not have a sharding strategy`)."""
-_NOT_SHARDED = {"Adafactor": "it takes norms of full parameters", "Rprop": "it writes through an index"}
-"""Fail at their first step on shards, in torch 2.13."""
 _EMBEDDING = ("embed", "lm_head", "wte", "wpe")
 """DeepSpeed's words for what Muon leaves to AdamW, and GPT-2's names for its embeddings."""
 
@@ -129,6 +128,7 @@ def _make(found: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
         shown = ", ".join(f"{name}={value!r}" for name, value in params.items())
         reason = str(error) or type(error).__name__
         raise ConfigError(Problem("optimizer.params", None, f"{found.__name__}({shown}) says: {reason}", "correct the value")) from error
+    step_by_placement(optimizer)  # before other hooks of the step, which look at groups
     if found is torch.optim.SGD:
         optimizer.register_step_pre_hook(_start_late_momentum)
     return optimizer
@@ -166,7 +166,7 @@ def needs_closure(kind: type[Optimizer]) -> bool:
 
 def refuse_sharded(found: type[Optimizer], named: Sequence[Named]) -> None:
     """Raises ModelError for torch's optimizers that fail at their first step on shards."""
-    why = _NOT_SHARDED.get(found.__name__) if found.__module__.startswith("torch.optim") else None
+    why = optimizers.NOT_SHARDED.get(found.__name__) if found.__module__.startswith("torch.optim") else None
     sharded = [name for name, parameter in named if isinstance(parameter, DTensor)]
     if why and sharded:
         raise ModelError(
@@ -176,11 +176,9 @@ def refuse_sharded(found: type[Optimizer], named: Sequence[Named]) -> None:
 
 
 def _groups(found: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """One group; two where there are plain and sharded parameters, because one fused call cannot take both. Each with its kernel."""
-    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    # torch takes no empty list of parameters, and an empty group.
-    return [{"params": group, **_kernel(found, params, group)} for group in (sharded, plain) if group] or [{"params": []}]
+    # One group on every layout: a schedule's state and a script's code count groups.
+    kernel = _kernel(found, params, parameters) if parameters else {}
+    return [{"params": list(parameters), **kernel}]
 
 
 def _kernel(found: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> dict[str, bool]:

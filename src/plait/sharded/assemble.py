@@ -39,6 +39,7 @@ from plait.sharded.load_weights import load_weights
 from plait.sharded.misuse import check_placement, explain_methods, warn_of_no_blocks
 from plait.sharded.pretrained import weights_of
 from plait.sharded.saved_folders import refuse_partial_folders
+from plait.sharded.shards_as_weights import refuse_pickled_shards
 
 Filler = Callable[..., None]
 """(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its values, and calls `filled` with each. `whole`
@@ -107,6 +108,7 @@ def shard(
     refuse_copies(model)
     explain_methods(model)
     refuse_partial_folders(model, pp=resolved.layout.pp)
+    refuse_pickled_shards(model)
     watch_shards_of(model)
     return mesh, parts if tier is None else parts.with_(hooks=Hooks((*parts.hooks.all, tier))), seed
 

@@ -9,11 +9,12 @@ Note [Order of gathers]
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from plait.errors import InputError
@@ -46,12 +47,26 @@ def iterate_weights(sharded: ShardedModel, *, bucket_bytes: int = 256 * MIB, tra
     """
     if bucket_bytes < 1:
         raise InputError(f"bucket_bytes = {bucket_bytes} must be at least 1")
+    return gathered(sharded, lambda: local_tensors(sharded.model, trained_only), bucket_bytes=bucket_bytes)
+
+
+def gathered(sharded: ShardedModel, tensors: Callable[[], Mapping[str, torch.Tensor]], *, bucket_bytes: int) -> Iterator[WeightBucket]:
+    """Yield tensors of which ranks hold shards as full tensors, as `iterate_weights` does. Collective.
+
+    Args:
+        sharded: The model whose ranks these are.
+        tensors: Returns those of this rank by name, once nothing is gathered for a forward.
+        bucket_bytes: See `iterate_weights`.
+
+    Raises:
+        InputError: The parameters are kept in files.
+    """
     if sharded.config.parameter_offload.device == "nvme":
         raise InputError(
             'iterate_weights: offload_param.device = "nvme" keeps the parameters in files; save a '
             "checkpoint and use `plait export`, or choose a layout that has them in memory"
         )
-    return _buckets(sharded, bucket_bytes, trained_only)
+    return _buckets(sharded, tensors, bucket_bytes)
 
 
 @dataclass(frozen=True)
@@ -64,9 +79,9 @@ class _TensorFacts:
     dtype: torch.dtype
 
 
-def _buckets(sharded: ShardedModel, bucket_bytes: int, trained_only: bool) -> Iterator[WeightBucket]:
+def _buckets(sharded: ShardedModel, tensors: Callable[[], Mapping[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     free_gathered(sharded.model)
-    local = _local_tensors(sharded, trained_only)
+    local = tensors()
     bucket: WeightBucket = {}
     filled_bytes = 0
 
@@ -86,18 +101,18 @@ def _buckets(sharded: ShardedModel, bucket_bytes: int, trained_only: bool) -> It
         yield bucket
 
 
-def _local_tensors(sharded: ShardedModel, trained_only: bool) -> dict[str, torch.Tensor]:
+def local_tensors(model: nn.Module, trained_only: bool = False) -> dict[str, torch.Tensor]:
     """Return what this rank holds shards of, by name. A pipeline stage has no other stage's."""
     if trained_only:
         # Not from the state dict: quantised base weights of an adapter have one of their own kind.
-        parameters = sharded.model.named_parameters(remove_duplicate=False)
+        parameters = model.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
-    state = sharded.model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor) and not tensor.is_meta}
 
 
-def _agreed_order(sharded: ShardedModel, local: dict[str, torch.Tensor]) -> list[_TensorFacts]:
+def _agreed_order(sharded: ShardedModel, local: Mapping[str, torch.Tensor]) -> list[_TensorFacts]:
     """Return the tensors of all stages in one order. A name belongs to the first stage that has it."""
     group = sharded.mesh.group("pp")
     stage = 0 if group is None else group.rank()
@@ -127,7 +142,7 @@ def _agreed_order(sharded: ShardedModel, local: dict[str, torch.Tensor]) -> list
     return order
 
 
-def _full_tensor(sharded: ShardedModel, facts: _TensorFacts, local: dict[str, torch.Tensor]) -> torch.Tensor:
+def _full_tensor(sharded: ShardedModel, facts: _TensorFacts, local: Mapping[str, torch.Tensor]) -> torch.Tensor:
     group = sharded.mesh.group("pp")
     if group is None or group.rank() == facts.stage:
         tensor = local[facts.names[0]].detach()

@@ -26,6 +26,7 @@ from plait.model.experts import wants_balance_loss
 from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.gradient_norm import clip_factor
+from plait.optim.placement_groups import step_by_placement
 from plait.parallel.data.data_parallel import free_gathered
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import Hooks
@@ -171,7 +172,7 @@ class ParallelModel(ShardedModel):
                     "optimizer with several parameter groups"
                 )
             free_gathered(self.model)  # what is gathered is not what the optimizer holds
-            checked_optimizer(optimizer, self.model)
+            step_by_placement(checked_optimizer(optimizer, self.model))
             if self.tier is not None:
                 self.tier.drive(optimizer)
             stepper = self._steppers[optimizer] = self.stepper(optimizer)

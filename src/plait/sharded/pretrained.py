@@ -71,6 +71,11 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
             raise error from None
         except ImportError as missing:  # the library that quantised the weights
             raise InputError(f"plait.from_pretrained({str(name)!r}): {first_line(missing)}") from missing
+        except ValueError as refusal:
+            if quantisation is None:
+                raise
+            rule = f"Transformers cannot load its quantised weights ({first_line(refusal)})"
+            raise InputError(f"plait.from_pretrained({str(name)!r}): {rule}; correct quantization_config in its config.json") from refusal
     if getattr(model, "generation_config", None) is not None:
         model.generation_config = settings
     object.__setattr__(model, _ATTRIBUTE, folder)
@@ -80,6 +85,8 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
 def quantisation_of(config: Any) -> str | None:
     """Return the quantisation method of config.json ("torchao", "bitsandbytes", ...), or None for weights that are not quantised."""
     found = getattr(config, "quantization_config", None)
+    if found is None:  # a model with images may say it of its language model
+        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     if found is None:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)

@@ -18,6 +18,7 @@ from plait.data.tokenizer import vocabulary_size
 from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.model.described import check_fields, described_config, require_transformers
 from plait.sharded.hub import saved_folder
+from plait.sharded.pretrained import quantisation_of
 from plait.units import dtype_of
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
         config = AutoConfig.from_pretrained(weights, trust_remote_code=False) if weights else _config(section.config or {}, tokenizer)
     except (ValueError, OSError) as error:
         raise InputError(f"model.path: {weights}/config.json is not a Transformers configuration ({first_line(error)})") from error
+    if (method := quantisation_of(config)) is not None:
+        raise InputError(
+            f"model.path: the weights of {weights} are quantised ({method}), and plait train trains weights that are not; give the folder "
+            "that was quantised, or train adapters: plait.hf.Trainer with LoRA on a model that Transformers has loaded"
+        )
     _check_fit(config, tokenizer, positions)
     config.use_cache = False
     try:

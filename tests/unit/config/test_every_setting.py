@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Annotated, Any, get_args
 
 import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from plait.config.dialects import keys
 from plait.config.schema.config import Config
@@ -211,3 +215,60 @@ def test_a_setting_of_the_file_says_that_it_is_from_the_file(path: str) -> None:
 def test_every_source_is_the_default_for_an_empty_file() -> None:
     config = Config()
     assert {config.origin(path) for path in keys.fields()} == {"default"}
+
+
+def flags_of(kind: Any, path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of a schema, with those of the sections in it."""
+    for name, field in kind.model_fields.items():
+        yield f"{path}{name}", field
+        for part in (field.annotation, *get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from flags_of(part, f"{path}{name}.")
+
+
+def test_truth_values_are_true_and_false_alone() -> None:
+    """pydantic takes "yes" and 1 for true, where DeepSpeed takes "no" for it."""
+    tolerant, count = [], 0
+    for path, field in flags_of(Config):
+        reads = TypeAdapter(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
+        try:
+            reads.validate_python(True)
+            reads.validate_python(False)
+        except ValidationError:
+            continue
+        count += 1
+        for value in ("yes", "no", "true", "off", 1, 0):
+            with suppress(ValidationError):
+                if isinstance(reads.validate_python(value), bool):
+                    tolerant.append(f"{path} = {value!r}")
+    assert count > 10 and not tolerant, tolerant
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled = 'yes': must be true or false"),
+        ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": "no"}}}, "adam_w_mode"),
+        ({"flops_profiler": {"enabled": "yes"}}, "flops_profiler"),
+        ({"sparse_attention": {"mode": "fixed"}, "compression_training": {"enabled": "yes"}}, "compression_training"),
+    ],
+)
+def test_a_text_for_a_truth_value(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"run": {"folder": "s3://bucket/run"}},
+        {"data": {"cache": "gs://bucket/cache"}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "s3://bucket"}}},
+        {"parallel": {"activation_offload": {"device": "disk", "path": "s3:/bucket"}}},
+    ],
+)
+def test_a_url_for_a_folder(tree: dict[str, Any]) -> None:
+    """A local folder `s3:` would be made of it."""
+    with pytest.raises(ConfigError, match=r"this one is a URL; .*run.checkpoints"):
+        load(tree)
+    assert load({"run": {"checkpoints": "s3://bucket/run"}}).run.checkpoints == "s3://bucket/run"

@@ -236,7 +236,26 @@ def test_shards_are_updated_as_whole_parameters_are(mesh, type, params, fused):
 @pytest.mark.parametrize("type", ["AdamW", "SGD", "Muon"])
 def test_plain_and_sharded_parameters_stand_beside_each_other(mesh, type):
     plain, mixed = net(), sharded(net(), mesh, only="up")
-    assert_equal(train(mixed, build(type, {"lr": 0.01}, mixed)), train(plain, build(type, {"lr": 0.01}, plain)))
+    optimizer, other = build(type, {"lr": 0.01}, mixed), build(type, {"lr": 0.01}, plain)
+    assert_equal(train(mixed, optimizer), train(plain, other))
+    # A schedule has one rate per group, and has to be loaded on any layout.
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(group["params"]) for group in other.param_groups]
+
+
+def test_groups_are_whole_again_after_a_failed_step(mesh):
+    model = sharded(net(), mesh, only="up")
+    optimizer = build("AdamW", {"lr": 0.01}, model)
+    groups = optimizer.param_groups
+
+    def fail() -> float:
+        raise ValueError("no loss")
+
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(ValueError, match="^no loss$"):
+        optimizer.step(fail)
+    optimizer.step()
+    assert optimizer.param_groups is groups and len(groups) == 1
 
 
 def test_what_torch_cannot_do_on_shards_is_refused_before_the_first_step(mesh):

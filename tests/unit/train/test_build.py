@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ def test_weights_come_with_their_configuration(tokenizer: Any, tmp_path: Path) -
     assert built.weights == tmp_path / "saved"
     assert built.model.config.hidden_size == 32
     assert {parameter.device.type for parameter in built.model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("method", ["bitnet", "fp8", "gptq"])
+def test_quantised_weights_are_refused(tokenizer: Any, tmp_path: Path, method: str) -> None:
+    """Transformers would build plain layers of such a configuration."""
+    saved = build_model(_section(), tokenizer, positions=64).model.to_empty(device="cpu")
+    saved.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(InputError, match=rf"model.path: .* are quantised \({method}\)"):
+        build_model(ModelSection(path=str(tmp_path)), tokenizer, positions=64)
 
 
 def test_a_folder_without_weights_is_refused(tokenizer: Any, tmp_path: Path) -> None:

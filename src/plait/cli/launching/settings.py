@@ -65,7 +65,10 @@ def parse_nodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
     if match is None:
         raise ConfigError(Problem("--nnodes", text, "neither a number of machines nor MIN:MAX", "write for example 4 or 2:4"))
-    return int(match[1]), int(match[2] or match[1])
+    minimum, maximum = int(match[1]), int(match[2] or match[1])
+    if not 1 <= minimum <= maximum:
+        raise ConfigError(Problem("--nnodes", text, "not 1 <= MIN <= MAX machines", "write for example 4 or 2:4"))
+    return minimum, maximum
 
 
 def parse_processes(text: str | None, *, gpus: Callable[[], int], cores: Callable[[], int]) -> int | None:

@@ -16,11 +16,6 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return found.detach().clone()
 
 
-def is_full_here(tensor: DTensor) -> bool:
-    """Whether every rank holds all of it, as at ZeRO stage 0."""
-    return all(placement.is_replicate() or tensor.device_mesh.size(axis) == 1 for axis, placement in enumerate(tensor.placements))
-
-
 @torch.no_grad()
 def write(target: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor, or this rank's part of it, a full value."""

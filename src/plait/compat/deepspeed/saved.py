@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import copyreg
-import sys
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from plait import exact
-from plait._torch.dtensor import local_tensor
 from plait.checkpoint.load import Reader
-from plait.compat.deepspeed.parts import full, is_full_here
+from plait.compat.deepspeed.parts import full
 from plait.compat.deepspeed.refused import refuse_given
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of
@@ -207,55 +200,6 @@ class SavedState:
     def empty_partition_cache(self) -> None:
         """Free parameters that are gathered."""
         free_gathered(self.module)
-
-
-_OF_ENGINE = "engine.module_state_dict() on every process (and save it in one), engine.save_16bit_model(folder)"
-
-
-def refuse_shards_as_weights(model: nn.Module, *, remedy: str = _OF_ENGINE) -> None:
-    """Let `model.state_dict()` raise InputError where it would return parts of weights to code that is not Plait's: what it saves would be
-    the part of one rank. So does `torch.save` of a parameter. `remedy`: what to call instead."""
-
-    def refuse(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
-        if not sharded or _is_asked_by_plait():
-            return
-        if not all(map(is_full_here, sharded.values())):
-            raise InputError(f"state_dict() of the model: each process holds a part of the weights; call {remedy}, or use ZeRO stage 0")
-        state.update({name: local_tensor(value) for name, value in sharded.items()})
-
-    model.register_state_dict_post_hook(refuse)
-    _MESHES.update((parameter.device_mesh, remedy) for parameter in model.parameters() if isinstance(parameter, DTensor))
-    copyreg.pickle(DTensor, _pickled)
-
-
-_MESHES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
-"""Those over which such models are sharded, and what to call instead."""
-
-
-def _pickled(tensor: DTensor) -> Any:
-    """For `torch.save` and others that pickle: refused for a part of a model."""
-    if tensor.device_mesh in _MESHES and is_full_here(tensor):
-        return local_tensor(tensor).__reduce_ex__(2)
-    if tensor.device_mesh in _MESHES:
-        raise InputError(
-            f"a tensor of shape {tuple(tensor.shape)}, of which this process holds a part, cannot be saved or sent: the others' would be "
-            f"missing; call {_MESHES[tensor.device_mesh]}"
-        )
-    return tensor.__reduce_ex__(2)
-
-
-def _is_asked_by_plait() -> bool:
-    """Whether the first code outside of torch that is asking is Plait's; torch's own checkpoints know what parts are."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith("torch.distributed.checkpoint"):
-            return True
-        if name.partition(".")[0] != "torch":
-            return name.partition(".")[0] == "plait"
-        frame = frame.f_back
-    return False
 
 
 def _refuse_deepspeeds(load_dir: str | Path, tag: str | None) -> None:

@@ -20,7 +20,6 @@ from plait.compat.deepspeed.optimizer import EngineOptimizer
 from plait.compat.deepspeed.pipe import PipelineModule
 from plait.compat.deepspeed.pipeline_engine import PipelineEngine
 from plait.compat.deepspeed.refused import refuse_given
-from plait.compat.deepspeed.saved import refuse_shards_as_weights
 from plait.config.reading.source import read
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved, load
@@ -28,12 +27,14 @@ from plait.engine.build import initialize as plait_initialize
 from plait.errors import ConfigError, InputError, Problem, refuse
 from plait.optim.optimizer import build_optimizer
 from plait.sharded.assemble import resolved_for
+from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
 _REMEDIES = {
     "mpu": 'write the degrees of parallelism in the configuration: "parallel": {"tp": 2, "pp": 2}',
     "mesh_param": 'write the degrees of parallelism in the configuration: "parallel": {"tp": 2, "cp": 2}',
 }
 
+_FULL_WEIGHTS = "engine.module_state_dict() on every process (and save it in one), engine.save_16bit_model(folder)"
 _FULL_STEPS = "plait.initialize(model, config, loss_fn=plait.causal_lm_loss) and its engine.train_batch"
 
 
@@ -85,7 +86,7 @@ def initialize(
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     ours = kind(engine, trains=trains, config=source, collate_fn=collate_fn, drop_last=_drops_last(source))
     held.remember(ours)
-    refuse_shards_as_weights(model)
+    refuse_shards_as_weights(model, remedy=_FULL_WEIGHTS)
     if training_data is not None:
         ours.training_dataloader = ours.deepspeed_io(training_data)
     return ours, ours.optimizer, ours.training_dataloader, ours.lr_scheduler

@@ -8,16 +8,13 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from plait.compat.deepspeed.saved import refuse_shards_as_weights
 from plait.errors import InputError
 from plait.sharded.assemble import ConfigLike, resolved_for
 from plait.sharded.parallel_model import ParallelModel, parallelize, why_called
+from plait.sharded.shards_as_weights import FULL_STATE, refuse_shards_as_weights
 
 _REPLICATED = {"zero_optimization": {"stage": 0}}
-_WEIGHTS = (
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True)) on every "
-    "process, and save it in one"
-)
+_WEIGHTS = FULL_STATE.replace("(model,", "(model.module,")
 _REMEDIES: dict[str, tuple[Any, str]] = {
     "dim": (0, "samples are the first dimension of a batch"),
     "broadcast_buffers": (True, "buffers that a forward changes are rank 0's at the start of every step"),

@@ -197,8 +197,8 @@ FLAGS: dict[str, Flag] = {
         "log_memory_to_tensorboard log_progress",
         "switch",
     ),
-    **_ignored("checkpoints are written by torch.distributed.checkpoint, one file a process", "ckpt_format dist_ckpt_format"),
-    **_ignored("checkpoints are written by torch.distributed.checkpoint, one file a process", "use_dist_ckpt async_save", "switch"),
+    **_ignored("checkpoints are Plait's own, one file per process", "ckpt_format dist_ckpt_format"),
+    **_ignored("checkpoints are Plait's own, one file per process", "use_dist_ckpt async_save", "switch"),
     "num_virtual_stages_per_pipeline_rank": _sets("parallel.pipeline.stages_per_rank"),
     "num_layers_per_virtual_pipeline_stage": _sets(LAYERS_PER_STAGE),
     **_refused(

@@ -179,7 +179,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     ("DeepSpeed only warns when it is not a multiple of 8; the model decides its vocabulary", {"vocabulary_size": "whole"}),
     ("an all-to-all of sequence parallelism that context parallelism does not have", {"seq_parallel_communication_data_type": "text"}),
     (
-        "checkpoints are written by torch.distributed.checkpoint, one file a process, and agree on their name",
+        "checkpoints are Plait's own, one file per process, and processes agree on their name",
         {
             "checkpoint.tag_validation": "text",
             "checkpoint.checkpoint_serialization": "flag",
@@ -433,9 +433,14 @@ REFUSED: tuple[Refusal, ...] = (
         {"elasticity.enabled": _FLAG},
     ),
     Refusal(
-        "checkpoints are written to the run's folder by torch.distributed.checkpoint",
-        "leave it out",
-        {"nebula": _SWITCHED, "checkpoint.use_node_local_storage": _FLAG},
+        "checkpoints are Plait's own files, and Azure's Nebula service has no part in them",
+        "leave it out; run.checkpoints takes a store's URL",
+        {"nebula": _SWITCHED},
+    ),
+    Refusal(
+        "a checkpoint is one folder that all processes see",
+        "leave it out, and name a folder that all machines share, or a store's URL, in run.checkpoints",
+        {"checkpoint.use_node_local_storage": _FLAG},
     ),
     Refusal(
         "DeepSpeed's universal checkpoints are not read; Plait's own load on any layout without conversion",

@@ -59,7 +59,9 @@ def _switches(value: Any) -> list[bool]:
     if not isinstance(value, dict):
         return [value] if isinstance(value, bool) else []
     if "enabled" in value:
-        return [as_flag(value["enabled"]) is True]
+        switch = value["enabled"]
+        # "yes" and other texts are true in DeepSpeed, which does not look at the type.
+        return [switch not in (None, "auto") and as_flag(switch) is not False]
     return [switch for item in value.values() if isinstance(item, dict) for switch in _switches(item)]
 
 

@@ -220,10 +220,9 @@ def _said(offload: ParameterOffload) -> str:
     return f"{offload.device}, with the states" if offload.with_states else offload.device
 
 
-def _scheme_of(compression: Compression) -> str:
-    if compression.candidates:
-        return ", ".join(scheme.name for scheme in compression.candidates) + " or none, by the first steps"
-    return "powersgd" if compression.scheme.powersgd_rank else _BITS[compression.scheme.gradient_bits]
+def _scheme_of(compression: Compression) -> str | list[str]:
+    names = ["powersgd" if one.powersgd_rank else _BITS[one.gradient_bits] for one in compression.candidates or [compression.scheme]]
+    return names if compression.candidates else names[0]  # the first steps decide among several, or for none
 
 
 def _named(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
@@ -237,12 +236,16 @@ def _named(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, A
     return found
 
 
+_AUTO = {"prefer-shared-memory": "auto", "by-machines": "auto"}
+"""What "auto" is resolved to, and no file can say: each process group decides when it is made."""
+
+
 def _of_data(data: DataParallel) -> dict[str, Any]:
     return {
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,
-        "parallel.transport": data.transport,
-        "parallel.all_reduce": data.all_reduce,
+        "parallel.transport": _AUTO.get(data.transport, data.transport),
+        "parallel.all_reduce": _AUTO.get(data.all_reduce, data.all_reduce),
         "parallel.measure_seconds": data.measure_seconds,
         "parallel.secondary_partition": data.secondary_partition,
         "zero_optimization.stage": data.stage,

@@ -258,6 +258,8 @@ def outline(
         found.attempt(lambda: techniques.refuse_overlap(tensor, pipeline, layout))
     if data_parallel and states:
         found.attempt(lambda: techniques.refuse_small_states(optimizer, data_parallel, states))
+    if data_parallel and precision and layout:
+        found.attempt(lambda: techniques.refuse_unsharded_optimizer(optimizer, data_parallel, precision, layout))
     run = config.run or RunSection()
     tried: dict[str, Any] = {
         "layout": layout,

@@ -12,6 +12,7 @@ from plait.cluster.layout import Layout
 from plait.comm.algorithms import Name
 from plait.config.resolving.batch import CALLERS, MICRO, Batch
 from plait.config.resolving.resolved_parts import Findings, described
+from plait.config.schema import optimizers
 from plait.config.schema.config import Config
 from plait.config.schema.optimization import OptimizerSpec
 from plait.config.values.names import instead
@@ -218,6 +219,22 @@ def refuse_in_backward(
         (compressed.gradients, "it is not proven with compressed gradients", 'set parallel.compress_gradients = "none"'),
     )
     _refuse("parallel.optimizer_in_backward", "true", rules, otherwise="false")
+
+
+def refuse_unsharded_optimizer(spec: OptimizerSpec, data: DataParallel, dtypes: Precision, layout: Layout) -> None:
+    """Raise ConfigError for an optimizer of torch that fails at its first step on the shards of this layout."""
+    why = optimizers.NOT_SHARDED.get(spec.type)
+    shards = {
+        "zero_optimization.stage": data.stage,
+        "parallel.tp": layout.tp if layout.tp > 1 else 0,
+        "precision.compute": dtypes.compute,
+    }
+    name, value = next(((name, value) for name, value in shards.items() if value), ("", None))
+    if why is None or not name:
+        return
+    rule = f"{why}, and torch cannot do that on sharded parameters, which {name} = {value} makes"
+    remedy = "use AdamW, or zero_optimization.stage 0 without tensor parallelism, bf16 and fp16"
+    raise ConfigError(Problem("optimizer.type", spec.type, rule, remedy))
 
 
 def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: OptimizerOffload) -> None:

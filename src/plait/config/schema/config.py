@@ -18,7 +18,7 @@ from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.provenance import Provenance
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
-from plait.config.values.numbers import LARGEST, MOST_PROCESSES, Place
+from plait.config.values.numbers import LARGEST, MOST_PROCESSES, Flag, LocalPlace
 from plait.parallel.activations.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
 from plait.units import SHORT_NAMES
@@ -63,7 +63,7 @@ Compressions = Annotated[
     | Annotated[Annotated[list[Literal["int8", "int4", "powersgd"]], Field(min_length=1)], Tag("several")],
     Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
 ]
-FlagOrAuto = Annotated[Annotated[bool, Tag("value")] | Auto, Discriminator(_is_auto)]
+FlagOrAuto = Annotated[Annotated[Flag, Tag("value")] | Auto, Discriminator(_is_auto)]
 
 
 def _degree(value: Any) -> Any:
@@ -119,9 +119,9 @@ class OffloadOptimizerSection(Policy):
     device: Literal["none", "cpu", "nvme"] = "none"
     """none: on the device. cpu: in host memory, for GPUs; the optimizer runs there. nvme: in files in `nvme_path`, read and written in
     chunks during the step; not for GPUs in this release."""
-    pin_memory: bool = True
+    pin_memory: Flag = True
     """cpu: pin the host memory, so that copies overlap with computation."""
-    nvme_path: Place | None = None
+    nvme_path: LocalPlace | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=4, le=LARGEST), Number] = 4
     """nvme: chunks of the states that are in memory at once: those being read, one computed, those being written."""
@@ -139,7 +139,7 @@ class OffloadParamSection(Policy):
     device: Literal["none", "cpu", "nvme"] = "none"
     """none: on the device. cpu: in host memory, together with offload_optimizer.device = "cpu". nvme: in files in `nvme_path`, prefetched
     for the block that is gathered next and evicted after it; not for GPUs in this release."""
-    nvme_path: Place | None = None
+    nvme_path: LocalPlace | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=2, le=LARGEST), Number] = 5
     """nvme: buffers in memory; together they hold the shards of the block that is gathered and of those that are read ahead."""
@@ -187,9 +187,9 @@ class PipelineSection(Policy):
 class CheckpointingSection(Policy):
     """How the inputs of recomputed blocks are kept: DeepSpeed's names. What is recomputed is set in parallel.recompute."""
 
-    partition_activations: bool = False
+    partition_activations: Flag = False
     """With tp: each process keeps its slice of a recomputed block's input, and gathers the full input in backward."""
-    cpu_checkpointing: bool = False
+    cpu_checkpointing: Flag = False
     """Keep the inputs of recomputed blocks in host memory: parallel.activation_offload with fraction 1."""
 
 
@@ -218,7 +218,7 @@ class ActivationOffloadSection(Policy):
     """The share of blocks that do, from the first one on: their backward comes last, so there is most time for both transfers."""
     device: Literal["cpu", "disk"] = "cpu"
     """cpu: pinned host memory, for GPUs. disk: files in `path`."""
-    path: Place | None = None
+    path: LocalPlace | None = None
     """disk: a folder on a fast local disk."""
 
 
@@ -244,12 +244,12 @@ class ParallelSection(Policy):
     they are routed to. A divisor of dp_replicate x dp_shard and of the number of experts. Takes neighbouring ranks."""
     tp: Degree = 1
     """Processes that share every matrix product. Takes neighbouring ranks, which have the fastest links."""
-    sequence_parallel: bool = False
+    sequence_parallel: Flag = False
     """With tp: shard norms and the residual stream along the sequence too."""
     tensor_overlap: Annotated[int, Field(ge=0, le=64), Number] = 0
     """With tp: chunks in which a row-parallel product is computed; the all-reduce of one overlaps with the product of the next. The
     gradients of inputs are then summed while those of weights are computed. For links that a step waits for; 0: sums are waited for."""
-    loss_parallel: bool = True
+    loss_parallel: Flag = True
     """With tp: leave logits split over the vocabulary in the loss, so that full logits are never allocated in training."""
     plan: dict[str, str] | None = None
     """With tp: module pattern (`blocks.*.up`) to style (`colwise`, `rowwise`, `colwise_gather_output`, `rowwise_split_input`,
@@ -298,7 +298,7 @@ class ParallelSection(Policy):
     """On GPUs: the algorithms that NCCL may take (NCCL_ALGO), such as "Ring" or "^Tree". Left out: NCCL decides for every call."""
     nccl_protocol: Protocols = None
     """On GPUs: the protocols that NCCL may take (NCCL_PROTO): LL, LL128, Simple. Left out: NCCL decides for every call."""
-    optimizer_in_backward: bool = False
+    optimizer_in_backward: Flag = False
     """Update every parameter as soon as its gradient is complete and free the gradient, so that those of one block exist at a time. Without
     accumulation, clipping, float16 and overflow checks, which need all gradients first."""
     secondary_partition: Annotated[int, Field(ge=0, le=MOST_PROCESSES), Number] = 0

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from plait.config.values.numbers import Finite, Whole
+from plait.config.values.numbers import Finite, Flag, Whole
 from plait.policy import Policy
 
 LONGEST_SECONDS = 30 * 24 * 3600.0
@@ -23,7 +23,7 @@ class FaultsSection(Policy):
     leaves the step out. "auto": skip where fp16 scales the loss and with bf16.check_grad_overflow, else raise; on a GPU, which is then
     not waited for in every step, `plait train` raises after the update, and before anything is saved. With fp16 an overflow of the
     gradients is always skipped, because it sets the loss scale."""
-    check_collectives: bool = False
+    check_collectives: Flag = False
     """A debug mode: before a collective begins, its processes compare operation, shapes, dtypes and lines, so that those that issue
     different ones end with an error that names both lines. Several times slower, and without shared memory."""
     compare_replicas_every: Annotated[Whole, Field(ge=0)] = 0

@@ -15,7 +15,7 @@ import torch.optim.lr_scheduler
 from pydantic import TypeAdapter
 
 from plait.config.values.names import instead
-from plait.config.values.numbers import Count, Finite, Fraction, NotNegative, Steps, Whole
+from plait.config.values.numbers import Count, Finite, Flag, Fraction, NotNegative, Steps, Whole
 from plait.config.values.signatures import Parameter, parameters, value_problems
 from plait.policy import Policy
 
@@ -82,7 +82,7 @@ class OneCycle(Policy):
     """The same for the falling half. Left out: as in the rising half."""
     decay_step_size: Count = 0
     """Steps in one interval of the decay; 0 means no decay."""
-    cycle_momentum: bool | None = None
+    cycle_momentum: Flag | None = None
     """Cycle the first of `betas` too (DeepSpeed then sets the second to 0.99). Left out: yes, where the optimizer has betas."""
     cycle_min_mom: Fraction | tuple[Fraction, ...] = 0.8
     """The momentum in the middle of the cycle, and at the very first step."""
@@ -101,7 +101,7 @@ class LRRangeTest(Policy):
     """Steps in one interval."""
     lr_range_test_step_rate: NotNegative = 1.0
     """The rate is lr_range_test_min_lr x (1 + lr_range_test_step_rate x intervals)."""
-    lr_range_test_staircase: bool = False
+    lr_range_test_staircase: Flag = False
     """Count only full intervals."""
 
 

@@ -15,7 +15,7 @@ import torch.optim
 from pydantic import TypeAdapter
 
 from plait.config.values.names import instead
-from plait.config.values.numbers import Fraction, NotNegative
+from plait.config.values.numbers import Flag, Fraction, NotNegative
 from plait.config.values.signatures import parameters, value_problems
 
 AUTO: Mapping[str, Any] = MappingProxyType({"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
@@ -42,6 +42,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Types that are known and cannot be used: the rule and the remedy."""
 
+NOT_SHARDED: Mapping[str, str] = MappingProxyType({"Adafactor": "it takes norms of full parameters", "Rprop": "it writes through an index"})
+"""torch's optimizers that fail at their first step on shards, in torch 2.13, and why."""
+
 MUON_PARAMS = frozenset(
     {"lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "betas", "eps"}
 )
@@ -67,7 +70,7 @@ ONLY: Mapping[str, tuple[object, str, str]] = MappingProxyType(
 )
 """Parameters of DeepSpeed that have one possible value here: the value, why, and the remedy for another. The engine drops them."""
 
-_FLAG = TypeAdapter(bool)
+_FLAG = TypeAdapter(Flag)
 _RANGES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
     {
         **{name: TypeAdapter(NotNegative) for name in ("lr", "muon_lr", "adam_lr", "weight_decay", "momentum")},

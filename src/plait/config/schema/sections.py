@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from plait.config.values.numbers import MOST_PROCESSES, Fraction, NotNegative, Place, Whole
+from plait.config.values.numbers import MOST_PROCESSES, Flag, Fraction, LocalPlace, NotNegative, Place, Whole
 from plait.policy import Policy
 
 MOST_TOKENS = 2**31 - 1
@@ -62,7 +62,7 @@ class DataSection(Policy):
     """Which configuration of a hub data set (`wikitext-2-raw-v1`)."""
     split: str = "train"
     """Which split of a data set to read. Validation text is held out of it, see `validation_fraction`."""
-    streaming: bool = False
+    streaming: Flag = False
     """Read the rows of `datasets` as they are needed, again for every epoch, and keep nothing: for what does not fit on the disk, or never
     ends. Every process reads and tokenises all rows. Needs a tokenizer, in `tokenizer` or `model.path`."""
     buffer_sequences: Annotated[Whole, Field(ge=1)] = 1024
@@ -76,7 +76,7 @@ class DataSection(Policy):
     """Tokens in a training sequence. Documents are joined with an end-of-text mark between them and cut to this length."""
     validation_fraction: Fraction = 0.02
     """The share of documents held out for validation, chosen by a hash of each document: the same on every machine and in every run."""
-    cache: Place | None = None
+    cache: LocalPlace | None = None
     """Where trained tokenizers and tokenised text are kept. Left out: `$PLAIT_CACHE`, or `~/.cache/plait`."""
 
     @field_validator("format", mode="before")
@@ -129,7 +129,7 @@ class SampleSection(Policy):
 class RunSection(Policy):
     """How long the run is, what it writes, and how often."""
 
-    folder: Place = "runs/plait"
+    folder: LocalPlace = "runs/plait"
     """Where metrics, checkpoints, tokenizer and the resolved configuration are written. The same folder resumes."""
     steps: Annotated[Whole, Field(ge=1)] = 1000
     """Optimizer steps in the full run."""

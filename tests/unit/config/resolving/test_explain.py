@@ -8,7 +8,8 @@ import pytest
 
 from plait.config.dialects.keys import fields
 from plait.config.resolving.explain import Explanation, explain, values_of
-from tests.unit.config.cases import BATCH, resolved
+from plait.errors import ConfigError
+from tests.unit.config.cases import BATCH, load, resolved
 
 
 def statuses(tree: dict[str, Any]) -> dict[str, str]:
@@ -184,3 +185,40 @@ def test_what_cannot_be_resolved_still_shows_its_keys() -> None:
     assert [(row.key, str(row.status)) for row in explanation.keys] == [("zero_optimization.cpu_offload", "renamed")]
     assert len(explanation.problems) == 1
     assert explanation.world_size is None
+
+
+@pytest.mark.parametrize("compress", ["none", "auto", ["int8", "powersgd"]])
+def test_what_is_printed_of_data_parallelism_can_be_written(compress: Any) -> None:
+    """A user copies the resolved values into a file."""
+    found = explain({**BATCH, "parallel": {"compress_gradients": compress}})
+    parallel = {name.removeprefix("parallel."): value for name, (value, _) in values(found).items() if name.startswith("parallel.")}
+    names = ("all_reduce", "transport", "compress_gradients", "compress_weights", "bucket_mib", "unused_parameters", "measure_seconds")
+    written = {name: parallel[name] for name in names}
+    again = explain({**BATCH, "parallel": written})
+    assert all(values(again)[f"parallel.{name}"][0] == value for name, value in written.items())
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Rprop"])
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage = 1"),
+        ({"parallel": {"tp": 2}}, "parallel.tp = 2"),
+        ({"bf16": {"enabled": True}}, "precision.compute = bfloat16"),
+        ({}, ""),
+    ],
+)
+def test_optimizers_that_fail_on_shards(kind: str, tree: dict[str, Any], said: str) -> None:
+    """Refused with the file, before any text is read or device is found."""
+    tree = {"optimizer": {"type": kind}, **tree}
+    if not said:
+        assert resolved(tree).optimizer.type == kind
+        return
+    with pytest.raises(ConfigError, match=f"optimizer.type = '{kind}'.*{said}.*use AdamW"):
+        resolved(tree)
+
+
+def test_reasons_about_checkpoints() -> None:
+    """Plait writes its own format."""
+    with pytest.raises(ConfigError, match="nebula = .*Plait's own files.*run.checkpoints"):
+        load({"nebula": {"enabled": True}})

@@ -1,0 +1,123 @@
+"""Refusals of `torch.save(model.state_dict())` and its like, which would write one rank's part of every weight.
+
+torch pickles a DTensor as the local shard with the full shape, and a file of such tensors looks whole
+to whoever lists its names and shapes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from plait._torch.dtensor import local_tensor
+from plait.errors import InputError
+
+FULL_STATE = (
+    "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True)) on every process, and save it in one"
+)
+"""Remedy where no object of Plait's has a call that returns full weights."""
+_REMEDIES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
+"""Device meshes of sharded models, and what to call instead of pickling their parameters."""
+
+
+def is_full_here(tensor: DTensor) -> bool:
+    """Return whether every rank holds all of a tensor, as at ZeRO stage 0."""
+    sizes = (tensor.device_mesh.size(axis) for axis in range(tensor.device_mesh.ndim))
+    return all(kind.is_replicate() or size == 1 for kind, size in zip(tensor.placements, sizes, strict=True))
+
+
+def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None:
+    """Let `torch.save`, and whatever else pickles, raise InputError for a shard of the model.
+
+    Args:
+        model: A sharded model.
+        remedy: What to call instead, for the message.
+    """
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    _REMEDIES.update((mesh, remedy) for mesh in meshes)
+    if meshes:
+        copyreg.pickle(DTensor, _pickled)
+
+
+def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool = False) -> None:
+    """Let `model.state_dict()` raise InputError where it would return shards to the user's code.
+
+    Where every rank holds all of the weights, plain tensors are returned. Pickling is refused too.
+
+    Args:
+        model: A sharded model.
+        remedy: What to call instead, for the message.
+        is_partial: The model lacks layers that other ranks have, as a pipeline stage does.
+    """
+
+    def refuse(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+        if not (sharded or is_partial) or _is_asked_by(_knows_shards):
+            return
+        if is_partial or not all(map(is_full_here, sharded.values())):
+            raise InputError(
+                f"state_dict() of the model: each process holds a part of the weights; call {remedy}, or "
+                f"use ZeRO stage 0{' without a pipeline' if is_partial else ''}"
+            )
+        state.update({name: local_tensor(value) for name, value in sharded.items()})
+
+    if is_partial or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model.register_state_dict_post_hook(refuse)  # else the model can be pickled, which a hook is not
+    refuse_pickled_shards(model, remedy=remedy)
+
+
+def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
+    """Raise InputError if weights that a call is given to write are shards.
+
+    Args:
+        call: The call, for the message.
+        weights: Tensors by name, or None.
+        remedy: What to pass instead, for the message.
+    """
+    shards = [name for name, value in (weights or {}).items() if isinstance(value, DTensor) and not is_full_here(value)]
+    if shards:
+        raise InputError(
+            f"{call} was given {len(shards)} weights of which this process holds a part, first {shards[0]}: "
+            f"the others' would be missing; {remedy}"
+        )
+
+
+def _pickled(tensor: DTensor) -> Any:
+    if tensor.device_mesh not in _REMEDIES or _is_asked_by(lambda name: name == "copy" or _is_torchs_checkpoint(name)):
+        return tensor.__reduce_ex__(2)
+    if is_full_here(tensor):
+        return local_tensor(tensor).__reduce_ex__(2)
+    raise InputError(
+        f"a tensor of shape {tuple(tensor.shape)}, of which this process holds a part, cannot be saved or sent: the others' would be "
+        f"missing; call {_REMEDIES[tensor.device_mesh]}"
+    )
+
+
+def _is_torchs_checkpoint(module: str) -> bool:
+    return module.startswith("torch.distributed.checkpoint")
+
+
+def _knows_shards(module: str) -> bool:
+    return _is_torchs_checkpoint(module) or module.partition(".")[0] == "plait"
+
+
+def _is_asked_by(is_meant: Callable[[str], bool]) -> bool:
+    """Return whether torch's checkpoints, or the first code outside of torch on the stack, is meant."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if is_meant(name):
+            return True
+        if name.partition(".")[0] not in ("torch", "copyreg", "pickle"):
+            return False
+        frame = frame.f_back
+    return False

@@ -1,0 +1,231 @@
+"""What a user saves of a sharded model has all of its weights, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import plait
+from plait.checkpoint import model_content
+from plait.errors import CheckpointError, InputError
+from plait.hf.checkpoints import refuse_empty_files
+from tests.parity import adapted, trainers
+from tests.parity.trainers import zero
+from tests.pool import Pool
+
+SETTINGS = {"learning_rate": 3e-2, "max_steps": 2}
+
+
+def saved_in(folder: Path | str) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's own files."""
+    return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def merged_on_plait(rank: int, world: int, config: dict[str, Any], folder: str) -> None:
+    """Train adapters, merge them, and save. Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, **SETTINGS)
+        trainer = Trainer(model=adapted.model(), args=arguments, train_dataset=trainers.samples())
+        trainer.train()
+        trainer.model = trainer.model.merge_and_unload()
+        trainer.save_model(f"{folder}/merged")
+        trainer.engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_merged_adapters(pool: Pool, tmp_path: Path, stage: int) -> None:
+    """The weights of one process that merges its adapters, and no adapter file."""
+    pytest.importorskip("peft")
+    from transformers import Trainer, TrainingArguments
+
+    with trainers.launched_alone():
+        arguments = trainers.arguments(TrainingArguments, str(tmp_path), gradient_accumulation_steps=4, **SETTINGS)
+        one = Trainer(model=adapted.model(), args=arguments, train_dataset=trainers.samples())
+        one.train()
+        wanted = one.model.merge_and_unload().state_dict()
+
+    pool.run(2, merged_on_plait, zero(stage), str(tmp_path))
+    found = saved_in(tmp_path / "merged")
+    assert found.keys() == wanted.keys() and not list(tmp_path.glob("merged/adapter*"))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def two_adapters(rank: int, world: int, config: dict[str, Any], folder: str) -> None:
+    """Save before and after another adapter is made the active one. Runs in a worker."""
+    from peft import LoraConfig
+
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        model = adapted.model()
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, **SETTINGS)
+        trainer = Trainer(model=model, args=arguments, train_dataset=trainers.samples())
+        trainer.train()
+        trainer.save_model(f"{folder}/before")
+        trainer.model.set_adapter("other")
+        trainer.save_model(f"{folder}/after")
+        trainer.engine.close()
+
+
+@pytest.mark.parametrize("config", [zero(3), {"parallel": {"pp": 2}}], ids=["zero3", "pp2"])
+def test_every_adapter_is_saved(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+    """Each in its own folder, as PEFT does, whichever of them is active."""
+    pytest.importorskip("peft")
+    pool.run(2, two_adapters, config, str(tmp_path))
+    for where, count in (("", 2 * 2 * len(adapted.TARGETS)), ("other", 2 * 2)):
+        before, after = saved_in(tmp_path / "before" / where), saved_in(tmp_path / "after" / where)
+        assert len(before) == len(after) == count
+        for name, tensor in before.items():
+            assert torch.equal(tensor, after[name]), name
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The words of a refusal."""
+    with pytest.raises(InputError) as raised:
+        call()
+    return str(raised.value)
+
+
+def saved_by_scripts(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[list[str], dict[str, Any]]:
+    """Ways of scripts to save a Trainer's model. Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, max_steps=1)
+        trainer = Trainer(model=trainers.model(), args=arguments, train_dataset=trainers.samples())
+        trainer.train()
+        model, file = trainer.model, f"{folder}/{rank}.pt"
+        refusals = [said(lambda: torch.save(model.state_dict(), file))]
+        if config != {"parallel": {"pp": 2}}:
+            shards = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+            refusals += [
+                said(lambda: torch.save(shards, file)),
+                said(lambda: trainer._save(f"{folder}/alpaca", state_dict=shards)),
+                said(lambda: model.save_pretrained(f"{folder}/pretrained", state_dict=shards)),
+            ]
+        resized = said(lambda: model.resize_token_embeddings(70))
+        assert "resize_token_embeddings(70)" in resized and "load the model, resize it, and then train it" in resized
+        full = trainer.accelerator.get_state_dict(model)
+        trainer.engine.close()
+        return refusals, full
+
+
+@pytest.mark.parametrize("config", [zero(3), {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}], ids=["zero3", "tp2", "pp2"])
+def test_parts_are_no_weights(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+    """The advised call returns every weight, in plain tensors, on the first process."""
+    found = pool.run(2, saved_by_scripts, config, str(tmp_path))
+    for refusals, _ in found:
+        assert "call trainer.save_model(folder)" in refusals[0]
+        assert all("holds a part" in text and "get_state_dict(model)" in text for text in refusals), refusals
+    assert [path.name for path in tmp_path.rglob("*") if path.suffix in (".pt", ".safetensors") and path.stat().st_size > 2000] == []
+    wanted = trainers.model().state_dict()
+    assert {name: tensor.shape for name, tensor in found[0][1].items()} == {name: tensor.shape for name, tensor in wanted.items()}
+    assert all(type(tensor) is torch.Tensor for tensor in found[0][1].values()) and found[1][1] == {}
+
+
+def with_images(kind: str) -> Any:
+    """A tiny model whose parameters have other names in files."""
+    import transformers
+
+    torch.manual_seed(3)
+    if kind == "llava":
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision |= {"image_size": 8, "patch_size": 4, "projection_dim": 8}
+        parts = {"vision_config": transformers.CLIPVisionConfig(**vision), "text_config": transformers.LlamaConfig(**trainers.SHAPE)}
+        config = transformers.LlavaConfig(**parts)
+        return transformers.LlavaForConditionalGeneration(config)
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(text_config={**trainers.SHAPE, "rope_parameters": rope}, vision_config=vision)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def saved_with_images(rank: int, world: int, kind: str, folder: str) -> None:
+    """Runs in a worker: before and after the model is sharded."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        model = with_images(kind)
+        if rank == 0:
+            model.save_pretrained(f"{folder}/native")
+        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=zero(3))
+        trainer = Trainer(model=model, args=arguments, train_dataset=trainers.samples())
+        kinds = [type(module) for module in trainer.begin().model.modules()]
+        trainer.save_model(f"{folder}/ours")
+        assert [type(module) for module in model.modules()] == kinds
+        trainer.engine.close()
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_names_of_models_with_images(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """Those of `save_pretrained`, which follow from the class."""
+    pool.run(2, saved_with_images, kind, str(tmp_path))
+    wanted, found = saved_in(tmp_path / "native"), saved_in(tmp_path / "ours")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def saved_without_a_trainer(rank: int, world: int, which: str, folder: str) -> tuple[str, bool]:
+    """Runs in a worker: what torch.save says, and whether the advice gives the full weights."""
+    torch.manual_seed(1)
+    model = Net()
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = {"train_micro_batch_size_per_gpu": 2, **zero(3)}
+    made: Any = plait.parallelize(model, config) if which == "parallelize" else plait.initialize(model, config)
+    file = f"{folder}/{rank}.pt"
+    refusal = said(lambda: torch.save(model.state_dict(), file))
+    torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), file)
+    found = torch.load(file)
+    made.close()
+    return refusal, all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("which", ["initialize", "parallelize"])
+def test_torch_save_of_shards(pool: Pool, tmp_path: Path, which: str) -> None:
+    for refusal, is_full in pool.run(2, saved_without_a_trainer, which, str(tmp_path)):
+        assert "this process holds a part" in refusal and "full_state_dict=True" in refusal
+        assert is_full
+
+
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "other").mkdir()
+    save_file({}, tmp_path / "other" / "adapter_model.safetensors")
+    refuse_empty_files(tmp_path)
+    with pytest.raises(CheckpointError, match=r"other/adapter_model.safetensors was written without a tensor"):
+        refuse_empty_files(tmp_path, ["other"])
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_checkpoints_have_what_the_optimizer_holds() -> None:
+    """Of a model whose checkpoints leave out what was frozen: also what was unfrozen since."""
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    model_content.keep_what_is_trained(model)
+    assert len(model_content.content(model)[0]) == 2
+    model.layers[1].requires_grad_(True)
+    assert len(model_content.content(model, trained=set(model.parameters()))[0]) == 4
