@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from plait.cluster.layout import SAMPLE_AXES, Layout
 from plait.config.resolving.resolve import Resolved
-from plait.data.stream_part import StreamPart, refuse_other_orders
+from plait.data.split_rows import refuse_other_stream, refuse_split_stream, split_sampler
+from plait.data.stream_part import StreamPart, is_of_datasets
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights
 from plait.errors import InputError
-from plait.hf.batches import Rounds
+from plait.hf.batches import OwnRounds, Rounds
 from plait.model.adapters import adapters_of
 from plait.sharded.model import owner_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
@@ -128,15 +129,28 @@ class Accelerator(accelerate.Accelerator):
                 settings |= {"num_workers": 0, "multiprocessing_context": None}
                 for name in _KEPT_OF_WORKERS:
                     settings.pop(name, None)
-            refuse_other_orders(dataset, device=self.device)
-            size = data_loader.batch_size
-            part = StreamPart(dataset, batch_size=size, ranks=ranks, index=index, drop_last=drop_last)
+            refuse_split_stream(dataset)
+            compared = is_of_datasets(dataset) or settings["num_workers"] > 0
+            if compared:
+                context = settings["multiprocessing_context"]
+                refuse_other_stream(dataset, device=self.device, workers=settings["num_workers"], context=context)
+            size, device = data_loader.batch_size, None if compared else self.device
+            part = StreamPart(dataset, batch_size=size, ranks=ranks, index=index, drop_last=drop_last, device=device)
             made = DataLoader(part, batch_size=size, drop_last=drop_last, **settings)
         else:
             if data_loader.batch_sampler is None:
                 raise InputError("a DataLoader with batch_size=None has no batches to share between ranks; give it a batch_size")
             drop_last = drop_last or bool(getattr(data_loader.batch_sampler, "drop_last", False))
-            rounds = Rounds(data_loader.batch_sampler, ranks=ranks, index=index, drop_last=drop_last)
+            already = split_sampler(data_loader.batch_sampler, ranks=ranks, index=index)
+            kind = OwnRounds if already else Rounds
+            rounds = kind(
+                data_loader.batch_sampler,
+                ranks=ranks,
+                index=index,
+                drop_last=drop_last,
+                device=self.device,
+                seed=self._order()["data_seed"],
+            )
             made = DataLoader(dataset, batch_sampler=rounds, **settings)
         prepared = prepare_data_loader(
             made,
