@@ -79,11 +79,14 @@ class Reducer(StepHook):
     _queued: bool = field(default=False, init=False)
     _done: bool = field(default=False, init=False)
     _handles: list[Any] = field(default_factory=list, init=False)
+    _trained: list[nn.Parameter] = field(default_factory=list, init=False)
 
     # ---- setting up -------------------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Allocate the buckets and listen to the parameters. Once, when the model has its final parameters (not on `meta`)."""
+        # Kept, because a parameter that is frozen while buckets are rebuilt may train again.
+        self._trained = [p for p in self.model.parameters() if p.requires_grad and p not in self.apart]
         self._allocate()
         for parameter in self._slots:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
@@ -101,6 +104,7 @@ class Reducer(StepHook):
         for parameter in self._slots:
             parameter.grad = None
         self._handles.clear()
+        self._trained.clear()
         self._slots.clear()
         self.buckets.clear()
         self.make_buckets = self.reduction = None  # type: ignore[assignment]  # shared memory, and descriptors of processes
@@ -131,7 +135,7 @@ class Reducer(StepHook):
     def _partition(self) -> list[list[nn.Parameter]]:
         """Trainable parameters by bucket, one dtype a bucket; parameters that tensor parallelism splits separately from replicated ones,
         which must stay bitwise equal on every rank of its axis."""
-        trainable = [p for p in self.model.parameters() if p.requires_grad and p not in self.apart]
+        trainable = self._trained
         sizes = [
             (
                 local_tensor(p.detach()).numel() * p.element_size(),
