@@ -70,7 +70,7 @@ def late(rank: int, world: int) -> dict[str, str]:
         with patch("plait.comm.shared_memory.host.WATCH", own):
 
             def missing() -> list[int]:
-                answer = next(answers)
+                answer = next(answers, [])  # a slow machine asks more often
                 if answer and own.board is not None and own.board.waiting_since:
                     found["memory"] = look()
                 return answer
