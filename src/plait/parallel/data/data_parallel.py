@@ -21,11 +21,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -37,6 +40,7 @@ from plait._torch.units import keep_trainability, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
+from plait.comm.buckets import GroupBuckets
 from plait.comm.shared_memory.parameters import share_parameters
 from plait.model.facts import ModelFacts
 from plait.model.outer_units import OuterUnits, outer_units
@@ -52,7 +56,7 @@ from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.shard_units import shard_units
 from plait.parallel.data.unused import UnusedTracker
-from plait.parallel.hooks import Lost, StepHook
+from plait.parallel.hooks import Lost, StepEnd, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.parameter_checks import (
@@ -153,6 +157,9 @@ class DataParallel(CollectiveSettings):
                 reduce_by_sum(model)
             # Of a layer of experts, other ranks of tp may have those that a step used.
             group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
+            scalars = _scalar_reduction(parts, group, mesh, track_unused=self.unused_parameters)
+            if scalars is not None:
+                hooks.append(scalars)
             if self.unused_parameters and group is not None:
                 # After shared memory has replaced the gathering of units.
                 order = _unit_order(self, parts, mesh)
@@ -178,6 +185,29 @@ def _description(sharing: Sharing, parts: Parts) -> str:
     """How shards are gathered and reduced, with those that are put into shared memory there."""
     words = share_parameters(parts.model, sharing.parameter_host) if sharing.parameter_host is not None else ""
     return ". ".join(filter(None, (sharing.said, words)))
+
+
+def _scalar_reduction(parts: Parts, group: dist.ProcessGroup | None, mesh: Mesh, *, track_unused: bool) -> ScalarReduction | None:
+    """Return the reduction of 0-dimensional parameters, which `fully_shard` cannot shard. None if there are none."""
+    parameters = list(parts.model.parameters())
+    others = frozenset(p for p in parameters if p.ndim > 0)
+    if group is None or len(others) == len(parameters):
+        return None
+    mean = parts.shard.mean
+    reducer = Reducer(
+        parts.model,
+        group,
+        bucket_bytes=1 << 20,
+        make_buckets=partial(GroupBuckets, group, device=mesh.device),
+        mean=mean,
+        track_unused=track_unused,
+        apart=others,
+    )
+    reducer.accepts = mean
+    reducer.attach()
+    if mean:
+        reducer.finish_with_backward()
+    return ScalarReduction(reducer)
 
 
 def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder | None:
@@ -210,6 +240,45 @@ def reduce_by_sum(model: nn.Module) -> None:
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled reduction
+
+
+class ScalarReduction(StepHook):
+    """Sums the gradients of the 0-dimensional parameters of a sharded model, which every rank has in full."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def before_microbatch(self, last: bool) -> None:
+        """Sum after the last micro-batch only."""
+        self._reducer.before_microbatch(last)
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Expect gradients."""
+        return self._reducer.backward()
+
+    def after_backward(self) -> None:
+        """See `Reducer`."""
+        self._reducer.after_backward()
+
+    def finish_reduction(self) -> None:
+        """End the sums."""
+        self._reducer.finish_reduction()
+
+    def after_step(self, end: StepEnd) -> str:
+        """Begin the next step."""
+        return self._reducer.after_step(end)
+
+    def drop_gradients(self) -> None:
+        """Drop the sums of the step so far."""
+        self._reducer.drop_gradients()
+
+    def on_error(self, lost: Lost) -> None:
+        """Clear what a failed pass has left."""
+        self._reducer.on_error(lost)
+
+    def release(self) -> None:
+        """Listen no more."""
+        self._reducer.release()
 
 
 class ShardedSteps(StepHook):

@@ -28,7 +28,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     Raises:
         ModelError: If torch cannot shard a parameter.
     """
-    _refuse_unshardable(parts)
+    _refuse_unshardable(parts, is_pipeline=mesh.layout.pp > 1)
     _make_contiguous(parts.model)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
 
@@ -39,7 +39,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
     # What goes into them besides tokens keeps its dtype: the weights of experts.
     apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
-    replicated = set(quantised_by_bitsandbytes(parts.model).values())
+    replicated = {*quantised_by_bitsandbytes(parts.model).values(), *(p for p in parts.model.parameters() if p.ndim == 0)}
 
     def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> FSDPModule:
         module = parts.model.get_submodule(name)
@@ -74,14 +74,17 @@ def _make_contiguous(model: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-def _refuse_unshardable(parts: Parts) -> None:
+def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
     refuse_several_dtypes(parts.model, parts.blocks)
     owner: dict[int, tuple[str, str]] = {}
     for name, parameter in parts.model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 0:
-            raise ModelError(
-                f"{name} is a 0-dimensional parameter, which cannot be sharded; make it 1-dimensional (shape [1]) or use ZeRO stage 0"
-            )
+            if is_pipeline or parts.shard.master_weights_on_host:
+                raise ModelError(
+                    f"{name} is a 0-dimensional parameter, which a pipeline and an offloaded optimizer cannot shard; make it 1-dimensional "
+                    "(shape [1]) or use ZeRO stage 0"
+                )
+            continue
         block = next((b for b in parts.blocks if name.startswith(f"{b}.")), "the rest of the model")
         first_name, first_block = owner.setdefault(id(parameter), (name, block))
         if block != first_block:
