@@ -73,6 +73,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "bf16.enabled": ({}, False, True),
     "bf16.check_grad_overflow": ({"bf16.enabled": True}, True, False),
     "data_types.grad_accum_dtype": ({"bf16.enabled": True}, "bf16", "fp32"),
+    "data_types.keep_in_fp32_modules": ({"bf16.enabled": True}, ["a"], ["b"]),
     "optimizer.type": ({}, "AdamW", "SGD"),
     "optimizer.params": ({}, {"lr": 1e-3}, {"lr": 1e-4}),
     "optimizer.states": ({}, "bf16", "int8"),

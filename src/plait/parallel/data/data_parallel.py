@@ -215,7 +215,7 @@ def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder 
     if mesh.layout.pp > 1:
         return None
     model: Any = parts.model
-    outer = parts.noted(OuterUnits) or OuterUnits()
+    outer = (parts.noted(OuterUnits) or OuterUnits()).without(parts.shard.float32_modules)
     return UnitOrder(
         model,
         is_fixed=technique.stage < 3,

@@ -3,6 +3,7 @@ the head, and the rest of the model."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -50,13 +51,20 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     for name, own in parts.shard.own_mesh.items():
         unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
         shard(name, own, apart, unit, free=free_after_forward)
+    float32 = MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=True
+    )
+    for name in parts.shard.float32_modules:
+        unit = next((block for block in parts.blocks if name == block or name.startswith(f"{block}.")), "")
+        shard(name, mesh.sub(*axes), float32, unit, free=free_after_forward)
     for name in parts.blocks:
-        shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
+        if name not in parts.shard.float32_modules:
+            shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
 
     # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so they stay one
     # unit.
     outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
-    outer = outer or OuterUnits()
+    outer = (outer or OuterUnits()).without(parts.shard.float32_modules)
     free_embeddings = bool(free_after_forward)
     embeddings = [shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings]
     heads = [shard(outer.head, mesh.sub(*axes), policy, "", free=False)] if outer.head is not None else []
