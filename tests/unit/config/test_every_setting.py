@@ -28,6 +28,7 @@ SHARDS = {
     "zero_optimization.offload_param.device": "nvme",
     "zero_optimization.offload_param.nvme_path": "a",
 }
+CHAT = {"data.source": "jsonl", "data.paths": ["x"], "data.format": "chat"}
 LABELLED = {"data.source": "datasets", "data.paths": ["x"]}
 
 CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
@@ -144,6 +145,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "data.paths": ({"data.source": "files"}, ["a"], ["b"]),
     "data.field": ({"data.source": "jsonl", "data.paths": ["x"]}, "text", "body"),
     "data.format": ({"data.source": "jsonl", "data.paths": ["x"]}, "text", "chat"),
+    "data.ignored_columns": (CHAT, ["id"], ["tag"]),
+    "data.append_end_of_text": (CHAT, False, True),
     "data.scored": ({}, "answers", "all"),
     "data.packing": ({}, "documents", None),
     "data.subset": (LABELLED, "a", "b"),
