@@ -274,7 +274,7 @@ def test_on_a_gpu_numbers_are_read_one_step_late_and_none_is_lost(tmp_path: Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plait.train.loop.HostCopy", RecordedCopy)
         patch.setattr(StopRequest, "shared", lambda self, device, is_due: torch.tensor([float(self.number)]))
-        patch.setattr("plait.train.loop.peak_memory_bytes", lambda device, is_due: 0)
+        patch.setattr("plait.train.loop.peak_memory_bytes", lambda device: 0)
         _, events = _run(tmp_path, engine, steps=5, checkpoint_every=3)
     assert reads == [(1, 2), (2, 3), (3, 3), (4, 5), (5, 5)], "a checkpoint and the end wait for all numbers"
     assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2, 3, 4, 5]
