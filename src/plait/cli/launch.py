@@ -71,7 +71,8 @@ def launch(
     every rank once; a second signal stops all ranks immediately.
     """
     command = _command(script or [], module)
-    if not standalone and hostfile is None:
+    on_this_machine = hostfile is None and _names_localhost(include or exclude)
+    if not standalone and hostfile is None and not on_this_machine:
         options = with_variables(
             {
                 "nnodes": nnodes,
@@ -101,10 +102,10 @@ def launch(
         elastic=rdzv_endpoint is not None,
         several=maximum > 1,
     )
-    if hostfile is None:
+    if hostfile is None and not on_this_machine:
         rule = "chooses among the machines of a hostfile, and there is none"
         choosing = {"--include": include, "--exclude": exclude, "--export": export, "--no-ssh": not ssh}
-        refuse(Problem(name, None, rule, "add --hostfile") for name, value in choosing.items() if value)
+        refuse(Problem(name, None, rule, "add --hostfile, or name localhost") for name, value in choosing.items() if value)
         settings = Settings(
             processes=default_processes() if nproc is None else nproc,
             log_folder=log_dir,
@@ -124,9 +125,12 @@ def launch(
         raise typer.Exit(_start(command, settings, follow_stdin=lifeline))
     given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rdzv-endpoint": rdzv_endpoint, "--rdzv-id": rdzv_id, "--log-dir": log_dir}
     rule = "given together with --hostfile, which defines the machines and their ranks"
+    if on_this_machine:
+        rule = "given together with --include or --exclude of localhost, which is this machine alone"
     refuse_given({**given, "--max-restarts": max_restarts or None, "--standby": standby or None}, rule, "leave one of them out")
     refuse(checked_alike(grace=grace, timeout=timeout, port=master_port))
-    hosts = hostfiles.select(hostfiles.read(hostfile), include=include, exclude=exclude)
+    here = (hostfiles.Host("localhost", tuple(range(default_processes()))),)
+    hosts = hostfiles.select(here if hostfile is None else hostfiles.read(hostfile), include=include, exclude=exclude)
     there = remote.Remote(
         hosts=hosts,
         command=tuple(command),
@@ -213,6 +217,11 @@ def _is_file(name: str) -> bool:
         return Path(name).is_file()
     except (OSError, ValueError):  # a name that no file can have
         return False
+
+
+def _names_localhost(filtered: str) -> bool:
+    """Return whether a filter of devices is of this machine, which DeepSpeed takes without a hostfile."""
+    return bool(filtered) and {part.strip().partition(":")[0] for part in filtered.split("@")} == {"localhost"}
 
 
 def _refuse_contradictions(beside_standalone: Mapping[str, object], backend: str | None, *, elastic: bool, several: bool) -> None:

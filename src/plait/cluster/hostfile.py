@@ -22,13 +22,19 @@ class Host:
     """One machine and the slots of it that are used."""
 
     name: str
+    """As ssh takes it: `node1`, or `user@node1`."""
     slots: tuple[int, ...]
+
+    @property
+    def address(self) -> str:
+        """The name without the user."""
+        return self.name.rpartition("@")[2]
 
 
 def read(path: str | Path) -> tuple[Host, ...]:
     """The hosts of a hostfile. Raises InputError for a file that cannot be read and ConfigError for its content."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"hostfile {path}: {getattr(error, 'strerror', None) or error}; name a readable file") from None
     return parse(text, source=str(path))
@@ -92,12 +98,16 @@ def select(hosts: tuple[Host, ...], *, include: str = "", exclude: str = "") -> 
 
 def _filter(hosts: tuple[Host, ...], option: str, text: str) -> dict[str, tuple[int, ...]]:
     known = {host.name: host.slots for host in hosts}
+    names = {host.address: host.name for host in hosts}
     named: dict[str, tuple[int, ...]] = {}
     problems = []
     for part in text.split("@"):
-        name, colon, numbers = part.strip().partition(":")
+        address, colon, numbers = part.strip().partition(":")
+        name = names.get(address, address)  # `@` stands between machines here, so users are left out
+        if f"{address}@" in {host.name.removesuffix(host.address) for host in hosts} and address not in names:
+            continue  # a user, of a name that was written as in the hostfile
         if name not in known:
-            problems.append(Problem(option, part, f"{name!r} is not in the hostfile", f"use {', '.join(sorted(known)[:8])}"))
+            problems.append(Problem(option, part, f"{name!r} is not in the hostfile", f"use {', '.join(sorted(names)[:8])}"))
             continue
         if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", numbers) if colon else False:
             problems.append(Problem(option, part, "not slot numbers after the colon", f"write for example `{name}:0,1`"))

@@ -121,11 +121,11 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(text: str) -> str:
-    """The first name of a Slurm node list: `gpu[007-012,020],cpu1` to `gpu007`."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", text.strip())
-    if match is None:
+    """Return the first name of a Slurm node list: `gpu[007-012,020],cpu1` to `gpu007`, `rack[1-2]node[1-4]` to `rack1node1`."""
+    match = re.match(r"(?:[^,\[\]]|\[\w+[^\[\]]*\])+", text.strip())
+    if match is None or not re.match(r"[^,\[]", text.strip()):
         raise ConfigError(Problem("SLURM_STEP_NODELIST", text, "not a list of node names", "start the processes with srun"))
-    return "".join(part for part in match.groups() if part)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
 
 
 def _port(environment: Mapping[str, str]) -> int:

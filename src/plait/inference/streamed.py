@@ -29,7 +29,7 @@ from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.assemble import Filler, leaving_no_group, shard
 from plait.sharded.check import checked_model
-from plait.sharded.load_weights import sources_of, weight_files
+from plait.sharded.load_weights import sources_of, stored_names, weight_files
 from plait.sharded.model import ShardedModel
 from plait.units import format_bytes
 
@@ -70,7 +70,9 @@ def tensors_of(source: Source, model: nn.Module) -> dict[str, Stored]:
     for path in dict.fromkeys(files.values()):
         found |= stored_tensors(path)
     if source.adapter is None:
-        return found
+        stored_as = stored_names(model, files)
+        renamed = {name: stored_as(name) for name in model.state_dict() if stored_as(name) != name}
+        return found | {name: found[stored] for name, stored in renamed.items() if stored in found}
     found |= source.adapter.replaced
     names = [name for name in model.state_dict() if not is_adapters(name) and base_tensor(name) in found]
     return {name: found[base_tensor(name)] for name in names}

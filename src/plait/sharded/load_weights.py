@@ -137,19 +137,27 @@ _OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": 
 
 
 def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:
-    """Name in `wanted` to stored name: the same, or the other name of a tied parameter (safetensors stores one of them). Raises
-    CheckpointError where a tensor is missing or left over."""
+    """Return the stored name of every name in `wanted`.
+
+    It is the same, or the other name of a tied parameter (safetensors stores one of them), or that
+    of the base model, which was saved alone (`stored_names`).
+
+    Raises:
+        CheckpointError: A tensor is missing or left over.
+    """
     ties = {name: group for group in tied_names(model) for name in group}
-    known = set(model.state_dict())
+    stored_as = stored_names(model, files)
+    known = set(map(stored_as, model.state_dict()))
     source: dict[str, str] = {}
     missing = []
     for name in wanted:
-        stored = next((other for other in (name, *ties.get(name, ())) if other in files), None)
+        stored = next((other for other in map(stored_as, (name, *ties.get(name, ()))) if other in files), None)
         if stored is None:
             missing.append(name)
         else:
             source[name] = stored
-    left = sorted(set(files) - known - set(source.values()) - {other for group in ties.values() for other in group})
+    tied = {stored_as(other) for group in ties.values() for other in group}
+    left = sorted(set(files) - known - set(source.values()) - tied)
     is_left_out = _is_left_out(model)
     left = [name for name in left if not is_left_out(name)]
     if missing or left:
@@ -161,8 +169,19 @@ def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[st
             "Python with plait.from_pretrained, which lets it do so, in full in every process"
         )
     for group in tied_names(model):
-        _refuse_unequal([name for name in group if name in files], files)
+        _refuse_unequal([name for name in map(stored_as, group) if name in files], files)
     return source
+
+
+def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], str]:
+    """Return what gives the name in the files of a name in the model.
+
+    They differ for a base model that was saved alone, without its prefix: GPT-2's `transformer.h.0`
+    is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers goes by the names too.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    has_prefix = any(name.startswith(prefix) for name in files)
+    return lambda name: name if has_prefix or prefix == "." else name.removeprefix(prefix)
 
 
 def _is_left_out(model: nn.Module) -> Callable[[str], bool]:

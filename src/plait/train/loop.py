@@ -90,6 +90,8 @@ class TrainingContext:
     emit: Listener
     left_out: Collection[int] = ()
     """Batches that are not trained on, by the sequences consumed before them."""
+    seconds: Callable[[], float] = time.monotonic
+    """The clock of checkpoints."""
 
 
 def train(context: TrainingContext, start: Position) -> int:
@@ -99,7 +101,7 @@ def train(context: TrainingContext, start: Position) -> int:
     loss is not finite, where such steps are not skipped; the last checkpoint is kept as it is.
     """
     section, began, clock = context.section, time.perf_counter(), StepClock(context.engine.device)
-    position, stopped_by = start, 0
+    position, stopped_by, is_due = start, 0, False
     validated = saved = start.step
     # See Note [Reading a step's numbers].
     behind = 0 if context.engine.device.type == "cpu" else 1
@@ -115,15 +117,17 @@ def train(context: TrainingContext, start: Position) -> int:
             error.samples = position.samples
             raise
         position = Position(position.step + 1, position.samples + context.loader.batch)
-        stop = context.stop.shared(device=context.engine.device)
+        stop = context.stop.shared(device=context.engine.device, is_due=saving.is_due())
         unread.append(_QueuedStep(position.step, result, _copied(result, stop), clock.mark()))
         validates = _due(position.step, section.validate_every)
-        saves = _due(position.step, section.checkpoint_every)
+        saves = is_due or _due(position.step, section.checkpoint_every)
         pause = validates or saves or position.step == section.steps
         while len(unread) > (0 if pause or stopped_by else behind):
             queued = unread.popleft()
-            done, stop_number = _step_done(queued, context, clock)
-            stopped_by = stopped_by or stop_number
+            done, request = _step_done(queued, context, clock)
+            stopped_by = stopped_by or int(request)
+            # Read at the same position on every rank; the checkpoint comes after the next step.
+            is_due = is_due or request % 1 > 0
             context.emit(done)
             if queued.result.decided:
                 context.emit(CommunicationDecided(queued.step, queued.result.decided))
@@ -132,7 +136,7 @@ def train(context: TrainingContext, start: Position) -> int:
             validated = position.step
         if saves:
             saving.begin(position)
-            saved = position.step
+            saved, is_due = position.step, False
         saving.report(wait=False)
         if validates or saves:
             clock.restart()
@@ -173,8 +177,8 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _step_done(queued: _QueuedStep, context: TrainingContext, clock: StepClock) -> tuple[StepDone, int]:
-    """Wait for a step, and no other, and return its event and the stop request that ranks agreed on in it.
+def _step_done(queued: _QueuedStep, context: TrainingContext, clock: StepClock) -> tuple[StepDone, float]:
+    """Wait for a step, and no other, and return its event and what ranks agreed on in it (`StopRequest.shared`).
 
     Raises:
         NumbersError: The loss or the gradients are not finite, and such steps are not skipped.
@@ -200,7 +204,7 @@ def _step_done(queued: _QueuedStep, context: TrainingContext, clock: StepClock) 
             "checkpoint; lower the learning rate or set gradient_clipping, and run the command again to go on from the last one in "
             f"{context.checkpoints}"
         )
-    return event, int(stop)
+    return event, stop
 
 
 def _validate(context: TrainingContext, step: int) -> None:
@@ -219,9 +223,19 @@ class _Saving:
     context: TrainingContext
     _position: Position | None = None
     _began: float = 0.0
+    _last: float = 0.0
+    """When the last one began, or the run."""
+
+    def __post_init__(self) -> None:
+        self._last = self.context.seconds()
+
+    def is_due(self) -> bool:
+        every = self.context.section.checkpoint_seconds
+        return every > 0 and self.context.seconds() - self._last >= every
 
     def begin(self, position: Position) -> None:
         self.report(wait=True)
+        self._last = self.context.seconds()
         self._position, self._began = position, time.perf_counter()
         state = {**self.context.client_state, "step": position.step, "samples": position.samples, "loader": self.context.loader.state()}
         tag = f"step-{position.step:08d}"

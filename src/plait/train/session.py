@@ -181,12 +181,16 @@ def _sections(config: Config) -> tuple[ModelSection, DataSection]:
         Problem(name, None, "the file does not have it, and plait train needs it", f"add it, for example {example}")
         for name, section, example in (
             ("model", config.model, '"model": {"config": {"model_type": "llama", "hidden_size": 320}}'),
-            ("data", config.data, '"data": {"source": "python-stdlib"}'),
+            ("data", config.data, '"data": {"source": "files", "paths": ["corpus/*.txt"]}'),
         )
         if section is None
     ]
     if config.model is None or config.data is None:
         raise ConfigError(*missing)
+    if config.data.source is None:
+        rule = "the file does not say where the text comes from, and plait train needs it"
+        remedy = 'set it to "files", "jsonl" or "datasets" with data.paths, or to "python-stdlib" to try the configuration'
+        raise ConfigError(Problem("data.source", None, rule, remedy))
     return config.model, config.data
 
 

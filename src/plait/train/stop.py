@@ -48,16 +48,22 @@ class StopRequest:
         """End the run as a signal does, and with exit code 0."""
         self.number = self.number or ASKED
 
-    def shared(self, *, device: torch.device) -> torch.Tensor:
+    def shared(self, *, device: torch.device, is_due: bool = False) -> torch.Tensor:
         """Return the request of all processes of the default group. Collective.
 
         Every process calls this in every step. Without a group the answer is this process's own.
 
+        Args:
+            device: Where the answer is to be.
+            is_due: Whether a checkpoint is due by this process's clock, which differs from others'.
+
         Returns:
-            The signal that asked any process, ASKED, or 0, as a float64 tensor [1] on `device`, which
-            the loop reads together with the other numbers of the step.
+            The signal that asked any process, ASKED, or 0, and a half more if a checkpoint is due and
+            no process was asked, as a float64 tensor [1] on `device`, which the loop reads together
+            with the other numbers of the step. A run that ends writes a checkpoint anyway.
         """
-        answer = torch.full((1,), self.number, dtype=torch.float64, device=device)  # a kernel, no copy
+        number = self.number + (0.5 if is_due else 0.0)
+        answer = torch.full((1,), number, dtype=torch.float64, device=device)  # a kernel, no copy
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         return answer

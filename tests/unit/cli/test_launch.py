@@ -167,3 +167,22 @@ class TestRun:
         assert "no script" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="--nproc-per-node = 0"):
             verb.run(["x"], Settings(0))
+
+
+def test_devices_of_this_machine_without_a_hostfile(
+    script: str, started: list[Any], environments: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's `--include localhost:1`."""
+    monkeypatch.setattr(verb, "default_processes", lambda: 4)
+    assert _plait("--include", "localhost:1,3", script) == 0
+    assert _plait("--exclude", "localhost:0", script) == 0
+    assert [settings.processes for _, settings in started] == [2, 3]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["1,3", "1,2,3"]
+    assert _plait("--include", "localhost:0", "--nnodes", "2", script) == 2
+
+
+def test_the_first_machine_is_met_without_its_user(script: str, started_remote: list[remote.Remote], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("root@a slots=2\nb slots=2\n")
+    assert _plait("--hostfile", "hosts", script) == 0
+    (there,) = started_remote
+    assert there.master_addr == "a" and remote.ssh_command(there, 0)[4] == "root@a"

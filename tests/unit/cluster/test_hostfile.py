@@ -95,3 +95,13 @@ def test_include_and_exclude_of_the_same_slots_divide_a_machine(slots: set[int])
     dropped = select(FILE, exclude=text)[0].slots
     assert sorted(kept + dropped) == [0, 1, 2, 3]
     assert set(kept) == slots
+
+
+def test_a_user_and_a_byte_order_mark(tmp_path: Path) -> None:
+    """As DeepSpeed reads them; `@` stands between machines in a filter."""
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfroot@a slots=2\nb slots=2\n")
+    hosts = read(tmp_path / "hosts")
+    assert [(host.name, host.address) for host in hosts] == [("root@a", "a"), ("b", "b")]
+    assert select(hosts, include="a:1@b") == (Host("root@a", (1,)), Host("b", (0, 1)))
+    assert select(hosts, include="root@a") == (Host("root@a", (0, 1)),)
+    assert select(hosts, exclude="a") == (Host("b", (0, 1)),)

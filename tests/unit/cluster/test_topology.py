@@ -198,7 +198,14 @@ class TestInitMethod:
 
 @pytest.mark.parametrize(
     ("text", "host"),
-    [("gpu[007-012,020],cpu1", "gpu007"), ("one", "one"), ("a,b", "a"), ("r1n[3,5]-ib", "r1n3-ib"), ("n[1-2],m[1-2]", "n1")],
+    [
+        ("gpu[007-012,020],cpu1", "gpu007"),
+        ("one", "one"),
+        ("a,b", "a"),
+        ("r1n[3,5]-ib", "r1n3-ib"),
+        ("n[1-2],m[1-2]", "n1"),
+        ("rack[1-2]node[1-4],x", "rack1node1"),
+    ],
 )
 def test_first_host_of_a_slurm_list(text: str, host: str) -> None:
     assert first_host(text) == host

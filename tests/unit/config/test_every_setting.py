@@ -166,6 +166,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "run.validate_every": ({}, 1, 2),
     "run.validate_sequences": ({}, 16, 32),
     "run.checkpoint_every": ({}, 1, 2),
+    "run.checkpoint_minutes": ({}, 1, 2),
     "run.keep": ({}, 1, 2),
     "run.roll_backs": ({}, 0, 2),
     "run.callbacks": ({}, ["a:b"], ["a:c"]),

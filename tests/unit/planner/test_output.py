@@ -44,8 +44,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         {"stage": 1.0},
         {"stage": 3, "cpu_offload": False},
     ),
-    "fp16": (None, {"enabled": False, "loss_scale": 128, "hysteresis": 3}, {"enabled": "false", "initial_scale_power": 12}),
-    "bf16": (None, {"enabled": "true", "check_grad_overflow": False}, {"enabled": True}, {"enabled": False}),
+    "fp16": (None, {"enabled": False, "loss_scale": 128, "hysteresis": 3}, {"enabled": False, "initial_scale_power": 12}),
+    "bf16": (None, {"enabled": True, "check_grad_overflow": False}, {"enabled": True}, {"enabled": False}),
     "tensor_parallel": (None, {"autotp_size": "auto"}, {"tp_size": 2}, {"autotp_size": "2"}),
     "pipeline": (None, {"stages": 2}, {"stages": "auto"}),
     "communication_data_type": (None, "fp32", "bf16"),
@@ -146,7 +146,7 @@ def test_the_command_keeps_what_a_file_says(tmp_path: Path, capsys: pytest.Captu
     for more in (
         {"zero_optimization": True, "fp16": fp16},
         {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        {"bf16": {"enabled": "true"}, "parallel": {"pipeline": {"schedule": "gpipe"}, "pp": 2}},
+        {"bf16": {"enabled": True}, "parallel": {"pipeline": {"schedule": "gpipe"}, "pp": 2}},
     ):
         code, made = written(tmp_path, base | more)
         assert code == 0, capsys.readouterr().err

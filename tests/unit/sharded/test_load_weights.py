@@ -158,3 +158,31 @@ def test_generation_settings_in_config_json(tmp_path: Path) -> None:
     found = generate(sharded, ids.tolist(), max_new_tokens=6, temperature=0)
     sharded.close()
     assert found[0].token_ids == expected.generate(ids, max_new_tokens=6, do_sample=False)[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom"])
+def test_a_base_model_that_was_saved_alone(tmp_path: Path, kind: str) -> None:
+    """The hub's GPT-2 and BLOOM have names without the prefix; Transformers goes by the names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, hidden_size=32, n_layer=2, n_head=2, vocab_size=64)
+    saved = AutoModelForCausalLM.from_config(config)
+    saved.base_model.save_pretrained(tmp_path)
+    assert not any(name.startswith("transformer.") for name in load_file(tmp_path / "model.safetensors"))
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    loaded = load_model(open_source(tmp_path))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.model.state_dict().items())
+    loaded.close()
+    stored, why = tensors_to_stream(open_source(tmp_path), open_source(tmp_path).model())
+    assert stored["transformer.h.1.mlp.dense_4h_to_h.weight" if kind == "bloom" else "transformer.h.1.mlp.c_fc.weight"] and not why
+
+
+def test_a_base_model_without_its_head(tmp_path: Path) -> None:
+    """Transformers draws a new head, from which neither an answer nor a resumed run would follow."""
+    from transformers import AutoConfig, AutoModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    AutoModel.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"the files lack 1 of its tensors \(lm_head.weight\)"):
+        load_model(open_source(tmp_path))

@@ -77,6 +77,7 @@ def _run(
     batches: int = 2,
     ranks: tuple[int, int] = (0, 1),
     left_out: Collection[int] = (),
+    seconds: Callable[[], float] | None = None,
     **section: Any,
 ) -> tuple[int, list[Event]]:
     events: list[Event] = []
@@ -94,6 +95,7 @@ def _run(
             stop=stop,
             emit=events.append,
             left_out=left_out,
+            **({} if seconds is None else {"seconds": seconds}),
         )
         return train(job, start), events
 
@@ -148,6 +150,27 @@ def test_ranks_take_every_sequence_once(tmp_path: Path) -> None:
 def test_no_validation_text_means_no_validation(tmp_path: Path) -> None:
     _, events = _run(tmp_path, FakeEngine(), batches=0, steps=2)
     assert not any(isinstance(event, Validated) for event in events)
+
+
+@pytest.mark.parametrize(
+    ("section", "saved"),
+    [
+        ({}, [4, 8, 10]),  # 30 minutes, where a step takes 10: due after the third, the checkpoint comes after the next
+        ({"checkpoint_minutes": 50}, [6, 10]),
+        ({"checkpoint_minutes": 0}, [10]),
+        ({"checkpoint_every": 5}, [5, 10]),
+        ({"checkpoint_every": 5, "checkpoint_minutes": 30}, [4, 5, 9, 10]),
+    ],
+)
+def test_checkpoints_by_the_clock(tmp_path: Path, section: dict[str, Any], saved: list[int]) -> None:
+    """A killed run of the default settings keeps what is older than half an hour."""
+    passed = [0.0]
+
+    def pass_time(step: int) -> None:
+        passed[0] += 600
+
+    _, events = _run(tmp_path, FakeEngine(before=pass_time), seconds=lambda: passed[0], steps=10, **section)
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
@@ -241,7 +264,7 @@ def test_on_a_gpu_numbers_are_read_one_step_late_and_none_is_lost(tmp_path: Path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plait.train.loop.HostCopy", RecordedCopy)
-        patch.setattr(StopRequest, "shared", lambda self, device: torch.tensor([float(self.number)]))
+        patch.setattr(StopRequest, "shared", lambda self, device, is_due: torch.tensor([float(self.number)]))
         patch.setattr("plait.train.loop.peak_memory_bytes", lambda device: 0)
         _, events = _run(tmp_path, engine, steps=5, checkpoint_every=3)
     assert reads == [(1, 2), (2, 3), (3, 3), (4, 5), (5, 5)], "a checkpoint and the end wait for all numbers"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from plait.config.resolving.resolve import load
 from plait.engine.build import Given
+from plait.errors import ConfigError
 from plait.train import session
 from plait.train.loop import Position
 
@@ -33,3 +36,11 @@ def test_a_resumed_run_has_the_schedule_of_the_whole(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(session, "begin", begin)
     with pytest.raises(Handed, match="^100$"):
         session.run(checked, stop=None, listeners=())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [{}, {"sequence_length": 64}])
+def test_a_run_says_where_its_text_comes_from(data: dict[str, Any], tmp_path: Path) -> None:
+    """A planned file has a sequence length alone, and must not train on the sources of Python."""
+    config = load({"model": {"config": {"model_type": "llama"}}, "data": data, "run": {"folder": str(tmp_path / "run")}})
+    with pytest.raises(ConfigError, match=r'data.source: .*set it to "files"'):
+        session.check(config, world_size=1, cache=tmp_path, say=lambda text: None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plait.train.stop import StopRequest
+from plait.train.stop import ASKED, StopRequest
 
 
 def _asked(rank: int, world_size: int) -> list[float]:
@@ -34,3 +34,11 @@ def test_the_user_is_told_at_once() -> None:
     stop = StopRequest(on_request=lambda: heard.append(1))
     stop._ask(signal.SIGINT, None)
     assert heard == [1]
+
+
+def test_a_checkpoint_that_is_due() -> None:
+    """Agreed on with the request to stop, in one number; a run that ends writes one anyway."""
+    stop = StopRequest()
+    assert float(stop.shared(device=torch.device("cpu"), is_due=True)) == 0.5
+    stop.ask()
+    assert int(stop.shared(device=torch.device("cpu"), is_due=True)) == ASKED

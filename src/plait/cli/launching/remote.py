@@ -54,8 +54,8 @@ def local_index(hosts: Sequence[Host]) -> int | None:
     """Which of the hosts this machine is: by its name, else by an address of its own. None when it is not among them."""
     own = socket.gethostname()
     names = {own, own.split(".")[0], socket.getfqdn()}
-    by_name = [index for index, host in enumerate(hosts) if host.name in names]
-    return next(iter(by_name or [index for index, host in enumerate(hosts) if _is_own_address(host.name)]), None)
+    by_name = [index for index, host in enumerate(hosts) if host.address in names]
+    return next(iter(by_name or [index for index, host in enumerate(hosts) if _is_own_address(host.address)]), None)
 
 
 def _is_own_address(name: str) -> bool:
@@ -71,7 +71,7 @@ def _is_own_address(name: str) -> bool:
 
 def master(hosts: Sequence[Host], given: str | None) -> str:
     """The address at which the machines meet: as given, else the first host. Raises ConfigError where others could not reach it."""
-    address = given or hosts[0].name
+    address = given or hosts[0].address
     if len(hosts) > 1 and (address == "localhost" or address.startswith("127.") or address == "::1"):
         rule = f"the other {len(hosts) - 1} machine(s) cannot reach it under that name"
         raise ConfigError(

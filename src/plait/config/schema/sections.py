@@ -16,6 +16,9 @@ from plait.policy import Policy
 MOST_TOKENS = 2**31 - 1
 """In a vocabulary or a sequence."""
 
+DEFAULT_CHECKPOINT_SECONDS = 30 * 60
+"""What a killed run may lose, if no setting says it."""
+
 
 class ModelSection(Policy):
     """The model: a Transformers configuration to train from scratch, or weights to go on from. Exactly one of `config` and `path`."""
@@ -40,9 +43,10 @@ class ModelSection(Policy):
 class DataSection(Policy):
     """The text, its tokenizer, and how it is cut into sequences."""
 
-    source: Literal["python-stdlib", "files", "jsonl", "datasets"] = "python-stdlib"
-    """`python-stdlib`: the sources of the running Python, which every machine has. `files`: text files, one document each. `jsonl`:
-    one JSON object a line, its text in `field`. `datasets`: a Hugging Face data set."""
+    source: Literal["python-stdlib", "files", "jsonl", "datasets"] | None = None
+    """Where the text comes from; `plait train` needs it. `files`: text files, one document each. `jsonl`: one JSON object a line, its text
+    in `field`. `datasets`: a Hugging Face data set. `python-stdlib`: the sources of the running Python, which every machine has, to try a
+    configuration."""
     paths: tuple[Place, ...] = ()
     """Files, folders or globs (`corpus/**/*.txt`) for `files` and `jsonl`; relative ones are taken from the working folder. For
     `datasets`, one folder written by `save_to_disk` or one name on the hub."""
@@ -108,6 +112,8 @@ class DataSection(Policy):
 
     @model_validator(mode="after")
     def _paths_match_source(self) -> Self:
+        if self.source is None and self.paths:
+            raise ValueError('`paths` is read by a `source`, and there is none; set `source` to "files", "jsonl" or "datasets"')
         if self.source == "python-stdlib" and self.paths:
             raise ValueError('`paths` is not read with source "python-stdlib"; set `source` to "files", "jsonl" or "datasets"')
         if self.source in ("files", "jsonl") and not self.paths:
@@ -155,7 +161,10 @@ class RunSection(Policy):
     validate_sequences: Annotated[Whole, Field(ge=1)] = 256
     """At most this many validation sequences are scored, the same ones each time and on every layout."""
     checkpoint_every: Annotated[Whole, Field(ge=0)] = 0
-    """Steps between checkpoints; 0 writes one only at the end and when the run is interrupted."""
+    """Steps between checkpoints; 0 leaves it to `checkpoint_minutes`. One is written at the end and when the run is interrupted."""
+    checkpoint_minutes: NotNegative | None = None
+    """Minutes after the last checkpoint, or the start, at which another one is written; 0 writes none by the clock. Left out: 30, and
+    with `checkpoint_every` 0."""
     keep: Annotated[Whole, Field(ge=1)] = 2
     """How many checkpoints stay in the folder."""
     checkpoints: Place | None = None
@@ -168,6 +177,13 @@ class RunSection(Policy):
     callbacks: tuple[str, ...] = ()
     """Your own functions, or classes of such, as `package.module:name`: called with (event, engine) for every event of `plait.events`, on
     every process. One that returns True ends the run after the next step, with a checkpoint."""
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """Seconds after which a checkpoint is due; 0 for none by the clock."""
+        if self.checkpoint_minutes is not None:
+            return self.checkpoint_minutes * 60
+        return 0.0 if self.checkpoint_every else DEFAULT_CHECKPOINT_SECONDS
 
     @model_validator(mode="after")
     def _processes(self) -> Self:
