@@ -98,5 +98,5 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
         if block != first_block:
             raise ModelError(
                 f"{first_name} and {name} share one parameter across two units ({first_block} and {block}), which cannot be sharded apart; "
-                "name a common parent in parallel.blocks, or use ZeRO stage 0"
+                "use ZeRO stage 0, or let one module whose forward runs both hold them, and name it in parallel.blocks"
             )
