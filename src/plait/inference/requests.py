@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.data.chat_template import ChatTemplate
 from plait.errors import InputError, first_line, half_of_a_character
 from plait.inference.settings import Settings
 from plait.inference.vocabulary import tokens_of_model
+from plait.model.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)

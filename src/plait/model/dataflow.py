@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from plait._torch.operators import TorchDispatchMode, refusing_triton_kernels, schema_of, tree_leaves, tree_map
-from plait._torch.storage import storage_id
+from plait._torch.storage import storage_id, version_of
 from plait.errors import ModelError, PlaitError
 from plait.model.outer_state import (
     Setting,
@@ -412,7 +412,7 @@ class _OuterState:
 
     def _buffers_now(self) -> dict[str, tuple[int, int]]:
         # An assignment makes another object, an operation in place another version.
-        return {name: (id(buffer), buffer._version) for name, buffer in outer_buffers(self._modules).items()}
+        return {name: (id(buffer), version_of(buffer)) for name, buffer in outer_buffers(self._modules).items()}
 
 
 class _Watched:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait._torch.modules import own_buffers
+
 Setting = bool | int | float | str | None
 SettingName = tuple[str, str]
 """Name of a module and of an attribute, e.g. `("", "skip_blocks")` or `("", "config.layerdrop")`."""
@@ -70,7 +72,7 @@ def outer_buffers(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.T
     return {
         f"{name}.{leaf}" if name else leaf: buffer
         for name, module in modules
-        for leaf, buffer in module._buffers.items()
+        for leaf, buffer in own_buffers(module).items()
         if buffer is not None
     }
 

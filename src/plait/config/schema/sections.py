@@ -63,7 +63,7 @@ class DataSection(Policy):
     scored: Literal["answers", "all"] = "answers"
     """Which tokens of `chat` and `instruct` the loss is of: those of the assistant's messages that do not have
     `"weight": 0`, or all."""
-    append_end_of_text: bool = False
+    append_end_of_text: Flag = False
     """End each row of `chat` and `instruct` with the tokenizer's end-of-text token, also where its chat template
     does not, so that the model learns to stop."""
     packing: Literal["documents"] | None = None
