@@ -30,6 +30,7 @@ class HostCopy:
     def values(self) -> torch.Tensor:
         """Wait for the copy and return the tensor in host memory."""
         if self._event is not None:
-            self._event.synchronize()
+            if not self._event.query():
+                self._event.synchronize()
             self._event = None
         return self._values

@@ -10,6 +10,7 @@ is a collective. The exchange of the flags therefore compares the order of the u
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,8 @@ from plait.cluster import accelerator
 from plait.cluster.host_copy import HostCopy
 from plait.errors import CommunicationError, InputError
 from plait.parallel.hooks import Lost, StepHook, backward_underway
+
+_DELAY_STEPS = 2
 
 
 def foreign_backward() -> InputError:
@@ -186,49 +189,46 @@ class _OrderComparison:
     The digest of a rank is exchanged by a maximum of bytes, of the digest and of its complement. The two
     maxima are each other's complement only if all digests are equal.
 
-    On a GPU the result of a step is read in the next step, because reading it at once would wait for the
-    device.
+    On a GPU the result of a step is read two steps later, when its copy has arrived, so that nothing waits
+    for the device. All ranks read it in the same step, and can then exchange what they did.
     """
 
     def __init__(self, order: UnitOrder, group: dist.ProcessGroup) -> None:
         self._order = order
         self._group = group
         self._collectives: list[int] = []
-        self._maxima: HostCopy | None = None
+        self._pending: deque[tuple[HostCopy, list[int]]] = deque()
 
     def begin(self) -> list[int]:
         """Return the bytes to exchange, at the end of a step."""
-        self._check()
         digest = list(self._order.digest.to_bytes(DIGEST_BITS // 8, "little"))
         self._collectives = self._order.take()
         return [*digest, *(255 - byte for byte in digest)]
 
     def end(self, maxima: torch.Tensor) -> None:
-        """Take the exchanged bytes, and compare them where that does not wait for a device."""
-        self._maxima = HostCopy(maxima)
-        if not accelerator.is_one(maxima.device):
-            self._check()
+        """Take the exchanged bytes, and compare those of this step, or of an earlier one on a GPU."""
+        self._pending.append((HostCopy(maxima), self._collectives))
+        delay = _DELAY_STEPS if accelerator.is_one(maxima.device) else 0
+        if len(self._pending) <= delay:
+            return
+        copy, collectives = self._pending.popleft()
+        first, second = copy.values().view(2, -1).int()
+        if not bool((first + second == 255).all()):
+            raise self._error(collectives)
 
     def forget(self) -> None:
         """Forget the collectives of a failed step."""
         self._order.take()
-        self._maxima = None
+        self._pending.clear()
 
-    def _check(self) -> None:
-        if self._maxima is None:
-            return
-        first, second = self._maxima.values().view(2, -1).int()
-        self._maxima = None
-        if bool((first + second == 255).all()):
-            return
-
+    def _error(self, mine: list[int]) -> CommunicationError:
         collectives: list[list[int]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(collectives, self._collectives, group=self._group)
+        dist.all_gather_object(collectives, mine, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
         differing = self._order.difference(collectives)
         each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, differing, strict=False)) or "many collectives ago"
-        raise CommunicationError(
-            f"the ranks ran different parts of the model in this step, and exchanged weights or gradients of "
+        return CommunicationError(
+            f"the ranks ran different parts of the model in one step, and exchanged weights or gradients of "
             f"different blocks ({each}); run the same blocks in the same order on all ranks (draw the blocks "
             "that are skipped from a generator with one seed on all ranks), or use ZeRO stage 1 or 2, where "
             "ranks may skip different blocks"
