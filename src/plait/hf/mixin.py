@@ -161,7 +161,7 @@ class TrainerMixin(CheckpointMixin):
         describes = self.plait_config.optimizer is not None
         if describes and given is not None:
             raise InputError("the configuration has an `optimizer`, and the Trainer was given optimizers=; leave one of them out")
-        optimizer = None if describes else given if given is not None else lambda _: self.create_optimizer()  # type: ignore[attr-defined]
+        optimizer = None if describes else given if given is not None else lambda _: self.create_optimizer()
         # An evaluation inside `model.disable_adapter()`, which freezes the adapters, may come before the training.
         with with_adapters_enabled(self.model):
             self.engine = initialize(self.model, self._resolved, optimizer=optimizer, forward=self._forward)
