@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in LONG:
             item.add_marker(pytest.mark.proof)
+    _warn_of_unknown_cases(items)
+
+
+def _warn_of_unknown_cases(items: list[pytest.Item]) -> None:
+    """Warn of names in long_cases.txt that no case of a collected function has: they leave nothing out."""
+    if not items or any("::" in argument for argument in items[0].config.args):
+        return
+    collected = {item.nodeid for item in items}
+    functions = {nodeid.split("[")[0] for nodeid in collected}
+    unknown = [case for case in sorted(LONG - collected) if case.split("[")[0] in functions]
+    if unknown:
+        warnings.warn(f"tests/long_cases.txt names cases that do not exist: {', '.join(unknown)}", stacklevel=2)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner_accuracy.frameworks import DATA, STACKS, open_kernels, read_runs, unknown, unlearned
+from benchmarks.planner_accuracy.grouped_fit import grouped_fit
 from benchmarks.planner_accuracy.predict import source_of
 from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_bytes, measured_seconds
 from plait.planner import calibrate as fitting
@@ -62,7 +63,7 @@ def learn(rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge |
     time, memory = _measured(kept, base)
     names = tuple(name for name in fitting.relevant(base.time_names, time.job) if name != "overall")
     weights = _weights(time.sources)
-    first = fitting.fit(
+    first, _ = grouped_fit(
         fitting.time_of(time.job),
         np.log(time.values),
         names,
@@ -71,10 +72,9 @@ def learn(rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge |
         weights=weights,
         groups=time.groups,
         group_width=_OWN_OFFSET,
-        rounds=25,
         begin=near.rates if near is not None else None,
     )
-    second = fitting.fit(
+    second, _ = grouped_fit(
         fitting.memory_of(memory.job, memory.kinds),
         np.log(memory.values),
         fitting.MEMORY_NAMES,
@@ -83,7 +83,6 @@ def learn(rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge |
         weights=_weights(memory.sources),
         groups=memory.groups,
         group_width=0.08,
-        rounds=25,
         begin=near.rates if near is not None else None,
     )
     constants = {}

@@ -6,7 +6,7 @@ Emitting must never change a number, so events carry plain Python values that we
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,9 @@ class RunStarted:
     layout: str
     folder: str
     communication: str = ""
-    """How data-parallel ranks exchange gradients and parameters, and why so."""
+    """How ranks exchange gradients, parameters and sequences, and why so."""
+    notable_communication: str = ""
+    """The part of `communication` that is not the default; the progress lines show only this."""
     resumed: tuple[str, ...] = ()
     """What goes on otherwise than the checkpoint was written, one sentence each."""
 
@@ -40,8 +42,6 @@ class StepDone:
     tokens: int
     seconds: float
     memory_bytes: int
-    exposed_communication_seconds: dict[str, float] = field(default_factory=dict)
-    """Exposed communication time of this rank, by collective and axis, as far as it is measured (docs/communication.md)."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,6 @@ class RunEnded:
     reason: str
     seconds: float
     folder: str
-    steps_seconds: float = 0.0
-    """Of the steps that this start of the run took."""
-    exposed_communication_seconds: dict[str, float] = field(default_factory=dict)
-    """Summed over those steps."""
 
 
 Event = RunStarted | StepDone | CommunicationDecided | Validated | CheckpointSaved | Sampled | RunEnded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -22,6 +24,28 @@ def is_only_writer(opened: IO[bytes] | IO[str] | int) -> bool:
     except OSError:
         pass
     return True
+
+
+def anonymous_file(name: str) -> int:
+    """Return a descriptor of a new file in memory that has no path, closed in programs that this process starts.
+
+    Other processes open it as `/proc/<process>/fd/<descriptor>`. Linux on x86-64 only. Raises OSError.
+    """
+    close_on_exec = 1
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, close_on_exec)
+    # The Pythons of uv and conda are built against a C library that is too old for os.memfd_create.
+    try:
+        system_call = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError) as error:
+        raise OSError(errno.ENOSYS, "this Python cannot make system calls") from error
+    system_call.restype = ctypes.c_long
+    number = 319  # memfd_create on x86-64
+    descriptor = int(system_call(ctypes.c_long(number), name.encode(), ctypes.c_long(close_on_exec)))
+    if descriptor < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return descriptor
 
 
 def is_at(path: Path, opened: IO[bytes] | IO[str] | int) -> bool:

@@ -142,7 +142,7 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
         unit, live.unit = live.unit, _APART
         arriving = receive(*args, **kwargs)
         live.unit = unit
-        return _Taken(arriving.tensors, arriving.works, arriving.waits, arriving.source, live)
+        return _Taken(arriving.tensors, arriving.works, arriving.source, live)
 
     def listen(message: Message, tensors: Sequence[torch.Tensor]) -> None:
         if message.payload is Payload.GRADIENT:

@@ -66,7 +66,11 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
 def materialised(kind: str, *, tied: bool) -> torch.nn.Module:
     """The same weights in one process, by the library's own initialisation (its independence of the layout is tested in
     test_weights.py)."""
-    model = cases.build(kind, tied=tied)
+    return materialise_model(cases.build(kind, tied=tied))
+
+
+def materialise_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Give a model on `meta` the weights that a run with these settings gives it."""
     template = materialise.template_of(model)
     materialise.allocate(model, torch.device("cpu"))
     materialise.initialise(model, template, find_blocks(model), seed=SEED)

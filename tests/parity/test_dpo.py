@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.proof  # importing TRL takes ten seconds
 METRICS = ("rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/rejected", "num_tokens")
 
 
-def made(wrap: Callable[[type], type], folder: str, *, lora: bool, compute_metrics: Any = None, **settings: Any) -> Any:
+def made(
+    wrap: Callable[[type], type], folder: str, *, lora: bool, rows: int = trainers.SAMPLES, compute_metrics: Any = None, **settings: Any
+) -> Any:
     """With plain SGD, whose weights follow the gradients themselves."""
     from trl import DPOConfig, DPOTrainer
 
@@ -34,8 +37,8 @@ def made(wrap: Callable[[type], type], folder: str, *, lora: bool, compute_metri
         model=adapted.model() if lora else trainers.model(),
         ref_model=reference,
         args=trainers.arguments(DPOConfig, folder, **fixed, **settings),
-        train_dataset=words.preferences(),
-        eval_dataset=words.preferences(),
+        train_dataset=words.preferences(rows),
+        eval_dataset=words.preferences(rows),
         processing_class=words.tokenizer(),
         compute_metrics=compute_metrics,
     )
@@ -62,6 +65,17 @@ def test_preferences_are_one_process(pool: Pool, tmp_path: Path, dp: int, config
         assert found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-5), name
     if config == zero(3) and not lora:
         assert found["reference"] == pytest.approx(wanted["reference"] / 2, rel=0.01)
+
+
+REMAINDERS = {rows: partial(made, rows=rows) for rows in (7, 19, 20, 21, 22, 23)}
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 7), (2, 21), (2, 22), (2, 23), (3, 7), (3, 19), (3, 20), (3, 22), (3, 23)])
+def test_every_remainder_of_rows(pool: Pool, tmp_path: Path, ranks: int, rows: int) -> None:
+    """The last step of an epoch has fewer rows on some ranks, or none. Evaluation too."""
+    expected = trl_runs.native(REMAINDERS[rows], METRICS, ranks, lora=False)
+    result = pool.run(ranks, trl_runs.on_plait, REMAINDERS[rows], METRICS, zero(2), str(tmp_path), False)[0]
+    close(result, expected)
 
 
 def test_metrics_of_ones_own_are_refused(tmp_path: Path) -> None:

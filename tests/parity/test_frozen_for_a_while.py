@@ -12,6 +12,7 @@ from torch import nn
 
 import plait
 from plait.errors import InputError
+from plait.parallel.data.reducer import Reducer
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.parity import adapted, cases, trainers
 from tests.parity.data_parallel import CLIPPING, materialised, settings
@@ -49,12 +50,45 @@ def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
     return trace if rank == 0 else None
 
 
+class RebuiltSteps(GradualSteps):
+    """Steps in which the buckets of gradients are made anew while the block is frozen, as a choice of compression does."""
+
+    def __init__(self, engine: plait.Engine, steps: list[Any]) -> None:
+        super().__init__(engine.model, steps)
+        self._reducer = engine.sharded.hooks.of(Reducer)
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self._reducer is not None
+        reducer = self._reducer
+        for index, step in enumerate(super().__iter__()):
+            if index == 2:
+                reducer.rebuild(reducer.make_buckets, bucket_bytes=4096, separate_vectors=False)
+            yield step
+
+
+def train_with_other_buckets(rank: int, world: int) -> Trace | None:
+    """Runs in a worker."""
+    engine = plait.initialize(cases.build("plain", tied=True), settings(2, 0, 1, 1), loss_fn=plait.causal_lm_loss)
+    trace = engine_trace(engine, RebuiltSteps(engine, cases.ragged_steps(world, steps=4, keys=())))  # type: ignore[arg-type]
+    return trace if rank == 0 else None
+
+
+def gradual_reference() -> Trace:
+    """One process that freezes and unfreezes the block."""
+    model = materialised("plain", tied=True)
+    steps: Any = GradualSteps(model, cases.ragged_steps(2, steps=4, keys=()))
+    return reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+
+
+def test_buckets_rebuilt_while_a_block_is_frozen(pool: Pool) -> None:
+    bar = worst(compare(gradual_reference(), pool.run(2, train_with_other_buckets)[0]))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradual_unfreezing(pool: Pool, stage: int) -> None:
     found = pool.run(2, train, settings(2, stage, 1, 1))[0]
-    model = materialised("plain", tied=True)
-    steps: Any = GradualSteps(model, cases.ragged_steps(2, steps=4, keys=()))
-    wanted = reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    wanted = gradual_reference()
     assert [step["blocks.0.up.weight"] is None for step in wanted.gradients] == [True, False, True, False]
     bar = worst(compare(wanted, found))
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"

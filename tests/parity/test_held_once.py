@@ -16,10 +16,9 @@ from torch import nn
 
 import plait
 from plait._torch.units import unsharded_parameter_bytes
-from plait.comm import host as host_module
-from plait.comm.host import Host
-from plait.comm.host_parameters import HostParameters
-from plait.comm.waits import Waits
+from plait.comm.shared_memory import host as host_module
+from plait.comm.shared_memory.host import Host
+from plait.comm.shared_memory.parameters import SharedParameters
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.parity.digests import digest_of
@@ -32,7 +31,7 @@ IN_BACKWARD = {"optimizer_in_backward": True, "unused_parameters": False}
 def written(rank: int, ranks: int) -> None:
     """Rows of several sizes, in turns of writing and reading. Runs in a worker."""
     host = Host(dist.group.WORLD, label="the test")
-    memory = HostParameters(host, [5, 0, 1000], torch.float64, waits=Waits())
+    memory = SharedParameters(host, [5, 0, 1000], torch.float64)
     for step in range(50):
         for index, row in enumerate(memory.rows):
             row.fill_(100 * step + 10 * index + rank)
@@ -190,7 +189,7 @@ def changed_after_evaluation(rank: int, world: int, config: dict[str, Any], wait
     """(logits, those of an evaluation after which rank 0 set its shards to zero while rank 1 was still computing). Runs in a worker."""
     with ExitStack() as stack:
         if not waits:
-            stack.enter_context(patch.object(HostParameters, "release", lambda self: None))
+            stack.enter_context(patch.object(SharedParameters, "release", lambda self: None))
         model = cases.build("llama", tied=False)
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         batch = cases.steps_for("llama", 1, steps=1)[0][0]

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.buckets import Flat
-from plait.comm.host_parameters import HostParameters
+from plait.comm.shared_memory.parameters import SharedParameters
 from plait.comm.transport import connect
-from plait.comm.waits import Waits
 from plait.errors import CommunicationError
 from tests.pool import quick_starts
 
@@ -49,7 +48,7 @@ def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) 
         buckets.finish(0)
 
     assert way.host is not None
-    parameters = HostParameters(way.host, [100_000], torch.float32, waits=Waits())
+    parameters = SharedParameters(way.host, [100_000], torch.float32)
 
     def meet() -> None:
         parameters.begin()

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.comm import host as host_module
-from plait.comm import host_scatter
 from plait.comm.buckets import Flat
 from plait.comm.reduce_scatter import AllToAllReduceScatter
+from plait.comm.shared_memory import collectives
+from plait.comm.shared_memory import host as host_module
 from plait.comm.transport import Transport, connect
 from plait.errors import CommunicationError, ConfigError
 from plait.verify.parity import compare, worst
@@ -182,14 +182,14 @@ def slow_reader(rank: int, ranks: int) -> None:
     """Rank 0 has one slot left, because it keeps the other, and rank 1 is slow to read it. Runs in a worker."""
     way = shared()
     assert way.reduce_scatter is not None
-    real = host_scatter.add_in_order
+    real = collectives.add_in_order
 
     def late(pieces: Any, outputs: Any) -> None:
         time.sleep(0.05)
         real(pieces, outputs)
 
     kept = None
-    with patch.object(host_scatter, "add_in_order", late if rank == 1 else real):
+    with patch.object(collectives, "add_in_order", late if rank == 1 else real):
         for step in range(4):
             given = way.reduce_scatter.allocate((2000,), dtype=torch.float32, device=CPU).fill_(step)
             output = way.reduce_scatter.allocate((1000,), dtype=torch.float32, device=CPU)

@@ -32,13 +32,13 @@ def texts() -> Any:
     return datasets.Dataset.from_list([{"text": _words(4 + index % 5, draw)} for index in range(trainers.SAMPLES)])
 
 
-def preferences() -> Any:
+def preferences(rows: int = trainers.SAMPLES) -> Any:
     """Prompts with a better and a worse answer, of different lengths."""
     import datasets
 
     draw = torch.Generator().manual_seed(6)
-    rows = [
+    pairs = [
         {"prompt": _words(2 + i % 3, draw), "chosen": " " + _words(2 + i % 5, draw), "rejected": " " + _words(5 - i % 4, draw)}
-        for i in range(trainers.SAMPLES)
+        for i in range(rows)
     ]
-    return datasets.Dataset.from_list(rows)
+    return datasets.Dataset.from_list(pairs)

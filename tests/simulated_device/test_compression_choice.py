@@ -13,15 +13,16 @@ import plait
 from plait.cluster import accelerator
 from plait.parallel.data import autotune
 from plait.parallel.data.autotune import CompressionAutotuner
+from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.simulated_device.pool import SimulatedPool
 from tests.simulated_device.runs import config_of
 
-SECONDS = {None: 1.0, "int8": 0.5, "int4": 0.49}
+SECONDS = {"int8": 0.5, "int4": 0.49}
 """Of a step by its candidate; int4 saves less than a twentieth of int8's."""
 
 
-def decided(rank: int, world: int, stage: int) -> dict[str, Any]:
+def decided(rank: int, world: int, stage: int, uncompressed_seconds: float = 1.0) -> dict[str, Any]:
     """Steps until the decision, and two more. Runs in a worker."""
     config = config_of(world, stage, parallel={"compress_gradients": "auto"})
     engine = plait.initialize(cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
@@ -32,7 +33,7 @@ def decided(rank: int, world: int, stage: int) -> dict[str, Any]:
 
     def now() -> float:
         nonlocal clock
-        clock += SECONDS[None if tuner._active is None else tuner._active.name]
+        clock += uncompressed_seconds if tuner._active is None else SECONDS[tuner._active.name]
         return clock
 
     def synchronize(device: torch.device) -> None:
@@ -50,8 +51,11 @@ def decided(rank: int, world: int, stage: int) -> dict[str, Any]:
             losses.append(float(result.loss))
             if result.decided:
                 decided_at.append(step)
+    with count_traffic() as traffic:
+        engine.train_batch(batch)
+    sent = sorted({str(call.dtype) for call in traffic.calls if call.kind in ("reduce_scatter", "all_to_all")})
     engine.close()
-    return {"code": int(tuner.decision), "losses": losses, "decided_at": decided_at, "waits": waits}
+    return {"code": int(tuner.decision), "losses": losses, "decided_at": decided_at, "waits": waits, "sent": sent}
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -61,3 +65,11 @@ def test_all_ranks_choose_by_step_time(simulated: SimulatedPool, stage: int) -> 
     assert first["code"] == 8
     (step,) = first["decided_at"]
     assert first["waits"] == step + 1 < 24, "one per step, and none after the decision"
+
+
+def test_uncompressed_gradients_are_restored(simulated: SimulatedPool) -> None:
+    """Candidates that save nothing are taken out of the sharded units again."""
+    first, second = simulated.run(2, decided, 2, 0.1)
+    assert first == second
+    assert first["code"] == 0
+    assert first["sent"] == ["torch.float32"]

@@ -19,7 +19,6 @@ from plait.comm.buckets import Flat
 from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
 from plait.comm.messages import Messenger
 from plait.comm.pending import Pending
-from plait.comm.waits import Waits
 from plait.engine import device_rates, single_rank
 from plait.parallel.activations.activation_store import DiskStore, HostStore
 from tests.parity import pipelines, tensor_parallel
@@ -213,7 +212,7 @@ def test_compressed_buckets(simulated: SimulatedPool, pool: Pool) -> None:
 def messages(rank: int, world: int) -> list[int]:
     """Runs in a worker."""
     groups = [dist.new_group(range(world)) for _ in range(2)]
-    messenger = Messenger([(groups[0], groups[1])], device=torch.device("cuda", rank), waits=Waits())
+    messenger = Messenger([(groups[0], groups[1])], device=torch.device("cuda", rank))
     found = []
     for number in range(2):
         if rank == 0:

@@ -36,6 +36,7 @@ from plait._torch import (
     pipelining,
     starting,
     storage,
+    unit_order,
     units,
     watched_shards,
 )
@@ -747,6 +748,43 @@ def test_follow_root() -> None:
     loss.backward()
     assert units.unsharded_parameter_bytes(model) == 0
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Skips(nn.Sequential):
+    """Leaves out the blocks that it is told."""
+
+    def forward(self, hidden: torch.Tensor, skipped: tuple[int, ...] = ()) -> torch.Tensor:
+        for index, block in enumerate(self):
+            hidden = hidden if index in skipped else block(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("skipped", [(), (1,), (0, 2), (0, 1, 2)])
+def test_unit_order(skipped: tuple[int, ...]) -> None:
+    """Whatever is skipped, units are gathered from the first to the last and reduced from the last to the first. Stage 3 records what is
+    used."""
+    for is_fixed in (True, False):
+        model = Skips(*(nn.Linear(4, 4) for _ in range(3)))
+        for block in model:
+            fully_shard(block, reshard_after_forward=not is_fixed)
+        root = fully_shard(model, reshard_after_forward=False)
+        order = unit_order.UnitOrder(root, is_fixed=is_fixed)
+        units.reduce_unused_parameters(model)
+        digests = []
+        for skips in ((), skipped):
+            out = model(torch.ones(2, 4, requires_grad=True), skips)
+            out.sum().backward()
+            digests.append(order.digest)
+            collectives = order.take()
+            names = [order.difference([[code], []])[0] for code in collectives]
+            for module in (*model, root):
+                module.reshard()
+            if is_fixed:
+                assert names == [
+                    *(f"gathering of {index}" for index in range(3)),
+                    *(f"reduction of {index}" for index in (2, 1, 0)),
+                ]
+        assert (digests[0] == digests[1]) == (is_fixed or not skipped)
 
 
 def test_watch_shards() -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.folder import find
-from plait.cli.launching.watch import ENDED
 from plait.cluster.topology import WATCH_FOLDER
 from plait.comm import board, stacks
 from tools.faults.forks import Ranks
@@ -109,7 +108,7 @@ class Train:
         for process, variables in self.processes().items():
             folder = variables.get(WATCH_FOLDER)
             reading = board.read(Path(folder, f"{process}.board")) if folder else None
-            if reading is not None and stacks.state(process) not in ENDED:
+            if reading is not None and stacks.state(process) not in stacks.ENDED:
                 found[reading.rank] = process
         return found
 

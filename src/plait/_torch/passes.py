@@ -89,16 +89,32 @@ def after_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def around_backward(model: nn.Module, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call `begin` and `end` in every backward pass through a fully sharded model.
+def _do_nothing() -> None:
+    pass
 
-    `begin` runs before the first unit is gathered or reduces gradients, `end` after the reductions of
-    all units were started. Every rank that takes part in the reductions calls both.
+
+def around_backward(
+    model: nn.Module,
+    *,
+    begin: Callable[[], None] = _do_nothing,
+    before_end: Callable[[], None] = _do_nothing,
+    end: Callable[[], None] = _do_nothing,
+) -> None:
+    """Call functions in every backward pass through a fully sharded model.
+
+    Every rank that takes part in the reductions calls all of them.
+
+    Args:
+        model: The root.
+        begin: Called before the first unit is gathered or reduces gradients.
+        before_end: Called when autograd has computed all gradients, before torch reduces the units
+            whose backward did not run.
+        end: Called after the reductions of all units were started.
     """
     for module in sharded_modules(model):
         state: Any = module._get_fsdp_state()
         state._register_root_post_backward_final_callback = _with_begin(state, begin)
-        state._root_post_backward_final_callback = _with_end(state, end)
+        state._root_post_backward_final_callback = _with_end(state, before_end, end)
 
 
 def _with_begin(state: Any, begin: Callable[[], None]) -> Callable[[], None]:
@@ -112,10 +128,11 @@ def _with_begin(state: Any, begin: Callable[[], None]) -> Callable[[], None]:
     return begin_and_register
 
 
-def _with_end(state: Any, end: Callable[[], None]) -> Callable[[], None]:
+def _with_end(state: Any, before_end: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
     finish = state._root_post_backward_final_callback
 
     def finish_and_end() -> None:
+        before_end()
         finish()
         end()
 

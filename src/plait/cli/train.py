@@ -249,7 +249,8 @@ def _announce(checked: ValidatedRun, console: Console, config: Config, *, proces
         if note is not None:
             console.print(note, soft_wrap=True, style="yellow")
     here = min(processes, place().local_world_size) if claim(os.environ) is not None else processes
-    for caution in cautions(checked.resolved, processes=here, cores=cpu_count(), on_gpus=bool(device_count())):
+    settings = cautions(checked.resolved, processes=here, cores=cpu_count(), on_gpus=bool(device_count()))
+    for caution in (*settings, *checked.data.cautions):
         console.print(f"warning: {caution}", soft_wrap=True, style="yellow")
     for name, text in describe(checked, processes=processes):
         console.print(f"{name:<8}{text}", soft_wrap=True)

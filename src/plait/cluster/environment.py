@@ -90,11 +90,9 @@ def _communication() -> dict[str, Any]:
     if not dist.is_available():
         return {"torch.distributed": "not in this torch"}
     found = library_version()
-    shared = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
     return {
         "gloo": dist.is_gloo_available(),
         accelerator.BACKEND: ".".join(map(str, found)) if found else False,
-        "shared_memory": f"this Python has no os.{', os.'.join(shared)}" if shared else True,
     }
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import InputError
+from plait.files import anonymous_file
 
 BYTES = 16 * 1024
 _MAGIC = b"plait-1\0"
@@ -86,9 +87,7 @@ class Board:
 
     def __init__(self, *, rank: int, timeout_seconds: float, path: Path | None = None) -> None:
         if path is None:
-            from plait.comm.system_calls import memfd_create
-
-            self._descriptor = memfd_create("plait-board")
+            self._descriptor = anonymous_file("plait-board")
             self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
         else:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

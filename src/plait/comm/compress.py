@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -27,7 +27,6 @@ from plait._torch.flat_collectives import all_gather_single
 from plait._torch.units import AllGather, ReduceScatter
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Flat
-from plait.comm.carried import Carried
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
 from plait.shards import shard_size
 
@@ -35,6 +34,49 @@ _HOPS_AT_ONCE = 2
 """Buckets on their first hop before the oldest is waited for: the link has the next while it is added up."""
 POWERSGD_START = 10
 """Steps that are reduced uncompressed before factors replace gradients: early gradients change too much."""
+
+
+@dataclass
+class Carried:
+    """Tensors of a compressed collective between steps (residuals, factors), by name; a skipped step does not change them.
+
+    Whether a step is skipped is known only after all of its gradients were sent. Where that may happen, the
+    new value of a tensor is written to a second tensor, which replaces the first when the step is applied.
+    """
+
+    revocable: bool
+    """Whether a step may be skipped; otherwise what it makes overwrites what was."""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """As of the last step that counted; for a checkpoint."""
+    _made: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By the step that runs."""
+    _spare: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def now(self, name: str) -> torch.Tensor:
+        """Its value, with what the step that runs has made of it so far."""
+        return self._made.get(name, self.state[name])
+
+    def change(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`now`, where its next value is to be written in full). They are one tensor where nothing has to be kept."""
+        now = self.now(name)
+        if self.revocable and name not in self._made:
+            spare = self._spare.pop(name, None)
+            self._made[name] = torch.empty_like(now) if spare is None or spare.shape != now.shape else spare
+        return now, self._made.get(name, now)
+
+    @property
+    def aside(self) -> list[torch.Tensor]:
+        """What is held besides `state`."""
+        return [*self._made.values(), *self._spare.values()]
+
+    def end_step(self, *, skipped: bool) -> None:
+        """The step has ended."""
+        for name, made in self._made.items():
+            if skipped:
+                self._spare[name] = made
+            else:
+                self._spare[name], self.state[name] = self.state[name], made
+        self._made = {}
 
 
 # ---- stage 0 -------------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The error of a collective that torch aborted: which one, and its likely cause.
 
-Shared memory names the rank that ended (`comm.host`); a socket or NCCL knows only that somebody did.
+Shared memory names the rank that ended (`comm.shared_memory`); a socket or NCCL knows only that somebody did.
 """
 
 from __future__ import annotations
@@ -20,14 +20,23 @@ def naming(operation: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        if not isinstance(error, dist.DistError) and "gloo" not in text:
+        failure = failed_collective(error, operation)
+        if failure is None:
             raise
-        rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
-        if WATCH.found:
-            what = WATCH.found
-        elif "imed out" in text or "imeout" in text:
-            what = f"{rank} waited for ranks that did not take part: one is stuck, or issues other collectives"
-        else:
-            what = f"{rank} lost the connection to another one, which ended; the first failure is there"
-        raise CommunicationError(f"{operation}: {what} ({text.rpartition('] ')[2] or text})") from error
+        raise failure from error
+
+
+def failed_collective(error: BaseException, operation: str) -> CommunicationError | None:
+    """Return what to raise in place of torch's error of a failed collective; None for any other error."""
+    text = str(error)
+    is_of_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
+    if not is_of_collective:
+        return None
+    rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
+    if WATCH.found:
+        what = WATCH.found
+    elif "imed out" in text or "imeout" in text:
+        what = f"{rank} waited for ranks that did not take part: one is stuck, or issues other collectives"
+    else:
+        what = f"{rank} lost the connection to another one, which ended; the first failure is there"
+    return CommunicationError(f"{operation}: {what} ({text.rpartition('] ')[2] or text})")

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from plait.cluster.mesh import LANES
 from plait.comm.board import Wait, described
 from plait.comm.failures import naming
-from plait.comm.waits import Waits
 from plait.comm.watch import WATCH
 from plait.errors import CommunicationError
 
@@ -35,13 +34,12 @@ class Arriving:
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
-    waits: Waits
     source: int
     """The rank, of all, that sends them."""
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The tensors, delivered."""
-        with self.waits.during("message pp"), naming("message between pipeline stages"):
+        with naming("message between pipeline stages"):
             for work, tensor in zip(self.works, self.tensors, strict=True):
                 if not work.is_completed():
                     shape = described(tensor.shape, tensor.dtype)
@@ -61,11 +59,10 @@ def lane(source: int, destination: int) -> int:
 class Messenger:
     """Point-to-point messages of the ranks of one group. `rank` and the peers are ranks within the group."""
 
-    def __init__(self, groups: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]], *, device: torch.device, waits: Waits) -> None:
+    def __init__(self, groups: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]], *, device: torch.device) -> None:
         """`groups`: to higher ranks and to lower ranks, of every lane, or one pair for all messages."""
         self.rank = dist.get_rank(groups[0][0])
         self.device = device
-        self.waits = waits
         self.sent_bytes = 0
         """Bytes of tensors sent so far, descriptions not counted."""
         self._groups = tuple(groups)
@@ -87,7 +84,7 @@ class Messenger:
         """Begin to receive tensors of the given shapes and dtypes."""
         buffers = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like)
         group = self._towards(source, self.rank)
-        return Arriving(buffers, tuple(self._irecv(buffer, source) for buffer in buffers), self.waits, dist.get_global_rank(group, source))
+        return Arriving(buffers, tuple(self._irecv(buffer, source) for buffer in buffers), dist.get_global_rank(group, source))
 
     def send_object(self, value: object, *, to: int) -> None:
         """Send what can be pickled. Both sides are this program."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from plait.comm.summing import add_in_order
+from plait.comm.reduce_scatter import add_in_order
 from plait.errors import ModelError
 
 Bits = Literal[4, 8]

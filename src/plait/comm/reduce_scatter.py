@@ -13,8 +13,9 @@ import torch.distributed as dist
 from plait._torch.flat_collectives import reduce_scatter_single
 from plait._torch.operators import FakeTensor
 from plait._torch.units import ReduceScatter
-from plait.comm.summing import add_in_order
 
+_BLOCK_BYTES = 256 * 1024
+"""Small enough for a core's cache, so that memory is read once and written once."""
 _IN_ORDER = 4
 """Rows that torch's sum adds in their order in every column. With more, the last columns of a tensor are added in another order than the
 rest, and a parameter that all ranks of the tp axis hold sits in other columns where the axis splits its neighbours unevenly."""
@@ -33,6 +34,34 @@ def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.Proc
         torch.sum(parts.view(ranks, *output.shape), 0, out=output)
     else:
         add_in_order(list(parts.view(ranks, -1)), [output.view(-1)])
+
+
+def add_in_order(pieces: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    """Write the sum of two or more pieces, in their order, to every output: the same bits on every rank.
+
+    All are [n] of one dtype. The first output may be the first piece, others may be any piece. float16 and
+    bfloat16 are summed in float32 and rounded once.
+    """
+    first, second, *rest = pieces
+    dtype, numel = first.dtype, first.numel()
+    block = max(1, _BLOCK_BYTES // dtype.itemsize)
+    # Adding two rounds once anyway.
+    wide = torch.empty(min(block, numel), dtype=torch.float32) if dtype in (torch.float16, torch.bfloat16) and rest else None
+    for start in range(0, numel, block):
+        stop = min(start + block, numel)
+        here = outputs[0][start:stop]
+        if wide is None:
+            torch.add(first[start:stop], second[start:stop], out=here)
+            for piece in rest:
+                here.add_(piece[start:stop])
+        else:
+            total = wide[: stop - start]
+            total.copy_(first[start:stop])
+            for piece in (second, *rest):
+                total.add_(piece[start:stop])
+            here.copy_(total)
+        for output in outputs[1:]:
+            output[start:stop].copy_(here)
 
 
 class AllToAllReduceScatter(ReduceScatter):

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from plait._torch.units import AllGather, ReduceScatter
-from plait.comm.buckets import Buckets, Flat, GroupBuckets, SharedBuckets
-from plait.comm.host import Host, Unavailable
-from plait.comm.host_gather import SharedAllGather
-from plait.comm.host_scatter import SharedReduceScatter
+from plait.comm.buckets import Buckets, Flat, GroupBuckets
 from plait.comm.reduce_scatter import AllToAllReduceScatter
+from plait.comm.shared_memory.collectives import SharedAllGather, SharedBuckets, SharedReduceScatter
+from plait.comm.shared_memory.host import Host, Unavailable
 from plait.errors import ConfigError, Problem
 
 TransportName = Literal["prefer-shared-memory", "shared-memory", "torch"]

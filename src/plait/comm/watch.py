@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from plait._torch.flight import Begun, begun_collectives
 from plait._torch.groups import set_timeout, timeout_of
+from plait._torch.unit_order import last_collective
 from plait.cluster.ending import end_process
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import EXPERT_AXES
@@ -31,7 +32,7 @@ from plait.cluster.mesh import Mesh
 from plait.cluster.topology import watch_folder
 from plait.comm import hang, stacks
 from plait.comm.board import Board, Reading, Wait, read
-from plait.comm.system_calls import memfd_create
+from plait.files import anonymous_file
 
 LOOK_SECONDS = 0.5
 LATER_SECONDS, LATER_ALONE_SECONDS = 10.0, 4.0
@@ -148,7 +149,7 @@ class Watch:
     def _meet(self, group: dist.ProcessGroup) -> dict[int, _Peer]:
         """The other ranks on this machine. Collective."""
         assert self.board is not None
-        stack = memfd_create("plait-stacks")
+        stack = anonymous_file("plait-stacks")
         faulthandler.register(stacks.SIGNAL, file=stack, all_threads=True)
         mine = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
         everyone: list[Any] = [None] * group.size()
@@ -223,7 +224,10 @@ class Watch:
 
     def _line(self) -> str:
         frame = sys._current_frames().get(self._main or 0)
-        return users_line(frame) if frame is not None else ""
+        if frame is None:
+            return ""
+        unit = last_collective()
+        return users_line(frame) + (f", after the {unit} began" if unit else "")
 
     def _report(self, now: float) -> None:
         readings: dict[int, Reading] = {}

@@ -18,7 +18,7 @@ from plait.data.loader import Batches, Loader
 from plait.data.packing import FORMAT, Cut, Encode, Sequences, Stream, read_tokens, write_tokens
 from plait.data.streamed_loader import StreamedLoader, StreamedSequences
 from plait.data.streamed_text import StreamedText
-from plait.data.templates import encoder
+from plait.data.templates import cautions_of, encoder
 from plait.data.text import open_corpus
 from plait.data.tokenizer import load_tokenizer, name_of, trained_tokenizer, vocabulary_size
 from plait.errors import InputError
@@ -26,6 +26,10 @@ from plait.units import format_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_ROWS = "rows 2"
+"""What tokens of a row follow from; another word where a release reads rows otherwise."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Prepared:
     validation: Cut
     identity: dict[str, str]
     """What two runs must share to see the same sequences: the text and the tokenizer, as a description and as a digest of their content."""
+    cautions: tuple[str, ...] = ()
+    """What a person should know before training, one line each."""
 
     @property
     def size(self) -> str:
@@ -96,6 +102,7 @@ def prepare(section: DataSection, *, cache: Path, own_tokenizer: str | None, say
         train=_cut(section)(train, length, padding),
         validation=_cut(section)(validation, length, padding),
         identity=_identity(section, f"{corpus.description} ({corpus.fingerprint[:12]})", tokenizer, template),
+        cautions=_cautions(section, tokenizer),
     )
 
 
@@ -124,6 +131,7 @@ def _streamed(section: DataSection, own_tokenizer: str | None, say: Callable[[st
         train=sequences,
         validation=_cut(section)(block.validation, section.sequence_length, padding),
         identity=identity | {"data.buffer_sequences": str(section.buffer_sequences)},
+        cautions=_cautions(section, tokenizer),
     )
 
 
@@ -131,8 +139,16 @@ def _encoding(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple
     """(what makes tokens of a row; None of a text, everything that this depends on)."""
     if section.format == "text":
         return None, ""
-    template = f"{section.format} {section.scored} {getattr(tokenizer, 'chat_template', None)}"
-    return encoder(tokenizer, section.format, scored=section.scored), template
+    end = " ends" if section.append_end_of_text else ""
+    template = f"{_ROWS} {section.format} {section.scored}{end} {getattr(tokenizer, 'chat_template', None)}"
+    made = encoder(tokenizer, section.format, scored=section.scored, append_end_of_text=section.append_end_of_text)
+    return made, template
+
+
+def _cautions(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    if section.format == "text":
+        return ()
+    return tuple(cautions_of(tokenizer, append_end_of_text=section.append_end_of_text))
 
 
 def _cut(section: DataSection) -> Callable[[Stream, int, int], Cut]:

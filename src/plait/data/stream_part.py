@@ -3,31 +3,37 @@ dealt in rounds, one to each rank."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from plait.checkpoint.agreement import together
-from plait.data.cache import digest
-from plait.errors import InputError
-
-_COMPARED = 16
-"""Rows."""
+from plait.data.draws import drawn_from
+from plait.data.split_rows import digest_of_rows, refuse_other_digest
 
 
 class StreamPart(IterableDataset[Any]):
     """A rank's part of an iterable data set, which every rank reads in full."""
 
-    def __init__(self, dataset: Any, *, batch_size: int, ranks: int, index: int, drop_last: bool, repeats: bool = False) -> None:
-        """`repeats`: samples, where the last ones do not suffice for all ranks; else a rank without any has another's."""
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        ranks: int,
+        index: int,
+        drop_last: bool,
+        repeats: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        """`repeats`: samples, where the last ones do not suffice for all ranks; else a rank without any has
+        another's. `device`: the first samples are compared between the ranks, by collectives there; None: they
+        have been, or cannot be."""
         self.dataset, self.batch_size, self.ranks, self.index, self.drop_last = dataset, batch_size, ranks, index, drop_last
-        self.repeats = repeats
+        self.repeats, self._device = repeats, device
         self.epoch = 0
         self.skipped = 0
         """Samples of all ranks that the next pass reads and leaves out."""
@@ -50,7 +56,10 @@ class StreamPart(IterableDataset[Any]):
             own.manual_seed(self.epoch)
         size, position = self.batch_size, 0
         dealt: list[Any] = []
-        for sample in islice(self.dataset, self.skipped, None):
+        samples: Iterator[Any] = islice(self.dataset, self.skipped, None)
+        if self._device is not None and get_worker_info() is None:
+            samples = chain(self._compared(samples), samples)
+        for sample in samples:
             dealt.append(sample)
             if len(dealt) == size * self.ranks:
                 yield from dealt[self.index * size : (self.index + 1) * size]
@@ -65,6 +74,22 @@ class StreamPart(IterableDataset[Any]):
         self._last = position, math.ceil(len(dealt) / size)
         yield from dealt[self.index * size : (self.index + 1) * size] or dealt[:size]
 
+    def _compared(self, samples: Iterator[Any]) -> list[Any]:
+        """Return the samples of the first round, which must be those of the other ranks. They are read from
+        equal random numbers, and once: a data set may read a stream that does not begin again. Collective over
+        all ranks."""
+        assert self._device is not None
+        first: list[Any] = []
+
+        def read() -> str:
+            with drawn_from("first rows", self.epoch):
+                first.extend(islice(samples, self.batch_size * self.ranks))
+            return digest_of_rows(first)
+
+        refuse_other_digest(read, device=self._device)
+        self._device = None
+        return first
+
     def present(self, position: int) -> int:
         """How many ranks have a batch of their own at a position of the epoch that was read."""
         return self._last[1] if self._last is not None and position == self._last[0] else self.ranks
@@ -75,23 +100,6 @@ class StreamPart(IterableDataset[Any]):
         return self._last[1] if self._last is not None else self.ranks
 
 
-def refuse_other_orders(data: Any, *, device: torch.device) -> None:
-    """Raise InputError where the first rows of a data set of the `datasets` library are not those of other ranks: each rank takes its part
-    of what it reads itself. Collective over all ranks."""
-    if type(data).__module__.partition(".")[0] != "datasets" or not dist.is_initialized():
-        return
-    doing = "reading the first rows of the data set"
-    _, found = together(lambda: _first_rows(data), str.encode, device=device, doing=doing, raising=InputError)
-    if len(set(found)) > 1:
-        raise InputError(
-            "the data set: its first rows differ between ranks, so samples would be left out and others repeated; give shuffle(), and "
-            "interleave_datasets(), a seed, and let all machines read the same files"
-        )
-
-
-def _first_rows(data: Any) -> str:
-    return digest([json.dumps(row, sort_keys=True, default=_plain) for row in islice(data, _COMPARED)])
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+def is_of_datasets(data: Any) -> bool:
+    """Return whether a data set is one of the `datasets` library, which starts over at every reading."""
+    return type(data).__module__.partition(".")[0] == "datasets"

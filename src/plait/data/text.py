@@ -49,7 +49,7 @@ def open_corpus(section: DataSection, *, cache: Path) -> Corpus:
     fingerprint = _remembered(cache, [(str(file), file) for file in files], lambda: digest(_chunks(files)))
     if section.source == "files":
         return Corpus(f"{_counted(files)} of text", fingerprint, place, lambda: (_read(file) for file in files))
-    name = digest([fingerprint, section.field, section.format])
+    name = digest([fingerprint, section.field, section.format, *section.ignored_columns])
     return Corpus(f"{_counted(files)} of JSON lines", name, place, lambda: _json_lines(files, section))
 
 
@@ -129,7 +129,7 @@ def _row_of(line: bytes, where: str, section: DataSection) -> dict[str, Any]:
 def text_of(row: Mapping[str, Any], section: DataSection, where: str) -> str:
     """The document of a row of JSON lines: its text, or the row in the form of `rows`."""
     if section.format != "text":
-        return row_text(row, section.format, where=where)
+        return row_text(row, section.format, where=where, ignored=section.ignored_columns)
     field = section.field
     if field not in row:
         raise InputError(f"{where}: has no field {field!r}; it has {', '.join(map(repr, row)) or 'none'}; set data.field")
@@ -164,12 +164,13 @@ def _dataset(section: DataSection, cache: Path) -> Corpus:
     name, data = section.paths[0], load_dataset(section)
     if section.format == "text" and section.field not in data.column_names:
         raise InputError(f"data.field = {section.field!r}: {name!r} has the columns {', '.join(data.column_names)}; set data.field")
-    columns = [column for column in COLUMNS.get(section.format, (section.field,)) if column in data.column_names]
+    ignored = section.ignored_columns
+    columns = [section.field] if section.format == "text" else [one for one in data.column_names if one not in ignored]
 
     def documents() -> Iterator[str]:
         for number, row in enumerate(data.select_columns(columns) if columns else data):
             if section.format != "text":
-                yield row_text(row, section.format, where=f"{name}, row {number}")
+                yield text_of(row, section, f"{name}, row {number}")
                 continue
             text = row[section.field]
             if not isinstance(text, str):

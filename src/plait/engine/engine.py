@@ -7,9 +7,9 @@ samples are cut over ranks and micro-batches); the three calls take DeepSpeed's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,9 +56,6 @@ class StepResult:
     """The rate of this step."""
     loss_scale: float
     """The scale of this step; 1 without float16."""
-    exposed_communication_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Exposed communication time of this rank by collective and axis, such as `all_reduce dp_replicate`; empty on GPUs (see
-    `comm.waits`)."""
     decided: str = ""
     """A description of the decision about compression, after the step that takes it."""
 
@@ -85,8 +82,6 @@ class Engine(EngineFacts):
         self._weights: list[Any] = []
         self._weight_check = WeightCheck()
         self._outcome: Outcome | None = None
-        self.exposed_communication_seconds: dict[str, float] = {}
-        """Exposed communication time of this rank in the last step (see `StepResult`)."""
         self.communication = self.hooks.said
         """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
         self._decided = ""
@@ -145,7 +140,7 @@ class Engine(EngineFacts):
         if checks_weight:
             self._weight_check(divided_by=targets, returned=everywhere.value()[1], step=self.global_steps)
         loss = everywhere.value()[0] / targets
-        return StepResult(loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self.exposed_communication_seconds, self._decided)
+        return StepResult(loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self._decided)
 
     @torch.no_grad()
     def eval_batch(self, batch: Any) -> tuple[float, float]:
@@ -232,9 +227,8 @@ class Engine(EngineFacts):
         self._micro_step, self._boundary, self._weights = self._step_began, None, []
 
     def _update(self, *, divisor: float = 1.0, **losses: Callable[[], Any]) -> Outcome:
-        outcome, end, self._decided = self.sharded.update(self.stepper, divisor=divisor, step=self.global_steps + 1, **losses)
+        outcome, self._decided = self.sharded.update(self.stepper, divisor=divisor, step=self.global_steps + 1, **losses)
         self._outcome = outcome
-        self.exposed_communication_seconds = dict(end.waited_seconds) if self.device.type == "cpu" else {}
         if self._decided:
             self.communication = f"{self.communication}. {self._decided}"
         self.global_steps += 1

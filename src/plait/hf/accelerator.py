@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from plait.cluster.layout import SAMPLE_AXES, Layout
 from plait.config.resolving.resolve import Resolved
-from plait.data.stream_part import StreamPart, refuse_other_orders
+from plait.data.split_rows import refuse_other_stream, refuse_split_stream, split_sampler
+from plait.data.stream_part import StreamPart, is_of_datasets
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights
 from plait.errors import InputError
-from plait.hf.batches import Rounds
+from plait.hf.batches import OwnRounds, Rounds
 from plait.model.adapters import adapters_of
 from plait.sharded.model import owner_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
@@ -128,15 +129,28 @@ class Accelerator(accelerate.Accelerator):
                 settings |= {"num_workers": 0, "multiprocessing_context": None}
                 for name in _KEPT_OF_WORKERS:
                     settings.pop(name, None)
-            refuse_other_orders(dataset, device=self.device)
-            size = data_loader.batch_size
-            part = StreamPart(dataset, batch_size=size, ranks=ranks, index=index, drop_last=drop_last)
+            refuse_split_stream(dataset)
+            compared = is_of_datasets(dataset) or settings["num_workers"] > 0
+            if compared:
+                context = settings["multiprocessing_context"]
+                refuse_other_stream(dataset, device=self.device, workers=settings["num_workers"], context=context)
+            size, device = data_loader.batch_size, None if compared else self.device
+            part = StreamPart(dataset, batch_size=size, ranks=ranks, index=index, drop_last=drop_last, device=device)
             made = DataLoader(part, batch_size=size, drop_last=drop_last, **settings)
         else:
             if data_loader.batch_sampler is None:
                 raise InputError("a DataLoader with batch_size=None has no batches to share between ranks; give it a batch_size")
             drop_last = drop_last or bool(getattr(data_loader.batch_sampler, "drop_last", False))
-            rounds = Rounds(data_loader.batch_sampler, ranks=ranks, index=index, drop_last=drop_last)
+            already = split_sampler(data_loader.batch_sampler, ranks=ranks, index=index)
+            kind = OwnRounds if already else Rounds
+            rounds = kind(
+                data_loader.batch_sampler,
+                ranks=ranks,
+                index=index,
+                drop_last=drop_last,
+                device=self.device,
+                seed=self._order()["data_seed"],
+            )
             made = DataLoader(dataset, batch_sampler=rounds, **settings)
         prepared = prepare_data_loader(
             made,
@@ -214,7 +228,14 @@ class Accelerator(accelerate.Accelerator):
         return self.engine.mesh.group(*SAMPLE_AXES)
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all data-parallel ranks, one after another in dim 0. Collective."""
+        """Return the rows of all data-parallel ranks, one rank after another in dim 0.
+
+        Unlike Accelerate's, the ranks may have different numbers of rows. A 0-dimensional tensor counts as
+        one row. Collective.
+
+        Raises:
+            InputError: Another dimension differs, on all ranks.
+        """
         if self._own_counts:
             return tensor
         return recursively_apply(self._gathered, tensor, error_on_other_type=True)
@@ -237,6 +258,12 @@ class Accelerator(accelerate.Accelerator):
         def reduced(one: torch.Tensor) -> torch.Tensor:
             one = one.clone()
             if group is not None and reduction != "none":
+                shapes = _shapes(one, group, device=self.device)
+                if len(set(shapes)) > 1:
+                    raise InputError(
+                        f"accelerator.reduce: the tensors of the data-parallel ranks have the shapes {_listed(shapes)}; reduce tensors of "
+                        "one shape, such as a sum and a count, or use accelerator.gather, whose rows may differ in number"
+                    )
                 dist.all_reduce(one, group=group)
                 if reduction == "mean":
                     one = one / group.size()
@@ -262,26 +289,42 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(padded, tensor, error_on_other_type=True)
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all data-parallel ranks. Their numbers may differ. Collective."""
         group = self._group()
         tensor = (tensor[None] if tensor.ndim == 0 else tensor).detach()
         if group is None:
             return tensor
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        return torch.cat(parts[: self.present])
+
+        shapes = _shapes(tensor, group, device=self.device)
+        if len({shape[1:] for shape in shapes}) > 1:
+            raise InputError(
+                f"accelerator.gather: the tensors of the data-parallel ranks have the shapes {_listed(shapes)}, and only their first "
+                "dimension may differ; call accelerator.pad_across_processes(tensor, dim=1) before, with each dimension that differs"
+            )
+        rows = [shape[0] for shape in shapes]
+        filled = tensor.new_zeros((max(rows), *tensor.shape[1:]))
+        filled[: len(tensor)] = tensor
+        parts = [torch.empty_like(filled) for _ in rows]
+        dist.all_gather(parts, filled, group=group)
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)][: self.present])
 
     def gather_first(self, data: Any, count: int) -> Any:
-        """The first `count` rows of this rank's tensors, with those of the others, whose counts differ. Collective."""
-        group = self._group()
+        """Return the first `count` rows of this rank's tensors, with those of the other ranks. Collective."""
+        return recursively_apply(lambda tensor: self._gathered(tensor[:count]), data, error_on_other_type=True)
 
-        def gathered(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor[:count]
-            if group is None:
-                return tensor
-            counts = self._gathered(torch.tensor([count], device=tensor.device)).tolist()
-            filled = tensor.new_zeros((max(counts), *tensor.shape[1:]))
-            filled[:count] = tensor
-            parts = self._gathered(filled).split(max(counts))
-            return torch.cat([part[:rows] for part, rows in zip(parts, counts, strict=True)])
 
-        return recursively_apply(gathered, data, error_on_other_type=True)
+_MOST_DIMENSIONS = 16
+
+
+def _shapes(tensor: torch.Tensor, group: dist.ProcessGroup, *, device: torch.device) -> list[tuple[int, ...]]:
+    """Return the shape of each rank's tensor. Collective."""
+    mine = torch.full((_MOST_DIMENSIONS,), -1)
+    mine[: tensor.ndim] = torch.tensor(tensor.shape)
+    mine = mine.to(device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return [tuple(size for size in sizes.tolist() if size >= 0) for sizes in everyone]
+
+
+def _listed(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes[:4]) + (", ..." if len(shapes) > 4 else "")

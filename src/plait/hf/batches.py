@@ -13,13 +13,21 @@ from typing import Any
 
 import torch
 
+from plait.data.draws import drawn_from
+from plait.data.split_rows import digest_of_rows, refuse_other_digest
 from plait.data.stream_part import StreamPart
 
 
 class Rounds:
     """A batch sampler of one rank over the batch sampler of all."""
 
-    def __init__(self, batch_sampler: Any, *, ranks: int, index: int, drop_last: bool) -> None:
+    def __init__(
+        self, batch_sampler: Any, *, ranks: int, index: int, drop_last: bool, device: torch.device | None = None, seed: int | None = None
+    ) -> None:
+        """`device`: the order of a sampler of the user's own is compared between the ranks, by collectives
+        there. `seed`: of the global generators while it draws that order; None leaves them as they are."""
+        of_user = _is_of_user(batch_sampler)
+        self._device, self._seed, self._epoch = device if of_user else None, seed if of_user else None, 0
         self.batch_sampler, self.ranks, self.index, self.drop_last = batch_sampler, ranks, index, drop_last
         self.num_processes = ranks  # Accelerate's name for it
         self._last: tuple[int, int] | None = None
@@ -40,6 +48,7 @@ class Rounds:
 
     def set_epoch(self, epoch: int) -> None:
         """The order is the epoch's."""
+        self._epoch = epoch
         for one in (self.batch_sampler, self.sampler):
             if hasattr(one, "set_epoch"):
                 one.set_epoch(epoch)
@@ -52,14 +61,32 @@ class Rounds:
         self._last = None
         dealt: list[Any] = []
         position = 0
-        for batch in self.batch_sampler:
+        batches = iter(self.batch_sampler)
+        while (batch := self._drawn(batches, position, len(dealt))) is not None:
             dealt.append(batch)
             if len(dealt) == self.ranks:
+                self._compare(dealt)
                 yield dealt[self.index]
                 dealt, position = [], position + 1
         if dealt and not self.drop_last:
+            self._compare(dealt)
             self._last = position, len(dealt)
             yield dealt[min(self.index, len(dealt) - 1)]
+
+    def _drawn(self, batches: Iterator[Any], *place: int) -> Any:
+        """Return the next batch's numbers, drawn from the same random numbers on every rank; None at the end."""
+        if self._seed is None:
+            return next(batches, None)
+        with drawn_from("order", self._seed, self._epoch, *place):
+            return next(batches, None)
+
+    def _compare(self, dealt: list[Any]) -> None:
+        """Refuse an order that differs between ranks, once. Collective over all ranks."""
+        if self._device is None:
+            return
+        device, self._device = self._device, None
+        count = len(self.batch_sampler) if hasattr(self.batch_sampler, "__len__") else None
+        refuse_other_digest(lambda: digest_of_rows([count, *dealt]), device=device)
 
     def present(self, position: int) -> int:
         """How many ranks have a batch of their own at a position of the epoch that was read."""
@@ -69,6 +96,21 @@ class Rounds:
     def present_last(self) -> int:
         """How many have at the last position of an epoch that was read to its end."""
         return self._last[1] if self._last is not None else self.ranks
+
+
+class OwnRounds(Rounds):
+    """A batch sampler of one rank over a batch sampler that has this rank's batches already, as many as every
+    other rank."""
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batch_sampler
+
+    def present(self, position: int) -> int:
+        """Return the number of ranks: each has a batch of its own in every round."""
+        return self.ranks
 
 
 class EpochOrder:
@@ -89,6 +131,15 @@ class EpochOrder:
     def __iter__(self) -> Iterator[Any]:
         self._sampler.generator = torch.Generator().manual_seed(self._seed + self._epoch)
         yield from self._sampler
+
+
+_SAMPLERS = ("torch", "accelerate", "transformers", "trl", "plait")
+
+
+def _is_of_user(batch_sampler: Any) -> bool:
+    """Return whether the order is that of a class that is none of the libraries'."""
+    sources = (batch_sampler, getattr(batch_sampler, "sampler", None))
+    return any(type(one).__module__.partition(".")[0] not in _SAMPLERS for one in sources if one is not None)
 
 
 def plan_of(loader: Any) -> Rounds | StreamPart | None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from plait.checkpoint.model_content import keep_what_is_trained
 from plait.cluster.topology import place
+from plait.data.split_rows import refuse_other_rows
 from plait.engine.build import initialize
 from plait.errors import InputError, warn
 from plait.hf.accelerator import FULL_WEIGHTS
@@ -170,8 +171,11 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         if isinstance(data_loader.dataset, IterableDataset):
             if data_loader.num_workers and self.num_processes > 1 and place().rank == 0:
                 warn("an iterable data set is read without workers, which would not say whose rank has no batch left")
-        elif not self.use_seedable_sampler:
-            self._share_order(data_loader)
+        else:
+            workers, context = data_loader.num_workers, data_loader.multiprocessing_context
+            refuse_other_rows(data_loader.dataset, device=self.device, workers=workers, context=context)
+            if not self.use_seedable_sampler:
+                self._share_order(data_loader)
         made = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         made._is_accelerate_prepared = True
         return made

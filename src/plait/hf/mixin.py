@@ -6,6 +6,7 @@ The Trainer keeps its loop, its data sets, its schedule, its logging and its cal
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -18,14 +19,15 @@ from transformers.trainer_utils import has_length
 from plait.checkpoint.model_content import keep_what_is_trained
 from plait.cluster.topology import place
 from plait.config.schema.config import Config
+from plait.data.draws import drawn_from
+from plait.data.split_rows import refuse_other_rows
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem, refuse, warn
 from plait.hf.accelerator import FULL_WEIGHTS, Accelerator
 from plait.hf.arguments import fsdp_config_of, reroute
-from plait.hf.batches import EpochOrder, plan_of
+from plait.hf.batches import EpochOrder, Rounds, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
-from plait.hf.draws import drawn_from
 from plait.hf.fields import examined
 from plait.hf.generation import answering, check_settings, generated, generates, has_encoder, problems_of, whole_parameters
 from plait.hf.optimizer import EngineOptimizer
@@ -70,6 +72,7 @@ class TrainerMixin(CheckpointMixin):
         self._plan: Any = None
         self._position = self._epoch = 0
         self._count: int | None = None
+        self._compared_data: deque[Any] = deque(maxlen=8)
         self._seen = 0
         self._rows_of_sample = 2 if "DPOTrainer" in _trl_classes(type(self)) else 1  # a pair
         self._body: Callable[[Any, Any], Any] | None = None
@@ -198,6 +201,7 @@ class TrainerMixin(CheckpointMixin):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
+        self._refuse_split_rows(train_dataloader)
         engine.train()
         return self.model, train_dataloader
 
@@ -224,6 +228,15 @@ class TrainerMixin(CheckpointMixin):
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
         finally:
             self.accelerator.evaluates = False
+
+    def _refuse_split_rows(self, loader: Any) -> None:
+        """Raise InputError where a loader's data set has other rows on other ranks. Done when all ranks train or
+        evaluate: a script may look at a loader on one rank alone. Collective."""
+        data = getattr(loader, "dataset", None)
+        if isinstance(plan_of(loader), Rounds) and not any(one is data for one in self._compared_data):
+            self._compared_data.append(data)
+            workers, context = loader.num_workers, loader.multiprocessing_context
+            refuse_other_rows(data, device=self.accelerator.device, workers=workers, context=context)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if has_length(self.train_dataset) and not len(self.train_dataset):  # type: ignore[attr-defined]
@@ -357,6 +370,7 @@ class TrainerMixin(CheckpointMixin):
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, with each sample once: a rank's loss is its own batch's, as in one process. Collective."""
         engine = self.begin()
+        self._refuse_split_rows(dataloader)
         plan, before = plan_of(dataloader), (self._plan, self._position)
         self._plan, self._position, self._seen = plan, 0, 0
         self.gather_function = self._gather_samples if plan is not None else self.accelerator.gather_for_metrics

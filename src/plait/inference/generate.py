@@ -102,7 +102,7 @@ def generate(
                 some = group[first : first + size]
                 yield from decoder.forwards([requests[at] for at in some], some, [answers[at] for at in some])
 
-    with sharded.waits.not_counted(), sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
+    with sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
         if holds:
             stack.enter_context(kept_gathered(model))
         predictor.run(work(), apart=not gathers)

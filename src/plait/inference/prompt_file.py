@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import InputError, half_of_a_character
-from plait.inference.requests import is_turn
+from plait.inference.requests import Conversation, is_turn
 
 KEYS = ("prompt", "token_ids", "messages")
-"""One of them is in every line: a text, a list of token ids, or a conversation."""
+"""One of them is in every line: a text, a list of token ids, or a conversation, which may have `tools` and
+`chat_template_kwargs` beside it."""
 ADDED = ("text", "finish_reason")
 """What a line of the answers has besides, and `token_ids`."""
 
@@ -67,7 +68,19 @@ def _line(row: str, where: str) -> Line:
         raise InputError(f"{where}: {key} must be {kind}, not {json.dumps(prompt)[:60]}")
     if (half := half_of_a_character(json.dumps(fields, ensure_ascii=False))) is not None:
         raise InputError(f"{where}: holds {half}, half of a character (a lone surrogate); correct the line")
+    if key == "messages":
+        prompt = _with_template(prompt, fields, where)
     return Line(prompt, fields, where)
+
+
+def _with_template(messages: Any, fields: dict[str, Any], where: str) -> Any:
+    """Return a conversation with the tools and the settings that its line gives to the chat template."""
+    tools, settings = fields.get("tools") or [], fields.get("chat_template_kwargs") or {}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(f"{where}: tools must be a list of objects (JSON schemas of functions)")
+    if not isinstance(settings, dict):
+        raise InputError(f"{where}: chat_template_kwargs must be an object with settings of the template")
+    return Conversation(messages, tools, settings) if tools or settings else messages
 
 
 class _Double(Exception):

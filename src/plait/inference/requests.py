@@ -13,6 +13,7 @@ from torch import nn
 from plait.errors import InputError, first_line, half_of_a_character
 from plait.inference.settings import Settings
 from plait.inference.vocabulary import tokens_of_model
+from plait.model.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,17 @@ class Request:
     def most_seen(self) -> int:
         """Tokens of it that a model is given at most: the last new one is not."""
         return len(self.token_ids) + max(self.new_tokens - 1, 0)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation with what its chat template is given besides the messages."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any]
+    """JSON schemas of functions; empty for none."""
+    settings: dict[str, Any]
+    """Further arguments of the template."""
 
 
 @dataclass
@@ -58,7 +70,7 @@ class Generation:
 
 def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
     """Of a text, a conversation, or token ids, or of several of them. Raises InputError for anything else, and for an empty prompt."""
-    if isinstance(prompts, str) or _is_conversation(prompts):
+    if isinstance(prompts, str | Conversation) or _is_conversation(prompts):
         prompts = [prompts]
     elif isinstance(prompts, torch.Tensor):
         prompts = prompts.tolist() if prompts.ndim == 2 else [prompts.tolist()] if prompts.ndim == 1 else prompts
@@ -99,10 +111,11 @@ def check_room(tokens: int, name: str, settings: Settings) -> int:
 
 def ids_of(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
     """Of one prompt, of this name in messages."""
-    if isinstance(prompt, str) or _is_conversation(prompt):
+    if isinstance(prompt, str | Conversation) or _is_conversation(prompt):
         if tokenizer is None:
             raise InputError(f"{name} is a text, and generate was given no tokenizer; pass tokenizer=, or token ids")
-        written = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+        messages = prompt.messages if isinstance(prompt, Conversation) else prompt
+        written = prompt if isinstance(prompt, str) else json.dumps(messages, ensure_ascii=False, default=str)
         if (half := half_of_a_character(written)) is not None:
             raise InputError(f"{name} holds {half}, half of a character (a lone surrogate), which no tokenizer knows; correct it")
         if isinstance(prompt, str):
@@ -134,8 +147,17 @@ def check_count(name: str, value: Any) -> None:
 
 
 def _of_conversation(prompt: Any, name: str, tokenizer: Any) -> Any:
+    arguments: dict[str, Any] = {}
+    messages = prompt
+    if isinstance(prompt, Conversation):
+        messages = prompt.messages
+        try:
+            ChatTemplate(tokenizer, tools=prompt.tools, settings=prompt.settings)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
+        arguments = {**prompt.settings, "tools": prompt.tools or None}
     try:
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments)
     except Exception as error:  # a chat template raises what it likes for turns that it does not take
         raise InputError(f"{name}: the model's chat template does not take this conversation ({first_line(error)}); correct it") from error
 

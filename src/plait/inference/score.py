@@ -56,7 +56,7 @@ def score(
     requests, _ = together(prepared, device=mesh.device, doing="score", raising=InputError)
     requests, gathers = of_first_rank(sharded, requests), is_sharded(sharded.model)
     scorer = _Scorer(Predictor(sharded), tokenizer, vocabulary=vocabulary)
-    with sharded.waits.not_counted(), sharded.evaluating(), untouched(sharded.model, mesh.device):
+    with sharded.evaluating(), untouched(sharded.model, mesh.device):
         sequences = [request.token_ids for request in requests]
         scorer.predictor.run(scorer.forwards(sequences, batch_size, rope_by_length(sharded.model)), apart=not gathers)
     return scorer.found

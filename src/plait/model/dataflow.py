@@ -17,11 +17,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from plait._torch.operators import TorchDispatchMode, refusing_triton_kernels, schema_of, tree_leaves, tree_map
+from plait._torch.storage import storage_id, version_of
 from plait.errors import ModelError, PlaitError
+from plait.model.outer_state import (
+    Setting,
+    SettingName,
+    changed_settings,
+    outer_buffers,
+    outer_modules,
+    outer_settings,
+)
 from plait.model.tied import tied_names
 from plait.model.without_values import Shapes, run_without_values
 
@@ -90,6 +98,14 @@ class Dataflow:
     """Of what each of them returned."""
     returned: Any = None
     """What the first of them returned, its tensors on meta."""
+    settings: dict[SettingName, Setting] = field(default_factory=dict)
+    """Plain attributes outside of the blocks that the forward set before its last block had ended."""
+    late_settings: dict[SettingName, Setting] = field(default_factory=dict)
+    """Those that it set afterwards."""
+    late_buffers: set[str] = field(default_factory=set)
+    """Buffers outside of the blocks that are read before or inside a block, and changed after the last one."""
+    strangers: set[str] = field(default_factory=set)
+    """Names in `Trace.strangers` of tensors that were used."""
 
 
 class Untraceable(ModelError):
@@ -118,7 +134,7 @@ class Skeleton:
         except Exception as error:
             raise Untraceable(f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error})") from error
         first = {name: group[0] for group in tied_names(made) for name in group}
-        names = {_storage(p): first.get(name, name) for name, p in made.named_parameters(remove_duplicate=False)}
+        names = {storage_id(p.untyped_storage()): first.get(name, name) for name, p in made.named_parameters(remove_duplicate=False)}
         return cls(made, tuple(blocks), names)
 
     def trace(self, run: Callable[[nn.Module, Trace], Any], *, training: bool, negate: bool = False) -> Trace:
@@ -143,7 +159,9 @@ class Skeleton:
                     trace,
                 ):
                     try:
+                        trace.state.begin()
                         run(self.model, trace)
+                        trace.state.end(trace.flow)
                         return trace
                     except Exception as error:
                         if isinstance(error, PlaitError) and not isinstance(error, Untraceable):
@@ -152,11 +170,6 @@ class Skeleton:
         finally:
             random.setstate(python)
         raise Untraceable("too many of its modules cannot run without their weights")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """The same for tensors that share memory, also on meta, without an operator that a mode would see."""
-    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,12 +209,15 @@ class Trace(TorchDispatchMode):
         self._without_value: set[int] = set()
         self._alive: list[torch.Tensor] = []
         self._running: list[type] = []
+        self.state = _OuterState(skeleton)
+        self.strangers: dict[int, str] = {}
+        """Storage to name of tensors outside of the copy whose use is noted."""
 
     # ---- asked by others ------------------------------------------------------------------------------------------------------------
 
     def origin(self, tensor: torch.Tensor) -> Origin:
         """What a value follows from."""
-        key = _storage(tensor)
+        key = storage_id(tensor.untyped_storage())
         if key in self.skeleton.names:
             return Origin(parameters=frozenset({(self.skeleton.names[key], self._region)}))
         return self._origins.get(key, KNOWN)
@@ -214,7 +230,7 @@ class Trace(TorchDispatchMode):
 
     def has_value(self, tensor: torch.Tensor) -> bool:
         """Whether it is computed, not only its shape known."""
-        return tensor.device.type != "meta" and _storage(tensor) not in self._without_value
+        return tensor.device.type != "meta" and storage_id(tensor.untyped_storage()) not in self._without_value
 
     # ---- modules --------------------------------------------------------------------------------------------------------------------
 
@@ -248,6 +264,7 @@ class Trace(TorchDispatchMode):
         finally:
             self._inside = before
         self._region = index + 1
+        self.state.after_block()
         if not self.flow.shapes:
             self.flow.returned = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, output)
         self.flow.shapes.append(tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)))
@@ -255,7 +272,7 @@ class Trace(TorchDispatchMode):
 
     def _fresh(self, leaf: torch.Tensor, since: int) -> torch.Tensor:
         made = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
-        self._origins[_storage(made)] = Origin(since)
+        self._origins[storage_id(made.untyped_storage())] = Origin(since)
         self._alive.append(made)
         return made
 
@@ -268,7 +285,7 @@ class Trace(TorchDispatchMode):
         for leaf in (*tensors, *module.parameters()):
             origin |= self._use(leaf)
         made = torch.empty(first.shape, dtype=first.dtype, device="meta")
-        self._origins[_storage(made)] = origin if self._inside is None else Origin(self._inside)
+        self._origins[storage_id(made.untyped_storage())] = origin if self._inside is None else Origin(self._inside)
         self._alive.append(made)
         return _SHAPES[self._opaque[type(module)]](made)
 
@@ -276,7 +293,11 @@ class Trace(TorchDispatchMode):
 
     def _use(self, tensor: torch.Tensor) -> Origin:
         """Note that `tensor` is used here, and return its origin."""
-        key = _storage(tensor)
+        key = storage_id(tensor.untyped_storage())
+        if key in self.strangers:
+            self.flow.strangers.add(self.strangers[key])
+        if self._inside is not None or self._region < len(self.skeleton.blocks):
+            self.state.read(key)
         name = self.skeleton.names.get(key)
         if name is not None:
             self.flow.uses.setdefault(name, set()).add(self._region if self._inside is None else self._inside)
@@ -318,16 +339,16 @@ class Trace(TorchDispatchMode):
             if self._negate and isinstance(result, bool) and self._inside is None:
                 result = not result
         for tensor in _written(func, args, kwargs) if schema_of(func).is_mutable else ():
-            key = _storage(tensor)
+            key = storage_id(tensor.untyped_storage())
             if self._inside is None and self._origins.get(key, KNOWN) != KNOWN:
                 self.flow.writes = True
             self._origins[key] = self._origins.get(key, KNOWN) | origin
             if not known:
                 self._without_value.add(key)
-        before = {_storage(tensor) for tensor in tensors}
+        before = {storage_id(tensor.untyped_storage()) for tensor in tensors}
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                key = _storage(leaf)
+                key = storage_id(leaf.untyped_storage())
                 if key not in before and key not in self.skeleton.names:
                     self._origins[key] = origin
                 self._alive.append(leaf)
@@ -356,6 +377,42 @@ class _Functions(TorchFunctionMode):
             if not self.trace.has_value(args[0]):
                 return getattr(torch.zeros(args[0].shape, dtype=args[0].dtype), func.__name__)()
         return func(*args, **(kwargs or {}))
+
+
+class _OuterState:
+    """Plain attributes and buffers of a skeleton outside of its blocks, at three moments of a forward."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self._modules = outer_modules(skeleton.model, skeleton.blocks)
+        self._storages: dict[int, str] = {}
+        self._read: set[str] = set()
+
+    def begin(self) -> None:
+        """Record the state before the forward."""
+        self._settings = self._settings_after_block = outer_settings(self._modules)
+        self._buffers = self._buffers_now()
+        self._storages = {storage_id(buffer.untyped_storage()): name for name, buffer in outer_buffers(self._modules).items()}
+
+    def after_block(self) -> None:
+        """Record the state after a block."""
+        self._settings_after_block = outer_settings(self._modules)
+        self._buffers = self._buffers_now()
+
+    def read(self, storage: int) -> None:
+        """Record that a tensor is used before or inside a block."""
+        if storage in self._storages:
+            self._read.add(self._storages[storage])
+
+    def end(self, flow: Dataflow) -> None:
+        """Write to `flow` what the forward has changed."""
+        flow.settings = changed_settings(self._settings, self._settings_after_block)
+        flow.late_settings = changed_settings(self._settings_after_block, outer_settings(self._modules))
+        buffers = self._buffers_now()
+        flow.late_buffers = {name for name in self._read if self._buffers.get(name) != buffers.get(name)}
+
+    def _buffers_now(self) -> dict[str, tuple[int, int]]:
+        # An assignment makes another object, an operation in place another version.
+        return {name: (id(buffer), version_of(buffer)) for name, buffer in outer_buffers(self._modules).items()}
 
 
 class _Watched:

@@ -7,7 +7,7 @@ of the blocks form one unit, the root.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,6 +27,13 @@ class OuterUnits:
 
     embeddings: tuple[str, ...] = ()
     head: str | None = None
+
+    def without(self, names: Collection[str]) -> OuterUnits:
+        """Return the units that are neither in `names` nor inside of these modules."""
+        prefixes = tuple(f"{name}." for name in names)
+        embeddings = tuple(name for name in self.embeddings if not f"{name}.".startswith(prefixes))
+        head = self.head if self.head is not None and not f"{self.head}.".startswith(prefixes) else None
+        return OuterUnits(embeddings, head)
 
     def unit_of(self, parameter: str) -> str:
         """Return the name of the unit that holds a parameter, or an empty string if no unit holds it."""

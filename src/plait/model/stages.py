@@ -129,7 +129,7 @@ def stage_at(bounds: Sequence[int], position: int) -> int:
 
 def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> StagesNeeded:
     """What follows from a forward of the model `name` for a cut. Raises ModelError where a stage would need what it cannot have."""
-    _check_order(flow, bounds, name)
+    check_order(flow, bounds, name)
     owners = {parameter: {stage_at(bounds, at) for at in used} for parameter, used in flow.uses.items()}
     recomputed: dict[str, set[int]] = {}
     for need in sorted(flow.needs, key=lambda need: (need.position, need.what, need.origin.since)):
@@ -152,7 +152,8 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
     return StagesNeeded(frozen(owners), frozen(recomputed))
 
 
-def _check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
+def check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
+    """Raise ModelError unless the blocks at the ends of stages run, once each and in order."""
     twice = sorted({flow.blocks[index] for index in flow.order if flow.order.count(index) > 1})
     missing = [flow.blocks[end - 1] for end in bounds[1:-1] if end - 1 not in flow.order]
     if twice:

@@ -94,7 +94,7 @@ class ProgressLines:
                 for line in event.text.rstrip().splitlines():
                     self._console.print(Text(f"    {line}"), soft_wrap=True)
             case RunEnded():
-                self._line(f"{event.reason} after {format_seconds(event.seconds)}{_waiting(event)}", event.step)
+                self._line(f"{event.reason} after {format_seconds(event.seconds)}", event.step)
                 self.close()
 
     def close(self) -> None:
@@ -105,8 +105,8 @@ class ProgressLines:
 
     def _begin(self, event: RunStarted) -> None:
         self._last_step = event.last_step
-        if event.communication:
-            self._console.print(f"{'ranks':<8}{event.communication}", soft_wrap=True)
+        if event.notable_communication:
+            self._console.print(f"{'ranks':<8}{event.notable_communication}", soft_wrap=True)
         for note in event.resumed:
             self._console.print(f"{'resume':<8}{note}", soft_wrap=True)
         if self._console.is_terminal:
@@ -143,16 +143,6 @@ class ProgressLines:
     def _line(self, text: str, step: int) -> None:
         width = len(f"{self._last_step:,}")
         self._console.print(Text(f"step {step:>{width},}  {text}"), soft_wrap=True)
-
-
-def _waiting(event: RunEnded) -> str:
-    """How much of the steps this rank waited, the longest first."""
-    total = sum(event.exposed_communication_seconds.values())
-    if not total or not event.steps_seconds:
-        return ""
-    each = sorted(event.exposed_communication_seconds.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{what} {seconds / event.steps_seconds:.1%}" for what, seconds in each)
-    return f"; exposed communication {total / event.steps_seconds:.1%} of the step time: {parts}"
 
 
 def _stages(checked: ValidatedRun) -> list[tuple[str, str]]:

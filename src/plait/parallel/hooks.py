@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -28,8 +28,6 @@ class StepEnd:
     """Gradients were not finite; nothing was updated."""
     rescaled: float = 1.0
     """The factor by which the loss scale, and so the next gradients, have changed."""
-    waited_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Exposed communication time of this rank by collective (see `comm.waits`)."""
 
 
 class StepHook:
@@ -37,6 +35,9 @@ class StepHook:
 
     said: str = ""
     """A description of what it does on this machine, with the reason, where that was decided at the start."""
+
+    said_is_default: bool = False
+    """Whether `said` describes what happens without settings, which the first lines of a run leave out."""
 
     has_refused: bool = False
     """Whether it has refused a gradient, so that what came before it has to be dropped."""
@@ -131,6 +132,11 @@ class Hooks:
     def said(self) -> str:
         """A description of what all of them decided at the start."""
         return ". ".join(hook.said for hook in self.all if hook.said)
+
+    @property
+    def notable(self) -> str:
+        """The part of `said` that does not describe a default."""
+        return ". ".join(hook.said for hook in self.all if hook.said and not hook.said_is_default)
 
     def prepared(self, batch: Any) -> Any:
         """A micro-batch as all of them transform it; itself where none does."""

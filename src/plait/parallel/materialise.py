@@ -9,8 +9,11 @@ matter. Memory is poisoned first (NaN): what the model's own initialisation does
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from plait._torch.dtensor import local_window
 from plait._torch.modules import own_buffers, own_parameters, reset_method
+from plait._torch.storage import version_of
 from plait.errors import ModelError
 from plait.model.tied import tied_names
 
 Initialise = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module owns itself, in place (what Transformers' `_init_weights` and torch's `reset_parameters`
 do)."""
+_WRITES = "_plait_writes"
+"""Attribute of a template: how often each parameter was written to on `meta`, by name."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -38,8 +44,12 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def template_of(model: nn.Module) -> nn.Module:
-    """A copy of a `meta` model as it was before anything is applied to it; costs no memory."""
-    return copy.deepcopy(model)
+    """Copy a `meta` model as it was before anything is applied to it. The copy takes no memory."""
+    template = copy.deepcopy(model)
+    # A copied tensor counts its writes from 0.
+    writes = {name: version_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    object.__setattr__(template, _WRITES, writes)
+    return template
 
 
 def allocate(model: nn.Module, device: torch.device, *, host_units: Collection[str] = ()) -> None:
@@ -81,16 +91,20 @@ def initialise(
             targets.update(dict.fromkeys(group, here))
     seen: set[int] = set()
     rules = _rules(template)
+    writes: dict[str, int] = getattr(template, _WRITES, {})
     for prefix, unit, recurse in _units(template, blocks):
         if not any(name in targets for name, _ in _own_tensors(unit, prefix, recurse=recurse)):
             continue  # on another pipeline stage
         _allocate_poisoned(unit, recurse=recurse)
         members = list(unit.named_modules(prefix=prefix)) if recurse else [(prefix, unit)]
+        before = {name: version_of(value) for name, value in _own_tensors(unit, prefix, recurse=recurse)}
         for name, module in reversed(members):  # children before parents: a parent may override (GPT-2's residual projections)
-            _run(rules.get(name), module, name, seed)
+            _run(rules[name], module, name, seed)
         for name, value in _own_tensors(unit, prefix, recurse=recurse):
             if name not in targets:
                 continue
+            if name in writes and not rules[name.rpartition(".")[0]].is_of_transformers:
+                _refuse_lost_writes(name, unit, made=writes[name], repeated=version_of(value) - before[name])
             if _is_poisoned(value):
                 raise ModelError(
                     f"{name} was not initialised: {type(unit).__name__} computes it only in its constructor, which has run on meta; "
@@ -138,7 +152,7 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
         if not wanted:
             continue
         _allocate_poisoned(module, recurse=False)
-        _run(rules.get(name), module, name, 0)
+        _run(rules[name], module, name, 0)
         for leaf in wanted:
             value = module.get_buffer(leaf)
             if _is_poisoned(value):
@@ -169,33 +183,64 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
     yield from walk("", template)
 
 
-def _rules(template: nn.Module) -> dict[str, Initialise]:
-    """Module name to its initialisation: the nearest enclosing Transformers model's `_init_weights`, or the module's own
-    `reset_parameters`."""
-    rules: dict[str, Initialise] = {}
+def _refuse_lost_writes(name: str, unit: nn.Module, *, made: int, repeated: int) -> None:
+    """Refuse a parameter that was written to on `meta` more often than its classes' methods write to it now."""
+    if made > repeated:
+        raise ModelError(
+            f"{name} was written to {made} times while the model was built on meta, where nothing can be kept, and its classes' methods "
+            f"repeat {repeated} of that: {type(unit).__name__} or a class around it sets it in its constructor; set it in reset_parameters "
+            "of its class or in _init_weights(self, module) of the model, load weights from a folder, or build the model with real weights"
+        )
 
-    def walk(name: str, module: nn.Module, inherited: Initialise | None) -> None:
-        if hasattr(module, "_init_weights") and hasattr(module, "config"):
-            inherited = module._init_weights  # type: ignore[assignment]
-        own = reset_method(module)
-        if inherited is not None:
-            rules[name] = inherited
-        elif own is not None:
-            rules[name] = _resetting(own)
+
+@dataclass(frozen=True)
+class _Rule:
+    """Initialisation of one module: its own method, and then that of the models around it, as `model.apply(model._init_weights)` does."""
+
+    reset: Callable[[], Any] | None
+    apply: Initialise | None
+    is_of_transformers: bool
+
+    def __call__(self, module: nn.Module) -> None:
+        # Transformers' method initialises modules of all kinds.
+        if self.reset is not None and not self.is_of_transformers:
+            self.reset()
+        if self.apply is not None:
+            self.apply(module)
+
+
+def _rules(template: nn.Module) -> dict[str, _Rule]:
+    """Return the initialisation of each module by its name."""
+    rules: dict[str, _Rule] = {}
+
+    def walk(name: str, module: nn.Module, inherited: Initialise | None, is_of_transformers: bool) -> None:
+        method: Any = getattr(module, "_init_weights", None)
+        if method is not None and _is_of_transformers(module):
+            inherited, is_of_transformers = method, True
+        elif method is not None and not is_of_transformers and _takes_a_module(method):
+            inherited = method
+        rules[name] = _Rule(reset_method(module), inherited, is_of_transformers)
         for child_name, child in module.named_children():
-            walk(_join(name, child_name), child, inherited)
+            walk(_join(name, child_name), child, inherited, is_of_transformers)
 
-    walk("", template, None)
+    walk("", template, None, False)
     return rules
 
 
-def _resetting(reset: Callable[[], None]) -> Initialise:
-    return lambda _module: reset()
+def _is_of_transformers(module: nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == "transformers" for base in type(module).__mro__)
 
 
-def _run(rule: Initialise | None, module: nn.Module, name: str, seed: int) -> None:
-    if rule is None:
-        return
+def _takes_a_module(method: Callable[..., Any]) -> bool:
+    """Whether a bound method can be called with one argument, as `nn.Module.apply` calls it."""
+    try:
+        inspect.signature(method).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _run(rule: _Rule, module: nn.Module, name: str, seed: int) -> None:
     digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         # Only the CPU's: torch.manual_seed keeps a stack trace a call until CUDA starts, which took a quarter of a small start.

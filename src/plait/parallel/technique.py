@@ -64,6 +64,8 @@ class ShardSettings:
     """What parameters are cast to for forward and backward; None keeps their own dtype."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are cast to for their reduction; None keeps the gradient's dtype."""
+    float32_modules: tuple[str, ...] = ()
+    """Modules (FQNs) that compute in float32, whatever `compute_dtype` is."""
     master_weights_on_host: bool = False
     """Whether shards of parameters and gradients, and with them the optimizer's states, are stored in host memory."""
     pin_master_weights: bool = False

@@ -14,15 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.constants import CONSTANTS, MEMORY_CONSTANTS, Constant, Knowledge, Rates, knowledge
-from plait.planner.estimate import estimate
 from plait.planner.hardware import FAMILIES, PRECISIONS
 from plait.planner.job import Job
 from plait.planner.measured import MeasuredRuns
+from plait.planner.memory import memory_by_rates
 from plait.planner.states import account_rows
+from plait.planner.step import step_seconds
 
 Array = NDArray[np.float64]
 _FREEDOM = 4.0
 _STEP = 1e-3
+_ROUNDS = 25
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,6 @@ class Fit:
     covariance: Array
     spread: float
     rows: int = 0
-    offsets: Array | None = None
-    """Logarithm of what each group of rows was slower than predicted."""
 
 
 def unfitted(names: Sequence[str], known: Knowledge, *, spread: float) -> Fit:
@@ -50,49 +50,112 @@ def fit(
     *,
     known: Mapping[str, Constant],
     spread: float,
-    weights: Array | None = None,
-    groups: Array | None = None,
-    group_width: float = 0.1,
-    rounds: int = 12,
-    begin: Rates | None = None,
 ) -> Fit:
-    """`predict(rates)` gives the logarithms of what was measured. `groups` numbers rows whose common offset, of width `group_width`, is not
-    the constants' to explain. Weights scale a row's evidence. `begin` is where the search starts, else at the priors."""
-    names = tuple(names)
-    weights = np.ones_like(measured) if weights is None else weights
-    count = 0 if groups is None else int(groups.max()) + 1
-    indicator = np.zeros((len(measured), count))
-    if groups is not None:
-        indicator[np.arange(len(measured)), groups] = 1
-    widths = np.concatenate([[known[name].width for name in names], np.full(count, group_width)])
-    start = {name: constant.median for name, constant in known.items()}
-    theta = np.zeros(len(names) + count)
-    if begin is not None:
-        theta[: len(names)] = [math.log(float(begin[name]) / start[name]) for name in names]
-    least = np.array([_log(known[name].least / start[name]) for name in names] + [-math.inf] * count)
-    most = np.array([_log(known[name].most / start[name]) for name in names] + [math.inf] * count)
+    """Fit the constants `names` to measured rows, starting at their priors.
 
-    def rates_at(theta: Array) -> Rates:
-        return Rates({**start, **{name: start[name] * float(np.exp(theta[i])) for i, name in enumerate(names)}})
+    Args:
+        predict: Returns the logarithms of what was measured, one per row.
+        measured: Logarithms of the measured values.
+        names: Constants that may move; the others keep their medians.
+        known: Priors of all constants.
+        spread: Noise of a row, as a logarithm.
+    """
+    names = tuple(names)
+    moves = Moves(names, known)
+    theta, covariance = most_probable(
+        lambda theta: predict(moves.rates(theta)),
+        lambda theta, predicted: moves.jacobian(predict, theta, predicted),
+        measured,
+        np.zeros(len(names)),
+        widths=moves.widths,
+        bounds=moves.bounds,
+        spread=spread,
+    )
+    return Fit(names, moves.rates(theta), covariance, spread, len(measured))
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Constants as a vector theta: the logarithms of how far they are from their medians."""
+
+    names: tuple[str, ...]
+    known: Mapping[str, Constant]
+
+    @property
+    def widths(self) -> Array:
+        """Standard deviations of the priors."""
+        return np.array([self.known[name].width for name in self.names])
+
+    @property
+    def bounds(self) -> tuple[Array, Array]:
+        """The least and the most of theta that is physically possible."""
+        constants = [self.known[name] for name in self.names]
+        least = np.array([_log(constant.least / constant.median) for constant in constants])
+        return least, np.array([_log(constant.most / constant.median) for constant in constants])
+
+    def rates(self, theta: Array) -> Rates:
+        """Return all constants at theta."""
+        medians = {name: constant.median for name, constant in self.known.items()}
+        moved = {name: medians[name] * float(np.exp(theta[i])) for i, name in enumerate(self.names)}
+        return Rates({**medians, **moved})
+
+    def jacobian(self, predict: Callable[[Rates], Array], theta: Array, predicted: Array) -> Array:
+        """Return the derivatives of the predictions by theta [rows, constants]."""
+        columns = []
+        for index in range(len(self.names)):
+            moved = theta.copy()
+            moved[index] += _STEP
+            columns.append((predict(self.rates(moved)) - predicted) / _STEP)
+        return np.stack(columns, axis=1) if columns else np.zeros((len(predicted), 0))
+
+
+def most_probable(
+    predict_at: Callable[[Array], Array],
+    jacobian_at: Callable[[Array, Array], Array],
+    measured: Array,
+    start: Array,
+    *,
+    widths: Array,
+    bounds: tuple[Array, Array],
+    spread: float,
+    weights: Array | float = 1.0,
+) -> tuple[Array, Array]:
+    """Return the most probable theta and its covariance, by Gauss-Newton with damping.
+
+    Args:
+        predict_at: Returns the predictions at a theta [rows].
+        jacobian_at: Returns their derivatives [rows, len(theta)], from a theta and its predictions.
+        measured: What was measured [rows].
+        start: Where the search starts.
+        widths: Standard deviations of normal priors around 0.
+        bounds: The least and the most theta.
+        spread: Noise of a row.
+        weights: Scale the evidence of the rows.
+    """
+
+    def scale_of(residual: Array) -> Array:
+        scale: Array = weights * (_FREEDOM + 1) / (_FREEDOM + (residual / spread) ** 2) / spread**2
+        return scale
 
     def objective(theta: Array, predicted: Array) -> float:
-        residual = (measured - predicted - indicator @ theta[len(names) :]) / spread
-        return float(np.sum(weights * (_FREEDOM + 1) / 2 * np.log1p(residual**2 / _FREEDOM)) + 0.5 * np.sum((theta / widths) ** 2))
+        residual = (measured - predicted) / spread
+        rows = weights * (_FREEDOM + 1) / 2 * np.log1p(residual**2 / _FREEDOM)
+        return float(np.sum(rows) + 0.5 * np.sum((theta / widths) ** 2))
 
-    predicted = predict(rates_at(theta))
+    theta, damping = start, 1e-3
+    predicted = predict_at(theta)
     best = objective(theta, predicted)
-    damping = 1e-3
-    for _ in range(rounds):
-        jacobian = np.concatenate([_jacobian(predict, rates_at, theta, len(names), predicted), indicator], axis=1)
-        residual = measured - predicted - indicator @ theta[len(names) :]
-        scale = weights * (_FREEDOM + 1) / (_FREEDOM + (residual / spread) ** 2) / spread**2
+    for _ in range(_ROUNDS):
+        jacobian = jacobian_at(theta, predicted)
+        residual = measured - predicted
+        scale = scale_of(residual)
         hessian = jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2)
         gradient = jacobian.T @ (residual * scale) - theta / widths**2
         for _ in range(6):
             step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
             step *= min(1.0, 0.7 / max(np.abs(step).max(), 1e-12))
-            proposal = np.clip(theta + step, least, most)
-            proposal_predicted = predict(rates_at(proposal))
+            proposal = np.clip(theta + step, *bounds)
+            proposal_predicted = predict_at(proposal)
             value = objective(proposal, proposal_predicted)
             if value < best:
                 damping = max(damping / 4, 1e-6)
@@ -103,25 +166,15 @@ def fit(
         gain, best, theta, predicted = best - value, value, proposal, proposal_predicted
         if gain < 1e-4:
             break
-    jacobian = np.concatenate([_jacobian(predict, rates_at, theta, len(names), predicted), indicator], axis=1)
-    residual = measured - predicted - indicator @ theta[len(names) :]
-    scale = weights * (_FREEDOM + 1) / (_FREEDOM + (residual / spread) ** 2) / spread**2
-    covariance = np.asarray(np.linalg.inv(jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2)), dtype=np.float64)
-    kept = len(names)
-    return Fit(names, rates_at(theta), covariance[:kept, :kept], spread, len(measured), theta[kept:] if count else None)
+
+    jacobian = jacobian_at(theta, predicted)
+    scale = scale_of(measured - predicted)
+    covariance = np.linalg.inv(jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2))
+    return theta, np.asarray(covariance, dtype=np.float64)
 
 
 def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
-
-
-def _jacobian(predict: Callable[[Rates], Array], rates_at: Callable[[Array], Rates], theta: Array, count: int, at: Array) -> Array:
-    columns = []
-    for index in range(count):
-        moved = theta.copy()
-        moved[index] += _STEP
-        columns.append((predict(rates_at(moved)) - at) / _STEP)
-    return np.stack(columns, axis=1) if columns else np.zeros((len(at), 0))
 
 
 def sensitivity(predict: Callable[[Rates], Array], found: Fit, names: Sequence[str]) -> Array:
@@ -146,16 +199,16 @@ MEMORY_NAMES = tuple(f"memory:{name}" for name in MEMORY_CONSTANTS)
 
 def time_of(job: Job) -> Callable[[Rates], Array]:
     """Logarithms of predicted seconds."""
-    return lambda rates: np.log(np.asarray(estimate(job, rates).seconds, dtype=float))
+    return lambda rates: np.log(np.asarray(step_seconds(job, rates).seconds, dtype=float))
 
 
 def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
     """Logarithms of predicted bytes, of the kind (allocated, reserved, total) that each row measured."""
     chosen = np.array([("allocated", "reserved", "total").index(kind) for kind in kinds])
-    states = account_rows(job) if job.own else None
+    memory_at = memory_by_rates(job, account_rows(job) if job.own else None)
 
     def predict(rates: Rates) -> Array:
-        memory = estimate(job, rates, states).memory
+        memory = memory_at(rates)
         return np.log(np.choose(chosen, np.broadcast_arrays(memory.allocated, memory.reserved, memory.total)).astype(float))
 
     return predict
@@ -263,5 +316,5 @@ def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple
 
 def _ratios(runs: MeasuredRuns, calibration: Calibration) -> Array:
     """Return predicted over measured seconds [runs]; NaN where no seconds were measured."""
-    predicted = np.asarray(estimate(runs.job, merged(calibration)).seconds, dtype=float)
+    predicted = np.asarray(step_seconds(runs.job, merged(calibration)).seconds, dtype=float)
     return np.broadcast_to(predicted, runs.seconds.shape) / runs.seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,11 @@ class Layouts:
 
     def at(self, index: int) -> dict[str, Any]:
         """One candidate as plain numbers."""
-        one = self.take(np.array([index]))
-        return {f.name: getattr(one, f.name)[0].item() for f in fields(self)}
+        found = {}
+        for field_ in fields(self):
+            value = np.asarray(getattr(self, field_.name))
+            found[field_.name] = value.item() if value.size == 1 else value[index].item()
+        return found
 
     @classmethod
     def of(cls, layouts: Sequence[Mapping[str, Any]]) -> Layouts:
@@ -115,7 +119,7 @@ class Job:
         """Whether Plait runs it, by its own rules of groups and messages; with compiled blocks and with experts too."""
         return np.asarray(self.framework.name) == "plait"
 
-    @property
+    @cached_property
     def needs_last(self) -> NDArray[np.bool_]:
         """Whether a backward needs the result of a block's last product: a norm comes after it, or a dropout, whose mask is made anew."""
         return np.isin(np.asarray(self.model.model_type), NORM_LAST) | (np.asarray(self.model.dropout) > 0)

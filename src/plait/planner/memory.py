@@ -7,6 +7,7 @@ fewer layers, it holds more), at the deepest backward, the loss, the optimizer s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,8 +66,19 @@ class Memory:
 def memory_bytes(job: Job, rates: Rates, states: States | None = None, *, ranks: tuple[str, ...] = RANKS) -> Memory:
     """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says. The fullest
     of `ranks` counts, where `states` tell them apart."""
+    return memory_by_rates(job, states, ranks=ranks)(rates)
+
+
+def memory_by_rates(job: Job, states: States | None = None, *, ranks: tuple[str, ...] = RANKS) -> Callable[[Rates], Memory]:
+    """Return `memory_bytes` as a function of the constants alone, for callers that try several."""
     if job.own and states is not None and states.units is not None:
-        return _with_slack(job, rates, *_largest(job, states, ranks))
+        # The fullest point of Plait's own step does not depend on the constants.
+        terms, moment = _largest(job, states, ranks)
+        return lambda rates: _with_slack(job, rates, terms, moment)
+    return lambda rates: _by_recipe(job, rates, states)
+
+
+def _by_recipe(job: Job, rates: Rates, states: States | None) -> Memory:
     at = job.layouts
     counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
     states = states or recipe_states(job)

@@ -36,7 +36,7 @@ from plait.sharded.alike import refuse_different_ranks
 from plait.sharded.check import CheckedModel
 from plait.sharded.copies import refuse_copies
 from plait.sharded.load_weights import load_weights
-from plait.sharded.misuse import check_placement, warn_of_no_blocks
+from plait.sharded.misuse import check_placement, explain_methods, warn_of_no_blocks
 from plait.sharded.pretrained import weights_of
 from plait.sharded.saved_folders import refuse_partial_folders
 from plait.sharded.shards_as_weights import refuse_pickled_shards
@@ -106,6 +106,7 @@ def shard(
     parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
     accept_full_tensors(model)
     refuse_copies(model)
+    explain_methods(model)
     refuse_partial_folders(model, pp=resolved.layout.pp)
     refuse_pickled_shards(model)
     watch_shards_of(model)

@@ -14,6 +14,7 @@ import torch
 
 from plait._torch.units import drop_gradients, has_unreduced
 from plait.comm.board import BACKWARD
+from plait.comm.failures import failed_collective
 from plait.comm.watch import WATCH
 from plait.errors import InputError
 from plait.parallel.data.data_parallel import DataParallel
@@ -21,8 +22,7 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
-
-_MIXED = "got mixed torch.Tensor and DTensor"
+from plait.sharded.misuse import MIXED_TENSORS
 
 
 class Guard(StepHook):
@@ -55,8 +55,11 @@ class Guard(StepHook):
             yield
         except BaseException as error:
             self._lost = "step" if "step" in (lost, self._lost) else lost
-            if isinstance(error, RuntimeError) and _MIXED in str(error):
+            if isinstance(error, RuntimeError) and MIXED_TENSORS in str(error):
                 raise InputError(_mixed(error, self._parts)) from error
+            failure = failed_collective(error, "a collective of the forward, the backward or the update")
+            if failure is not None:
+                raise failure from error
             raise
 
     @contextmanager

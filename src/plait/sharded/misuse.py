@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from plait._torch.passes import begin_sharded
 from plait.cluster.mesh import Mesh
 from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
@@ -21,6 +25,8 @@ from plait.parallel.hooks import StepHook
 from plait.parallel.pipeline.stage_cache import StageCaches
 from plait.parallel.technique import Parts
 
+MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
+"""Part of torch's message for an operator that is given a shard and a full tensor."""
 _LARGEST_SEED = 1 << 32
 """An unseeded generator has 64 random bits; a seed that a user chose fits numpy's 32."""
 
@@ -55,6 +61,41 @@ def check_placement(resolved: Resolved) -> None:
     note = warning(resolved.layout, machines)
     if note and place().rank == 0:
         warn(note)
+
+
+def explain_methods(model: nn.Module) -> None:
+    """Make the user's own methods of a sharded model, other than `forward`, name themselves when they compute with its shards.
+
+    torch's class of a sharded model gets the wrappers; the user's class is not changed.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    sharded_class: Any = type(model)
+    for base in sharded_class.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "transformers", "peft", "builtins"):
+            continue
+        for name, method in vars(base).items():
+            is_own = inspect.isfunction(method) and not name.startswith("_") and name != "forward"
+            if is_own and name not in vars(sharded_class):
+                setattr(sharded_class, name, _explained(method, f"{base.__name__}.{name}"))
+
+
+def _explained(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A layer that runs before the model would count as another model's root.
+        begin_sharded(model)
+        try:
+            return method(model, *args, **kwargs)
+        except RuntimeError as error:
+            if MIXED_TENSORS not in str(error):
+                raise
+            raise InputError(
+                f"{name} computes with parameters that are shards outside of the model's forward; let forward() call it (a flag of the "
+                "batch may choose the method), or use ZeRO stage 0"
+            ) from error
+
+    return call
 
 
 def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:

@@ -20,7 +20,6 @@ from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.comm import board
 from plait.comm.desync import ComparedCollectives
-from plait.comm.waits import Waits
 from plait.comm.watch import WATCH
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved
@@ -43,6 +42,7 @@ from plait.sharded.finite import not_finite
 from plait.sharded.guard import Guard
 from plait.sharded.misuse import refuse_cache
 from plait.sharded.step import Outcome, Stepper
+from plait.sharded.unchanged import UnchangedParameters
 from plait.sharded.within import Forwards
 
 _ATTRIBUTE = "_plait"
@@ -58,10 +58,10 @@ class ShardedModel:
         self.parts = parts.with_(hooks=Hooks((*parts.hooks.all, self.guard)))
         self.pipeline = parts.hooks.of(PipelineRank)
         self.region = parts.noted(Region)
-        self.waits = parts.noted(Waits) or Waits()
         self.tier = parts.hooks.of(DiskTier)
         scale = config.precision.loss_scale
         self.scaler = LossScaler(scale) if scale is not None else None
+        self._unchanged = UnchangedParameters(parts.model, mesh)
         self.is_evaluating = False
         self._evaluates_in: int | None = None
         """The thread."""
@@ -203,7 +203,7 @@ class ShardedModel:
         loss: Callable[[], torch.Tensor] | None = None,
         own_loss: Callable[[], float] | None = None,
         step: int = 0,
-    ) -> tuple[Outcome, StepEnd, str]:
+    ) -> tuple[Outcome, str]:
         """End a step: reduce, update, tell the hooks. Returns also a description of what they decided. `loss`, `own_loss`: the step's over
         all ranks, and what this rank has of it; `step`: its number, for the error. Collective. Raises NumbersError on all ranks, before
         anything has changed, where the step is not finite and none is skipped."""
@@ -212,9 +212,11 @@ class ShardedModel:
         self.finish_reduction()
         self.guard.reduced = False
         scale = self.loss_scale
+        self._unchanged.before_update()
         outcome = stepper(divisor=divisor, loss=loss, error=self.error_of_numbers(step, own_loss))
-        end = StepEnd(skipped=outcome.skipped, rescaled=self.loss_scale / scale, waited_seconds=self.waits.take())
-        return outcome, end, ". ".join([said for after in self.hooks.after_step if (said := after(end))])
+        self._unchanged.after_update(stepper.optimizer, skipped=outcome.skipped)
+        end = StepEnd(skipped=outcome.skipped, rescaled=self.loss_scale / scale)
+        return outcome, ". ".join([said for after in self.hooks.after_step if (said := after(end))])
 
     # ---- without gradients ----------------------------------------------------------------------------------------------------------
 

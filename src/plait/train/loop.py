@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -106,7 +106,6 @@ def train(context: TrainingContext, start: Position) -> int:
     # See Note [Reading a step's numbers].
     behind = 0 if context.engine.device.type == "cpu" else 1
     unread: deque[_QueuedStep] = deque()
-    steps_seconds, waited = 0.0, Counter[str]()
     context.emit(context.started)
     saving = _Saving(context)
     while position.step < section.steps and not stopped_by:
@@ -130,8 +129,6 @@ def train(context: TrainingContext, start: Position) -> int:
             # Read at the same position on every rank; the checkpoint comes after the next step.
             is_due = is_due or request % 1 > 0
             context.emit(done)
-            steps_seconds += done.seconds
-            waited.update(done.exposed_communication_seconds)
             if queued.result.decided:
                 context.emit(CommunicationDecided(queued.step, queued.result.decided))
         if validates:
@@ -153,7 +150,7 @@ def train(context: TrainingContext, start: Position) -> int:
         context.emit(Sampled(position.step, section.sample.prompt, context.sample()))
     seconds = time.perf_counter() - began
     reason = "finished" if finished else "ended by a callback" if stopped_by == ASKED else "interrupted"
-    context.emit(RunEnded(position.step, reason, seconds, context.started.folder, steps_seconds, dict(waited)))
+    context.emit(RunEnded(position.step, reason, seconds, context.started.folder))
     return 0 if finished else stopped_by
 
 
@@ -199,7 +196,6 @@ def _step_done(queued: _QueuedStep, context: TrainingContext, clock: StepClock) 
         tokens=context.loader.batch * context.loader.length,
         seconds=clock.seconds(queued.ended),
         memory_bytes=peak_memory_bytes(context.engine.device),
-        exposed_communication_seconds=dict(result.exposed_communication_seconds),
     )
     # Other steps are skipped, or end in an error before the update; updates in the backward have come before that.
     if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):

@@ -337,6 +337,7 @@ def _job(
             layout=str(resolved.layout),
             folder=str(checked.folder.path),
             communication=engine.communication,
+            notable_communication=engine.hooks.notable,
             resumed=tuple(notes),
         ),
         stop=stop,

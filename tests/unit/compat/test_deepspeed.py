@@ -122,8 +122,7 @@ def test_what_a_constructor_sets_is_not_lost_under_zero_init() -> None:
     with deepspeed.zero.Init():
         repeated, alone, scaled = Gpt(config={}), Gpt(), Gpt(config={}, scaled=True)
     refuse_lost_writes(repeated)
-    with pytest.raises(InputError, match=r"embed.weight is set by normal_ in Gpt._init_weights \(test_deepspeed.py"):
-        refuse_lost_writes(alone)
+    refuse_lost_writes(alone)
     with pytest.raises(InputError, match=r"head.weight is set by (__imul__|data) in Gpt.__init__"):
         refuse_lost_writes(scaled)
     with deepspeed.zero.Init(enabled=False):

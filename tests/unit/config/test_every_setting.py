@@ -28,6 +28,7 @@ SHARDS = {
     "zero_optimization.offload_param.device": "nvme",
     "zero_optimization.offload_param.nvme_path": "a",
 }
+CHAT = {"data.source": "jsonl", "data.paths": ["x"], "data.format": "chat"}
 LABELLED = {"data.source": "datasets", "data.paths": ["x"]}
 
 CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
@@ -73,6 +74,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "bf16.enabled": ({}, False, True),
     "bf16.check_grad_overflow": ({"bf16.enabled": True}, True, False),
     "data_types.grad_accum_dtype": ({"bf16.enabled": True}, "bf16", "fp32"),
+    "data_types.keep_in_fp32_modules": ({"bf16.enabled": True}, ["a"], ["b"]),
     "optimizer.type": ({}, "AdamW", "SGD"),
     "optimizer.params": ({}, {"lr": 1e-3}, {"lr": 1e-4}),
     "optimizer.states": ({}, "bf16", "int8"),
@@ -143,6 +145,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "data.paths": ({"data.source": "files"}, ["a"], ["b"]),
     "data.field": ({"data.source": "jsonl", "data.paths": ["x"]}, "text", "body"),
     "data.format": ({"data.source": "jsonl", "data.paths": ["x"]}, "text", "chat"),
+    "data.ignored_columns": (CHAT, ["id"], ["tag"]),
+    "data.append_end_of_text": (CHAT, False, True),
     "data.scored": ({}, "answers", "all"),
     "data.packing": ({}, "documents", None),
     "data.subset": (LABELLED, "a", "b"),

@@ -13,10 +13,12 @@ TEMPLATE = (
 )
 
 
-def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token a byte."""
+def tokenizer(template: str | None = TEMPLATE, *, merges: list[str] | None = None) -> PreTrainedTokenizerFast:
+    """One token a byte, and one for each of `merges`, two letters with a space between."""
     alphabet = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = Tokenizer(models.BPE(vocab={**alphabet, "</s>": 256}, merges=[]))
+    pairs = [tuple(merge.split()) for merge in merges or []]
+    merged = {"".join(pair): 257 + number for number, pair in enumerate(pairs)}
+    made = Tokenizer(models.BPE(vocab={**alphabet, "</s>": 256, **merged}, merges=pairs))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")

@@ -14,9 +14,9 @@ from plait.config.schema.sections import DataSection
 from plait.data.packing import IGNORED
 from plait.data.prepare import Prepared, prepare
 from plait.data.rows import row_text
-from plait.data.templates import encoder
+from plait.data.templates import cautions_of, encoder
 from plait.errors import InputError
-from tests.unit.data.byte_tokenizer import tokenizer
+from tests.unit.data.byte_tokenizer import TEMPLATE, tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be short."},
@@ -62,12 +62,128 @@ def test_instructions() -> None:
         ("instruct", {"prompt": "x"}, "has the texts prompt and completion, or instruction and output"),
         ("instruct", {"instruction": 3, "output": "x"}, "has the texts"),
         ("instruct", {"instruction": "x", "output": "x", "input": 3}, "'input' holds a int"),
+        ("chat", {"messages": CHAT, "functions": [], "tag": 1}, "nothing reads 'functions', 'tag'; a row has messages, tools"),
+        ("chat", {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "message 1 has the weight 0.5"),
+        ("chat", {"messages": CHAT, "tools": "no JSON"}, "'tools' is not a list of objects"),
+        ("chat", {"messages": CHAT, "chat_template_kwargs": [1]}, "'chat_template_kwargs' is not an object"),
+        ("instruct", {"instruction": "x", "output": "x", "context": "y"}, "nothing reads 'context'"),
+        ("instruct", {"prompt": "x", "completion": "x", "instruction": "y"}, "nothing reads 'instruction'"),
+        ("instruct", {"instruction": "x", "output": "x", "history": ["y"]}, "'history' is not a list of pairs"),
+        ("instruct", {"instruction": "x", "output": "x", "system": 3}, "'system' holds a int"),
     ],
 )
 def test_a_row_that_is_none(form: str, row: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said) as error:
         row_text(row, form, where="a.jsonl, line 3")
     assert str(error.value).startswith("a.jsonl, line 3: ")
+
+
+UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+WITH_TOOLS = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ '(slow)' if slowly }}" + TEMPLATE
+
+
+def encoded(made: Any, row: dict[str, Any], form: str = "chat", **settings: Any) -> tuple[str, str]:
+    """The text of a row's tokens, and of those that are scored."""
+    ids, scored = encoder(made, form, scored=settings.pop("scored", "answers"), **settings)(row_text(row, form, where="row"))
+    return made.decode(ids), made.decode([token for token, counts in zip(ids, scored, strict=True) if counts])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tools_and_settings_of_a_row_are_used(packed: bool) -> None:
+    made = tokenizer(WITH_TOOLS)
+    row: dict[str, Any] = {"messages": CHAT[1:3], "tools": TOOLS, "chat_template_kwargs": {"slowly": True}}
+    if packed:  # as columns of objects are stored in Arrow, where what other rows have is null
+        row = {**row, "tools": json.dumps(TOOLS), "chat_template_kwargs": {"slowly": True, "other": None}, "id": None}
+    text, scored = encoded(made, row)
+    assert text.startswith("[weather](slow)<user>") and scored == "Yes.</s>"
+    ids = made.apply_chat_template(CHAT[1:3], tools=TOOLS, slowly=True, tokenize=True, return_dict=True)["input_ids"]
+    assert text == made.decode(ids)
+
+
+def test_calls_of_tools_need_no_content() -> None:
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if 'tool_calls' in message %}*{% endif %}{% endfor %}"
+    )
+    row = {"messages": [{"role": "user", "content": "?", "tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": calls}]}
+    assert encoded(tokenizer(template), row)[0] == "<user>?<assistant>*"
+
+
+def test_what_a_template_does_not_read_is_refused() -> None:
+    for more, said in (({"tools": TOOLS}, "does not read `tools`"), ({"chat_template_kwargs": {"slowly": 1}}, "does not read 'slowly'")):
+        with pytest.raises(InputError, match=said):
+            encoded(tokenizer(), {"messages": CHAT, **more})
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_an_answer_of_weight_0_is_not_scored(marks: bool) -> None:
+    template = TEMPLATE if marks else UNMARKED
+    chat = [CHAT[1], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
+    text, scored = encoded(tokenizer(template), {"messages": chat})
+    assert scored == "No, it is night.</s>" and "Yes.</s>" in text
+
+
+def test_system_and_history_of_an_instruction() -> None:
+    row = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}
+    assert encoded(tokenizer(), row, "instruct") == ("<system>s<user>a<assistant>b</s><user>c<assistant>d</s>", "b</s>d</s>")
+    with pytest.raises(InputError, match="has no place for 'system'"):
+        encoded(tokenizer(None), row, "instruct")
+    empty = {"instruction": "c", "output": "d", "system": "", "history": []}
+    assert encoded(tokenizer(None), empty, "instruct")[0] == "cd</s>"
+
+
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}"])
+def test_a_merge_over_the_edge_of_an_answer(template: str | None) -> None:
+    made = tokenizer(template, merges=["= 4"])
+    text, scored = encoded(made, {"prompt": "2+2=", "completion": "4"}, "instruct")
+    assert text.startswith("2+2=4") and scored.startswith("4")
+    ids, _ = encoder(made, "instruct", scored="answers")(row_text({"prompt": "2+2=", "completion": "4"}, "instruct", where="row"))
+    assert ids[:4] == made("2+2=", add_special_tokens=False)["input_ids"], "the prompt's tokens are those that it has alone"
+
+
+THINKS = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.role == 'assistant' %}{% if loop.last %}(thinks){% endif %}{{ message.content }}</s>"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_templates_that_think() -> None:
+    """As Qwen3's, which leaves out earlier thinking, and as R1's, which asks for it and never writes it."""
+    assert encoded(tokenizer(THINKS), {"messages": CHAT[1:]})[1] == "(thinks)No, it is night.</s>"
+    (caution,) = cautions_of(tokenizer(THINKS), append_end_of_text=False)
+    assert "only the last answer is scored" in caution
+    asks = (
+        TEMPLATE.replace("{% generation %}", "")
+        .replace("{% endgeneration %}", "")
+        .replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
+    )
+    with pytest.raises(InputError, match="asks for an answer with '<think>'"):
+        encoded(tokenizer(asks), {"messages": CHAT})
+    assert encoded(tokenizer(asks), {"messages": CHAT}, scored="all")[1].endswith("night.</s>")
+
+
+def test_templates_with_a_clock() -> None:
+    dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+    assert encoded(tokenizer(dated), {"messages": CHAT[1:3]})[0].startswith("26 Jul 2024<user>")
+    (caution,) = cautions_of(tokenizer(dated), append_end_of_text=False)
+    assert "every row has 26 Jul 2024" in caution
+    with pytest.raises(InputError, match="reads the clock"):
+        encoded(tokenizer("{% set form = '%H' %}{{ strftime_now(form) }}" + TEMPLATE), {"messages": CHAT})
+
+
+def test_a_template_that_ends_no_turn(tmp_path: Path) -> None:
+    endless = TEMPLATE.replace("</s>", "\n")
+    (caution,) = cautions_of(tokenizer(endless), append_end_of_text=False)
+    assert "the chat template of the tokenizer ends an answer without" in caution and "data.append_end_of_text" in caution
+    assert not cautions_of(tokenizer(), append_end_of_text=False) and not cautions_of(tokenizer(endless), append_end_of_text=True)
+    text, scored = encoded(tokenizer(endless), {"messages": CHAT}, append_end_of_text=True)
+    assert text.endswith("night.\n</s>") and scored.endswith("night.\n</s>")
+    assert encoded(tokenizer(), {"messages": CHAT}, append_end_of_text=True) == encoded(tokenizer(), {"messages": CHAT})
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    section: dict[str, Any] = {"source": "jsonl", "paths": (str(tmp_path / "a.jsonl"),), "format": "chat"}
+    assert not prepared(tmp_path, **section).cautions
 
 
 def test_templates_that_cannot_be_used() -> None:
@@ -91,10 +207,11 @@ def prepared(folder: Path, **section: Any) -> Prepared:
 @pytest.mark.parametrize("packing", [None, "documents"])
 def test_jsonl_and_data_sets_give_the_same(tmp_path: Path, packing: str | None) -> None:
     rows = [{"messages": CHAT[: 3 + 2 * (number % 2)], "id": number} for number in range(6)]
+    ignored = ("id",)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "set"))
-    found = prepared(tmp_path, source="jsonl", paths=(str(tmp_path / "a.jsonl"),), format="chat", packing=packing)
-    other = prepared(tmp_path, source="datasets", paths=(str(tmp_path / "set"),), format="chat", packing=packing)
+    found = prepared(tmp_path, source="jsonl", paths=(str(tmp_path / "a.jsonl"),), format="chat", packing=packing, ignored_columns=ignored)
+    other = prepared(tmp_path, source="datasets", paths=(str(tmp_path / "set"),), format="chat", packing=packing, ignored_columns=ignored)
     everything = list(range(len(found.train)))
     ours, theirs = found.train.take(everything), other.train.take(everything)  # type: ignore[arg-type]
     assert all((ours[name] == theirs[name]).all() for name in ours)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from plait.errors import InputError
+from plait.inference.prompt_file import read_prompts
 from plait.inference.requests import token_ids
+from tests.unit.data.byte_tokenizer import TEMPLATE, tokenizer
 
 
 class Tokenizer:
@@ -62,3 +66,15 @@ def test_a_conversation_needs_a_template() -> None:
 def test_half_of_a_character_is_refused(prompt: Any) -> None:
     with pytest.raises(InputError, match=r"prompt 0 holds '\\ud800', half of a character"):
         token_ids(prompt, object())
+
+
+def test_tools_and_settings_of_a_conversation(tmp_path: Path) -> None:
+    """A line's `tools` and `chat_template_kwargs` reach the template; what it does not read is refused."""
+    made = tokenizer("{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}{{ '(slow)' if slowly }}" + TEMPLATE)
+    row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "b"}], "chat_template_kwargs": {"slowly": True}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (line,) = read_prompts(tmp_path / "rows.jsonl")
+    (ids,) = token_ids([line.prompt], made)
+    assert made.decode(ids) == "[b](slow)<user>a<assistant>" and line.fields == row
+    with pytest.raises(InputError, match="prompt 0: the chat template of the tokenizer does not read `tools`"):
+        token_ids([line.prompt], tokenizer())

@@ -18,7 +18,7 @@ def _start(first: int) -> RunStarted:
 
 
 def _step(step: int, loss: float = 1.0) -> StepDone:
-    return StepDone(step, loss, 0.1, 1e-3, 1.0, False, 10.0, 12, 0.5, 1024, {"all_reduce dp_replicate": 0.25})
+    return StepDone(step, loss, 0.1, 1e-3, 1.0, False, 10.0, 12, 0.5, 1024)
 
 
 def _write(path: Path, *events: Event) -> None:
@@ -43,7 +43,6 @@ def test_each_event_is_a_line(tmp_path: Path) -> None:
         "tokens": 12,
         "seconds": 0.5,
         "memory_bytes": 1024,
-        "exposed_communication_seconds": {"all_reduce dp_replicate": 0.25},
         "tokens_per_second": 24.0,
     }
 

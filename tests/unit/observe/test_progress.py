@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -61,11 +62,11 @@ def test_brackets_in_a_text_are_not_markup() -> None:
     assert text.endswith("step 5  finished after 1:01\n")
 
 
-def test_the_end_says_what_was_waited_for() -> None:
-    waited = {"all_gather dp_shard": 1.0, "reduce_scatter dp_shard": 2.0}
-    text = _shown(CommunicationDecided(2, "int8 from here on"), RunEnded(5, "finished", 61.0, "runs/x", 50.0, waited))
-    assert "step 2  int8 from here on\n" in text
-    assert "exposed communication 6.0% of the step time: reduce_scatter dp_shard 4.0%, all_gather dp_shard 2.0%\n" in text
+def test_communication_has_lines_where_it_is_not_the_default() -> None:
+    assert "step 2  int8 from here on\n" in _shown(CommunicationDecided(2, "int8 from here on"))
+    started = RunStarted(0, 5, 2, 10, "dp_replicate=2", "runs/x", communication="gradients are reduced by torch: the backend is nccl")
+    assert "gradients" not in _shown(started)
+    assert "ranks   sent as int8\n" in _shown(replace(started, notable_communication="sent as int8"))
 
 
 def test_rates_are_those_of_the_last_steps() -> None:

@@ -38,6 +38,39 @@ def test_uninitialised_tensors_are_named(buffer: bool, name: str) -> None:
         initialise(model)
 
 
+class SmallGPT(nn.Module):
+    """Initialises its weights as minGPT does: by a method that the constructor applies, and then some by hand."""
+
+    def __init__(self, *, scales_projection: bool) -> None:
+        super().__init__()
+        self.config = {"width": 64}
+        self.embed = nn.Embedding(200, 64)
+        self.projection = nn.Linear(64, 64)
+        self.apply(self._init_weights)
+        if scales_projection:
+            nn.init.normal_(self.projection.weight, std=0.001)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding | nn.Linear):
+            module.weight.data.normal_(std=0.02)
+
+
+def test_the_models_own_initialisation_is_repeated() -> None:
+    with torch.device("meta"):
+        model = SmallGPT(scales_projection=False)
+    initialise(model)
+    assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert model.projection.bias.abs().max() > 0
+
+
+def test_writes_of_a_constructor_are_refused() -> None:
+    with torch.device("meta"):
+        model = SmallGPT(scales_projection=True)
+    message = r"projection\.weight was written to 2 times while the model was built on meta.*repeat 1 of that"
+    with pytest.raises(ModelError, match=message):
+        initialise(model)
+
+
 def test_a_tie_that_was_lost_is_named() -> None:
     """The second of two tied parameters has no values of its own to be given."""
     with torch.device("meta"):

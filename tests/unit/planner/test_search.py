@@ -52,7 +52,7 @@ def test_the_optimizer_is_on_the_host_where_nothing_else_fits():
 
 
 def test_layouts_that_cannot_be_told_apart_are_ties():
-    found = plan(request("llama-3-405b", gpus=1024, batch=1024, sequence=8192))
+    found = plan(request("llama-3-70b", gpus=64))
     assert 1 <= found.ties <= len(found.best)
     assert len({tuple(choice.layout[name] for name in FAMILY) for choice in found.best}) == len(found.best)
     twin = replace(found.best[0], layout={**found.best[0].layout, "vpp": found.best[0].layout["vpp"]})
@@ -101,7 +101,7 @@ def test_only_what_this_version_runs_is_offered():
             )
             assert table.stages == choice.layout["pp"] * choice.layout["vpp"]
             assert not (table.splits_backward and choice.layout["stage"] == 3)
-    assert plan(request(everything=True)).candidates > plan(asked).candidates
+    assert space_of(request(everything=True)).size > space_of(asked).size
     assert set(offered().recompute) <= set(EVERYTHING.recompute)
 
 
@@ -179,11 +179,11 @@ def test_a_model_that_does_not_shard_its_sequence_is_not_planned_so():
     assert not any(choice.layout["sp"] for choice in found.best)
     assert any(e.region == "sp" and "dropout" in e.rule for e in found.excluded)
     assert plan(request("gpt2-xl", gpus=8, batch=16), fixed={"tp": 2}).best  # 25 heads, whole on every rank
-    mixtral = [choice.layout for choice in plan(request("mixtral-8x7b", gpus=64, batch=64), best=6).best]
+    mixtral = [choice.layout for choice in plan(request("mixtral-8x7b", gpus=16, batch=16), best=6).best]
     assert all(at["tp"] == 1 or at["ep"] % at["tp"] == 0 for at in mixtral) and any(at["ep"] > 1 for at in mixtral)
     space = space_of(request("mixtral-8x7b", gpus=64, batch=64)).layouts
     assert np.any((space.ep > 1) & (space.dp_replicate > 1))
-    assert all(choice.layout["tp"] == 1 for choice in plan(request("deepseek-v3", gpus=2048, batch=4096)).best)
+    assert np.all(space_of(request("deepseek-v3", gpus=2048, batch=4096)).layouts.tp == 1)
 
 
 def test_states_on_the_host_are_sharded_and_not_a_cpus():
@@ -244,8 +244,8 @@ def test_fixed_values_that_leave_nothing_are_named(fixed, told):
 def test_what_only_a_pipeline_has_makes_one(fixed):
     """Without a pipeline the fastest layout has none (ZeRO alone), and the fixed value would mean nothing."""
     asked, values = request(), parse_fixed(fixed)
-    assert plan(asked, fixed={"pp": 1}).best[0].seconds < plan(asked, fixed=values).best[0].seconds
     found = plan(asked, fixed=values, best=9)
+    assert plan(asked, fixed={"pp": 1}).best[0].seconds < found.best[0].seconds
     assert all(choice.layout["pp"] > 1 and choice.layout[name] == value for choice in found.best for name, value in values.items())
     assert {e.region: e.rule for e in found.excluded}["pp = 1"] == f"{written(values)} is of a pipeline, which has 2 stages or more"
     for alone in ({"cluster": cluster("h100", 1)}, {"compile": False}):

@@ -35,7 +35,6 @@ class FakeEngine:
     before: Callable[[int], None] = lambda step: None
     loss: Callable[[int], float] = lambda step: 1.0 / step
     skipped: bool = False
-    waits: Callable[[int], dict[str, float]] = lambda step: {}
     decides: Callable[[int], str] = lambda step: ""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     batches: list[list[int]] = field(default_factory=list)
@@ -54,7 +53,6 @@ class FakeEngine:
             skipped=self.skipped,
             learning_rate=0.1,
             loss_scale=1.0,
-            exposed_communication_seconds=self.waits(step),
             decided=self.decides(step),
         )
 
@@ -129,16 +127,9 @@ def test_a_whole_run_in_order(tmp_path: Path) -> None:
     assert next(event for event in events if isinstance(event, Validated)).loss == 2.0
 
 
-def test_waits_are_told_step_by_step_and_in_all_and_a_decision_after_its_step(tmp_path: Path) -> None:
-    engine = FakeEngine(waits=lambda step: {"all_reduce dp_replicate": float(step)}, decides=lambda step: "int8" if step == 2 else "")
-    _, events = _run(tmp_path, engine, steps=3)
-    steps = [event for event in events if isinstance(event, StepDone)]
-    assert [event.exposed_communication_seconds for event in steps] == [{"all_reduce dp_replicate": float(step)} for step in (1, 2, 3)]
+def test_a_decision_is_reported_after_its_step(tmp_path: Path) -> None:
+    _, events = _run(tmp_path, FakeEngine(decides=lambda step: "int8" if step == 2 else ""), steps=3)
     assert _told(events)[1:5] == [("StepDone", 1), ("StepDone", 2), ("CommunicationDecided", 2), ("StepDone", 3)]
-    end = events[-1]
-    assert isinstance(end, RunEnded)
-    assert end.exposed_communication_seconds == {"all_reduce dp_replicate": 6.0}
-    assert end.steps_seconds == sum(event.seconds for event in steps)
 
 
 def test_what_fell_due_at_the_last_step_is_done_once(tmp_path: Path) -> None:

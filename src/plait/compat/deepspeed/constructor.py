@@ -19,10 +19,8 @@ from torch.overrides import TorchFunctionMode
 from plait._torch.storage import storage_key
 from plait.errors import InputError
 
-_AGAIN = ("reset_parameters", "_reset_parameters")
+_AGAIN = ("reset_parameters", "_reset_parameters", "_init_weights")
 """Methods that run again when weights are drawn."""
-_OF_MODEL = "_init_weights"
-"""So does this one of a class that has a `config`, as Transformers' models have."""
 _NO_WRITES = ("requires_grad_", "detach_", "rename_", "share_memory_")
 _WRITES_TOO = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
@@ -50,7 +48,7 @@ def _writer(frame: FrameType | None) -> str | None:
     found: str | None = None
     while frame is not None:
         code = frame.f_code
-        if code.co_name in _AGAIN or (code.co_name == _OF_MODEL and hasattr(frame.f_locals.get("self"), "config")):
+        if code.co_name in _AGAIN:
             return None
         if found is None and str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "plait"):
             found = f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
@@ -67,6 +65,6 @@ def refuse_lost_writes(model: nn.Module) -> None:
         if written is not None:
             raise InputError(
                 f"{name} is set by {written[1]}, and a model built under zero.Init() has no memory to write to: its weights are drawn in "
-                "initialize by its classes' reset_parameters, or by the _init_weights of a class that has a config; set it in one of "
+                "initialize by its classes' reset_parameters, or by the model's _init_weights(self, module); set it in one of "
                 "those, or build the model without zero.Init() (enabled=False)"
             )

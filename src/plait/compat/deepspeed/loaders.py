@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from plait.data.stream_part import StreamPart, refuse_other_orders
+from plait.data.split_rows import refuse_other_stream, refuse_split_stream
+from plait.data.stream_part import StreamPart, is_of_datasets
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, InputError
 
@@ -41,7 +42,16 @@ class StreamLoader:
 
     def __init__(self, data: IterableDataset[Any], engine: Engine, *, batch_size: int, drop_last: bool, **settings: Any) -> None:
         self._round = batch_size * engine.dp_size
-        self._part = StreamPart(data, batch_size=batch_size, ranks=engine.dp_size, index=engine.dp_rank, drop_last=drop_last, repeats=True)
+        compared = is_of_datasets(data) or bool(settings.get("num_workers"))
+        self._part = StreamPart(
+            data,
+            batch_size=batch_size,
+            ranks=engine.dp_size,
+            index=engine.dp_rank,
+            drop_last=drop_last,
+            repeats=True,
+            device=None if compared else engine.device,
+        )
         self._loader: DataLoader[Any] = DataLoader(self._part, batch_size=batch_size, drop_last=drop_last, **settings)
         self._epoch = self._read = self._skipped = 0
         self._goes_on = False
@@ -99,7 +109,9 @@ def loader_of(
             what = "sampler" if sampler is not None else f"{workers} workers"
             rule = f"training_data of type {type(data).__name__} with {what}: it is read in its own order, by one reader in every process"
             raise InputError(f"{rule}; leave data_sampler out, and num_local_io_workers at most 1")
-        refuse_other_orders(data, device=engine.device)
+        refuse_split_stream(data)
+        if is_of_datasets(data) or workers:
+            refuse_other_stream(data, device=engine.device, workers=workers)
         size, pin = batch_size or engine.train_micro_batch_size_per_gpu(), pin_memory and engine.device.type != "cpu"
         return StreamLoader(data, engine, batch_size=size, drop_last=drop_last, collate_fn=collate_fn, num_workers=workers, pin_memory=pin)
     if not hasattr(data, "__len__"):

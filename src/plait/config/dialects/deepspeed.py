@@ -327,7 +327,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "parameters and buffers keep the dtype of the model; `fp16` and `bf16` set the dtype of the computation",
         "leave it out",
-        {"data_types.param_dtype": _GIVEN, "data_types.buffer_dtype": _GIVEN, "data_types.keep_in_fp32_modules": ("any", ("auto", []))},
+        {"data_types.param_dtype": _GIVEN, "data_types.buffer_dtype": _GIVEN},
     ),
     Refusal(
         "one dtype for the whole computation; torch.autocast is not used",

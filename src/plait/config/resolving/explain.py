@@ -138,6 +138,11 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         "no block is recomputed (parallel.recompute.mode is none), so no input of one is kept anywhere",
     ),
     (
+        ("data_types.keep_in_fp32_modules",),
+        lambda r: r.precision.compute is None,
+        "neither fp16 nor bf16 is on: modules compute in the parameters' dtype",
+    ),
+    (
         ("data_types.grad_accum_dtype",),
         lambda r: r.precision.compute is None,
         "neither fp16 nor bf16 is on: gradients have the parameters' dtype",

@@ -167,8 +167,10 @@ def precision(found: Findings) -> Precision:
         if brain
         else neither
     )
+    kept = found.config.data_types.keep_in_fp32_modules
     return Precision(
         compute=compute,
+        float32_modules=() if kept == "auto" else tuple(kept),
         reduce=_reduce(found, compute),
         loss_scale=_loss_scale(found, fp16) if half else None,
         check_overflow=bool(half or (brain and check)),

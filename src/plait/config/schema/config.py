@@ -111,6 +111,9 @@ class DataTypesSection(Policy):
     grad_accum_dtype: DtypeName | None = None
     """What the gradients of a step's micro-batches are added up in. "fp32" makes their reduction float32 too, unless
     communication_data_type says otherwise; fp16 and bf16 ask for no more than what is done: shards are added up in float32."""
+    keep_in_fp32_modules: list[str] | Literal["auto"] = "auto"
+    """Modules that compute in float32 under fp16 and bf16: names as named_modules() has them, or their last parts, with * and ?. BatchNorm
+    layers and what a Transformers model lists itself always do; "auto" adds nothing."""
 
 
 class OffloadOptimizerSection(Policy):

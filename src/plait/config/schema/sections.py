@@ -51,13 +51,21 @@ class DataSection(Policy):
     """Files, folders or globs (`corpus/**/*.txt`) for `files` and `jsonl`; relative ones are taken from the working folder. For
     `datasets`, one folder written by `save_to_disk` or one name on the hub."""
     format: Literal["text", "chat", "instruct"] = "text"
-    """What a row of `jsonl` or `datasets` is. text: a text in `field`. chat: `messages`, a list of objects with `role` and `content`, put
-    into the tokenizer's chat template. instruct: `prompt` and `completion`, or `instruction`, `input` (which may be missing) and `output`:
-    in the chat template, or one after the other where the tokenizer has none. Pairs of preferences are for TRL's DPOTrainer."""
+    """What a row of `jsonl` or `datasets` is. text: a text in `field`. chat: `messages`, a list of objects with
+    `role` and `content`, put into the tokenizer's chat template, with the row's `tools` and `chat_template_kwargs`.
+    instruct: `prompt` and `completion`, or `instruction`, `input` (which may be missing) and `output`: in the chat
+    template, after the row's `system` and `history`, or one after the other where the tokenizer has no template.
+    Pairs of preferences are for TRL's DPOTrainer."""
+    ignored_columns: tuple[str, ...] = ()
+    """Columns of `chat` and `instruct` that may be left out of account. Any other that is not read is refused."""
     field: str = "text"
     """The key (`jsonl`) or column (`datasets`) that holds the text."""
     scored: Literal["answers", "all"] = "answers"
-    """Which tokens of `chat` and `instruct` the loss is of: those of the assistant's messages, or all."""
+    """Which tokens of `chat` and `instruct` the loss is of: those of the assistant's messages that do not have
+    `"weight": 0`, or all."""
+    append_end_of_text: Flag = False
+    """End each row of `chat` and `instruct` with the tokenizer's end-of-text token, also where its chat template
+    does not, so that the model learns to stop."""
     packing: Literal["documents"] | None = None
     """How documents become sequences. Left out: one after the other, cut at `sequence_length` wherever that is; attention sees all of a
     sequence. documents: as many as fit, whole, each with positions of its own, and attention stays within each; only one that is longer
@@ -93,6 +101,8 @@ class DataSection(Policy):
     @model_validator(mode="after")
     def _format_matches_source(self) -> Self:
         if self.format == "text":
+            if self.ignored_columns or self.append_end_of_text:
+                raise ValueError('`ignored_columns` and `append_end_of_text` belong to format "chat" and "instruct"; leave them out')
             return self
         if self.source not in ("jsonl", "datasets"):
             raise ValueError(f'format "{self.format}" is of rows and source is "{self.source}"; set `source` to "jsonl" or "datasets"')

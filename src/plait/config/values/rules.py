@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from plait.config.values.names import instead
+from plait.config.values.names import instead, nearest
 
 
 def tell(error: ErrorDetails) -> tuple[str, str]:
@@ -57,4 +57,6 @@ def tell(error: ErrorDetails) -> tuple[str, str]:
 
 def _nearest_literal(value: object, expected: str) -> str:
     names = [name.strip(" '") for name in expected.replace(" or ", ",").split(",")]
-    return instead(value, names) if isinstance(value, str) else "use one of them"
+    if isinstance(value, str) and nearest(value, names) is not None:
+        return instead(value, names)
+    return "use one of them" if len(names) > 1 else f"write {expected}, or leave it out"

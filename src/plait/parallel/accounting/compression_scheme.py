@@ -27,7 +27,6 @@ from plait.comm.compress import (
     QuantisedReduceScatter,
 )
 from plait.comm.quantise import BLOCK, Segment, blocks_of, packed_bytes
-from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
 from plait.policy import Policy
 from plait.units import MIB
 
@@ -81,19 +80,19 @@ class Scheme(Policy):
         assert self.gradient_bits != 0
         return QuantisedBuckets(group, flats, device, bits=self.gradient_bits, feedback=self.error_feedback, revocable=self.revocable)
 
-    def install(self, model: nn.Module, levels: Levels | None, waits: Waits) -> dict[str, QuantisedReduceScatter]:
+    def install(self, model: nn.Module, levels: Levels | None) -> dict[str, QuantisedReduceScatter]:
         """Give every unit of a sharded model its own compressed collectives; those that keep errors, by name."""
         found = {}
         for index, module in enumerate(sharded_modules(model)):
             if self.weight_bits:
                 segments = [Segment(numel, dimensions > 1) for dimensions, numel, _ in gathered_shapes(module)]
-                module.set_custom_all_gather(TimedAllGather(QuantisedAllGather(segments, bits=self.weight_bits), waits, "dp_shard"))
+                module.set_custom_all_gather(QuantisedAllGather(segments, bits=self.weight_bits))
             if self.gradient_bits:
                 segments = [Segment(numel, dimensions > 1) for dimensions, numel, trainable in reduced_shapes(module) if trainable]
                 scatter = QuantisedReduceScatter(
                     segments, bits=self.gradient_bits, feedback=self.error_feedback, levels=levels, revocable=self.revocable
                 )
-                module.set_custom_reduce_scatter(TimedReduceScatter(scatter, waits, "dp_shard"))
+                module.set_custom_reduce_scatter(scatter)
                 found[f"unit.{index}"] = scatter
         return found
 

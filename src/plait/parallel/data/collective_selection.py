@@ -15,16 +15,15 @@ from typing import Literal, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.units import sharded_modules
+from plait._torch.units import DefaultReduceScatter, ReduceScatter, sharded_modules
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
-from plait.comm.host import Host
+from plait.comm.shared_memory.host import Host
 from plait.comm.startup import Found, find_links, refine
 from plait.comm.transport import Transport, TransportName, connect
-from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
 from plait.errors import ConfigError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.data.autotune import Candidate, CompressionAutotuner
@@ -83,6 +82,8 @@ class Summing:
     said: str
     """A description."""
     others: tuple[tuple[Scheme, BucketWay], ...] = ()
+    is_default: bool = False
+    """Whether no setting and no measurement had a part in it."""
 
     def autotuner_of(self, reducer: Reducer, mesh: Mesh) -> CompressionAutotuner | None:
         """Return the hook whose steps decide on compression; None if there are no candidates."""
@@ -180,7 +181,8 @@ def replicated(
     in_memory = wanted == "shared-memory" or (wanted == "by-machines" and way.name == "shared-memory")
     open_, words = _open_to_compression(compression, in_memory=in_memory)
     others = tuple((to, _compressed_way(to, technique, group, mesh)) for to in open_)
-    return Summing(BucketWay(make, bucket_bytes), f"{said}{words}", others)
+    is_default = wanted == "by-machines" and found is None and technique.transport == "prefer-shared-memory" and not words
+    return Summing(BucketWay(make, bucket_bytes), f"{said}{words}", others, is_default)
 
 
 def _open_to_compression(compression: Compression, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
@@ -208,11 +210,13 @@ class Sharing:
     compressors: CompressedUnits = field(default_factory=CompressedUnits)
     autotuner: CompressionAutotuner | None = None
     """The steps that decide whether gradients are compressed."""
+    is_default: bool = False
+    """Whether no setting had a part in it."""
     parameter_host: Host | None = None
     """Ranks that can hold parameters once, in the memory that they share."""
 
 
-def sharded(technique: CollectiveSettings, compression: Compression, stage: int, parts: Parts, mesh: Mesh, waits: Waits) -> Sharing:
+def sharded(technique: CollectiveSettings, compression: Compression, stage: int, parts: Parts, mesh: Mesh) -> Sharing:
     """Collective over `dp_shard` and tp."""
     group = mesh.group("dp_shard")
     if group is None:
@@ -223,11 +227,11 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     way = _connected(technique, group, mesh, label="dp_shard")
     # Shared memory is laid out for one group, and the secondary partition is gathered over another.
     all_gather = way.all_gather if not (stage == 3 and technique.secondary_partition) else None
-    for module in _units(parts):
-        if mesh.device.type == "cpu":
-            module.set_custom_all_gather(TimedAllGather(all_gather, waits, "dp_shard"))
-    whole = partial(_reduce_whole, parts, way, waits)
-    whole()
+    if all_gather is not None:
+        for module in _units(parts):
+            module.set_custom_all_gather(all_gather)
+    if way.reduce_scatter is not None:
+        _reduce_by(way.reduce_scatter, parts)
     scheme = compression.scheme
     # The shared memory has the parameters that the forward computes with; on a disk, or in another dtype, they are others.
     shard = parts.shard
@@ -238,20 +242,21 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     said = f"parameters are {gathered}, gradients reduced {names[scheme.gradient_bits]}: {way.reason}"
     open_, words = _open_to_compression(compression, in_memory=way.name == "shared-memory")
     levels = mesh.levels("dp_shard") if scheme.gradient_bits or open_ else None
-    compressors = CompressedUnits(scheme.install(parts.model, levels, waits))
+    compressors = CompressedUnits(scheme.install(parts.model, levels))
 
     def take(to: Scheme | None) -> None:
         compressors.clear()
         if to is None:
-            whole()
+            _reduce_by(way.reduce_scatter or DefaultReduceScatter(), parts)
         else:
-            compressors.update(to.install(parts.model, levels, waits))
+            compressors.update(to.install(parts.model, levels))
 
     candidates = tuple(Candidate(to.name, to.code, partial(take, to)) for to in open_)
     autotuner = None
     if candidates:
         autotuner = CompressionAutotuner(deciding_groups(mesh), mesh.device, partial(take, None), candidates)
-    return Sharing(f"{said}{words}", compressors, autotuner, host)
+    is_default = technique.transport == "prefer-shared-memory" and not (scheme.weight_bits or scheme.gradient_bits or words)
+    return Sharing(f"{said}{words}", compressors, autotuner, is_default, host)
 
 
 def _units(parts: Parts) -> list[FSDPModule]:
@@ -260,7 +265,6 @@ def _units(parts: Parts) -> list[FSDPModule]:
     return [module for module in sharded_modules(parts.model) if id(module) not in apart]
 
 
-def _reduce_whole(parts: Parts, way: Transport, waits: Waits) -> None:
-    if way.reduce_scatter is not None:
-        for module in _units(parts):
-            module.set_custom_reduce_scatter(TimedReduceScatter(way.reduce_scatter, waits, "dp_shard"))
+def _reduce_by(reduce_scatter: ReduceScatter, parts: Parts) -> None:
+    for module in _units(parts):
+        module.set_custom_reduce_scatter(reduce_scatter)

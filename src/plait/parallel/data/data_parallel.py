@@ -21,22 +21,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.dtensor import local_tensor, sum_before_reading
 from plait._torch.passes import reset_failed_step
+from plait._torch.unit_order import UnitOrder
 from plait._torch.units import keep_trainability, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
-from plait.comm.waits import Waits
+from plait.comm.buckets import GroupBuckets
+from plait.comm.shared_memory.parameters import share_parameters
 from plait.model.facts import ModelFacts
 from plait.model.outer_units import OuterUnits, outer_units
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
@@ -50,9 +55,8 @@ from plait.parallel.data.collective_selection import CollectiveSettings, Sharing
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.shard_units import shard_units
-from plait.parallel.data.shared_parameters import share_parameters
 from plait.parallel.data.unused import UnusedTracker
-from plait.parallel.hooks import Lost, StepHook
+from plait.parallel.hooks import Lost, StepEnd, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.parameter_checks import (
@@ -106,8 +110,8 @@ class DataParallel(CollectiveSettings):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or make the gradient reducer."""
-        shard, waits, compression = parts.shard, Waits(), parts.noted(Compression) or Compression()
-        parts = parts.with_notes(self, waits)
+        shard, compression = parts.shard, parts.noted(Compression) or Compression()
+        parts = parts.with_notes(self)
         if shard.compute_dtype is not None or shard.reduce_dtype is not None:
             refuse_complex(parts.model)
         whole = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
@@ -124,13 +128,12 @@ class DataParallel(CollectiveSettings):
                 separate_vectors=compression.scheme.gradients,
                 reduce_dtype=shard.reduce_dtype,
                 track_unused=self.unused_parameters,
-                waits=waits,
                 apart=parts.apart,
             )
-            reducer.said = summing.said
+            reducer.said, reducer.said_is_default = summing.said, summing.is_default
             return parts.with_notes(reducer, summing.autotuner_of(reducer, mesh))
         shard_units(parts, mesh, free_after_forward=(self.secondary_partition or True) if self.stage == 3 else False)
-        sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh, waits)
+        sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh)
         return parts.with_notes(sharing, sharing.autotuner, sharing.compressors)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
@@ -145,15 +148,22 @@ class DataParallel(CollectiveSettings):
             hooks.append(reducer)
         if isinstance(model, FSDPModule):
             steps = ShardedSteps(model, self.stage)
-            steps.said = _description(sharing, parts) if sharing is not None else ""
+            if sharing is not None:
+                steps.said = _description(sharing, parts)
+                steps.said_is_default = sharing.is_default
             hooks.append(steps)
             keep_trainability(model)
             if not mean:
                 reduce_by_sum(model)
             # Of a layer of experts, other ranks of tp may have those that a step used.
             group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
+            scalars = _scalar_reduction(parts, group, mesh, track_unused=self.unused_parameters)
+            if scalars is not None:
+                hooks.append(scalars)
             if self.unused_parameters and group is not None:
-                hooks.append(UnusedTracker(model, group, device=mesh.device, finishes_backward=mean))
+                # After shared memory has replaced the gathering of units.
+                order = _unit_order(self, parts, mesh)
+                hooks.append(UnusedTracker(model, group, device=mesh.device, order=order, finishes_backward=mean))
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
         if mean:
             buffers.send_in_forward(model)
@@ -173,10 +183,45 @@ def _all_reduces(context: Context) -> bool:
 
 def _description(sharing: Sharing, parts: Parts) -> str:
     """How shards are gathered and reduced, with those that are put into shared memory there."""
-    waits = parts.noted(Waits)
-    assert waits is not None
-    words = share_parameters(parts.model, sharing.parameter_host, waits) if sharing.parameter_host is not None else ""
+    words = share_parameters(parts.model, sharing.parameter_host) if sharing.parameter_host is not None else ""
     return ". ".join(filter(None, (sharing.said, words)))
+
+
+def _scalar_reduction(parts: Parts, group: dist.ProcessGroup | None, mesh: Mesh, *, track_unused: bool) -> ScalarReduction | None:
+    """Return the reduction of 0-dimensional parameters, which `fully_shard` cannot shard. None if there are none."""
+    parameters = list(parts.model.parameters())
+    others = frozenset(p for p in parameters if p.ndim > 0)
+    if group is None or len(others) == len(parameters):
+        return None
+    mean = parts.shard.mean
+    reducer = Reducer(
+        parts.model,
+        group,
+        bucket_bytes=1 << 20,
+        make_buckets=partial(GroupBuckets, group, device=mesh.device),
+        mean=mean,
+        track_unused=track_unused,
+        apart=others,
+    )
+    reducer.accepts = mean
+    reducer.attach()
+    if mean:
+        reducer.finish_with_backward()
+    return ScalarReduction(reducer)
+
+
+def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder | None:
+    """Return the order of the units' collectives; None in a pipeline, whose schedule runs the units."""
+    if mesh.layout.pp > 1:
+        return None
+    model: Any = parts.model
+    outer = (parts.noted(OuterUnits) or OuterUnits()).without(parts.shard.float32_modules)
+    return UnitOrder(
+        model,
+        is_fixed=technique.stage < 3,
+        embeddings=[model.get_submodule(name) for name in outer.embeddings],
+        heads=[model.get_submodule(outer.head)] if outer.head is not None else [],
+    )
 
 
 def _gradient_bytes(parts: Parts) -> int:
@@ -195,6 +240,45 @@ def reduce_by_sum(model: nn.Module) -> None:
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled reduction
+
+
+class ScalarReduction(StepHook):
+    """Sums the gradients of the 0-dimensional parameters of a sharded model, which every rank has in full."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def before_microbatch(self, last: bool) -> None:
+        """Sum after the last micro-batch only."""
+        self._reducer.before_microbatch(last)
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Expect gradients."""
+        return self._reducer.backward()
+
+    def after_backward(self) -> None:
+        """See `Reducer`."""
+        self._reducer.after_backward()
+
+    def finish_reduction(self) -> None:
+        """End the sums."""
+        self._reducer.finish_reduction()
+
+    def after_step(self, end: StepEnd) -> str:
+        """Begin the next step."""
+        return self._reducer.after_step(end)
+
+    def drop_gradients(self) -> None:
+        """Drop the sums of the step so far."""
+        self._reducer.drop_gradients()
+
+    def on_error(self, lost: Lost) -> None:
+        """Clear what a failed pass has left."""
+        self._reducer.on_error(lost)
+
+    def release(self) -> None:
+        """Listen no more."""
+        self._reducer.release()
 
 
 class ShardedSteps(StepHook):

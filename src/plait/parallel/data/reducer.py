@@ -27,7 +27,6 @@ from plait.cluster import accelerator
 from plait.comm.buckets import Buckets, Flat
 from plait.comm.failures import naming
 from plait.comm.pending import Pending
-from plait.comm.waits import Waits
 from plait.errors import ModelError
 from plait.parallel.data.bucket import Bucket, Slot
 from plait.parallel.data.bucket_account import partition
@@ -35,9 +34,6 @@ from plait.parallel.data.unused import foreign_backward
 from plait.parallel.hooks import Lost, StepEnd, StepHook
 from plait.parallel.memory_layout import dims_in_memory, like_in_memory
 from plait.parallel.placed import like_parameter
-
-GRADIENTS = "all_reduce dp_replicate"
-"""The name of its waits."""
 
 
 @dataclass
@@ -62,7 +58,6 @@ class Reducer(StepHook):
     """Parameters of the model that another hook reduces."""
     separate_vectors: bool = False
     """Give parameters of fewer than two dimensions buckets of their own: compression leaves them as they are."""
-    waits: Waits = field(default_factory=Waits)
     synchronise: bool = True
     """Whether the coming backward is the last of its step; the others only accumulate."""
     accepts: bool = True
@@ -84,11 +79,14 @@ class Reducer(StepHook):
     _queued: bool = field(default=False, init=False)
     _done: bool = field(default=False, init=False)
     _handles: list[Any] = field(default_factory=list, init=False)
+    _trained: list[nn.Parameter] = field(default_factory=list, init=False)
 
     # ---- setting up -------------------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Allocate the buckets and listen to the parameters. Once, when the model has its final parameters (not on `meta`)."""
+        # Kept, because a parameter that is frozen while buckets are rebuilt may train again.
+        self._trained = [p for p in self.model.parameters() if p.requires_grad and p not in self.apart]
         self._allocate()
         for parameter in self._slots:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
@@ -106,6 +104,7 @@ class Reducer(StepHook):
         for parameter in self._slots:
             parameter.grad = None
         self._handles.clear()
+        self._trained.clear()
         self._slots.clear()
         self.buckets.clear()
         self.make_buckets = self.reduction = None  # type: ignore[assignment]  # shared memory, and descriptors of processes
@@ -136,7 +135,7 @@ class Reducer(StepHook):
     def _partition(self) -> list[list[nn.Parameter]]:
         """Trainable parameters by bucket, one dtype a bucket; parameters that tensor parallelism splits separately from replicated ones,
         which must stay bitwise equal on every rank of its axis."""
-        trainable = [p for p in self.model.parameters() if p.requires_grad and p not in self.apart]
+        trainable = self._trained
         sizes = [
             (
                 local_tensor(p.detach()).numel() * p.element_size(),
@@ -254,7 +253,7 @@ class Reducer(StepHook):
     def _launch(self, bucket: Bucket) -> None:
         if bucket.wire is not bucket.flat:
             bucket.wire.copy_(bucket.flat)
-        with self.waits.during(GRADIENTS), naming("all-reduce of gradients over dp_replicate"):  # compression may wait here
+        with naming("all-reduce of gradients over dp_replicate"):  # compression may wait here
             self.reduction.start(self._next)
         self._next += 1
 
@@ -281,7 +280,7 @@ class Reducer(StepHook):
     def _receive(self, index: int) -> None:
         """Wait for a bucket's sum."""
         bucket = self.buckets[index]
-        with self.waits.during(GRADIENTS), naming("all-reduce of gradients over dp_replicate"):
+        with naming("all-reduce of gradients over dp_replicate"):
             self.reduction.finish(index)
         if bucket.wire is not bucket.flat:
             bucket.flat.copy_(bucket.wire)
@@ -316,7 +315,7 @@ class Reducer(StepHook):
         """(by slot, whether any rank used it; buckets that need another round)."""
         if asked is None:
             return [True] * len(self._used), sorted(self._late)
-        with self.waits.during(GRADIENTS), naming("all-reduce over dp_replicate"):
+        with naming("all-reduce over dp_replicate"):
             flags = asked.value()
         # Who used all, in one part, need not look (a device synchronisation): then all are used, and the others' gradients came so too.
         if all(self._used) and not self._nested:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from plait.comm.carried import Carried
-from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets, QuantisedReduceScatter
+from plait.comm.compress import Carried, PowerSGDBuckets, QuantisedBuckets, QuantisedReduceScatter
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd, StepHook
 

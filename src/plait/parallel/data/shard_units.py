@@ -3,6 +3,7 @@ the head, and the rest of the model."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -28,7 +29,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     Raises:
         ModelError: If torch cannot shard a parameter.
     """
-    _refuse_unshardable(parts)
+    _refuse_unshardable(parts, is_pipeline=mesh.layout.pp > 1)
     _make_contiguous(parts.model)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
 
@@ -39,7 +40,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
     # What goes into them besides tokens keeps its dtype: the weights of experts.
     apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
-    replicated = set(quantised_by_bitsandbytes(parts.model).values())
+    replicated = {*quantised_by_bitsandbytes(parts.model).values(), *(p for p in parts.model.parameters() if p.ndim == 0)}
 
     def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> FSDPModule:
         module = parts.model.get_submodule(name)
@@ -50,13 +51,20 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     for name, own in parts.shard.own_mesh.items():
         unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
         shard(name, own, apart, unit, free=free_after_forward)
+    float32 = MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=True
+    )
+    for name in parts.shard.float32_modules:
+        unit = next((block for block in parts.blocks if name == block or name.startswith(f"{block}.")), "")
+        shard(name, mesh.sub(*axes), float32, unit, free=free_after_forward)
     for name in parts.blocks:
-        shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
+        if name not in parts.shard.float32_modules:
+            shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
 
     # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so they stay one
     # unit.
     outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
-    outer = outer or OuterUnits()
+    outer = (outer or OuterUnits()).without(parts.shard.float32_modules)
     free_embeddings = bool(free_after_forward)
     embeddings = [shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings]
     heads = [shard(outer.head, mesh.sub(*axes), policy, "", free=False)] if outer.head is not None else []
@@ -74,18 +82,21 @@ def _make_contiguous(model: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-def _refuse_unshardable(parts: Parts) -> None:
+def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
     refuse_several_dtypes(parts.model, parts.blocks)
     owner: dict[int, tuple[str, str]] = {}
     for name, parameter in parts.model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 0:
-            raise ModelError(
-                f"{name} is a 0-dimensional parameter, which cannot be sharded; make it 1-dimensional (shape [1]) or use ZeRO stage 0"
-            )
+            if is_pipeline or parts.shard.master_weights_on_host:
+                raise ModelError(
+                    f"{name} is a 0-dimensional parameter, which a pipeline and an offloaded optimizer cannot shard; make it 1-dimensional "
+                    "(shape [1]) or use ZeRO stage 0"
+                )
+            continue
         block = next((b for b in parts.blocks if name.startswith(f"{b}.")), "the rest of the model")
         first_name, first_block = owner.setdefault(id(parameter), (name, block))
         if block != first_block:
             raise ModelError(
                 f"{first_name} and {name} share one parameter across two units ({first_block} and {block}), which cannot be sharded apart; "
-                "name a common parent in parallel.blocks, or use ZeRO stage 0"
+                "use ZeRO stage 0, or let one module whose forward runs both hold them, and name it in parallel.blocks"
             )

@@ -4,7 +4,8 @@ One process leaves the gradient of an unused parameter None, and the optimizer s
 that used different parameters agree on the collective), which would decay weights and moments. This tracker notes what autograd reached on
 this rank and, after the reduction, puts None back where no rank used the parameter.
 
-Ranks may differ in which *parameters* of a unit they use, never in which *units* they run: gathering a unit is a collective.
+At ZeRO stages 1 and 2 ranks may also differ in the *units* that they run. At stage 3 they may not, because gathering a unit for its use
+is a collective. The exchange of the flags therefore compares the order of the units' collectives between ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from plait._torch.dtensor import local_tensor
 from plait._torch.passes import around_backward
+from plait._torch.unit_order import DIGEST_BITS, UnitOrder
 from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules, sharded_parameters
 from plait.cluster import accelerator
-from plait.errors import InputError
-from plait.parallel.hooks import StepHook, backward_underway
+from plait.cluster.host_copy import HostCopy
+from plait.errors import CommunicationError, InputError
+from plait.parallel.hooks import Lost, StepHook, backward_underway
 
 
 def foreign_backward() -> InputError:
@@ -48,17 +52,28 @@ class UnusedTracker(StepHook):
     `accumulate` calls it, and gradients that were there before stay.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, device: torch.device, finishes_backward: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        order: UnitOrder | None = None,
+        finishes_backward: bool = False,
+    ) -> None:
         """Listen to the parameters of a sharded model.
 
         Args:
             model: The root.
             group: The ranks whose gradients are summed.
             device: Device of the collective.
+            order: The order of the units' collectives, which is compared between the ranks.
             finishes_backward: Whether the training loop is the user's.
         """
         self.group = group
+        self._model = model
         self._device = device
+        self._comparison = _OrderComparison(order, group) if order is not None else None
         units = [module for module in sharded_modules(model) if sharded_parameters(module)]
         # Frozen parameters too: they may be unfrozen at any step.
         self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
@@ -104,6 +119,11 @@ class UnusedTracker(StepHook):
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
 
+    def on_error(self, lost: Lost) -> None:
+        """A failed pass may have ended at another collective on each rank."""
+        if self._comparison is not None:
+            self._comparison.forget()
+
     def before_microbatch(self, last: bool) -> None:
         """Finish the reduction only with the last micro-batch of a step."""
         self._is_last = last
@@ -124,9 +144,17 @@ class UnusedTracker(StepHook):
         self._used[index] = True
 
     def finish_reduction(self) -> None:
-        """Set `grad = None` for parameters that no rank used since the last call. One small all-reduce."""
-        flags = accelerator.tensor_of(self._used, dtype=torch.uint8, device=self._device)
+        """Set `grad = None` for parameters that no rank used since the last call. One small all-reduce.
+
+        Raises:
+            CommunicationError: The ranks have gathered or reduced different units.
+        """
+        digest = self._comparison.begin() if self._comparison is not None else []
+        flags = accelerator.tensor_of([*digest, *self._used], dtype=torch.uint8, device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        if self._comparison is not None:
+            self._comparison.end(flags[: len(digest)])
+            flags = flags[len(digest) :]
         # A rank that used all the parameters that have a gradient need not read the flags, which waits for the device.
         stays = self._used if self._had_gradient is None else map(or_, self._used, self._had_gradient)
         candidates = [p for p, kept in zip(self.parameters, stays, strict=True) if not kept and p.grad is not None]
@@ -134,9 +162,77 @@ class UnusedTracker(StepHook):
             flag_of = flags.tolist()
             for parameter in candidates:
                 if not flag_of[self._index[parameter]]:
+                    self._refuse_unseen_gradient(parameter)
                     parameter.grad = None
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
+
+    def _refuse_unseen_gradient(self, parameter: torch.Tensor) -> None:
+        """Refuse to drop a gradient that is not zero, which would end a parameter's training in silence."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if not bool(local_tensor(gradient).any()):
+            return
+        name = next((name for name, p in self._model.named_parameters() if p is parameter), "a parameter")
+        raise CommunicationError(
+            f"{name} has a gradient that no rank has seen autograd compute, and would not be trained; report this, and meanwhile set "
+            "parallel.unused_parameters = false (if every step uses every parameter) or use ZeRO stage 0"
+        )
+
+
+class _OrderComparison:
+    """Comparison of the order of the units' collectives between the ranks of a group.
+
+    The digest of a rank is exchanged by a maximum of bytes, of the digest and of its complement. The two
+    maxima are each other's complement only if all digests are equal.
+
+    On a GPU the result of a step is read in the next step, because reading it at once would wait for the
+    device.
+    """
+
+    def __init__(self, order: UnitOrder, group: dist.ProcessGroup) -> None:
+        self._order = order
+        self._group = group
+        self._collectives: list[int] = []
+        self._maxima: HostCopy | None = None
+
+    def begin(self) -> list[int]:
+        """Return the bytes to exchange, at the end of a step."""
+        self._check()
+        digest = list(self._order.digest.to_bytes(DIGEST_BITS // 8, "little"))
+        self._collectives = self._order.take()
+        return [*digest, *(255 - byte for byte in digest)]
+
+    def end(self, maxima: torch.Tensor) -> None:
+        """Take the exchanged bytes, and compare them where that does not wait for a device."""
+        self._maxima = HostCopy(maxima)
+        if not accelerator.is_one(maxima.device):
+            self._check()
+
+    def forget(self) -> None:
+        """Forget the collectives of a failed step."""
+        self._order.take()
+        self._maxima = None
+
+    def _check(self) -> None:
+        if self._maxima is None:
+            return
+        first, second = self._maxima.values().view(2, -1).int()
+        self._maxima = None
+        if bool((first + second == 255).all()):
+            return
+
+        collectives: list[list[int]] = [[] for _ in range(self._group.size())]
+        dist.all_gather_object(collectives, self._collectives, group=self._group)
+        ranks = dist.get_process_group_ranks(self._group)
+        differing = self._order.difference(collectives)
+        each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, differing, strict=False)) or "many collectives ago"
+        raise CommunicationError(
+            f"the ranks ran different parts of the model in this step, and exchanged weights or gradients of "
+            f"different blocks ({each}); run the same blocks in the same order on all ranks (draw the blocks "
+            "that are skipped from a generator with one seed on all ranks), or use ZeRO stage 1 or 2, where "
+            "ranks may skip different blocks"
+        )
 
 
 def _may_train(parameter: torch.Tensor) -> bool:

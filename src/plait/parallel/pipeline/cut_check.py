@@ -14,9 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait._torch.storage import storage_key
 from plait.errors import ModelError, PlaitError
-from plait.model.dataflow import Origin, Skeleton, Trace, Untraceable
-from plait.model.stages import StageCut, stages_needed
+from plait.model.dataflow import Dataflow, Origin, Skeleton, Trace, Untraceable
+from plait.model.outer_state import (
+    SettingName,
+    changed_settings,
+    outer_modules,
+    outer_settings,
+    set_settings,
+    setting_text,
+)
+from plait.model.stages import StageCut, check_order, stages_needed
 from plait.model.unavailable import output_fields, without
 from plait.parallel.containers import entries, rebuilt
 from plait.parallel.pipeline.stage_cache import with_empty_cache
@@ -36,33 +45,81 @@ class CutResult:
 
 @dataclass
 class CutCheck:
-    """Asks once for every kind of batch."""
+    """Asks once for every kind of batch, and again when attributes of the model outside of its blocks have changed."""
 
     skeleton: Skeleton
     cut: StageCut
+    model: nn.Module
+    """The model of this rank."""
     _results: dict[Any, CutResult] = field(default_factory=dict, init=False)
+    _set_by_forward: set[SettingName] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        # The blocks of other stages are placeholders, which have the same names.
+        self._modules = outer_modules(self.model, self.skeleton.blocks)
+        self._settings = outer_settings(self._modules)
 
     def result(self, piece: Any, *, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> CutResult:
         """For a micro-batch like `piece`. Raises ModelError where the cut model would compute something else, or where that cannot be
         known."""
+        self._follow_settings()
         key = (training, loss is not None, _kind(piece))
         if key not in self._results:
             self._results[key] = self._ask(piece, forward, loss, training)
         return self._results[key]
 
+    def _follow_settings(self) -> None:
+        """Give the copy the attributes that were changed since the last call, and forget what was found with the old ones."""
+        settings = outer_settings(self._modules)
+        changed = changed_settings(self._settings, settings)
+        self._settings = settings
+        changed = {name: value for name, value in changed.items() if name not in self._set_by_forward}
+        if changed:
+            set_settings(self.skeleton.model, changed)
+            self._results.clear()
+
+    def _refuse_state(self, flow: Dataflow, name: str) -> None:
+        """Refuse state that only the last stage would change, and parameters that the loss reads."""
+        last = self.cut.blocks[-1]
+        if flow.late_settings:
+            setting = setting_text(min(flow.late_settings))
+            raise ModelError(
+                f"parallel.pp: the forward of {name} sets {setting} after {last}, where only the last stage runs, so the other stages "
+                "would read another value; set it in the training loop, between two steps, or before the first block, or use "
+                "parallel.pp = 1"
+            )
+        if flow.late_buffers:
+            raise ModelError(
+                f"parallel.pp: the forward of {name} changes the buffer {min(flow.late_buffers)} after {last}, where only the last stage "
+                "runs, and reads it before, on other stages; change it in the training loop, between two steps, or before the first "
+                "block, or use parallel.pp = 1"
+            )
+        owned_by_last = {parameter for parameter, stages in self.cut.owners.items() if self.cut.stages - 1 in stages}
+        inside = tuple(f"{block}." for block in self.cut.blocks)
+        foreign = {parameter for parameter in flow.strangers if parameter.startswith(inside) or parameter not in owned_by_last}
+        if foreign:
+            raise ModelError(
+                f"parallel.pp: the loss reads parameters of the model ({min(foreign)}), of which each stage has its own only; leave a "
+                "penalty on squares to the optimizer's weight_decay, or use parallel.pp = 1"
+            )
+
     def _ask(self, piece: Any, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> CutResult:
         name = type(self.skeleton.model).__name__
         cpu = _on_cpu(piece)
         missing: dict[str | int, str] = {}
+        named = self.model.named_parameters(remove_duplicate=False)
+        parameters = {storage_key(p): parameter for parameter, p in named}
 
         def run(model: nn.Module, trace: Trace) -> None:
             missing.clear()
             here = with_empty_cache(cpu)
             output = forward(model, here)
+            # Before the loss, which would fail for a reason that follows from the order.
+            check_order(trace.flow, self.cut.bounds, name)
             fields = output_fields(output)
             missing.update({entry: why for entry, leaves in fields.items() if (why := self._why_missing(entry, leaves, trace))})
             if loss is not None:
-                trace.need([loss(without(output, missing), here)[0]], "the loss")
+                trace.need([_loss_of_copy(loss, without(output, missing), here, trace, parameters)], "the loss")
 
         try:
             trace = self.skeleton.trace(run, training=training)
@@ -71,6 +128,8 @@ class CutCheck:
                 f"parallel.pp: whether {name} is right when it is cut cannot be known, because its forward cannot be run without its "
                 f"weights ({error}); use parallel.pp = 1"
             ) from error
+        self._set_by_forward |= set(trace.flow.settings)
+        self._refuse_state(trace.flow, name)
         needed = stages_needed(trace.flow, self.cut.bounds, name=name)
         for owners, has, verb in (
             (needed.owners, self.cut.owners, "uses"),
@@ -106,7 +165,7 @@ class CutCheck:
                 continue
             return (
                 f"parallel.pp: the model's output `{entry}` {what} (hidden states, attentions, or router logits and a loss of them), and "
-                f"stage {last}, which computes the loss, does not have that; leave it out of the loss, or use parallel.pp = 1"
+                f"stage {last}, which computes the loss, does not have that; use parallel.pp = 1, or leave it out of the loss"
             )
         return None
 
@@ -117,6 +176,24 @@ class CutCheck:
             if stage not in self.cut.owners.get(name, ()) or not recomputes:
                 return name
         return None
+
+
+def _loss_of_copy(loss: LossFunction, output: Any, piece: Any, trace: Trace, parameters: dict[int, str]) -> torch.Tensor:
+    """Compute the loss of a traced output, and note which of the real `parameters` (storage to name) it reads."""
+    # Not during the forward: modules that a deepcopy shares (closures) read real parameters there.
+    trace.strangers = parameters
+    try:
+        return loss(output, piece)[0]
+    except Exception as error:
+        if isinstance(error, PlaitError) or trace.failed:  # a module that the loss runs has failed
+            raise
+        raise ModelError(
+            f"parallel.pp: the loss cannot be computed from the model's output and the batch alone ({type(error).__name__}: {error}), "
+            "and each stage has the attributes of its own blocks only; return what the loss reads in the model's output, or use "
+            "parallel.pp = 1"
+        ) from error
+    finally:
+        trace.strangers = {}
 
 
 def _kind(piece: Any) -> Any:

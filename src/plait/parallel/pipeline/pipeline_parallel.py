@@ -18,7 +18,6 @@ from plait._torch.dtensor import local_tensor
 from plait.cluster import accelerator
 from plait.cluster.mesh import Groups, Mesh
 from plait.comm.messages import Messenger
-from plait.comm.waits import Waits
 from plait.errors import ConfigError, Problem
 from plait.model.dataflow import Skeleton
 from plait.model.facts import ModelFacts, model_facts
@@ -174,11 +173,11 @@ class PipelineRank(StepHook):
 
 def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
     staged, schedule, found = plan.staged, plan.schedule, plan.cut
-    upwards, data, waits = mesh.group("pp"), parts.noted(DataParallel), parts.noted(Waits)
-    assert staged is not None and upwards is not None and mesh.reverse_pp is not None and data is not None and waits is not None
+    upwards, data = mesh.group("pp"), parts.noted(DataParallel)
+    assert staged is not None and upwards is not None and mesh.reverse_pp is not None and data is not None
     zero = StagedZero(staged, schedule, zero=data.stage, reducer=parts.noted(Reducer))
-    messenger = Messenger([(upwards, mesh.reverse_pp), *mesh.more_pp], device=mesh.device, waits=waits)
-    check = CutCheck(plan.skeleton, found)
+    messenger = Messenger([(upwards, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
+    check = CutCheck(plan.skeleton, found, parts.model)
     runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
     runtime.statistics = parts.noted(RouterStatistics)
     offloaded = parts.noted(OffloadedActivations)

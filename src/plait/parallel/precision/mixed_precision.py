@@ -12,6 +12,7 @@ import numpy as np
 
 from plait.cluster.mesh import Mesh
 from plait.model.facts import ModelFacts
+from plait.model.float32_modules import float32_modules
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.precision.loss_scale import LossScale
 from plait.parallel.technique import Parts, Technique
@@ -32,6 +33,8 @@ class Precision(Technique):
     """How the loss is scaled; only for float16."""
     check_overflow: bool = False
     """Skip an optimizer step whose gradients are not finite. Always done with a loss scale."""
+    float32_modules: tuple[str, ...] = ()
+    """Names or patterns of modules that compute in float32 where `compute` is set (see `model.float32_modules`)."""
 
     @property
     def reduction(self) -> ReduceDtype | None:
@@ -40,7 +43,10 @@ class Precision(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Leave the dtypes for the technique that shards."""
+        is_float16 = self.compute == "float16"
+        kept = float32_modules(parts.model, self.float32_modules, is_float16=is_float16) if self.compute else ()
         return parts.with_shard(
+            float32_modules=kept,
             compute_dtype=dtype_of(self.compute) if self.compute else None,
             reduce_dtype=dtype_of(self.reduction) if self.reduction else None,
         )

@@ -289,9 +289,11 @@ def test_every_reason_is_used() -> None:
         ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis = 0: must be at least 1"),
         (
             {"communication_data_type": "fp8"},
-            "communication_data_type = 'fp8': must be 'fp32', 'fp16' or 'bf16'; known are bf16, fp16, fp32",
+            "communication_data_type = 'fp8': must be 'fp32', 'fp16' or 'bf16'; use one of them",
         ),
         ({"communication_data_type": "fp23"}, "communication_data_type = 'fp23': must be 'fp32', 'fp16' or 'bf16'; did you mean `fp32`?"),
+        ({"data": {"packing": "joined"}}, "data.packing = 'joined': must be 'documents'; write 'documents', or leave it out"),
+        ({"optimizer": {"states": "own"}}, "optimizer.states = 'own': must be 'bf16', 'int8' or 'float8'; use one of them"),
         ({"parallel": {"tp": "auto"}}, "parallel.tp = 'auto': is answered by a plan"),
         ({"parallel": {"blocks": "model.layers"}}, "parallel.blocks = 'model.layers': must be a list; write a list in brackets"),
         ({"run": {"processes": "all"}}, "run.processes = 'all': must be a whole number or 'auto'"),

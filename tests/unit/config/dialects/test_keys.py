@@ -118,17 +118,20 @@ def typos(name: str, chance: random.Random) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(keys.known()))
-def test_a_one_letter_typo_finds_the_key(path: str) -> None:
-    section, _, name = path.rpartition(".")
-    known = set(keys.inside(section))
-    chance = random.Random(path)
-    for typo in chance.sample(sorted(typos(name, chance)), k=min(6, len(name))):
-        if typo in known or len(typo) < 2 or typo.startswith("_"):  # `_anything` is a remark
-            continue
-        remedy = keys.remedy_for(section, typo)
-        assert remedy.startswith("did you mean ")
-        assert path in remedy.removeprefix("did you mean ").removesuffix("?").split(" or "), f"{typo}: {remedy}"
+def test_a_one_letter_typo_finds_the_key() -> None:
+    wrong = []
+    for path in sorted(keys.known()):
+        section, _, name = path.rpartition(".")
+        known = set(keys.inside(section))
+        chance = random.Random(path)
+        for typo in chance.sample(sorted(typos(name, chance)), k=min(6, len(name))):
+            if typo in known or len(typo) < 2 or typo.startswith("_"):  # `_anything` is a remark
+                continue
+            remedy = keys.remedy_for(section, typo)
+            meant = remedy.removeprefix("did you mean ").removesuffix("?").split(" or ")
+            if not remedy.startswith("did you mean ") or path not in meant:
+                wrong.append(f"{path}: {typo}: {remedy}")
+    assert not wrong
 
 
 def test_a_key_in_the_wrong_section_is_told_where_it_belongs() -> None:

@@ -18,7 +18,7 @@ from plait.policy import Policy
         (ModelSection, {"config": {"model_type": "llama"}, "path": "x"}, "set exactly one"),
         (ModelSection, {"config": {"hidden_size": 8}}, "model_type"),
         (ModelSection, {"path": "x", "dtype": "int8"}, "float32"),
-        (DataSection, {"paths": ["a.txt"]}, "not read with source"),
+        (DataSection, {"paths": ["a.txt"]}, "`paths` is read by a `source`"),
         (DataSection, {"source": "files"}, "set `paths`"),
         (DataSection, {"source": "jsonl"}, "set `paths`"),
         (DataSection, {"source": "datasets", "paths": ["a", "b"]}, "exactly one data set and `paths` has 2"),

@@ -140,7 +140,7 @@ def test_a_sink_counts_once(name: Kernel, size: float) -> None:
     check(tensors, Rule(0.3, kernel=name), sinks=torch.randn(4, dtype=torch.float64) * size)
 
 
-@pytest.mark.parametrize("scale", [0.3, 1000.0])
+@pytest.mark.parametrize("scale", [0.3, 1000.0], ids=["", "large scores"])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("window", [None, 3, 7])
 def test_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch, window: int | None, packed: bool, scale: float) -> None:

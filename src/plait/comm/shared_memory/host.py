@@ -1,9 +1,10 @@
-"""The ranks of one group on one machine, verified: their identity, whether they are alive, and memory that all of them share.
+"""Groups whose ranks all run on one machine: the proof of it, their waits, and their common memory.
 
-Memory is an anonymous file (`memfd`) that one rank makes and the others open through `/proc`. It has no name, so a killed run leaves
-nothing behind, and it does not count against the size of `/dev/shm`. That every rank reads the random bytes which the first one wrote is
-the proof that they share a machine; names of hosts are not looked at. What cannot be had is `Unavailable` with a reason, on all ranks. Only
-for x86-64: the order in which other cores see stores is relied on.
+Memory is an anonymous file (`memfd`) that one rank makes and the others open through `/proc`. It
+has no name, so a killed run leaves nothing behind, and it does not count against the size of
+`/dev/shm`. That every rank reads the random bytes which the first one wrote is the proof that they
+share a machine; names of hosts are not looked at. What cannot be had is `Unavailable` with a
+reason, on all ranks. Only for x86-64: the order in which other cores see stores is relied on.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ import mmap
 import os
 import platform
 import secrets
-import select
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -26,10 +25,11 @@ import torch.distributed as dist
 
 from plait._torch.groups import timeout_of
 from plait.cluster.host_memory import free_host_bytes
+from plait.comm import stacks
 from plait.comm.board import Wait
-from plait.comm.system_calls import memfd_create, pidfd_open
 from plait.comm.watch import WATCH
 from plait.errors import CommunicationError
+from plait.files import anonymous_file
 from plait.units import format_bytes
 
 _PAGE = 4096
@@ -41,7 +41,8 @@ _SHARE_OF_FREE_MEMORY = 0.5
 
 
 class Unavailable(Exception):
-    """Memory cannot be shared; the message is the reason. Raised on every rank of the group or on none."""
+    """Memory cannot be shared; the message is the reason. Raised on every rank of the group or on
+    none."""
 
 
 class Host:
@@ -57,30 +58,26 @@ class Host:
         Memory(self, words=1, data_bytes=0)  # the proof
         self._pids: list[tuple[int, int]] = [(0, 0)] * self.ranks
         dist.all_gather_object(self._pids, (os.getpid(), os.stat("/proc/self/ns/pid").st_ino), group=group)
-        self._lives = self._watch()
-
-    def _watch(self) -> dict[int, int]:
-        """Rank to a descriptor that becomes readable when its process ends; empty where the kernel has none."""
-        if len({space for _, space in self._pids}) > 1:
-            return {}
-        lives: dict[int, int] = {}
-        with suppress(OSError):  # without them only the deadline ends a wait
-            for rank, (pid, _) in enumerate(self._pids):
-                if rank != self.rank:
-                    lives[rank] = pidfd_open(pid)
-        weakref.finalize(self, _close, list(lives.values()))
-        return lives
+        self._sees_processes = len({namespace for _, namespace in self._pids}) == 1
 
     def name(self, rank: int) -> str:
         """A rank of the group, for errors: `rank 3`, its number in the world."""
         return f"rank {self._global_ranks[rank]}"
 
     def wait(self, late: Callable[[], list[int]], *, operation: str, sequence: int = 0, shape: str = "") -> None:
-        """Return once `late()`, the ranks that are still missing, is empty. `sequence`, `shape`: its number, and of what is exchanged, for
-        messages.
+        """Return once no rank is missing: yield the core at first, sleep later.
 
-        Yields the core at once and sleeps later: there may be more ranks than cores. Raises CommunicationError naming the ranks and the
-        operation when one of them has ended, or at the group's deadline.
+        There may be more ranks than cores.
+
+        Args:
+            late: Returns the ranks of the group that are still missing.
+            operation: Name of the collective, for messages.
+            sequence: Its number among those of the group, for messages.
+            shape: What is exchanged, for messages.
+
+        Raises:
+            CommunicationError: A missing rank has ended, or the group's deadline has passed. The
+                message names the ranks and the operation.
         """
         began = time.monotonic()
         while late():
@@ -94,7 +91,7 @@ class Host:
                 self._wait_on(late, wait)
 
     def _wait_on(self, late: Callable[[], list[int]], wait: Wait) -> None:
-        """The part of a wait that is published as `wait`, because it is long."""
+        """Sleep until no rank is missing, and publish `wait` meanwhile."""
         checked, pause = wait.since, 20e-6
         while late():
             time.sleep(pause)
@@ -108,11 +105,11 @@ class Host:
                     WATCH.again(wait)
 
     def _names(self, ranks: list[int]) -> tuple[int, ...]:
-        """Their numbers in the world."""
+        """Return the ranks' numbers in the world."""
         return tuple(self._global_ranks[rank] for rank in ranks)
 
     def _check(self, late: Callable[[], list[int]], operation: str, *, waited: float) -> list[int]:
-        """The ranks that are missing. Raises CommunicationError as `wait` does."""
+        """Return the ranks that are missing. Raises CommunicationError as `wait` does."""
         ended = self._ended()
         missing = late()  # after `ended`: what a rank wrote before it ended is seen
         dead = [rank for rank in missing if rank in ended]
@@ -129,18 +126,17 @@ class Host:
         return missing
 
     def _ended(self) -> set[int]:
-        poll = select.poll()
-        for descriptor in self._lives.values():
-            poll.register(descriptor, select.POLLIN)
-        readable = {descriptor for descriptor, _ in poll.poll(0)}
-        return {rank for rank, descriptor in self._lives.items() if descriptor in readable}
+        if not self._sees_processes:  # only the deadline ends a wait
+            return set()
+        return {rank for rank, (pid, _) in enumerate(self._pids) if stacks.state(pid) in stacks.ENDED}
 
 
 class Memory:
-    """Bytes and counters that every rank of a Host sees. Freed when no tensor points into it any more, here and on the other ranks.
+    """Bytes and counters that every rank of a Host sees. Freed when no tensor points into it any
+    more, here and on the other ranks.
 
-    `words` [ranks, width] of int64 start at 0; a rank writes only its own row. On x86-64 a rank that sees a word also sees everything
-    written before it.
+    `words` [ranks, width] of int64 start at 0; a rank writes only its own row. On x86-64 a rank
+    that sees a word also sees everything written before it.
     """
 
     def __init__(self, host: Host, *, words: int, data_bytes: int) -> None:
@@ -177,7 +173,8 @@ class Memory:
         return [rank for rank in range(self._ranks) if self.read(rank, index) < count]
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype, on_release: Callable[[], None] | None = None) -> torch.Tensor:
-        """[numel] elements from byte `offset`. `on_release` is called when no tensor refers to them any more."""
+        """[numel] elements from byte `offset`. `on_release` is called when no tensor refers to them
+        any more."""
         start = self._data_start + offset
         window = memoryview(self._mapped)[start : start + max(numel, 1) * dtype.itemsize]
         if on_release is not None:
@@ -208,9 +205,9 @@ def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
     if free is not None and total > free * _SHARE_OF_FREE_MEMORY:
         return None, f"{format_bytes(total)} to share, and {format_bytes(free)} of memory are free"
     try:
-        descriptor = memfd_create("plait")
+        descriptor = anonymous_file("plait")
     except OSError as error:
-        return None, f"memfd_create: {error.strerror}"
+        return None, f"memory that processes share: {error.strerror}"
     nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
         os.ftruncate(descriptor, total)
@@ -243,8 +240,3 @@ def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap 
 
 def _pages(count: int) -> int:
     return math.ceil(count / _PAGE) * _PAGE
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

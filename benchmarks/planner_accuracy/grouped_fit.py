@@ -1,0 +1,70 @@
+"""A fit of the planner's constants to rows of many sources, each of which has an offset of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from plait.planner.calibrate import Fit, Moves, most_probable
+from plait.planner.constants import Constant, Rates
+
+
+def grouped_fit(
+    predict: Callable[[Rates], np.ndarray],
+    measured: np.ndarray,
+    names: Sequence[str],
+    *,
+    known: Mapping[str, Constant],
+    spread: float,
+    groups: np.ndarray,
+    group_width: float,
+    weights: np.ndarray | float = 1.0,
+    begin: Rates | None = None,
+) -> tuple[Fit, np.ndarray]:
+    """Fit constants that do not explain what the rows of a group have in common.
+
+    Args:
+        predict: Returns the logarithms of what was measured, one per row.
+        measured: Logarithms of the measured values.
+        names: Constants that may move.
+        known: Priors of all constants.
+        spread: Noise of a row.
+        groups: Number of the group of each row.
+        group_width: Standard deviation of a group's offset.
+        weights: Scale the evidence of the rows.
+        begin: Constants at which the search starts, else the priors. The result is the same, sooner.
+
+    Returns:
+        The fit, and the offset of each group.
+    """
+    moves = Moves(tuple(names), known)
+    constants, count = len(moves.names), int(groups.max()) + 1
+    indicator = np.zeros((len(measured), count))
+    indicator[np.arange(len(measured)), groups] = 1
+    start = np.zeros(constants + count)
+    if begin is not None:
+        start[:constants] = [math.log(float(begin[name]) / known[name].median) for name in moves.names]
+
+    def predict_at(theta: np.ndarray) -> np.ndarray:
+        return predict(moves.rates(theta)) + indicator @ theta[constants:]
+
+    def jacobian_at(theta: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+        of_constants = moves.jacobian(predict, theta, predicted - indicator @ theta[constants:])
+        return np.concatenate([of_constants, indicator], axis=1)
+
+    open_ends = np.full(count, math.inf)
+    least, most = moves.bounds
+    theta, covariance = most_probable(
+        predict_at,
+        jacobian_at,
+        measured,
+        start,
+        widths=np.concatenate([moves.widths, np.full(count, group_width)]),
+        bounds=(np.concatenate([least, -open_ends]), np.concatenate([most, open_ends])),
+        spread=spread,
+        weights=weights,
+    )
+    fitted = Fit(moves.names, moves.rates(theta), covariance[:constants, :constants], spread, len(measured))
+    return fitted, theta[constants:]

@@ -1,0 +1,212 @@
+"""Patched behaviour of `fully_shard`: the order in which units are gathered and reduced.
+
+Note [Order of units]:
+Gathering and reducing a unit are collectives, and a process group pairs the collectives of its ranks
+by their order only. Ranks that skip different blocks (LayerDrop, stochastic depth, samples without an
+image) would therefore exchange the weights and gradients of different blocks, and no library notices
+it where the shapes agree.
+
+Where units stay gathered after the forward (ZeRO stages 1 and 2), each unit is gathered once and
+reduced once per pass, so a fixed order removes the problem. Before a unit is gathered, all units in
+front of it are gathered. The end of the model's forward gathers the remaining ones. A unit is reduced
+when all units behind it have been reduced, and the end of the backward reduces the remaining ones.
+A unit without gradients reduces zeros. Models that run their blocks in the order of registration issue
+the same collectives as before. A step that skips a block keeps the gradients of the blocks in front of
+it unsharded until the end of the backward.
+
+At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded, and the
+ranks compare a digest of it once per step.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from plait._torch.passes import around_backward
+from plait._torch.units import parameter_groups, sharded_modules
+
+DIGEST_BITS = 32
+MOST_COLLECTIVES = 1 << 14
+_MULTIPLIER = 0x9E3779B1
+_RUNNING: list[weakref.ref[UnitOrder]] = []
+"""The order whose units began a collective last. At most one entry."""
+
+
+def last_collective() -> str:
+    """Return the last collective of a unit of any model, e.g. `gathering of blocks.1`, or an empty string."""
+    order = _RUNNING[0]() if _RUNNING else None
+    return order.last if order is not None else ""
+
+
+class UnitOrder:
+    """Records the collectives of a sharded model's units, and fixes their order if `is_fixed`.
+
+    Args:
+        root: The sharded model.
+        is_fixed: Whether all ranks gather and reduce all units in one order, see Note [Order of units].
+            Requires that units stay gathered after the forward.
+        embeddings: Units that torch reduces at the end of the backward, because their inputs have no
+            gradient.
+        heads: Units that run after all others.
+    """
+
+    def __init__(
+        self,
+        root: FSDPModule,
+        *,
+        is_fixed: bool,
+        embeddings: Sequence[FSDPModule] = (),
+        heads: Sequence[FSDPModule] = (),
+    ) -> None:
+        assert isinstance(root, nn.Module)
+        self._is_fixed = is_fixed
+        self._reference = weakref.ref(self)
+        outer = {root, *embeddings, *heads}
+        blocks = [module for module in sharded_modules(root) if module not in outer]
+        modules = [root, *embeddings, *blocks, *heads]
+        pairs = [(module, group) for module in modules for group in parameter_groups(module)]
+        names: dict[Any, str] = {module: name for name, module in root.named_modules()}
+        self._names = [names[module] or "the parameters outside of the blocks" for module, _ in pairs]
+        self._states: list[Any] = [module._get_fsdp_state() for module, _ in pairs]
+        self._groups = [group for _, group in pairs]
+        self._reductions: list[Callable[..., None]] = [group.post_backward for group in self._groups]
+        # Bounded, because evaluations add to it and only training steps take it.
+        self._collectives: deque[int] = deque(maxlen=MOST_COLLECTIVES)
+        self._digest = 0
+        self._awaits_reduction = [False] * len(self._groups)
+        self._unreduced = len(self._groups)
+        """The units in front of this index are not reduced yet in the running backward."""
+
+        for index, group in enumerate(self._groups):
+            group.unshard = self._ordered_gather(index, group.unshard)
+            group.post_backward = self._ordered_reduction(index)
+        if is_fixed:
+            root.register_forward_hook(self._gather_remaining, prepend=True)
+            around_backward(root, begin=self._begin_reductions, before_end=self._reduce_remaining)
+
+    @property
+    def digest(self) -> int:
+        """32 bits that depend on all collectives since the last `take`, and on their order."""
+        return self._digest
+
+    @property
+    def last(self) -> str:
+        """The last collective that began, e.g. `gathering of blocks.1`. Empty before the first one."""
+        return self._description(self._collectives[-1]) if self._collectives else ""
+
+    def take(self) -> list[int]:
+        """Return the last collectives since the previous call, at most `MOST_COLLECTIVES`, and forget them."""
+        collectives = list(self._collectives)
+        self._collectives.clear()
+        self._digest = 0
+        return collectives
+
+    def difference(self, collectives: Sequence[Sequence[int]]) -> list[str]:
+        """Describe the first collective in which ranks differ.
+
+        Args:
+            collectives: What `take` returned on each rank.
+
+        Returns:
+            One description per rank, e.g. `gathering of blocks.1`, or `nothing` after the last one.
+            Empty if all ranks issued the same collectives.
+        """
+        for position in range(max(map(len, collectives))):
+            codes = [codes[position] if position < len(codes) else None for codes in collectives]
+            if len(set(codes)) > 1:
+                return ["nothing" if code is None else self._description(code) for code in codes]
+        return []
+
+    def _description(self, code: int) -> str:
+        return f"{'reduction' if code % 2 else 'gathering'} of {self._names[code // 2]}"
+
+    def _note(self, code: int) -> None:
+        _RUNNING[:] = [self._reference]
+        self._collectives.append(code)
+        self._digest = (self._digest * _MULTIPLIER + code + 1) % (1 << DIGEST_BITS)
+
+    def _is_gathered(self, index: int) -> bool:
+        group = self._groups[index]
+        return group.is_unsharded or group._all_gather_result is not None
+
+    def _ordered_gather(self, index: int, unshard: Callable[[bool], None]) -> Callable[..., None]:
+        group = self._groups[index]
+        ranks = math.prod(group.mesh_info.mesh.shape) // getattr(group.mesh_info, "replicate_mesh_size", 1)
+
+        def gather(async_op: bool = False) -> None:
+            in_backward = group._training_state is TrainingState.PRE_BACKWARD
+            is_skipped = in_backward and not group.unshard_in_backward
+            if not self._is_gathered(index) and not is_skipped:
+                if self._is_fixed:
+                    self._gather_units(range(index))
+                if ranks > 1:
+                    self._note(2 * index)
+            unshard(async_op)
+
+        return gather
+
+    def _gather_units(self, indices: range) -> None:
+        """Gather those of the units that are not gathered. Collective."""
+        for index in indices:
+            # torch does not prepare the unit of a module that was replaced before the first forward.
+            if self._is_gathered(index) or self._states[index]._is_root is None:
+                continue
+            group = self._groups[index]
+            with group.use_training_state(TrainingState.FORWARD):
+                group.unshard()
+                group.wait_for_unshard()
+
+    def _gather_remaining(self, *_: object) -> None:
+        self._gather_units(range(len(self._groups)))
+
+    def _ordered_reduction(self, index: int) -> Callable[..., None]:
+        group = self._groups[index]
+
+        def reduce(*_: object) -> None:
+            is_deferred = self._is_fixed and group.reduce_grads and index < self._unreduced
+            if not is_deferred:
+                self._reduce(index)
+                return
+            self._awaits_reduction[index] = True
+            self._reduce_ready()
+
+        return reduce
+
+    def _reduce(self, index: int) -> None:
+        group = self._groups[index]
+        # torch issues no collective for a unit that is frozen or was never gathered.
+        trains = any(p.sharded_param.requires_grad and hasattr(p, "_unsharded_param") for p in group.fsdp_params)
+        if group.reduce_grads and trains:
+            self._note(2 * index + 1)
+        self._reductions[index]()
+
+    def _begin_reductions(self) -> None:
+        self._unreduced = len(self._groups)
+        self._awaits_reduction = [False] * len(self._groups)
+
+    def _reduce_ready(self) -> None:
+        """Reduce units from the end of the order, up to the first one that awaits its backward."""
+        while self._unreduced > 0:
+            index = self._unreduced - 1
+            is_prepared = self._states[index]._is_root is not None
+            if is_prepared and not self._awaits_reduction[index]:
+                return
+            self._unreduced = index
+            if is_prepared:
+                self._reduce(index)
+
+    def _reduce_remaining(self) -> None:
+        """Reduce the units whose backward did not run."""
+        for index in reversed(range(len(self._groups))):
+            if index < self._unreduced and self._states[index]._is_root is not None:
+                # Through the attribute, because later patches complete the unit's gradients.
+                self._groups[index].post_backward()
+        self._begin_reductions()

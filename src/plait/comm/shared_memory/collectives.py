@@ -1,0 +1,376 @@
+"""All-gather, reduce-scatter and all-reduce between ranks of one machine, in common memory.
+
+The first two are plugged into `fully_shard`, which requests their buffers and then calls them; the
+all-reduce is made of buffers that the gradient reducer fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait._torch.flat_collectives import all_gather_single
+from plait._torch.units import AllGather, ReduceScatter
+from plait.comm.board import described
+from plait.comm.buckets import Flat
+from plait.comm.record import record
+from plait.comm.reduce_scatter import add_in_order, reduce_scatter
+from plait.comm.shared_memory.host import Host, Memory, Unavailable
+from plait.errors import CommunicationError
+
+_GATHER_SLOTS = 3
+"""`fully_shard` holds up to two outputs while it asks for the next."""
+_ALL_FREE = (1 << _GATHER_SLOTS) - 1
+_SCATTER_SLOTS = 2
+"""`fully_shard` may hold one input while it fills the next."""
+_NO_SLOT = 255
+_READ = 4
+"""Index of the word that says how many calls of a reduce-scatter this rank has finished reading."""
+
+
+class _Slots:
+    """Slots of shared memory that grow on request, with words in which ranks agree on them.
+
+    All ranks request the same sizes in one order, so their slots grow together. Subclasses decide
+    which slot is free, and which rank may use it when.
+    """
+
+    def __init__(self, host: Host, *, words: int, slots: int) -> None:
+        """Reserve nothing yet. `words` per rank, `slots` of equal size."""
+        self._host = host
+        self._words, self._slots = words, slots
+        self._memory: Memory | None = None
+        self._slot_bytes = 0
+        self._too_large: int | None = None
+        """Requests of this many bytes or more were refused: memory was short."""
+
+    def _renewed(self) -> None:
+        """There is new memory, in which nothing is used yet."""
+        raise NotImplementedError
+
+    def _fits(self, count: int) -> bool:
+        return self._memory is not None and count <= self._slot_bytes
+
+    def _make_room(self, count: int) -> None:
+        """Collective where a call is larger than any before."""
+        if self._fits(count) or (self._too_large is not None and count >= self._too_large):
+            return
+        slot_bytes = -(-count // 64) * 64
+        try:
+            memory = Memory(self._host, words=self._words, data_bytes=self._slots * slot_bytes)
+        except Unavailable:
+            self._too_large = count
+            return
+        self._memory, self._slot_bytes = memory, slot_bytes
+        self._renewed()
+
+    def _slot(self, index: int, numel: int, dtype: torch.dtype, released: Callable[[], None]) -> torch.Tensor:
+        """[numel] at the start of a slot. `released` is called when no tensor points into it any
+        more, unless the memory was renewed."""
+        memory = self._memory
+        assert memory is not None
+
+        def release() -> None:
+            if self._memory is memory:
+                released()
+
+        return memory.tensor(index * self._slot_bytes, numel, dtype, release)
+
+    def _same_everywhere(self, word: int, count: int, *, operation: str, does: str) -> None:
+        """Raise CommunicationError unless all ranks wrote `count` in a word."""
+        memory, host = self._memory, self._host
+        assert memory is not None
+        other = next((rank for rank in range(host.ranks) if memory.read(rank, word) != count), None)
+        if other is not None:
+            theirs = memory.read(other, word)
+            raise CommunicationError(
+                f"{operation} over {host.label}: {host.name(other)} {does} {theirs} bytes and {host.name(host.rank)} {count}; "
+                "the ranks issue different collectives"
+            )
+
+
+class SharedAllGather(_Slots, AllGather):
+    """All-gather of one group, for every unit of a model, into memory that all ranks read.
+
+    `fully_shard` requests the output first (`allocate`), copies this rank's shard into it and then
+    calls. The output is one of a few slots of shared memory, so the shard is written once, where
+    the others read it, and the call only waits for the others.
+
+    Which slot is free is agreed without a further exchange: with each call a rank publishes which
+    slots no tensor of its own points into, and the next call takes the first slot that all
+    published as free. No rank uses a slot between these two calls, so reading an older output is
+    safe. Where no slot is free, or memory is short, torch's collective is used, on all ranks.
+    """
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host, words=4, slots=_GATHER_SLOTS)
+        self._round = 0
+        self._next: int | None = 0
+        """The slot of the coming call, as all agreed; None where none is free."""
+        self._free = _ALL_FREE
+        """Slots into which no tensor of this rank points, one bit each."""
+        self._output: tuple[int, int] | None = None
+        """(address, bytes) of the output that `allocate` handed out for the coming call."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The output of the coming call: [ranks x n], in shared memory where there is some."""
+        numel = prod(int(length) for length in size)
+        count = numel * dtype.itemsize
+        self._make_room(count)
+        if self._next is None or not self._fits(count) or not self._free >> self._next & 1:
+            return torch.empty(*size, dtype=dtype, device=device)
+        output = self._lease(self._next, numel, dtype)
+        self._output = (output.data_ptr(), count)
+        return output.view(*size)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        """`output_tensor` [ranks x n] from every rank's `input_tensor` [n]. Done when it returns."""
+        count = output_tensor.numel() * output_tensor.element_size()
+        in_place = self._output == (output_tensor.data_ptr(), count)
+        self._output = None
+        self._make_room(count)
+        if self._memory is None or not self._fits(count):
+            all_gather_single(output_tensor, input_tensor, group=group)
+            return
+        slot = self._next
+        staged = None
+        if slot is not None and not in_place:
+            staged = self._lease(slot, output_tensor.numel(), output_tensor.dtype)
+            staged.view(self._host.ranks, -1)[self._host.rank].copy_(input_tensor.reshape(-1))
+        if slot is None:
+            all_gather_single(output_tensor, input_tensor, group=group)
+        self._meet(count, described(output_tensor.shape, output_tensor.dtype))
+        if staged is not None:
+            output_tensor.view(-1).copy_(staged)
+        if slot is not None:
+            record("all_gather", full_bytes=count, dtype=output_tensor.dtype, ranks=self._host.ranks)
+
+    def _meet(self, count: int, shape: str) -> None:
+        """Wait for every rank's shard, and agree on the next slot."""
+        memory, host, parity = self._memory, self._host, self._round % 2
+        assert memory is not None
+        # Two words in turn: a rank can be one call ahead, never two. The slot of this call is in use until its output is freed.
+        memory.write(2 + parity, count)
+        memory.write(parity, (self._round + 1) << _GATHER_SLOTS | self._free)
+        host.wait(partial(self._late, parity), operation="all-gather", sequence=self._round + 1, shape=shape)
+        self._same_everywhere(2 + parity, count, operation="all-gather", does="gathers")
+        free = _ALL_FREE
+        for rank in range(host.ranks):
+            free &= memory.read(rank, parity)
+        self._next = (free & -free).bit_length() - 1 if free else None
+        self._round += 1
+
+    def _late(self, parity: int) -> list[int]:
+        memory, expected = self._memory, self._round + 1
+        assert memory is not None
+        return [rank for rank in range(self._host.ranks) if memory.read(rank, parity) >> _GATHER_SLOTS != expected]
+
+    def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._free &= ~(1 << slot)
+
+        def released() -> None:
+            self._free |= 1 << slot
+
+        return self._slot(slot, numel, dtype, released)
+
+    def _renewed(self) -> None:
+        self._round, self._next, self._free = 0, 0, _ALL_FREE
+
+
+class SharedReduceScatter(_Slots, ReduceScatter):
+    """Reduce-scatter of one group, for every unit of a model, from memory that all ranks write.
+
+    `fully_shard` requests the input (`allocate`), copies the gradients into it, requests the output
+    and calls. The input is one of two slots of this rank's own in shared memory. The call announces
+    which, waits for the announcements of all ranks, and sums in the order of the ranks, so every
+    run gives the same bits. A slot is reused when no tensor of this rank points into it and every
+    rank has marked it as read.
+    """
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host, words=5, slots=host.ranks * _SCATTER_SLOTS)
+        self._round = 0
+        self._leased = [False] * _SCATTER_SLOTS
+        self._used = [0] * _SCATTER_SLOTS
+        """The call, counted from 1, that last used a slot."""
+        self._input: tuple[int, int, int] | None = None
+        """(address, bytes, slot) of the input that `allocate` handed out for the coming call."""
+        self._asked = False
+        """Whether the input of the coming call was asked for, so that the next request is for the
+        output."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The input [ranks x n] of the coming call, in shared memory where there is some; then its
+        output [n], in memory of its own."""
+        if self._asked:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._asked = True
+        numel = prod(int(length) for length in size)
+        count = numel * dtype.itemsize
+        self._make_room(count)
+        slot = self._free_slot() if self._fits(count) else None
+        if slot is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        tensor = self._lease(slot, numel, dtype)
+        self._input = (tensor.data_ptr(), count, slot)
+        return tensor.view(*size)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """`output_tensor` [n] = this rank's part of the sum (or mean: `op` is SUM or AVG) of
+        `input_tensor` [ranks x n]. Done when it returns."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise NotImplementedError(f"reduce-scatter by {op}")
+        count = input_tensor.numel() * input_tensor.element_size()
+        self._asked = False
+        handed, self._input = self._input, None
+        self._make_room(count)
+        if self._fits(count):
+            slot = handed[2] if handed is not None and handed[:2] == (input_tensor.data_ptr(), count) else None
+            self._through_memory(output_tensor, input_tensor, group, slot)
+        else:
+            reduce_scatter(output_tensor, input_tensor, group)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+    def _through_memory(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup, slot: int | None) -> None:
+        memory, host = self._memory, self._host
+        assert memory is not None
+        count = stacked.numel() * stacked.element_size()
+        staged = None
+        if slot is None and (slot := self._free_slot()) is not None:
+            staged = self._lease(slot, stacked.numel(), stacked.dtype)
+            staged.copy_(stacked.reshape(-1))
+        chosen = self._meet(count, described(stacked.shape, stacked.dtype), _NO_SLOT if slot is None else slot)
+        if _NO_SLOT in chosen:
+            reduce_scatter(output, stacked, group)
+        else:
+            mine = host.rank * count // host.ranks
+            pieces = [
+                memory.tensor((rank * _SCATTER_SLOTS + theirs) * self._slot_bytes + mine, output.numel(), output.dtype)
+                for rank, theirs in enumerate(chosen)
+            ]
+            add_in_order(pieces, [output.view(-1)])
+            record("reduce_scatter", full_bytes=count, dtype=output.dtype, ranks=host.ranks)
+        memory.write(_READ, self._round)
+
+    def _meet(self, count: int, shape: str, slot: int) -> list[int]:
+        """Wait until every rank has its input in place; the slots they chose."""
+        memory, host, parity = self._memory, self._host, self._round % 2
+        assert memory is not None
+        self._round += 1
+        if slot != _NO_SLOT:
+            self._used[slot] = self._round
+        # Two words in turn: a rank can be one call ahead, never two.
+        memory.write(2 + parity, count)
+        memory.write(parity, self._round << 8 | slot)
+        host.wait(partial(self._late, parity), operation="reduce-scatter", sequence=self._round, shape=shape)
+        self._same_everywhere(2 + parity, count, operation="reduce-scatter", does="reduces")
+        return [memory.read(rank, parity) & 255 for rank in range(host.ranks)]
+
+    def _late(self, parity: int) -> list[int]:
+        memory = self._memory
+        assert memory is not None
+        return [rank for rank in range(self._host.ranks) if memory.read(rank, parity) >> 8 != self._round]
+
+    def _free_slot(self) -> int | None:
+        """A slot into which no tensor of this rank points, once all have read what was in it; None
+        where there is none."""
+        free = [slot for slot in range(_SCATTER_SLOTS) if not self._leased[slot]]
+        if not free:
+            return None
+        slot = min(free, key=lambda slot: self._used[slot])
+        memory = self._memory
+        assert memory is not None
+        late = partial(memory.behind, _READ, self._used[slot])
+        self._host.wait(late, operation="reduce-scatter", sequence=self._used[slot])
+        return slot
+
+    def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._leased[slot] = True
+
+        def released() -> None:
+            self._leased[slot] = False
+
+        return self._slot(self._host.rank * _SCATTER_SLOTS + slot, numel, dtype, released)
+
+    def _renewed(self) -> None:
+        self._round, self._leased, self._used = 0, [False] * _SCATTER_SLOTS, [0] * _SCATTER_SLOTS
+
+
+class SharedBuckets:
+    """All-reduce of one group, for the buckets of the gradient reducer; see `comm.buckets.Buckets`.
+
+    Every rank sums one part of a buffer over all ranks, in their order, and writes the sum into all
+    of them. Nothing is copied, and the sum has the same bits on every rank.
+
+    No thread works in the background. A rank does its part when it comes by (at another `start`, or
+    in `finish`) and finds that the others are ready, so ranks do not wait for each other before the
+    end.
+    """
+
+    def __init__(self, host: Host, flats: Sequence[Flat]) -> None:
+        """Collective. Raises Unavailable where memory is short, on all ranks."""
+        starts, total = [], 0
+        for flat in flats:
+            starts.append(total)
+            total += -(-flat.numel * flat.dtype.itemsize // 128) * 128
+        self.state: dict[str, torch.Tensor] = {}
+        self._host = host
+        self._memory = memory = Memory(host, words=2 * len(flats), data_bytes=host.ranks * total)
+        self._pieces = [
+            [memory.tensor(rank * total + start, flat.numel, flat.dtype) for rank in range(host.ranks)]
+            for start, flat in zip(starts, flats, strict=True)
+        ]
+        """By buffer, then by rank."""
+        self.buffers = [pieces[host.rank] for pieces in self._pieces]
+        for buffer in self.buffers:
+            buffer.zero_()  # also places the pages near this rank
+        self._shapes = [described([flat.numel], flat.dtype) for flat in flats]
+        self._calls = [0] * len(flats)
+        """How often each buffer was started."""
+        self._waiting: list[int] = []
+        """Started here and not yet summed here, in order."""
+
+    def start(self, index: int) -> None:
+        """See Buckets."""
+        self._calls[index] += 1
+        self._memory.write(2 * index, self._calls[index])
+        self._waiting.append(index)
+        self._go_on()
+
+    def finish(self, index: int) -> None:
+        """See Buckets."""
+        while index in self._waiting:
+            self._wait(self._waiting[0], 0)
+            self._go_on()
+        self._wait(index, 1)
+        whole = self.buffers[index]
+        record("all_reduce", full_bytes=whole.numel() * whole.element_size(), dtype=whole.dtype, ranks=self._host.ranks)
+
+    def _wait(self, index: int, word: int) -> None:
+        shape = self._shapes[index]
+        self._host.wait(partial(self._late, index, word), operation="all-reduce", sequence=self._calls[index], shape=shape)
+
+    def _go_on(self) -> None:
+        while self._waiting and not self._late(self._waiting[0], 0):
+            self._sum(self._waiting.pop(0))
+
+    def _sum(self, index: int) -> None:
+        memory, host, pieces = self._memory, self._host, self._pieces[index]
+        numel = pieces[0].numel()
+        part = -(-numel // (host.ranks * 32)) * 32  # whole cache lines, so that ranks do not disturb each other
+        start, stop = min(numel, host.rank * part), min(numel, (host.rank + 1) * part)
+        mine = [piece[start:stop] for piece in pieces]
+        add_in_order(mine, mine)
+        memory.write(2 * index + 1, self._calls[index])
+
+    def _late(self, index: int, word: int) -> list[int]:
+        """Ranks that have not started (word 0) or not summed (word 1) this call of a buffer."""
+        return self._memory.behind(2 * index + word, self._calls[index])

@@ -1,0 +1,56 @@
+"""Choice of the modules that compute in float32 although the rest of the model computes in float16 or bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from plait.errors import ModelError
+
+
+def float32_modules(model: nn.Module, patterns: Sequence[str], *, is_float16: bool) -> tuple[str, ...]:
+    """Return the names of the modules with parameters that compute in float32.
+
+    These are BatchNorm layers, whose running statistics torch does not mix with other dtypes; modules that
+    a Transformers model lists in `_keep_in_fp32_modules` (for float16) or `_keep_in_fp32_modules_strict`;
+    and modules whose names match one of `patterns`.
+
+    Args:
+        model: The model before it is sharded.
+        patterns: Names of modules, or of the last parts of names, with `*` and `?` as in file names.
+        is_float16: Whether the rest computes in float16.
+
+    Raises:
+        ModelError: A pattern matches no module.
+    """
+    listed = _listed_by_transformers(model, is_float16=is_float16)
+    unmatched = set(patterns)
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if not name or any(name.startswith(f"{outer}.") for outer in names):
+            continue
+        matches = {pattern for pattern in patterns if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
+        unmatched -= matches
+        is_chosen = bool(matches) or name.rpartition(".")[2] in listed or isinstance(module, _BatchNorm)
+        if is_chosen and any(True for _ in module.parameters()):
+            names.append(name)
+    if unmatched:
+        raise ModelError(
+            f"data_types.keep_in_fp32_modules: no module of {type(model).__name__} matches {min(unmatched)!r}; give names of modules, as "
+            "named_modules() has them, or their last parts"
+        )
+    return tuple(names)
+
+
+def _listed_by_transformers(model: nn.Module, *, is_float16: bool) -> set[str]:
+    attributes = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if is_float16 else [])]
+    listed: set[str] = set()
+    for module in model.modules():
+        for attribute in attributes:
+            value: Any = getattr(type(module), attribute, None)
+            listed |= {value} if isinstance(value, str) else set(value or ())
+    return listed

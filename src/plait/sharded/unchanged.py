@@ -1,0 +1,103 @@
+"""Warning about parameters that training does not change."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait._torch.dtensor import local_tensor
+from plait.cluster.host_copy import HostCopy
+from plait.cluster.layout import SAMPLE_AXES
+from plait.cluster.mesh import Mesh
+from plait.errors import warn
+
+STEPS = 10
+"""Updates after which parameters are compared with their first values."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class UnchangedParameters:
+    """Compares the bits of all trainable parameters before the first update and after `STEPS` updates.
+
+    Both times a sum of the bits of each parameter is computed. No other step does anything.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._names: list[str] = []
+        self._before: torch.Tensor | None = None
+        self._changed: HostCopy | None = None
+        self._updates = 0
+
+    def before_update(self) -> None:
+        """Record the parameters before the first update."""
+        if self._updates == 0 and self._before is None:
+            names = [name for name, parameter in self._model.named_parameters() if _can_be_compared(parameter)]
+            self._names = names
+            self._before = self._digests()
+
+    def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        """Count an update, and compare after the last one. Collective in that update."""
+        if self._updates > STEPS:
+            return
+        if self._updates == STEPS:
+            self._updates += 1
+            self._warn(optimizer)
+            return
+        if skipped or not any(float(group["lr"]) > 0 for group in optimizer.param_groups):
+            return
+        self._updates += 1
+        if self._updates == STEPS:
+            self._compare()
+
+    def _digests(self) -> torch.Tensor:
+        parameters = dict(self._model.named_parameters())
+        sums = [_bit_sum(local_tensor(parameters[name].detach())) for name in self._names if name in parameters]
+        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=self._mesh.device)
+
+    def _compare(self) -> None:
+        assert self._before is not None
+        digests = self._digests()
+        if len(digests) != len(self._before):
+            self._updates = STEPS + 1  # layers were replaced since
+            return
+        changed = (digests != self._before).to(torch.uint8)
+        self._before = None
+        for axes in (SAMPLE_AXES, ("tp",)):
+            group = self._mesh.group(*axes)
+            if group is not None and len(changed):
+                dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group)
+        self._changed = HostCopy(changed)
+
+    def _warn(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._changed is None or self._mesh.rank != 0:
+            return
+        flags = self._changed.values().tolist()
+        parameters = dict(self._model.named_parameters())
+        trained = {p for group in optimizer.param_groups if float(group["lr"]) > 0 for p in group["params"]}
+        unchanged = [
+            name
+            for name, changed in zip(self._names, flags, strict=True)
+            if not changed and name in parameters and parameters[name].requires_grad and parameters[name] in trained
+        ]
+        if unchanged:
+            more = f" and {len(unchanged) - 1} more" if len(unchanged) > 1 else ""
+            warn(
+                f"{unchanged[0]}{more} did not change in the first {STEPS} updates, although it requires a gradient: it has no part in "
+                "the loss, its gradient is zero, or its dtype does not resolve the updates; freeze it (requires_grad_(False)) if it is "
+                "meant to stay"
+            )
+
+
+def _can_be_compared(parameter: nn.Parameter) -> bool:
+    local = local_tensor(parameter.detach())
+    # A parameter on disk has no memory between its uses.
+    return parameter.requires_grad and (local.numel() == 0 or local.untyped_storage().nbytes() > 0)
+
+
+def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's elements, read as integers: int64, 0-dimensional."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,81 @@
+"""Guards that turn silent errors into loud ones."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait._torch.units import gathered_parameters
+from plait.errors import CommunicationError, InputError
+from plait.sharded.unchanged import STEPS
+from tests.parity import cases
+from tests.parity.data_parallel import settings
+from tests.pool import Pool
+
+
+def lose_a_gradient(rank: int, world: int) -> str:
+    """Runs in a worker. The hook that notes a block's gradients is lost, as by a hook that was registered too early."""
+    engine = plait.initialize(cases.build("plain", tied=True), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+    first, second = cases.ragged_steps(world, steps=2, keys=())
+    engine.train_batch([first[rank]])
+    # The tensors that autograd accumulates into are others than the sharded parameters.
+    for _, gathered in gathered_parameters(engine.model.blocks[1]):
+        gathered._post_accumulate_grad_hooks.clear()  # type: ignore[attr-defined]
+    with pytest.raises(CommunicationError) as caught:
+        engine.train_batch([second[rank]])
+    return str(caught.value)
+
+
+def test_a_gradient_lost_on_its_way_is_named(pool: Pool) -> None:
+    for message in pool.run(2, lose_a_gradient):
+        assert message.startswith("blocks.1."), message
+        assert "no rank has seen autograd compute" in message
+
+
+def train_with_a_constant_part(rank: int, world: int, config: dict[str, Any]) -> list[str]:
+    """Runs in a worker. One weight has no part in the loss."""
+    torch.manual_seed(0)
+    model = cases.build("plain", tied=False)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    batch = cases.ragged_steps(world, steps=1, keys=())[0][rank]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(STEPS + 2):
+            engine.train_batch([batch])
+    return [str(warning.message) for warning in caught if "did not change" in str(warning.message)]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_unchanged_parameter_is_named_once(pool: Pool, stage: int) -> None:
+    """The side branches are not used. Weight decay does not count, because their gradients are None."""
+    first, second = pool.run(2, train_with_a_constant_part, settings(2, stage, 1, 1))
+    assert not second
+    (message,) = first
+    assert message.startswith("blocks.0.side.weight and 5 more did not change in the first 10 updates"), message
+
+
+class Encoder(cases.PlainModel):
+    """A model with a method beside forward."""
+
+    def encode(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(input_ids))
+
+
+def call_a_method(rank: int, world: int) -> str:
+    """Runs in a worker."""
+    engine = plait.initialize(Encoder(tied=False), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+    engine.model.encode(torch.arange(3))  # the embedding and the head gather themselves
+    engine.train_batch([cases.ragged_steps(world, steps=1, keys=())[0][rank]])
+    engine = plait.initialize(Encoder(tied=True), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+    with pytest.raises(InputError) as caught:
+        engine.model.encode(torch.arange(3))
+    return str(caught.value)
+
+
+def test_a_method_that_reads_shards_is_named(pool: Pool) -> None:
+    for message in pool.run(2, call_a_method):
+        assert message.startswith("Encoder.encode computes with parameters that are shards"), message

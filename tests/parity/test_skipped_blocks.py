@@ -1,0 +1,90 @@
+"""Ranks that run different blocks in one step: LayerDrop, stochastic depth, samples without an image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.errors import CommunicationError
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.parity import cases
+from tests.parity.data_parallel import CLIPPING, materialise_model, settings
+from tests.pool import Pool
+
+LAYERS = 4
+SKIPPED = [["1", "2"], ["", "03"], ["012", ""], ["3", "3"], ["", ""]]
+"""Blocks that a step leaves out, per rank."""
+
+
+class SkippingModel(cases.PlainModel):
+    """A model whose batch names the blocks to leave out, and which may read a weight outside of its block."""
+
+    def forward(self, input_ids: torch.Tensor, skip: str = "", penalty: bool = False) -> Any:
+        hidden = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            if str(index) not in skip:
+                hidden = block(hidden, False)
+        if penalty:
+            hidden = hidden + self.blocks[1].up.weight.square().mean()
+        return cases.Output(self.head(hidden))
+
+
+def build(*, device: str = "meta") -> SkippingModel:
+    """The model, in float64."""
+    torch.manual_seed(7)
+    with torch.device(device):
+        return SkippingModel(tied=False, layers=LAYERS).to(torch.float64)
+
+
+def steps(accumulation: int, *, penalty: bool) -> list[list[dict[str, Any]]]:
+    """Micro-batches of two ranks, with what each leaves out."""
+    plan = cases.ragged_steps(2 * accumulation, steps=len(SKIPPED), keys=())
+    return [
+        [{**piece, "skip": skipped[index // accumulation], "penalty": penalty} for index, piece in enumerate(pieces)]
+        for pieces, skipped in zip(plan, SKIPPED, strict=True)
+    ]
+
+
+def train(rank: int, world: int, config: dict[str, Any], penalty: bool) -> Trace | None:
+    """Runs in a worker."""
+    engine = plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
+    accumulation = config["gradient_accumulation_steps"]
+    trace = engine_trace(engine, steps(accumulation, penalty=penalty))
+    return trace if rank == 0 else None
+
+
+@pytest.mark.parametrize("transport", ["torch", "auto"])
+@pytest.mark.parametrize(("stage", "accumulation", "penalty"), [(1, 2, False), (2, 2, False), (2, 1, True)])
+def test_ranks_skip_different_blocks(pool: Pool, stage: int, accumulation: int, penalty: bool, transport: str) -> None:
+    config = settings(2, stage, 1, accumulation)
+    config["parallel"]["transport"] = transport
+    trace = pool.run(2, train, config, penalty)[0]
+    expected = reference_trace(
+        materialise_model(build()),
+        steps(accumulation, penalty=penalty),
+        loss_fn=plait.causal_lm_loss,
+        optimizer=cases.adamw,
+        clipping=CLIPPING,
+    )
+    bar = worst(compare(expected, trace))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+def skip_at_stage_3(rank: int, world: int, config: dict[str, Any]) -> str:
+    """Runs in a worker. Returns the error of the step in which the ranks skip different blocks."""
+    engine = plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
+    first, second = cases.ragged_steps(world, steps=2, keys=())
+    engine.train_batch(first[rank])
+    with pytest.raises(CommunicationError) as caught:
+        engine.train_batch({**second[rank], "skip": str(1 + rank)})
+    return str(caught.value)
+
+
+def test_different_blocks_at_stage_3_are_named(pool: Pool) -> None:
+    config = settings(2, 3, 1, 1)
+    config["parallel"]["transport"] = "torch"
+    for message in pool.run(2, skip_at_stage_3, config):
+        assert "rank 0: gathering of blocks.2; rank 1: gathering of blocks.1" in message, message
