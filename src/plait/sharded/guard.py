@@ -138,7 +138,6 @@ class Guard(StepHook):
             )
         self.backwards = 0
 
-
     def _is_reduced(self, parameter: torch.nn.Parameter) -> bool:
         """Whether a parameter's gradients are summed over ranks: not in buckets, if it was unfrozen within the step."""
         return self._reducer is None or self._reducer.reduces(parameter)
