@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
@@ -34,6 +35,14 @@ def format_bytes(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def format_enough_bytes(count: float) -> str:
+    """Return `format_bytes` of at least `count`: what is printed suffices as a budget."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count >= size:
+            return f"{math.ceil(10 * count / size) / 10:.1f} {unit}"
+    return f"{math.ceil(count)} B"
 
 
 def format_count(count: float) -> str:

@@ -94,6 +94,46 @@ def test_gradual_unfreezing(pool: Pool, stage: int) -> None:
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
 
 
+def unfrozen_with_a_group(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[dict[str, torch.Tensor], int]:
+    """Runs in a worker: a block that the optimizer gets after the first step. Returns the weights, and the groups of a checkpoint."""
+    model = cases.build("plain", tied=True)
+    model.blocks[0].requires_grad_(False)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw)
+    for index, step in enumerate(cases.ragged_steps(world, steps=3, keys=())):
+        if index == 1:
+            model.blocks[0].requires_grad_(True)
+            engine.optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
+        engine.train_batch(step[rank])
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    count = len(engine.optimizer.param_groups)
+    engine.close()
+    return weights, count
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_group_for_an_unfrozen_block(pool: Pool, tmp_path: Path, stage: int) -> None:
+    """As in one process; the checkpoint has its group."""
+    model = materialised("plain", tied=True)
+    model.blocks[0].requires_grad_(False)
+    optimizer = cases.adamw([p for p in model.parameters() if p.requires_grad])
+    for index, step in enumerate(cases.ragged_steps(2, steps=3, keys=())):
+        if index == 1:
+            model.blocks[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
+        parts = [plait.causal_lm_loss(model(piece["input_ids"]), piece) for piece in step]
+        (sum(loss for loss, _ in parts) / sum(weight for _, weight in parts)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for found, groups in pool.run(2, unfrozen_with_a_group, settings(2, stage, 1, 1), str(tmp_path)):
+        assert groups == 2
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
 # ---- LoRA whose reference forward comes first ------------------------------------------------------
 
 

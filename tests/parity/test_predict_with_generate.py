@@ -99,6 +99,8 @@ def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, encoder
         pytest.param(1, {"parallel": {"tp": 2}}, False, id="tp2", marks=pytest.mark.proof),
         pytest.param(2, trainers.zero(0), False, id="dp2", marks=pytest.mark.proof),
         pytest.param(2, trainers.zero(0), True, id="encoder", marks=pytest.mark.proof),
+        pytest.param(2, trainers.zero(1), True, id="encoder-zero1", marks=pytest.mark.proof),
+        pytest.param(2, trainers.zero(3), True, id="encoder-zero3"),
     ],
 )
 def test_it_is_one_process(pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], encoder: bool) -> None:

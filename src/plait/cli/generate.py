@@ -114,7 +114,7 @@ def generate_command(
     With --prompt or --prompts it ends when they are answered; with neither it is a chat in the terminal, which an empty line ends. Sampling
     options that are not given are those of the model's generation_config.json.
     """
-    from plait.inference.deployment import Work, deploy, deploy_streamed
+    from plait.inference.deployment import Work, deploy, deploy_in_budget
     from plait.inference.prompt_file import read_prompts
     from plait.inference.source import open_source
     from plait.units import bytes_of
@@ -154,7 +154,10 @@ def generate_command(
     if any(budgets):
         given = {"--tp": degrees[0], "--pp": degrees[1], "--nproc-per-node": nproc_per_node}
         refuse_given(given, "chooses a layout of several devices, and a budget streams weights to one", "leave one of them out")
-        found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1])
+        found, at_once = deploy_in_budget(work, gpu_budget=budgets[0], cpu_budget=budgets[1])
+        if at_once < work.requests:
+            print(f"{at_once} prompts at once, not {work.requests}: more do not fit into the budget", file=sys.stderr)
+            batch_size = at_once
     else:
         found = deploy(work, tp=degrees[0], pp=degrees[1], devices=nproc_per_node)
     if scratch is not None and not found.written:

@@ -20,9 +20,10 @@ from plait.checkpoint.save import SEEN_WITHIN, Snapshot, snapshot
 from plait.engine import generators, loader_state
 from plait.engine.facts import EngineFacts
 from plait.engine.loader_state import StatefulLoader
-from plait.engine.resume import Resume, schedule_facts
+from plait.engine.resume import Group, Resume, configured_groups, schedule_facts
 from plait.errors import CheckpointError, warn
 from plait.parallel.data.data_parallel import free_gathered
+from plait.sharded.step import Stepper
 
 T = TypeVar("T")
 _HOOKS = "hooks."
@@ -38,7 +39,7 @@ def snapshot_of(
     def here() -> tuple[Any, dict[str, torch.Tensor], optimizer_content.Content, Any, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
         client = exact.encode(client_state, "client_state")
         position = loader_state.saved(loader)
-        content = optimizer_content.content(engine.model, stepper.optimizer, configured=stepper.configured)
+        content = optimizer_content.content(engine.model, stepper.optimizer, configured=_configured(stepper))
         free_gathered(engine.model)
         schedule = schedule_facts(stepper.scheduler, stepper.schedule_source)
         return client, position, content, schedule, model_content.content(engine.model, trained=held_by(stepper.optimizer))
@@ -64,6 +65,13 @@ def snapshot_of(
         values=values,
         metadata=metadata,
     )
+
+
+def _configured(stepper: Stepper) -> list[Group]:
+    """Return the configured values of all groups, those that were added since with what they have now."""
+    added = configured_groups(stepper.optimizer)[len(stepper.configured) :]
+    stepper.configured.extend(added)
+    return stepper.configured
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> set[torch.nn.Parameter]:
@@ -102,7 +110,7 @@ def load_engine(
         names = optimizer_content.parameter_names(model)
         resume = Resume(
             optimizer=stepper.optimizer,
-            configured=stepper.configured,
+            configured=_configured(stepper),
             names=[[names[p][0] for p in group["params"]] for group in stepper.optimizer.param_groups],
             saved_groups=record["groups"],
             scheduler=stepper.scheduler,

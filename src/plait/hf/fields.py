@@ -212,9 +212,7 @@ FIELDS: dict[str, Field] = {
 
 SEQ2SEQ: dict[str, Field] = {
     "sortish_sampler": Field("noted", "Transformers does not use it"),
-    "predict_with_generate": _honoured(
-        "by Plait's generate on every layout; with an encoder by Transformers' own, at ZeRO stage 0 without tp and pp"
-    ),
+    "predict_with_generate": _honoured("by Plait's generate on every layout; with an encoder by Transformers' own, without tp and pp"),
     "generation_max_length": _honoured(),
     "generation_num_beams": _honoured("1; more only with an encoder, else refused"),
     "generation_config": _honoured("settings that Plait's generate has not, such as beams, are refused"),

@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
+from plait._torch.units import kept_gathered, sharded_modules
 from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
 from plait.errors import InputError, Problem
+from plait.inference.capacity import ROOM, free_bytes, gathered_bytes, is_sharded
 from plait.inference.settings import NAMES, settings_of
+from plait.parallel.data.data_parallel import free_gathered
+from plait.units import dtype_of, format_bytes
 
 DEFAULT_NEW_TOKENS = 20
 """Transformers'."""
@@ -33,22 +37,52 @@ def problems_of(model: Any, args: Any, resolved: Resolved) -> list[Problem]:
     """What a layout cannot generate."""
     if not generates(args) or model is None:
         return []
-    layout, stage = resolved.layout, resolved.data_parallel.stage
+    layout = resolved.layout
     field = "TrainingArguments.predict_with_generate"
     if has_encoder(model):
-        if layout.dp == layout.world_size and stage == 0 and layout.ep == 1:
+        if layout.dp == layout.world_size and layout.ep == 1 and resolved.parameter_offload.device == "none":
             return []
         rule = (
             f"{type(model).__name__} has an encoder and a decoder, whose generate is Transformers' own and needs the whole model on every "
-            f"process, and this layout is {layout} at ZeRO stage {stage}"
+            f"process, and this layout is {layout} with offload_param.device {resolved.parameter_offload.device}"
         )
-        return [Problem(field, True, rule, "leave it out, or use ZeRO stage 0 without tp, pp and ep")]
+        return [Problem(field, True, rule, "leave it out, or use a layout without tp, pp, ep and offload of parameters")]
     found = []
     if layout.ep > 1:
         found.append(Problem(field, True, "experts on different processes do not generate", "leave it out, or use parallel.ep = 1"))
     if (args.generation_num_beams or 1) > 1:
         found.append(Problem("TrainingArguments.generation_num_beams", args.generation_num_beams, _BEAMS, "use 1, or leave it out"))
     return found
+
+
+@contextmanager
+def whole_parameters(engine: Engine) -> Iterator[None]:
+    """Keep all parameters gathered, for a model whose generate is Transformers' own.
+
+    Its encoder is called without the root, which would gather what stands outside of the layers, and
+    ranks end after different numbers of tokens, so nothing may be gathered inside.
+
+    Raises:
+        InputError: The parameters take more than this rank's free memory.
+    """
+    if not is_sharded(engine.model):
+        yield
+        return
+    name = engine.config.precision.compute
+    needed = gathered_bytes(engine.model, dtype_of(name) if name is not None else None)
+    free = free_bytes(engine.device, engine.mesh.ranks_here)
+    if free is not None and needed > ROOM * free:
+        raise InputError(
+            f"predict_with_generate: Transformers' generate needs all parameters of {type(engine.model).__name__} on every process, "
+            f"{format_bytes(needed)}, and {format_bytes(free)} are free; leave it out, and generate from the saved model"
+        )
+    with kept_gathered(engine.model):
+        for module in sharded_modules(engine.model):
+            module.unshard()
+        try:
+            yield
+        finally:
+            free_gathered(engine.model)
 
 
 def check_settings(model: Any) -> None:

@@ -29,7 +29,7 @@ from plait.hf.arguments import fsdp_config_of, reroute
 from plait.hf.batches import EpochOrder, Rounds, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
 from plait.hf.fields import examined
-from plait.hf.generation import answering, check_settings, generated, generates, has_encoder, problems_of
+from plait.hf.generation import answering, check_settings, generated, generates, has_encoder, problems_of, whole_parameters
 from plait.hf.optimizer import EngineOptimizer
 from plait.hf.overridden import cautions_about_loss, reads
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
@@ -401,6 +401,8 @@ class TrainerMixin(CheckpointMixin):
                 inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
                 tokens = generated(engine, inputs, kwargs or getattr(self, "_gen_kwargs", {}), first=first, seed=self.args.seed)
                 stack.enter_context(answering(self.model, tokens))
+            elif generates(self.args) and not prediction_loss_only:
+                stack.enter_context(whole_parameters(engine))
             stack.enter_context(self.accelerator.alone())
             stack.enter_context(self.accelerator.counting(present=present))
             if engine.sharded.pipeline is None:

@@ -20,7 +20,7 @@ from plait.inference.kept import Asked, Kept, cache_bytes, growing_bytes, offloa
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
 from plait.inference.source import Source
-from plait.inference.streamed import plan, tensors_to_stream
+from plait.inference.streamed import BudgetTooSmall, plan, tensors_to_stream
 from plait.units import format_bytes
 
 UNKNOWN = 1 << 62
@@ -184,6 +184,30 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
         written=bool(written and found.streamed),
         account=account,
     )
+
+
+def deploy_in_budget(work: Work, *, gpu_budget: int | None = None, cpu_budget: int | None = None) -> tuple[Deployment, int]:
+    """Choose how many requests are answered at once within a budget, at most `work.requests`.
+
+    Args:
+        work: What is to be answered.
+        gpu_budget: See `deploy_streamed`.
+        cpu_budget: See `deploy_streamed`.
+
+    Returns:
+        The deployment, and the requests at once that it is for.
+
+    Raises:
+        InputError: The budget is too small for a single request.
+    """
+    requests = work.requests
+    while True:
+        try:
+            return deploy_streamed(replace(work, requests=requests), gpu_budget=gpu_budget, cpu_budget=cpu_budget), requests
+        except BudgetTooSmall:
+            if requests == 1:
+                raise
+            requests //= 2
 
 
 def _placed(work: Work, on: Devices, *, tp: int | None, pp: int | None, devices: int | None) -> Deployment:

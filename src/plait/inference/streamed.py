@@ -31,7 +31,7 @@ from plait.sharded.assemble import Filler, leaving_no_group, shard
 from plait.sharded.check import checked_model
 from plait.sharded.load_weights import sources_of, stored_names, weight_files
 from plait.sharded.model import ShardedModel
-from plait.units import format_bytes
+from plait.units import format_bytes, format_enough_bytes
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class Plan:
     """Those of `streamed` that are kept in pinned host memory. The others are read from files."""
     read_bytes: int = 0
     """Those of `streamed_bytes` that are read from files."""
+
+
+class BudgetTooSmall(InputError):
+    """A budget that does not hold the layers that are streamed beside what every token needs."""
 
 
 class Streaming(StepHook):
@@ -123,11 +127,11 @@ def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, othe
     slots, outside = _slot_bytes(model, stored, movable, on_cpu=not host_bytes), total - sum(sizes.values())
     room = budget_bytes - outside - other_bytes - slots
     if room < 0 or not movable:
-        raise InputError(
+        raise BudgetTooSmall(
             f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the repeated layers and adapters take "
             f"{format_bytes(outside)}, "
             f"{SLOTS} layers {format_bytes(slots)}, keys, values and activations {format_bytes(other_bytes)}; give at least "
-            f"{format_bytes(outside + slots + other_bytes)}, or ask for fewer tokens or prompts at once"
+            f"{format_enough_bytes(outside + slots + other_bytes)}, or ask for fewer tokens or prompts at once"
         )
     count = min(len(movable), max(1, -(-(sum(sizes.values()) - room) // max(sizes.values()))))
     chosen = tuple(movable[(2 * index + 1) * len(movable) // (2 * count)] for index in range(count))

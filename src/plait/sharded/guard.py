@@ -37,7 +37,7 @@ class Guard(StepHook):
         self.known = {id(p): p for p in parts.model.parameters()}
         """The parameters that the model has had since it was sharded."""
         self._frozen = {name: p for name, p in parts.model.named_parameters() if not p.requires_grad}
-        self._in_buckets = parts.hooks.of(Reducer) is not None
+        self._reducer = parts.hooks.of(Reducer)
         self.backwards = 0
         """Of the step so far."""
         self.in_backward = False
@@ -103,9 +103,9 @@ class Guard(StepHook):
     def check_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an update that does not do what it seems to."""
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed and not self._in_buckets:
+        if thawed:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            thawed = [name for name in thawed if id(self._frozen[name]) not in held]
+            thawed = [name for name in thawed if id(self._frozen[name]) not in held or not self._is_reduced(self._frozen[name])]
         if thawed:
             raise InputError(
                 f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.initialize was called "
@@ -137,6 +137,10 @@ class Guard(StepHook):
                 f"rank's alone; {remedy}"
             )
         self.backwards = 0
+
+    def _is_reduced(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a parameter's gradients are summed over ranks: not in buckets, if it was unfrozen within the step."""
+        return self._reducer is None or self._reducer.reduces(parameter)
 
 
 def _mixed(error: Exception, parts: Parts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from plait.errors import InputError
 from plait.inference import deployment
-from plait.inference.deployment import Devices, Work, deploy, deploy_streamed
+from plait.inference.deployment import Devices, Work, deploy, deploy_in_budget, deploy_streamed
 from plait.inference.dry_cache import kept_of
 from plait.inference.kept import Kept
 from plait.inference.placement import DoesNotFit
@@ -18,6 +19,7 @@ from plait.inference.source import open_source
 from plait.inference.stored import Stored
 from plait.inference.stream import HostMemory, pinned_bytes
 from plait.inference.streamed import plan
+from plait.units import bytes_of
 
 MIB = 1 << 20
 
@@ -72,6 +74,22 @@ def test_budgets(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment, "free_host_bytes", lambda: 100 * MIB)
     assert deploy_streamed(work, gpu_budget=4 * MIB).host_bytes == 80 * MIB
     assert "are copied to it for every token, 0 B of them from files" in deploy_streamed(work, gpu_budget=4 * MIB).why
+
+
+def test_the_least_budget_suffices(work: Work) -> None:
+    """The number of the message is enough for one request, and fewer requests at once are tried before it is told."""
+    several = replace(work, requests=3)
+    with pytest.raises(InputError) as raised:
+        deploy_in_budget(several, cpu_budget=MIB)
+    told = re.search(r"a budget of 1.0 MiB is too small: .*; give at least (\S+ MiB)", str(raised.value))
+    assert told is not None
+    least = bytes_of(told[1], "--cpu-budget")
+    with pytest.raises(InputError, match="too small"):
+        deploy_in_budget(several, cpu_budget=least - MIB // 5)
+    assert deploy_in_budget(several, cpu_budget=least)[1] == 1
+    with pytest.raises(InputError, match="too small"):
+        deploy_streamed(several, cpu_budget=least)
+    assert deploy_in_budget(several, cpu_budget=1 << 30)[1] == 3
 
 
 def test_keys_and_values_on_the_host(work: Work) -> None:

@@ -65,6 +65,8 @@ class Reducer(StepHook):
     buckets: list[Bucket] = field(default_factory=list, init=False)
     reduction: Buckets = field(init=False)
     _slots: dict[nn.Parameter, Slot] = field(default_factory=dict, init=False)
+    _frozen: list[nn.Parameter] = field(default_factory=list, init=False)
+    """Parameters that never required a gradient when buckets were made."""
     _used: list[bool] = field(default_factory=list, init=False)
     """By slot: whether it has a gradient of this step that has been launched."""
     _late: set[int] = field(default_factory=set, init=False)
@@ -116,7 +118,24 @@ class Reducer(StepHook):
         self._slots.clear()
         self._allocate()
 
+    def reduces(self, parameter: nn.Parameter) -> bool:
+        """Return whether the gradients of a parameter are summed."""
+        return parameter in self._slots
+
+    def _admit_unfrozen(self) -> None:
+        """Before a step's first gradient, make buckets that also have parameters that are trained from now on."""
+        unfrozen = [p for p in self._frozen if p.requires_grad]
+        if not unfrozen or any(self._used) or any(p.grad is not None for p in self._slots):
+            return
+        for parameter in unfrozen:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        trained = {*self._trained, *unfrozen}
+        self._trained = [p for p in self.model.parameters() if p in trained]
+        self.rebuild(self.make_buckets, bucket_bytes=self.bucket_bytes, separate_vectors=self.separate_vectors)
+
     def _allocate(self) -> None:
+        others = {*self._trained, *self.apart}
+        self._frozen = [p for p in self.model.parameters() if p not in others]
         partition = self._partition()
         self.reduction = self.make_buckets(
             [
@@ -159,6 +178,7 @@ class Reducer(StepHook):
     def before_microbatch(self, last: bool) -> None:
         """The others of a step only accumulate."""
         self.synchronise = last
+        self._admit_unfrozen()
 
     def after_backward(self) -> None:
         """The caller reads sums after the last backward."""
