@@ -17,6 +17,7 @@ from plait.config.schema.sections import ModelSection
 from plait.data.tokenizer import vocabulary_size
 from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.model.described import check_fields, described_config, require_transformers
+from plait.sharded.cache import attends_to_later_tokens
 from plait.sharded.hub import saved_folder
 from plait.units import dtype_of
 
@@ -83,6 +84,11 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
                 ) from error
         rule = f"no {config.model_type} can be built of it ({type(error).__name__}: {first_line(error)[:200]})"
         raise ConfigError(Problem("model.config", None, rule, "correct its sizes")) from error
+    # Decoders of BigBird-Pegasus have attention that is not causal by itself, and a causal mask.
+    if attends_to_later_tokens(model) and getattr(model.config, "is_decoder", False) is not True:
+        rule = f"a {config.model_type} with this configuration lets tokens attend to those that it is to predict"
+        remedy = "set is_decoder to true where the architecture has it, choose a causal one, or train it with plait.hf.Trainer"
+        raise ConfigError(Problem("model", None, rule, remedy))
     identity = {f"model.{name}": value for name, value in config.to_dict().items() if name not in _NOT_SHAPE}
     return Built(model.train(), weights, config.model_type, getattr(config, "hidden_size", None), identity | {"model.dtype": section.dtype})
 
