@@ -91,9 +91,11 @@ def test_a_bidirectional_model_is_refused(tokenizer: Any, fields: dict[str, Any]
         build_model(ModelSection(config=fields), tokenizer, positions=64)
 
 
-def test_a_bert_that_is_a_decoder_is_built(tokenizer: Any) -> None:
-    """The remedy of the refusal."""
-    assert build_model(ModelSection(config={**BERT, "is_decoder": True}), tokenizer, positions=64).kind == "bert"
+def test_causal_models_are_built(tokenizer: Any) -> None:
+    """The remedy of the refusal, and a type whose `is_decoder` says nothing."""
+    neox = {"model_type": "gpt_neox_japanese", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for fields in ({**BERT, "is_decoder": True}, neox):
+        assert build_model(ModelSection(config=fields), tokenizer, positions=64).kind == fields["model_type"]
 
 
 def test_weights_come_with_their_configuration(tokenizer: Any, tmp_path: Path) -> None:
