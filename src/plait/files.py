@@ -13,6 +13,9 @@ from typing import IO
 
 from plait.errors import InputError
 
+RUN_LOCK = ".lock"
+"""The file in a run's folder that a running `plait train` holds."""
+
 
 def is_only_writer(opened: IO[bytes] | IO[str] | int) -> bool:
     """Whether no other process holds this open file or folder, which is then held until it is closed or the process ends. True on a file

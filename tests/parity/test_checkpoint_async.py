@@ -6,20 +6,23 @@ import errno
 import threading
 import time
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import plait
 from plait.checkpoint import save as save_module
 from plait.checkpoint import writer as writer_module
 from plait.checkpoint.folder import complete
 from plait.checkpoint.inspect import differences, open_one
+from plait.cluster.mesh import Mesh
 from plait.engine import generators
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, CommunicationError
 from tests.parity import cases
 from tests.parity.digests import build
 from tests.parity.tensor_parallel import settings
@@ -130,6 +133,30 @@ def test_an_error_is_told_at_the_next_step(pool: Pool, tmp_path: Path) -> None:
     for said, tags in pool.run(2, failing, str(tmp_path)):
         assert "rank 1" in said and "No space left on device" in said
         assert tags == ["three", "one"]
+
+
+def blocked(rank: int, world: int, folder: str) -> str:
+    """What a save says whose timeout is over before the disk of rank 1 has taken its files. Runs in a worker."""
+    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, {"stage": 1}), loss_fn=plait.causal_lm_loss)
+    honest = save_module.write_shards
+
+    def slow(*args: Any) -> Any:
+        time.sleep(8 * rank)
+        return honest(*args)
+
+    short = patch.object(Mesh, "host_group", lambda mesh: dist.new_group(backend="gloo", timeout=timedelta(seconds=3)))
+    with short, patch.object(save_module, "write_shards", slow):
+        engine.save_checkpoint(folder, tag="one", wait=False)
+        with pytest.raises(CommunicationError) as caught:
+            engine.checkpoint_written(wait=True)
+    engine.close()
+    return str(caught.value)
+
+
+def test_a_disk_that_blocks_one_rank_is_named(pool: Pool, tmp_path: Path) -> None:
+    first, _ = pool.run(2, blocked, str(tmp_path))
+    assert first.startswith(f"checkpoint {tmp_path}/one: rank 0 waited for ranks that did not take part"), first
+    assert f"not written yet: {tmp_path}/.one.tmp/00001.safetensors; is a disk slow" in first
 
 
 def without_room(rank: int, world: int, folder: str) -> set[str]:

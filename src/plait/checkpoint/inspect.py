@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,6 +16,7 @@ from plait.checkpoint.load import Reader
 from plait.checkpoint.manifest import LATEST, MANIFEST, Pointer, parsed, read_manifest
 from plait.checkpoint.places import Place, entries
 from plait.errors import CheckpointError, InputError
+from plait.files import RUN_LOCK, is_only_writer
 
 Progress = Callable[[int, int], None]
 """(files done, files in all)."""
@@ -154,13 +157,26 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def prune(folder: Place, *, keep: int) -> list[str]:
     """Delete all but the `keep` newest good checkpoints, and what unfinished saves have left; never what LATEST names. Returns their
-    names. No run may be saving there."""
-    with reading(folder):
+    names. Raises CheckpointError where `plait train` is running in the folder."""
+    with reading(folder), _claimed(folder):
         _require(folder)
         before = {path.name for path in folder.iterdir()}
         remove_old(folder, keep=keep)
         remove_unfinished(folder)
         return sorted(before - {path.name for path in folder.iterdir()})
+
+
+@contextmanager
+def _claimed(folder: Place) -> Iterator[None]:
+    """Hold the lock of the run whose checkpoints a folder has, if it has one: a save of the run's may be under way."""
+    lock = folder.parent / RUN_LOCK if isinstance(folder, Path) else None
+    if lock is None or not lock.is_file():
+        yield
+        return
+    with open(lock, "ab") as stream:
+        if not is_only_writer(stream):
+            raise CheckpointError(f"{folder}: plait train is running in {folder.parent}; wait for its end, or set run.keep")
+        yield
 
 
 def remove_unfinished(folder: Place) -> None:

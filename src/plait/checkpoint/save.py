@@ -23,7 +23,9 @@ from plait.checkpoint.places import Place
 from plait.checkpoint.shard_file import write_shards
 from plait.checkpoint.windows import TensorRecord, record_of, window_of
 from plait.cluster.mesh import Mesh
-from plait.errors import CheckpointError
+from plait.comm.failures import naming
+from plait.comm.watch import WATCH
+from plait.errors import CheckpointError, CommunicationError
 
 SEEN_WITHIN = 5.0
 """Seconds after which all ranks see what rank 0 has made: file systems between machines keep lists of names for a while."""
@@ -86,9 +88,17 @@ def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Place:
     folder, tag, mesh = taken.folder, taken.tag, taken.mesh
     device = mesh.device if group is None else torch.device("cpu")
     commit: Commit | None = None
+    WATCH.name_group(group, f"all ranks, for checkpoint {folder / tag}")
 
     def agreed(work: Any, brings: Any = lambda _: b"") -> tuple[Any, list[bytes]]:
-        return together(work, brings, device=device, doing=f"checkpoint {folder / tag}", group=group)
+        try:
+            with naming(f"checkpoint {folder / tag}"):
+                return together(work, brings, device=device, doing=f"checkpoint {folder / tag}", group=group)
+        except CommunicationError as error:
+            missing = _unwritten(commit, mesh.layout.world_size)
+            if not missing:
+                raise
+            raise CommunicationError(f"{error}; not written yet: {', '.join(missing[:4])}; is a disk slow or full?") from error
 
     def make() -> bytes:
         nonlocal commit
@@ -139,6 +149,14 @@ def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Place:
         raise
     assert commit is not None
     return commit.target
+
+
+def _unwritten(commit: Commit | None, ranks: int) -> list[str]:
+    """Return the files of the ranks that have not written theirs: a rank's list follows its tensors."""
+    if commit is None:
+        return []
+    listed = [commit.files / rank_file(rank, "json") for rank in range(ranks)]
+    return [str(commit.files / rank_file(rank, "safetensors")) for rank in range(ranks) if not listed[rank].exists()]
 
 
 def _joined(folder: Place, tag: str, token: str) -> Commit:

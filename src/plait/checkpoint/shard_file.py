@@ -127,6 +127,9 @@ class ShardReader:
             check_size(self._path, self._manifest)
             if self._store is None:
                 self._file = self._open.enter_context(safe_open(self._path, framework="pt"))
+                with open_to_read(self._path) as stream:
+                    length = int.from_bytes(stream.read(8), "little")
+                    self._check_places(json.loads(stream.read(length)), 8 + length)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,9 +155,22 @@ class ShardReader:
             length = int.from_bytes(self._store.read_bytes(0, 8), "little")
             if length > self._manifest.size:
                 raise CheckpointError(f"{self._path}: its header has {length:,} bytes, and the file {self._manifest.size:,}")
-            said = json.loads(self._store.read_bytes(8, 8 + length))[name]
+            header = json.loads(self._store.read_bytes(8, 8 + length))
+            self._check_places(header, 8 + length)
+            said = header[name]
             dtype = next(dtype for dtype, word in _DTYPES.items() if word == said["dtype"])
             return _tensor(self._store, self._manifest.entries[name], dtype, said["shape"])
+
+    def _check_places(self, header: dict[str, Any], begin: int) -> None:
+        """Raise CheckpointError where the header's tensors do not lie where the list says: hashes are of what the list says, and tensors
+        are read from where the header says. `begin`: of the first tensor."""
+        entries = self._manifest.entries
+        places = {name: tuple(said["data_offsets"]) for name, said in header.items() if name != "__metadata__"}
+        for name in sorted(places.keys() | entries.keys()):
+            entry = entries.get(name)
+            listed = None if entry is None else (entry.offset - begin, entry.offset + entry.size - begin)
+            if places.get(name) != listed:
+                raise CheckpointError(f"{self._path}: its header and its list do not agree where {name} lies in the file")
 
     @contextmanager
     def _naming(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from plait.cluster import accelerator
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.mesh import Mesh
 from plait.comm.largest import Largest
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, CommunicationError
 
 _SHARE = 0.5
 """Of the available host memory, which all ranks of a machine together may stage."""
@@ -109,7 +109,7 @@ class Writer:
         written = Future[Place]()
         try:
             written.set_result(write(taken, self._group))
-        except CheckpointError as error:
+        except (CheckpointError, CommunicationError) as error:
             written.set_exception(error)
         return written
 

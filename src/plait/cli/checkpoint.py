@@ -100,7 +100,8 @@ def prune_command(
     folder: Folder,
     keep: Annotated[int, typer.Option(min=1, metavar="N", help="How many of the newest good ones stay.")],
 ) -> None:
-    """Delete old checkpoints and what unfinished saves have left; never the one that LATEST names. No run may be saving there."""
+    """Delete old checkpoints and what unfinished saves have left; never the one that LATEST names. Refused
+    while `plait train` runs in the folder."""
     from plait.checkpoint.inspect import checkpoints_of, prune
     from plait.checkpoint.places import place_of
 

@@ -95,6 +95,7 @@ def generate_command(
     top_p: Annotated[float | None, _tokens(metavar="P", help="Draw among the likeliest that have probability P together.")] = None,
     min_p: Annotated[float | None, _tokens(metavar="P", help="Draw among those with P times the best one's probability.")] = None,
     repetition_penalty: Annotated[float | None, _tokens(metavar="X", help="Above 1: tokens that were there are less likely.")] = None,
+    num_beams: Annotated[int | None, _tokens(min=1, metavar="N", help="1: without the beams of the model's own settings.")] = None,
     stop: Annotated[list[str] | None, _tokens(metavar="TEXT", help="Ends an answer; may be repeated.")] = None,
     seed: Annotated[int | None, _tokens(min=0, metavar="N", help="Of the first prompt; the next has N + 1. (default: new)")] = None,
     tp: Annotated[str, _layout(metavar="N", help="Tensor parallelism; auto: the fewest devices.")] = AUTO,
@@ -140,6 +141,7 @@ def generate_command(
         "top_p": top_p,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
+        "num_beams": num_beams,
         "stop_strings": list(stop) if stop else None,
     }
     settings = {name: value for name, value in chosen.items() if value is not None}
@@ -301,11 +303,13 @@ def _ways(asked: Asked) -> dict[str, Any]:
 
 
 def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *, first: bool) -> str:
-    """One prompt; its text is printed as it comes."""
+    """Answer one prompt, and print its text as it comes. Returns the text as a turn of a conversation, without
+    the space that parts it from the prompt."""
     from plait.inference.generate import generate
-    from plait.inference.text_stream import TextStream
+    from plait.inference.requests import ids_of
+    from plait.inference.text_stream import TextStream, text_of
 
-    stream = TextStream(tokenizer)
+    stream = TextStream(tokenizer, ids_of(prompt, "the prompt", tokenizer) if first else ())
 
     def show(_: int, token: int) -> None:
         if first:
@@ -314,7 +318,7 @@ def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *,
     (made,) = generate(sharded, [prompt], tokenizer=tokenizer, seed=asked.seed, on_token=show, **_ways(asked))
     if first:
         _write(asked, f"{stream.rest()}\n")
-    return made.text or ""
+    return text_of(tokenizer, made.token_ids, skip_special_tokens=True)
 
 
 def _write(asked: Asked, text: str) -> None:

@@ -146,6 +146,11 @@ class Watch:
             if group is not None:
                 self._axes.setdefault(group.group_name, axis)
 
+    def name_group(self, group: dist.ProcessGroup | None, name: str) -> None:
+        """The collectives of a group have this name in messages from now on. Nothing for None."""
+        if group is not None:
+            self._axes[group.group_name] = name
+
     def _meet(self, group: dist.ProcessGroup) -> dict[int, _Peer]:
         """The other ranks on this machine. Collective."""
         assert self.board is not None

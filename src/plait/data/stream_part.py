@@ -90,6 +90,10 @@ class StreamPart(IterableDataset[Any]):
         self._device = None
         return first
 
+    def samples(self, position: int) -> int | None:
+        """Return None: how many samples a batch has is what its rows say."""
+        return None
+
     def present(self, position: int) -> int:
         """How many ranks have a batch of their own at a position of the epoch that was read."""
         return self._last[1] if self._last is not None and position == self._last[0] else self.ranks

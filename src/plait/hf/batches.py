@@ -31,6 +31,7 @@ class Rounds:
         self.batch_sampler, self.ranks, self.index, self.drop_last = batch_sampler, ranks, index, drop_last
         self.num_processes = ranks  # Accelerate's name for it
         self._last: tuple[int, int] | None = None
+        self._samples: list[int] = []
 
     @property
     def batch_size(self) -> int:
@@ -58,7 +59,7 @@ class Rounds:
         return batches // self.ranks if self.drop_last else math.ceil(batches / self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
-        self._last = None
+        self._last, self._samples = None, []
         dealt: list[Any] = []
         position = 0
         batches = iter(self.batch_sampler)
@@ -66,12 +67,15 @@ class Rounds:
             dealt.append(batch)
             if len(dealt) == self.ranks:
                 self._compare(dealt)
+                self._samples.append(len(dealt[self.index]))
                 yield dealt[self.index]
                 dealt, position = [], position + 1
         if dealt and not self.drop_last:
             self._compare(dealt)
             self._last = position, len(dealt)
-            yield dealt[min(self.index, len(dealt) - 1)]
+            own = dealt[min(self.index, len(dealt) - 1)]
+            self._samples.append(len(own))
+            yield own
 
     def _drawn(self, batches: Iterator[Any], *place: int) -> Any:
         """Return the next batch's numbers, drawn from the same random numbers on every rank; None at the end."""
@@ -87,6 +91,10 @@ class Rounds:
         device, self._device = self._device, None
         count = len(self.batch_sampler) if hasattr(self.batch_sampler, "__len__") else None
         refuse_other_digest(lambda: digest_of_rows([count, *dealt]), device=device)
+
+    def samples(self, position: int) -> int | None:
+        """Return how many samples this rank's batch at a position of the epoch has. A collator may make one row of several."""
+        return self._samples[position] if position < len(self._samples) else None
 
     def present(self, position: int) -> int:
         """How many ranks have a batch of their own at a position of the epoch that was read."""
@@ -106,7 +114,10 @@ class OwnRounds(Rounds):
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.batch_sampler
+        self._samples = []
+        for batch in self.batch_sampler:
+            self._samples.append(len(batch))
+            yield batch
 
     def present(self, position: int) -> int:
         """Return the number of ranks: each has a batch of its own in every round."""

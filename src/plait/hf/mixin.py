@@ -393,7 +393,10 @@ class TrainerMixin(CheckpointMixin):
         present = None if self._plan is None else self._plan.present(self._position)
         own = present is None or self.accelerator.process_index < present
         first = (self._position * self.accelerator.layout.dp + self.accelerator.process_index) * rows
-        self._count, self._position = rows if own else 0, self._position + 1
+        samples = None if self._plan is None else self._plan.samples(self._position)
+        if samples is None:
+            samples = rows
+        self._count, self._position = samples if own else 0, self._position + 1
         self._seen += self._count
         whole = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, **kwargs)  # type: ignore[misc]
         with ExitStack() as stack:

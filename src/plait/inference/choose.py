@@ -17,7 +17,7 @@ from plait.errors import InputError
 from plait.importing import MissingExtraError, install_line
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
-from plait.inference.text_stream import text_of
+from plait.inference.text_stream import text_after
 from plait.inference.vocabulary import tokens_of_tokenizer
 
 ENDS = ("", "length", "stop")
@@ -93,7 +93,8 @@ class Chooser:
         if not self._settings.stop_strings:
             return False
         # What the user sees, and special tokens, which are stop strings themselves in some chat formats.
-        texts = [text_of(self._tokenizer, new, skip_special_tokens=skipped) for skipped in (True, False)]
+        prompt = self._known[row][: self._prompts[row]]
+        texts = [text_after(self._tokenizer, prompt, new, skip_special_tokens=skipped) for skipped in (True, False)]
         return any(stop in text for stop in self._settings.stop_strings for text in texts)
 
     def _choose(self, row: int, scores: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ from plait.inference.predictor import Predictor
 from plait.inference.requests import Answer, Generation, Request, check_count, check_room, checked_ids, token_ids
 from plait.inference.rope_by_length import groups, refuse_past, rope_by_length
 from plait.inference.settings import Settings, settings_of
-from plait.inference.text_stream import text_of
+from plait.inference.text_stream import text_after
 from plait.inference.untouched import untouched
 from plait.sharded.cache import arguments_of, counts_tokens, reads_prompts_whole, takes_cache
 from plait.sharded.misuse import refuse_split_experts
@@ -214,5 +214,7 @@ def of_first_rank(sharded: ShardedModel, requests: list[Request]) -> list[Reques
 
 
 def _generation(request: Request, answer: Answer, tokenizer: Any) -> Generation:
-    text = text_of(tokenizer, answer.token_ids, skip_special_tokens=True) if tokenizer is not None else None
+    text = None
+    if tokenizer is not None:
+        text = text_after(tokenizer, request.token_ids, answer.token_ids, skip_special_tokens=True)
     return Generation(list(request.token_ids), answer.token_ids, answer.logprobs, answer.finish_reason, text)

@@ -65,7 +65,7 @@ class Generation:
     finish_reason: str
     """`stop`: an end-of-text token or a stop string; `length`: as many tokens as were asked for."""
     text: str | None
-    """New tokens as text without special tokens; None without a tokenizer."""
+    """What the new tokens add to the prompt's text, without special tokens; None without a tokenizer."""
 
 
 def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:

@@ -94,10 +94,16 @@ NAMES = tuple(field.name for field in fields(Settings))
 def settings_of(model: nn.Module, arguments: Mapping[str, Any], generation_config: Any = None, *, pad: int | None = None) -> Settings:
     """The settings of a call. `arguments` are its own; `pad` is the tokenizer's token for padding, where nothing else says one.
 
+    An argument of a setting that is not supported, at the value at which it changes nothing (`num_beams=1`), overrides the model's own.
     `temperature=0` is greedy, and a sampling argument of the call (`temperature`, `top_k`, `top_p` ...) samples unless it says `do_sample`.
     Raises InputError for a value out of range, an unknown name, or a setting that is not supported and would change tokens.
     """
+    switched_off = {name for name, value in arguments.items() if name in NEUTRAL and value == NEUTRAL[name]}
+    arguments = {name: value for name, value in arguments.items() if name not in switched_off}
     if unknown := [name for name in arguments if name not in NAMES]:
+        if unknown[0] in NEUTRAL:
+            name = unknown[0]
+            raise InputError(f"{name} = {arguments[name]!r} is not supported by generate; leave it out, or give {NEUTRAL[name]}")
         raise InputError(f"generate has no setting `{unknown[0]}`; it has {', '.join(NAMES)}")
     given = {name: value for name, value in arguments.items() if value is not None}
     found: dict[str, Any] = {}
@@ -105,7 +111,7 @@ def settings_of(model: nn.Module, arguments: Mapping[str, Any], generation_confi
         ("the model's generation_config", _plain(getattr(model, "generation_config", None))),
         ("generation_config", _plain(generation_config)),
     ):
-        _refuse_unsupported(values, whose)
+        _refuse_unsupported({name: value for name, value in values.items() if name not in switched_off}, whose)
         found |= {name: value for name, value in values.items() if name in NAMES}
         if "max_length" in values and "max_new_tokens" not in values:
             found.pop("max_new_tokens", None)
@@ -189,7 +195,8 @@ def _refuse_unsupported(values: Mapping[str, Any], whose: str) -> None:
         changes = bool(value) or (name in AT_ZERO and value is not False and value == 0)
         if name in NAMES or name in UNRELATED or not changes or value == NEUTRAL.get(name):
             continue
-        raise InputError(f"{whose}: {name} = {value!r} is not supported by generate and would change tokens; leave it out")
+        remedy = f"pass {name}={NEUTRAL[name]} to do without, or leave it out" if name in NEUTRAL else "leave it out"
+        raise InputError(f"{whose}: {name} = {value!r} is not supported by generate and would change tokens; {remedy}")
 
 
 def _several(value: Any) -> tuple[Any, ...]:

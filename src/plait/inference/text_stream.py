@@ -29,12 +29,31 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
         return str(tokenizer.decode([token for token in token_ids if token in known], **options))
 
 
+_TAIL = 8
+"""Tokens of a prompt that are decoded with those after it: enough for a character of several bytes."""
+
+
+def text_after(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int], **options: Any) -> str:
+    """Return the text that tokens add to a prompt's.
+
+    Tokenizers that mark spaces (Llama, Mistral, Phi 3) leave out the one before the first token that they decode,
+    so some tokens of the prompt are decoded too, and their text is taken away.
+    """
+    tail = list(prompt[-_TAIL:])
+    if not tail:
+        return text_of(tokenizer, token_ids, **options)
+    before = text_of(tokenizer, tail, **options).rstrip(_UNKNOWN)  # the new tokens may end the prompt's last character
+    text = text_of(tokenizer, [*tail, *token_ids], **options)
+    return text[len(before) if text.startswith(before) else _most_like(before, text) :]
+
+
 class TextStream:
     """Gives the text of a token when no later token changes it: all bytes of its characters are there, and spaces that a clean-up may still
     remove are not at its end. Pieces add up to `text()`."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
+        """`prompt`: the tokens before."""
+        self._tokenizer, self._prompt = tokenizer, tuple(prompt[-_TAIL:])
         self._tokens: list[int] = []
         self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._given = ""
@@ -62,7 +81,7 @@ class TextStream:
 
     def text(self) -> str:
         """Of all tokens."""
-        return text_of(self._tokenizer, self._tokens, skip_special_tokens=True)
+        return text_after(self._tokenizer, self._prompt, self._tokens, skip_special_tokens=True)
 
     def _new(self, text: str) -> str:
         given, self._given, self._waited = self._given, text, 0

@@ -83,11 +83,23 @@ def has_recurrent_state(model: nn.Module) -> bool:
 
 
 def reads_prompts_whole(model: nn.Module) -> bool:
-    """Whether a prompt in pieces would be another one: for recurrent states, and where every token of a prompt attends to those after it,
-    as in BERT that is no decoder. Such models say so in their attention, or by `is_decoder` where no attention says that it is causal."""
+    """Whether a prompt in pieces would be another one: for recurrent states, and where tokens attend to those after them."""
+    return attends_to_later_tokens(model) or has_recurrent_state(model)
+
+
+def attends_to_later_tokens(model: nn.Module) -> bool:
+    """Return whether every token attends to those after it, as in BERT that is no decoder.
+
+    Such models say so in their attention, in a field of their own, or by `is_decoder` where no attention says
+    that it is causal.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", None) is False:
+        return True
+    if getattr(config, "causal", None) is False or getattr(config, "attn_type", None) == "bi":  # XLM, XLNet
+        return True
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
-    is_encoder = True not in causal and (False in causal or getattr(getattr(model, "config", None), "is_decoder", True) is False)
-    return is_encoder or has_recurrent_state(model)
+    return True not in causal and (False in causal or getattr(config, "is_decoder", True) is False)
 
 
 def counts_tokens(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from plait.config.schema.sections import ModelSection
 from plait.data.tokenizer import vocabulary_size
 from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.model.described import check_fields, described_config, require_transformers
+from plait.sharded.cache import attends_to_later_tokens
 from plait.sharded.hub import saved_folder
 from plait.sharded.pretrained import quantisation_of
 from plait.units import dtype_of
@@ -89,8 +90,24 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
                 ) from error
         rule = f"no {config.model_type} can be built of it ({type(error).__name__}: {first_line(error)[:200]})"
         raise ConfigError(Problem("model.config", None, rule, "correct its sizes")) from error
+    if attends_to_later_tokens(model) and _says_so(model.config):
+        rule = f"a {config.model_type} with this configuration lets tokens attend to those that it is to predict"
+        remedy = "set is_decoder to true where the architecture has it, choose a causal one, or train it with plait.hf.Trainer"
+        raise ConfigError(Problem("model", None, rule, remedy))
     identity = {f"model.{name}": value for name, value in config.to_dict().items() if name not in _NOT_SHAPE}
     return Built(model.train(), weights, config.model_type, getattr(config, "hidden_size", None), identity | {"model.dtype": section.dtype})
+
+
+def _says_so(config: Any) -> bool:
+    """Return whether a configuration says that tokens attend to later ones.
+
+    Attention that is not causal by itself does not: decoders of BigBird-Pegasus and GIT have it with a causal
+    mask. GPT-NeoX has `is_decoder` without a meaning.
+    """
+    if getattr(config, "is_decoder", None) is False and not str(config.model_type).startswith("gpt_neox"):
+        return True
+    fields = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,), "causal": (False,)}
+    return any(getattr(config, name, None) in values for name, values in fields.items())
 
 
 _NOT_SHAPE = {"transformers_version", "use_cache", "dtype", "torch_dtype", "_name_or_path", "architectures", "_attn_implementation"}

@@ -18,7 +18,7 @@ from plait import exact
 from plait.checkpoint.folder import complete, find
 from plait.checkpoint.places import Place
 from plait.errors import CheckpointError, InputError, Problem, refuse
-from plait.files import is_only_writer, write_whole
+from plait.files import RUN_LOCK, is_only_writer, write_whole
 from plait.train.loop import Position
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class RunFolder:
         """Hold the folder until the file is closed or the process ends. Raises InputError where another run holds it: two would overwrite
         each other's checkpoints and metrics."""
         self.path.mkdir(parents=True, exist_ok=True)
-        stream = open(self.path / ".lock", "ab")  # noqa: SIM115
+        stream = open(self.path / RUN_LOCK, "ab")  # noqa: SIM115
         if not is_only_writer(stream):
             stream.close()
             raise InputError(

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.checkpoint.folder import candidates, remove_old
+from plait.checkpoint.folder import Found, candidates, remove_old
 from plait.checkpoint.load import Reader
 from plait.checkpoint.save import Snapshot, write
 from plait.checkpoint.windows import record_of
@@ -46,15 +46,21 @@ def of(mesh: Mesh, folder: Path, value: float, tag: str) -> Snapshot:
     return Snapshot(folder, tag, mesh, tensors, records, records, {}, {})
 
 
+def verified(found: Found) -> list[torch.Tensor]:
+    """The tensors of a checkpoint whose every byte is verified."""
+    reader = Reader(found)
+    reader.verify("full")
+    return list(map(reader.read, reader.tensors))
+
+
 def loaded(folder: Path) -> float:
     """The value of the one to go on from, whose every byte is verified; falls back as `load_checkpoint` does."""
     for one in candidates(folder):
         try:
-            reader = Reader(one)
-            reader.verify("full")
+            tensors = verified(one)
         except CheckpointError:
             continue
-        found = {float(value) for name in reader.tensors for value in reader.read(name).unique()}
+        found = {float(value) for tensor in tensors for value in tensor.unique()}
         assert len(found) == 1, f"mixed: {found}"
         return found.pop()
     raise AssertionError("lost")
@@ -109,7 +115,7 @@ def test_every_call_of_a_load(mesh: Mesh, tmp_path: Path) -> None:
         with planted(Planted(failing(call, errno.EIO, once=True), reading=True)), suppress(CheckpointError):
             assert loaded(tmp_path) in (1.0, 2.0)
         with planted(Planted(failing(call, errno.EIO, once=False), reading=True)), pytest.raises(CheckpointError) as caught:
-            Reader(candidates(tmp_path)[0]).verify("full")
+            verified(candidates(tmp_path)[0])
         assert "planted error 5" in str(caught.value) or "cannot be read" in str(caught.value), counted.calls[call]
 
 

@@ -11,6 +11,7 @@ import pytest
 from plait.checkpoint.folder import candidates, complete, find, remove_old
 from plait.checkpoint.inspect import prune
 from plait.errors import CheckpointError
+from plait.train.folder import RunFolder
 from tests.checkpoints import put
 
 
@@ -152,3 +153,15 @@ def test_a_folder_that_may_not_be_opened_is_passed_over(three: Path, monkeypatch
     assert tags(three) == ["c", "b"]
     (three / "LATEST").unlink()
     assert tags(three) == ["c", "b"]
+
+
+def test_pruning_waits_for_the_end_of_a_run(three: Path) -> None:
+    """A run holds its lock in the folder above its checkpoints."""
+    folder = three.parent / "run" / "checkpoints"
+    folder.parent.mkdir()
+    three.rename(folder)
+    stream = RunFolder(folder.parent).claim()
+    with pytest.raises(CheckpointError, match="plait train is running in"):
+        prune(folder, keep=1)
+    stream.close()
+    assert prune(folder, keep=1) == ["a", "b"]

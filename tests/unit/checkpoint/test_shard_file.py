@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from plait.checkpoint.shard_file import FileManifest, verify_shards, write_shards
+from plait.checkpoint.shard_file import FileManifest, ShardReader, verify_shards, write_shards
 from plait.errors import CheckpointError
 
 TENSORS = {
@@ -74,3 +75,18 @@ def test_large_tensors_are_written_in_chunks(tmp_path: Path) -> None:
     with safe_open(tmp_path / "x", framework="pt") as file:
         assert torch.equal(file.get_tensor("x"), tensor)
     verify_shards(tmp_path / "x", manifest)
+
+
+def test_a_header_with_other_places_is_refused(written: tuple[Path, FileManifest]) -> None:
+    """Hashes are of the places in the list, and the library reads those in the header."""
+    path, manifest = written
+    with ShardReader(path, manifest) as reader:
+        assert torch.equal(reader.read("a"), TENSORS["a"])
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["a"]["data_offsets"], header["a.b"]["data_offsets"] = [8, 32], [0, 8]
+    changed = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    path.write_bytes(data[:8] + changed + data[8 + length :])
+    with pytest.raises(CheckpointError, match="do not agree where a lies in the file"):
+        ShardReader(path, manifest).__enter__()

@@ -106,6 +106,9 @@ def test_a_configuration_of_another_kind() -> None:
 def test_what_would_change_tokens_and_is_not_supported() -> None:
     with pytest.raises(InputError, match="the model's generation_config: num_beams = 4 is not supported"):
         settings_of(Model(num_beams=4), {})
+    assert settings_of(Model(num_beams=4, num_return_sequences=2), {"num_beams": 1, "num_return_sequences": 1}) == settings_of(Model(), {})
+    with pytest.raises(InputError, match="num_beams = 4 is not supported by generate; leave it out, or give 1"):
+        settings_of(Model(), {"num_beams": 4})
     with pytest.raises(InputError, match="generation_config: guidance_scale = 2.0"):
         settings_of(Model(), {}, {"guidance_scale": 2.0})
     for name in ("forced_eos_token_id", "forced_bos_token_id", "max_time"):

@@ -6,8 +6,12 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
-from plait.inference.text_stream import TextStream
+from plait.inference.choose import STOP, Chooser
+from plait.inference.requests import Request
+from plait.inference.settings import Settings
+from plait.inference.text_stream import TextStream, text_after
 
 WORDS = ["[UNK]", "[PAD]", "do", "n", "'", "t", ".", "it", "s", "n't", "'s", "hello", "v", "##e", "ve", "?", ",", "##n"]
 
@@ -63,3 +67,38 @@ class Changing:
 )
 def test_a_text_that_changes(texts: tuple[str, ...], expected: list[str]) -> None:
     assert streamed(Changing(*texts), list(range(len(texts)))) == expected
+
+
+def marks_spaces() -> Any:
+    """A tokenizer that marks a space before each word, and leaves the first one out, as Llama 2's."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    pieces = ["<unk>", "</s>", "▁The", "▁quick", "▁lazy", "▁dog", "s", ".", *(f"<0x{byte:02X}>" for byte in "é".encode())]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={piece: at for at, piece in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    made.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+
+
+def test_the_space_between_prompt_and_answer_stays() -> None:
+    tokenizer, prompt, new = marks_spaces(), [2, 3], [4, 5, 6, 7, 1]
+    assert tokenizer.decode(new, skip_special_tokens=True) == "lazy dogs."
+    assert text_after(tokenizer, prompt, new, skip_special_tokens=True) == " lazy dogs."
+    stream = TextStream(tokenizer, prompt)
+    assert [*(stream.add(token) for token in new), stream.rest()] == [" lazy", " dog", "s", ".", "", ""]
+    assert text_after(tokenizer, [], new, skip_special_tokens=True) == "lazy dogs."
+    assert text_after(tokenizer, [2, 8], [9, 6], skip_special_tokens=True) == "és", "a character of both is the answer's"
+
+
+def test_a_stop_string_is_seen_in_the_first_word() -> None:
+    chooser = Chooser([Request((2, 3), 4, None)], Settings(stop_strings=(" lazy",)), marks_spaces())
+    scores = torch.zeros(1, 10)
+    scores[0, 4] = 1
+    assert chooser(scores, [0])[2].tolist() == [STOP]

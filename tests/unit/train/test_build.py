@@ -76,6 +76,29 @@ def test_an_architecture_without_a_language_model_is_refused(tokenizer: Any) -> 
         build_model(section, tokenizer, positions=64)
 
 
+BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        BERT,
+        {"model_type": "xlm", "emb_dim": 32, "n_layers": 1, "n_heads": 2},
+        {"model_type": "gemma", "hidden_size": 32, "head_dim": 16, "num_hidden_layers": 1, "use_bidirectional_attention": True},
+    ],
+)
+def test_a_bidirectional_model_is_refused(tokenizer: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="lets tokens attend to those.*plait.hf.Trainer"):
+        build_model(ModelSection(config=fields), tokenizer, positions=64)
+
+
+def test_causal_models_are_built(tokenizer: Any) -> None:
+    """The remedy of the refusal, and a type whose `is_decoder` says nothing."""
+    neox = {"model_type": "gpt_neox_japanese", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for fields in ({**BERT, "is_decoder": True}, neox):
+        assert build_model(ModelSection(config=fields), tokenizer, positions=64).kind == fields["model_type"]
+
+
 def test_weights_come_with_their_configuration(tokenizer: Any, tmp_path: Path) -> None:
     saved = build_model(_section(), tokenizer, positions=64).model.to_empty(device="cpu")
     saved.save_pretrained(tmp_path / "saved")
