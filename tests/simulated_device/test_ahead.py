@@ -311,7 +311,7 @@ def test_a_run_with_metrics_never_lets_the_device_idle(simulated: SimulatedPool,
     for waits, idle, losses in simulated.run(2, ahead, config, str(tmp_path)):
         # The first steps measure and allocate. The numbers of the last two are read together, at the end.
         assert idle[2:6] == [0, 0, 0, 0], (waits, idle)
-        assert waits[2:6] == [2, 2, 2, 2], "for the numbers and for the end of the step before"
+        assert max(waits[2:6]) <= 2, f"for the numbers and for the end of the step before: {waits}"
         assert len(losses) == 8 and losses[-1] < losses[0]
 
 
