@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from benchmarks.pipeline_step.torch_peers import TP_PLAN, LlamaStage, next_token_loss
 from benchmarks.step_counts.layouts import Layout
 from benchmarks.step_counts.workload import ADAMW, MAX_NORM, SAMPLES, build_model
 from plait._torch.units import parameter_groups
@@ -92,24 +92,12 @@ def _data_parallel_step(model: nn.Module, layout: Layout, device: torch.device) 
     return step
 
 
-_BLOCK = {
-    "self_attn.q_proj": ColwiseParallel(),
-    "self_attn.k_proj": ColwiseParallel(),
-    "self_attn.v_proj": ColwiseParallel(),
-    "self_attn.o_proj": RowwiseParallel(),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": RowwiseParallel(),
-}
-
-
 def _plan(layers: int, *, sequence: bool) -> dict[str, Any]:
     """Return the plan of `parallelize_module` for a Llama of Transformers. Logits stay split over the vocabulary."""
     tokens = Shard(1) if sequence else Replicate()
     row = RowwiseParallel(output_layouts=tokens)
     block: dict[str, Any] = {
-        **_BLOCK,
-        # Without these two, every column-split layer would reduce the gradient of the shared input on its own.
+        **TP_PLAN,
         "self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": tokens},
             desired_input_kwarg_layouts={"hidden_states": Replicate()},
@@ -157,7 +145,7 @@ def tensor_parallel(layout: Layout, sharding: Sharding, device: torch.device) ->
         positions = torch.arange(inputs["input_ids"].shape[1], device=device)[None]
         with loss_parallel():
             logits = model(input_ids=inputs["input_ids"], position_ids=positions).logits
-            loss = _next_token_loss(logits, inputs["labels"])
+            loss = next_token_loss(logits, inputs["labels"])
             loss.backward()
         norm = total_norm()
         for group in groups:
@@ -169,35 +157,14 @@ def tensor_parallel(layout: Layout, sharding: Sharding, device: torch.device) ->
     return step
 
 
-class _Stage(nn.Module):
-    """Two consecutive pipeline stages cut a Llama: the first has the embedding, the last the norm and the head."""
-
-    def __init__(self, model: Any, blocks: range, layers: int) -> None:
-        super().__init__()
-        self.embed_tokens = model.model.embed_tokens if blocks.start == 0 else None
-        self.layers = nn.ModuleList(model.model.layers[index] for index in blocks)
-        self.rotary_emb = model.model.rotary_emb
-        self.norm = model.model.norm if blocks.stop == layers else None
-        self.lm_head = model.lm_head if blocks.stop == layers else None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.embed_tokens is not None:
-            hidden = self.embed_tokens(hidden)
-        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        embeddings = self.rotary_emb(hidden, position_ids=positions)
-        for layer in self.layers:
-            hidden = layer(hidden, attention_mask=None, position_embeddings=embeddings, position_ids=positions)
-        return hidden if self.norm is None else self.lm_head(self.norm(hidden))
-
-
 def pipeline(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
     """Build torch's 1F1B schedule over two stages."""
     rank = dist.get_rank()
     first, second = layout.parallel["pipeline"]["blocks_per_stage"]
     blocks = (range(first), range(first, first + second))[rank]
-    module = _Stage(build_model(), blocks, first + second).to(device)
+    module = LlamaStage(build_model(), blocks=blocks, layers=first + second).to(device)
     stage = PipelineStage(module, rank, 2, device)
-    schedule = Schedule1F1B(stage, layout.accumulation, loss_fn=_next_token_loss)
+    schedule = Schedule1F1B(stage, layout.accumulation, loss_fn=next_token_loss)
     parameters = list(module.parameters())
     optimizer = torch.optim.AdamW(parameters, fused=True, **ADAMW)
 
@@ -220,12 +187,6 @@ def pipeline(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
         return totals[1], norm
 
     return step
-
-
-def _next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of `logits` [batch, tokens, vocabulary]; shifting the labels leaves the logits uncopied."""
-    targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def _micro_batches(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
