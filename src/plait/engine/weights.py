@@ -12,6 +12,7 @@ from plait.checkpoint import model_content
 from plait.checkpoint.folder import candidates
 from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
+from plait.comm.failures import naming
 from plait.engine.engine import Engine
 from plait.engine.state import held_by
 from plait.errors import InputError
@@ -45,11 +46,12 @@ def full_weights(engine: Engine, *, model: nn.Module | None = None, adapters: Co
     def tensors() -> dict[str, torch.Tensor]:
         return _of_adapters(source, adapters) if adapters else local_tensors(source)
 
-    for bucket in gathered(engine.sharded, tensors, bucket_bytes=1):
-        count += len(bucket)
-        if engine.rank == 0:
-            copies = {id(full): full.to("cpu", copy=True) for full in bucket.values()}
-            weights |= {name: copies[id(full)] for name, full in bucket.items()}
+    with naming("the gathering of full weights, which every rank must call (save_model on all of them)"):
+        for bucket in gathered(engine.sharded, tensors, bucket_bytes=1):
+            count += len(bucket)
+            if engine.rank == 0:
+                copies = {id(full): full.to("cpu", copy=True) for full in bucket.values()}
+                weights |= {name: copies[id(full)] for name, full in bucket.items()}
     if not count:
         raise InputError(
             f"{type(source).__name__} has no weights to save: neither a parameter nor a buffer of it is there"
