@@ -107,6 +107,7 @@ class CutCheck:
         name = type(self.skeleton.model).__name__
         cpu = _on_cpu(piece)
         missing: dict[str | int, str] = {}
+
         def run(model: nn.Module, trace: Trace) -> None:
             missing.clear()
             here = with_empty_cache(cpu)
