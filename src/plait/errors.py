@@ -126,11 +126,12 @@ class NumbersError(PlaitError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says in one line: the first, with the next where it ends in a colon; its type where it says nothing."""
+    """Return what another library's error says in one line: the first, with the next where it ends in a colon; its
+    type where it says nothing. Bounded: Transformers lists all of its classes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
-        return f"{lines[0]} {lines[1]}"
-    return lines[0] if lines else type(error).__name__
+        return _cut(f"{lines[0]} {lines[1]}")
+    return _cut(lines[0]) if lines else type(error).__name__
 
 
 def half_of_a_character(text: str) -> str | None:

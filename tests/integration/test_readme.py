@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli.main import main
+from plait.cli.main import VERBS, main
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -49,12 +49,51 @@ def test_a_command(command: str, files: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.strip()
 
 
+def words_of(line: str) -> str:
+    """A line of output in one form, whatever the widths of its columns."""
+    return " ".join(line.split())
+
+
+def is_printed(line: str, printed: list[str], *, numbers: bool = True) -> bool:
+    """Whether a line of README is in an output: `...` stands for anything, and without `numbers` one for another."""
+    pattern = re.escape(words_of(line)).replace(r"\.\.\.", ".*")
+    if not numbers:
+        pattern = re.sub(r"\d[\d,]*(?:\\?\.\d+)?(?:e(?:\\?-|\+)?\d+)?", lambda _: r"[\d,.e+-]+", pattern)
+    return any(re.fullmatch(pattern, one) for one in printed)
+
+
+def shown(after: str) -> list[str]:
+    """The lines of the block of output that begins with these words."""
+    (block,) = [block for language, block in BLOCKS if language == "text" and block.startswith(after)]
+    return [line for line in block.splitlines() if line.strip() not in ("", "...")]
+
+
+def test_the_output_of_a_plan(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """README shows what its first command of the kind prints, shortened, with a long line folded."""
+    (command,) = [line for line in PLAIT if "llama-3-8b" in line]
+    with pytest.raises(SystemExit):
+        main(shlex.split(command)[1:])
+    printed = [words_of(line) for line in capsys.readouterr().out.splitlines()]
+    lines = shown("llama-3-8b:")
+    folded = next(at for at, line in enumerate(lines) if line.startswith("90 %:"))
+    lines[folded : folded + 2] = [" ".join(lines[folded : folded + 2])]
+    assert [line for line in lines if not is_printed(line, printed)] == []
+
+
+def test_every_command_is_in_the_table() -> None:
+    table = README[README.index("## Commands") :]
+    assert [verb for verb in VERBS if f"| `plait {verb} " not in table and f"| `plait {verb}`" not in table] == []
+
+
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("command", [line for line in HERE if SLOW.search(line)])
 def test_a_slow_command(command: str, files: Path) -> None:
     done = subprocess.run([sys.executable, "-m", *shlex.split(command)], capture_output=True, text=True, timeout=1700, check=False)
     assert done.returncode == 0, done.stderr
+    if command == "plait verify run.json":
+        printed = [words_of(line) for line in done.stdout.splitlines()]
+        assert [line for line in shown("model   llama, shrunk") if not is_printed(line, printed, numbers=False)] == []
 
 
 def test_your_own_loop() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from plait.cli.stdout import close_stdout
 from plait.errors import PlaitError
@@ -41,6 +41,21 @@ VERBS = {
 
 SECOND = {("plan", "infer"): "plait.cli.planning.infer"}
 """Verbs with a second word, of a verb that takes a file or a name there, too."""
+
+
+def _without_type_of_flags() -> None:
+    """Show no type for options that take no value: Typer 0.29 shows `--force <bool>`, and `--force true` is refused."""
+    shown = getattr(TyperOption, "display_type_rich", None)
+    if shown is None:
+        return
+
+    def display(option: TyperOption, ctx: Any) -> Any:
+        return None if option.is_flag else shown(option, ctx=ctx)
+
+    TyperOption.display_type_rich = display
+
+
+_without_type_of_flags()
 
 
 class _Verb(TyperCommand):

@@ -174,6 +174,7 @@ def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) ->
         found = (
             AutoConfig.for_model(**config) if isinstance(config, Mapping) else AutoConfig.from_pretrained(config, trust_remote_code=False)
         )
+        _refuse_other_heads(found, config)
         refuse_quantised_folder(found, config)
         if dtype is None and found.dtype is None and isinstance(config, Path):
             dtype = _dtype_of_weights(config)
@@ -193,6 +194,20 @@ def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) ->
         first = lines[-1 if len(lines) == 2 else 0] if lines else type(error).__name__
         name = config["model_type"] if isinstance(config, Mapping) else config
         raise InputError(f"--model {name}: Transformers cannot build it: {first}") from error
+
+
+def _refuse_other_heads(config: Any, name: object) -> None:
+    """Raise InputError for a configuration that Transformers has no causal language model of."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    shown = config.model_type if isinstance(name, Mapping) else name
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            f"--model {shown}: {config.model_type} has an encoder and a decoder; generate is for models that go on from a text"
+        )
+    raise InputError(f"--model {shown}: Transformers has no causal language model of the type {config.model_type}")
 
 
 def refuse_quantised_folder(config: Any, name: object) -> None:

@@ -125,10 +125,10 @@ class ProgressLines:
             self._losses.append(event.loss)
         left = format_seconds((self._last_step - event.step) * self._window.seconds_per_step)
         parts = [
-            f"{self._window.tokens_per_second:,.0f} tokens/s",
+            f"{self._window.tokens_per_second:,.0f} tok/s",
             f"{left} left",
             format_bytes(event.memory_bytes),
-            f"lr {event.learning_rate:.2e}",
+            f"lr {event.learning_rate:.1e}",
             f"norm {event.grad_norm:.2f}",
         ]
         if event.skipped:

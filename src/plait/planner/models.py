@@ -241,13 +241,14 @@ def _described(config: Mapping[str, Any], *, source: str, vocab: int | None) -> 
     defaults: Mapping[str, int] = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257} if kind == "gpt2" else {}
     for field, keys in NAMES.items():
         value = next((config[key] for key in keys if config.get(key) is not None), defaults.get(field))
-        if field == "vocab" and value is None:
-            value = vocab or size_of_transformers(kind, "vocab_size")
+        if value is None:  # as training builds it
+            own = vocab if field == "vocab" else None
+            value = own or next((size for key in keys if (size := size_of_transformers(kind, key))), None)
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             found[field] = value
             continue
         rule = "not a whole number of at least 1"
-        if field == "vocab" and value is None:
+        if value is None:
             rule = f"is neither here, nor in a text_config, nor has Transformers a {kind} with one"
         problems.append(Problem(f"{source}: {keys[0]}", value, rule, f"set {' or '.join(keys)}"))
     refuse(problems)

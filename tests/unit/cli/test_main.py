@@ -110,6 +110,7 @@ def test_help_is_a_screen(verb: str, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setenv("COLUMNS", "100")
     assert _exit([*verb.split(), "--help"]) == 0
     shown = capsys.readouterr().out.strip().splitlines()
+    assert not any("<bool>" in line for line in shown), "an option without a value shows a type"
     assert len(shown) <= 40, f"{len(shown)} lines"
     if verb == "layout":
         assert "(default:" in "".join(shown)

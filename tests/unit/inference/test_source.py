@@ -10,7 +10,7 @@ import pytest
 
 from plait.errors import InputError
 from plait.inference import source
-from plait.inference.source import Source, open_source
+from plait.inference.source import Source, described, open_source
 from tests.unit.inference.kept_models import model_of
 from tests.unit.inference.models import saved
 
@@ -38,3 +38,14 @@ def test_a_stamp_follows_the_files(tmp_path: Path) -> None:
     weights = folder / "model.safetensors"
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1000))
     assert open_source(folder).stamp() != before
+
+
+@pytest.mark.parametrize(("kind", "said"), [("t5", "t5 has an encoder and a decoder"), ("vit", "no causal language model of the type vit")])
+def test_a_model_of_another_kind(tmp_path: Path, kind: str, said: str) -> None:
+    """In a sentence, and not with the names of all classes of Transformers."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=said) as raised:
+        described(tmp_path, dtype=None)
+    assert len(str(raised.value)) < 200

@@ -30,11 +30,11 @@ def test_lines_in_a_pipe_have_no_control_characters() -> None:
     assert "\x1b" not in text
     assert "\r" not in text
     assert text.splitlines() == [
-        "step 1  loss 3.2500  2,000 tokens/s  2.0 s left  300.0 MiB  lr 1.00e-03  norm 0.50",
-        "step 2  loss 3.2500  2,000 tokens/s  1.5 s left  300.0 MiB  lr 1.00e-03  norm 0.50",
+        "step 1  loss 3.2500  2,000 tok/s  2.0 s left  300.0 MiB  lr 1.0e-03  norm 0.50",
+        "step 2  loss 3.2500  2,000 tok/s  1.5 s left  300.0 MiB  lr 1.0e-03  norm 0.50",
         "step 2  validation loss 1.0000, perplexity 2.7, 4,096 targets",
         "step 3  checkpoint c/step-3, 0.2 s",
-        "step 5  loss 3.2500  2,000 tokens/s  0.0 s left  300.0 MiB  lr 1.00e-03  norm 0.50",
+        "step 5  loss 3.2500  2,000 tok/s  0.0 s left  300.0 MiB  lr 1.0e-03  norm 0.50",
     ]
 
 

@@ -237,3 +237,11 @@ def test_more_leading_layers_without_experts_than_layers_are_all_of_them():
 def test_stacked_architectures_count_each_their_own():
     both = hardware.stack([named("llama-3-8b"), named("mixtral-8x7b")])
     assert np.allclose(both.parameters, [float(named("llama-3-8b").parameters), float(named("mixtral-8x7b").parameters)])
+
+
+def test_sizes_that_are_left_out_are_those_of_transformers() -> None:
+    """As `plait layout` and `plait train` have them; a family without any is named with what is missing."""
+    pytest.importorskip("transformers")
+    assert int(from_config({"model_type": "llama"}).parameters) == 6_738_415_616
+    with pytest.raises(ConfigError, match="num_hidden_layers: is neither here, .* nor has Transformers a stranger"):
+        from_config({"model_type": "stranger"})

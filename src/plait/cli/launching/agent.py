@@ -33,7 +33,7 @@ from plait.cli.launching.settings import DEFAULT_PORT, Settings, check
 from plait.cli.launching.standby import Standby
 from plait.cli.launching.watch import RankWatch
 from plait.cluster.topology import thread_count
-from plait.errors import CommunicationError, ConfigError, NumbersError, ParityError, PlaitError
+from plait.errors import CommunicationError, ConfigError, NumbersError, ParityError, PlaitError, first_line
 
 WORKER = Path(__file__).with_name("worker.py")
 AS_BEFORE = (ConfigError.exit_code, ParityError.exit_code, NumbersError.exit_code)
@@ -244,10 +244,24 @@ def _spec(command: Sequence[str], settings: Settings, handler: RendezvousHandler
 def _not_met(settings: Settings, error: Exception) -> LaunchError:
     count = settings.min_nodes if settings.min_nodes == settings.max_nodes else f"{settings.min_nodes} to {settings.max_nodes}"
     where = "on this machine" if settings.single_node else f"at {settings.meeting_point}"
+    failed = f"{count} machine(s) did not meet {where} within {settings.timeout_seconds:.0f} s"
+    unknown = None if settings.single_node else _unknown_name(settings.meeting_point)
+    if unknown is not None:
+        return LaunchError(f"{failed}: {unknown}")
     return LaunchError(
-        f"{count} machine(s) did not meet {where} within {settings.timeout_seconds:.0f} s: {type(error).__name__}: {error}\n"
+        f"{failed}: {type(error).__name__}: {first_line(error)}\n"
         "Check that every machine runs the same command with the same address, that the port is free on the first and open between them."
     )
+
+
+def _unknown_name(endpoint: str) -> str | None:
+    """Return why this machine finds no address for the host of HOST:PORT; None where it finds one."""
+    host = endpoint.rpartition(":")[0].strip("[]")
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"this machine finds no address for the name {host!r} ({error.strerror}); correct it, or add it to /etc/hosts or to the DNS"
+    return None
 
 
 def _additions(settings: Settings) -> dict[str, str]:

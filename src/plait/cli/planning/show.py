@@ -15,7 +15,7 @@ from plait.observe.trace import chrome_trace
 from plait.planner import hardware
 from plait.planner import models as known
 from plait.planner.calibrate import Calibration
-from plait.planner.constants import unseen
+from plait.planner.constants import coverage_of_intervals
 from plait.planner.detail import beyond, timeline
 from plait.planner.explain import Change, Comparison, describe, ties_of
 from plait.planner.memory import TERMS as MEMORY_TERMS
@@ -52,7 +52,7 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside:
         for index, choice in enumerate(found.best)
     ]
     print_table(console, ("", "layout", "step (90 %)", "tokens/s", "MFU", "memory (90 %)"), rows)
-    print(f"{_held(experts=bool(model.experts))}\n")
+    print(f"{coverage_of_intervals(experts=bool(model.experts))}\n")
     if found.ties > 1:
         print(f"{ties_of(found)}\n")
     times = [
@@ -94,17 +94,6 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside:
     print_table(console, ("left out", "because"), left_out[:12])
     if len(left_out) > 12:
         print(f"and {len(left_out) - 12} more regions; --json lists them")
-
-
-def _held(*, experts: bool) -> str:
-    """What an interval is worth on machines and frameworks that nobody has measured."""
-    held = unseen()
-    time, memory = held["time_experts" if experts else "time"], held["memory"]
-    return (
-        "90 %: as measured on the sources that the planner knows. Of published runs of sources that it did not, "
-        f"{time.share:.0%} of {time.rows} step times and {memory.share:.0%} of {memory.rows} peaks of memory lay within; "
-        "plait calibrate fits it to your machine"
-    )
 
 
 def _neighbour_rows(beside: list[Comparison]) -> list[list[str]]:

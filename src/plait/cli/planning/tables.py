@@ -22,7 +22,7 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
         column.overflow = "fold"
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    console.print(table, soft_wrap=False)  # also on a console whose other lines are not wrapped
 
 
 def aligned(rows: Sequence[Sequence[str]], *, indent: str = "", most: Mapping[int, int] | None = None) -> list[str]:

@@ -24,6 +24,7 @@ from plait.parallel.schedules.timeline import Timeline
 from plait.planner import detail
 from plait.planner.calibrate import Calibration
 from plait.planner.choice import Choice
+from plait.planner.constants import coverage_of_intervals
 from plait.planner.estimate import lower_end
 from plait.planner.explain import Change, Comparison, describe
 from plait.planner.memory import TERMS as MEMORY_TERMS
@@ -148,7 +149,7 @@ def chosen_section(story: Story) -> Markup:
     return page.join(
         Markup('<p class="lead">{}</p>\n').format(describe(best.layout)),
         page.tiles(figures),
-        page.note("Predicted, not measured. Intervals hold nine times in ten."),
+        page.note(f"Predicted, not measured. {coverage_of_intervals(experts=bool(request.model.architecture.experts))}."),
         *(page.note(text) for text in story.notes),
         page.table(columns, rows, numbers=(2, 3, 4, 5, 6, 7), marked=0),
     )
