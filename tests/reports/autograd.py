@@ -359,16 +359,9 @@ def per_sample_gradients_in_the_loss(run: Run) -> None:
         run.step()
 
 
-class PenalisedNet(Net):
-    """A model that computes its own weight penalty."""
-
-    def forward(self, sample: torch.Tensor) -> Any:
-        return super().forward(sample)
-
-
 def loss_reads_weights(run: Run) -> None:
     """The loss sums squares of all weights."""
-    call = run.start(build(PenalisedNet))
+    call = run.start(build(Net))
     for step in range(STEPS):
         for rank in run.each_rank():
             loss = call(inputs(step, rank)).square().mean()

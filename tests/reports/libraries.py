@@ -77,9 +77,7 @@ def accelerator_of(dp: int, accumulation: int, arguments: dict[str, Any], config
     if plugin is not None:
         from accelerate.utils import GradientAccumulationPlugin
 
-        arguments["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
-            num_steps=count, **plugin
-        )
+        arguments["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=count, **plugin)
     else:
         arguments["gradient_accumulation_steps"] = count
     data = arguments.pop("data", None)
@@ -96,9 +94,7 @@ def accelerator_of(dp: int, accumulation: int, arguments: dict[str, Any], config
     return Stock(cpu=True, **arguments)
 
 
-def accelerate_loop(
-    dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any
-) -> dict[str, Any]:
+def accelerate_loop(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
     """Train. Returns the updates, the samples that were seen, and the weights."""
     accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
     model = trainers.model(DTYPE)
@@ -121,17 +117,73 @@ def accelerate_loop(
     return {"updates": updates, "seen": sorted(seen), "weights": weights}
 
 
-def on_accelerate(dp: int, *case: Any) -> dict[str, Any]:
+def loop_with_evaluation(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Train, and evaluate in the middle of an accumulated step."""
+    accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
+    model = trainers.model(DTYPE)
+    optimizer = optimizer_of(model)
+    loaders = LOADERS[loader](), single_samples(8)
+    batches, evaluation, model, optimizer = accelerator.prepare(*loaders, model, optimizer)
+    updates, seen = 0, []
+    for _ in range(epochs):
+        for number, batch in enumerate(batches):
+            indices = batch.pop("index")
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                updates += int(accelerator.sync_gradients)
+            if number == (0 if config is not None else dp - 1):
+                for other in evaluation:
+                    del other["index"]
+                    with torch.no_grad():
+                        model(**other)
+            seen += accelerator.gather_for_metrics(indices).tolist()
+    weights = accelerator.get_state_dict(accelerator.unwrap_model(model))
+    accelerator.free_memory()
+    return {"updates": updates, "seen": sorted(seen), "weights": weights}
+
+
+def loop_over_parts(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Train on parts of each batch, each accumulated."""
+    accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
+    model = trainers.model(DTYPE)
+    optimizer = optimizer_of(model)
+    batches, model, optimizer = accelerator.prepare(LOADERS[loader](), model, optimizer)
+    updates, seen = 0, []
+    for _ in range(epochs):
+        for batch in batches:
+            seen += accelerator.gather_for_metrics(batch.pop("index")).tolist()
+            for row in range(2):
+                with accelerator.accumulate(model):
+                    part = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+                    accelerator.backward(model(**part).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    updates += int(accelerator.sync_gradients)
+    weights = accelerator.get_state_dict(accelerator.unwrap_model(model))
+    accelerator.free_memory()
+    return {"updates": updates, "seen": sorted(seen), "weights": weights}
+
+
+LOOPS = {
+    "plain": accelerate_loop,
+    "evaluation": loop_with_evaluation,
+    "parts": loop_over_parts,
+}
+
+
+def on_accelerate(dp: int, loop: str, *case: Any) -> dict[str, Any]:
     """The loop with Accelerate in one process."""
     with trainers.launched_alone():
-        return accelerate_loop(dp, *case, None)
+        return LOOPS[loop](dp, *case, None)
 
 
-def on_plaits_accelerator(rank: int, world: int, *case: Any) -> dict[str, Any] | str:
+def on_plaits_accelerator(rank: int, world: int, loop: str, *case: Any) -> dict[str, Any] | str:
     """The loop with Plait's Accelerator. Runs in a worker."""
     with trainers.launched(rank, world):
         try:
-            return accelerate_loop(world, *case)
+            return LOOPS[loop](world, *case)
         except PlaitError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -249,9 +301,7 @@ def on_transformers(made: str, settings: dict[str, Any]) -> dict[str, Any]:
         return trainer_run((Trainer, TrainingArguments), folder, made, settings)
 
 
-def on_plaits_trainer(
-    rank: int, world: int, folder: str, made: str, settings: dict[str, Any]
-) -> dict[str, Any]:
+def on_plaits_trainer(rank: int, world: int, folder: str, made: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The run with Plait's Trainer. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments

@@ -219,32 +219,22 @@ def embedding_with_sparse_gradients(run: Run) -> None:
 
 
 class RecurrentLayer(nn.Module):
-    """A layer around a GRU, which keeps a list of its weights."""
+    """A layer around a GRU and an LSTM of two directions, which keep lists of their weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.first = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        half = WIDTH // 2
+        self.second = nn.LSTM(WIDTH, half, num_layers=2, bidirectional=True, batch_first=True)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.cell(hidden.unsqueeze(0))[0].squeeze(0)
+        inner = self.second(self.first(hidden.unsqueeze(0))[0])[0]
+        return hidden + inner.squeeze(0)
 
 
-class LstmLayer(RecurrentLayer):
-    """A layer around an LSTM of two directions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)
-
-
-def gru_in_blocks(run: Run) -> None:
+def recurrent_blocks(run: Run) -> None:
     """Recurrent blocks train on all ranks."""
     train(run, build(Net, RecurrentLayer))
-
-
-def lstm_in_blocks(run: Run) -> None:
-    """Bidirectional LSTM blocks of two layers."""
-    train(run, build(Net, LstmLayer))
 
 
 class NormedLayer(nn.Module):
@@ -325,23 +315,23 @@ def transposed_parameters(run: Run) -> None:
     train(run, build(Net, TransposedLayer))
 
 
-class ListLayer(nn.Module):
-    """A layer with a ParameterList and a ParameterDict."""
+class AliasedNet(Net):
+    """A model that registers modules of its blocks a second time, under other names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(2))
-        self.biases = nn.ParameterDict({"first": torch.zeros(WIDTH), "second": torch.ones(WIDTH)})
+        self.first_linear = self.blocks[0].linear
+        self.blocks[2].neighbour_norm = self.blocks[2].norm
+        self.last_block = self.blocks[2]
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for weight, bias in zip(self.weights, self.biases.values(), strict=True):
-            hidden = hidden + torch.tanh(hidden @ weight + bias)
-        return hidden
+    def forward(self, sample: torch.Tensor) -> Any:
+        return super().forward(sample) + self.head(self.last_block(self.stem(sample)))
 
 
-def parameters_in_lists(run: Run) -> None:
-    """Parameters in a list and in a dictionary."""
-    train(run, build(Net, ListLayer))
+def modules_with_two_names(run: Run) -> None:
+    """Modules of a block are attributes of the model too."""
+    train(run, build(AliasedNet))
+    run.note(len(run.module.state_dict()), everywhere=True)
 
 
 class Experts(nn.Module):

@@ -78,8 +78,14 @@ class Run:
         *,
         accumulation: int = 1,
         clipping: float = 0.0,
+        **sections: Any,
     ) -> Any:
-        """Prepare the model. Returns what the loop calls."""
+        """Prepare the model, on a layout with more sections of a configuration.
+
+        Returns:
+            What the loop calls.
+        """
+        self.sections = sections
         self.module = model
         self.accumulation = accumulation
         self.clipping = clipping
@@ -91,8 +97,9 @@ class Run:
 
     def each_rank(self) -> Iterator[int]:
         """Data-parallel ranks whose samples this process computes."""
-        for self.rank in self.ranks:
-            yield self.rank
+        for rank in self.ranks:
+            self.rank = rank
+            yield rank
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -140,7 +147,7 @@ class Run:
 class RankRun(Run):
     """The run of one data-parallel rank."""
 
-    def __init__(self, rank: int, world: int, stage: int, parallel: dict[str, int]) -> None:
+    def __init__(self, rank: int, world: int, stage: int, parallel: dict[str, Any]) -> None:
         super().__init__(world)
         self.ranks = [rank]
         self.rank = rank
@@ -155,6 +162,7 @@ class RankRun(Run):
             "gradient_clipping": self.clipping,
             "zero_optimization": {"stage": self._stage},
             **({"parallel": self._parallel} if self._parallel else {}),
+            **self.sections,
         }
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -224,9 +232,7 @@ def in_one_process(situation: Situation, world: int) -> Result:
     return run.result
 
 
-def on_a_rank(
-    rank: int, world: int, situation: Situation, mode: Mode, stage: int, parallel: dict[str, int]
-) -> Result | str:
+def on_a_rank(rank: int, world: int, situation: Situation, mode: Mode, stage: int, parallel: dict[str, Any]) -> Result | str:
     """Run the situation on a layout. Runs in a worker.
 
     Returns:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -294,9 +293,7 @@ def micro_batches(config: dict[str, Any]) -> int:
     return int(dp * config["gradient_accumulation_steps"])
 
 
-def train(
-    rank: int, world: int, kind: str, config: dict[str, Any], evaluate: bool
-) -> Trace | str | None:
+def train(rank: int, world: int, kind: str, config: dict[str, Any], evaluate: bool) -> Trace | str | None:
     """Train on a layout. Runs in a worker.
 
     Returns:
@@ -333,9 +330,7 @@ def frozen_llama(frozen: Sequence[str], *, tied: bool = False) -> nn.Module:
     return model
 
 
-def train_family(
-    rank: int, world: int, frozen: Sequence[str], tied: bool, config: dict[str, Any]
-) -> Trace | str | None:
+def train_family(rank: int, world: int, frozen: Sequence[str], tied: bool, config: dict[str, Any]) -> Trace | str | None:
     """Train a model of Transformers on a layout. Runs in a worker."""
     model = frozen_llama(frozen, tied=tied)
     with keeping_float64(model):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import plait
+from plait.verify.parity import whole
 from tests.reports.models import Net, build, inputs
 from tests.reports.runs import Run, adamw, plain, sgd
 
@@ -51,15 +53,77 @@ def many_groups_of_adam(run: Run) -> None:
     """A group per parameter, whose step counts must agree."""
 
     def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [
-            {"params": [p], "lr": 1e-3 * (1 + index % 3)} for index, p in enumerate(parameters)
-        ]
+        groups = [{"params": [p], "lr": 1e-3 * (1 + index % 3)} for index, p in enumerate(parameters)]
         return torch.optim.Adam(groups, betas=(0.5, 0.7))
 
     call = run.start(build(Net), grouped)
     for step in range(STEPS):
         for rank in run.each_rank():
             run.backward(loss_of(call, step, rank))
+        run.step()
+
+
+def groups_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Vectors without decay, matrices with another rate."""
+    thin = [p for p in parameters if p.ndim == 1]
+    wide = [p for p in parameters if p.ndim != 1]
+    groups = [{"params": thin, "weight_decay": 0.0}, {"params": wide, "lr": 2e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.2)
+
+
+def resumed_with_groups(rank: int, world: int, stage: int, folder: str) -> dict[str, torch.Tensor]:
+    """Four steps, of which the last two are another engine's. Runs in a worker."""
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    for part in range(2):
+        model = build(Net)
+        engine = plait.initialize(model, {**config, "gradient_clipping": 0}, optimizer=groups_of)
+        if part:
+            assert engine.load_checkpoint(folder) is not None
+        for step in range(2 * part, 2 * part + 2):
+            engine.backward(loss_of(engine, step, rank))
+            engine.step()
+        if not part:
+            engine.save_checkpoint(folder)
+        weights = {name: whole(p) for name, p in model.named_parameters()}
+        engine.close()
+    return weights
+
+
+def uninterrupted_with_groups(world: int) -> dict[str, torch.Tensor]:
+    """The same steps in one process."""
+    model = build(Net)
+    optimizer = groups_of(list(model.parameters()))
+    for step in range(4):
+        for rank in range(world):
+            (loss_of(model, step, rank) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def static_graph(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+    """Torch's wrapper with a static graph, by its import from Plait. Runs in a worker."""
+    from plait.compat.torch import DistributedDataParallel
+
+    model = build(Net)
+    wrapped = DistributedDataParallel(model, static_graph=True)
+    optimizer = adamw(list(model.parameters()))
+    weights = []
+    for step in range(STEPS):
+        with wrapped.no_sync():
+            (loss_of(wrapped, step, rank, 0) / 2).backward()
+        (loss_of(wrapped, step, rank, 1) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append({name: whole(p) for name, p in model.named_parameters()})
+    return weights
+
+
+def accumulated_twice(run: Run) -> None:
+    """Two micro-batches per step, of which the first is not reduced."""
+    call = run.start(build(Net), accumulation=2)
+    for step in range(STEPS):
+        accumulate(run, call, step, 2)
         run.step()
 
 
@@ -80,9 +144,7 @@ def groups_with_a_schedule(run: Run) -> None:
         )
 
     call = run.start(build(Net), grouped, accumulation=2, clipping=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        run.optimizer, [lambda s, k=k: 1 / (1 + s * k) for k in range(4)]
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, [lambda s, k=k: 1 / (1 + s * k) for k in range(4)])
     for step in range(STEPS):
         accumulate(run, call, step, 2)
         run.step()
@@ -262,19 +324,6 @@ def scaler_of_the_loop(run: Run) -> None:
         run.note(scaler.get_scale(), everywhere=True)
 
 
-def rates_changed_by_the_loop(run: Run) -> None:
-    """The loop sets rate, betas and decay of the groups, as OneCycleLR does."""
-    call = run.start(build(Net))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=0.02, total_steps=4)
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(loss_of(call, step, rank))
-        run.step()
-        schedule.step()
-        for group in run.optimizer.param_groups:
-            group["weight_decay"] *= 0.5
-
-
 def weights_clamped_after_the_step(run: Run) -> None:
     """A Wasserstein critic: weights are clamped after every step."""
     call = run.start(build(Net))
@@ -300,3 +349,48 @@ def weights_loaded_between_steps(run: Run) -> None:
                 for parameter, kept in zip(run.module.parameters(), slow, strict=True):
                     kept.lerp_(parameter, 0.5)
                     parameter.copy_(kept)
+
+
+def weights_reloaded(run: Run) -> None:
+    """The loop loads full weights into the model between steps."""
+    call = run.start(build(Net))
+    saved = {name: value.clone() for name, value in build(Net).state_dict().items()}
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+        if step == 1:
+            run.module.load_state_dict(saved)
+
+
+def optimizer_built_before_sharding(run: Run) -> None:
+    """The optimizer is built over the parameters of the model that is sharded afterwards."""
+    model = build(Net)
+    optimizer = adamw(list(model.parameters()))
+    call = run.start(model, lambda parameters: optimizer)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+
+
+def backwards_of_two_models_in_one_step(run: Run) -> None:
+    """A reduction that accumulates: three backwards per step without `accumulating`."""
+    call = run.start(build(Net))
+    for step in range(STEPS):
+        for micro in range(3):
+            for rank in run.each_rank():
+                run.backward(loss_of(call, step, rank, micro))
+        run.step()
+
+
+def weights_reloaded_in_bfloat16(run: Run) -> None:
+    """Weights that are loaded between steps are those that the optimizer goes on from."""
+    call = run.start(build(Net).float(), sgd, bf16={"enabled": True})
+    saved = {name: value.float() for name, value in build(Net).state_dict().items()}
+    for step in range(4):
+        for rank in run.each_rank():
+            run.backward(call(inputs(step, rank).float()).float().square().mean())
+        run.step()
+        if step == 2:
+            run.module.load_state_dict(saved)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.reports import autograd, parameters, steps
-from tests.reports.runs import Mode, Result, Situation, differences, in_one_process, on_a_rank
 from tests.pool import Pool
+from tests.reports import autograd, parameters, steps
+from tests.reports.runs import Result, Situation, differences, in_one_process, on_a_rank
 
 TOLERANCE = 1e-10
 LAYOUTS = [f"{mode}-{stage}" for mode in ("engine", "own") for stage in range(4)]
@@ -38,8 +41,18 @@ class Case:
     refused: dict[str, str] = field(default_factory=dict)
     defects: dict[str, str] = field(default_factory=dict)
     tolerance: float = TOLERANCE
-    parallel: dict[str, int] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
     world: int = 2
+
+
+SHARDED = [layout for layout in LAYOUTS if not layout.endswith("0")]
+UNREDUCED = "torch names a tensor without a gradient: parameters are shards outside of the forward"
+MIXED = "torch's words about mixed tensors name neither the parameter nor the remedy"
+
+
+def on(layouts: list[str], text: str) -> dict[str, str]:
+    """The same text for some layouts."""
+    return dict.fromkeys(layouts, text)
 
 
 CASES = [
@@ -62,32 +75,76 @@ CASES = [
     Case("pytorch-63740", autograd.backward_of_some_parameters, OWN),
     Case("GradCache-25", autograd.gradients_of_outputs_cached, OWN),
     Case("DeepSpeed-7913", autograd.per_sample_gradients_in_the_loss),
-    Case("DeepSpeed-7464", autograd.loss_reads_weights),
-    Case("pytorch-63929", autograd.inner_step_by_functional_call),
+    Case(
+        "DeepSpeed-7464",
+        autograd.loss_reads_weights,
+        refused={"engine-3": "read no weight there"},
+        defects={"own-3": MIXED},
+    ),
+    Case(
+        "higher-116",
+        autograd.inner_step_by_functional_call,
+        defects=on(SHARDED, UNREDUCED),
+    ),
+    Case(
+        "pytorch-63929",
+        autograd.gradients_of_parameters_asked_for,
+        defects=on(SHARDED, UNREDUCED),
+    ),
     Case("pytorch-181832", autograd.views_changed_in_place),
     Case("pytorch-61519", autograd.hooks_on_activations),
-    Case("pytorch-63812", autograd.gradients_of_parameters_asked_for),
     Case("fairscale-989", autograd.weights_perturbed_between_two_backwards, OWN),
     Case("pytorch-176076", parameters.tied_weights_of_uneven_shards),
-    Case("DeepSpeed-1945", parameters.first_and_last_layer_shared),
+    Case("pytorch-176076-three", parameters.tied_weights_of_uneven_shards, world=3),
+    Case(
+        "DeepSpeed-1945",
+        parameters.first_and_last_layer_shared,
+        refused=on(SHARDED, "name a common parent in parallel.blocks"),
+    ),
+    Case(
+        "DeepSpeed-1945-remedy",
+        parameters.first_and_last_layer_shared,
+        SHARDED,
+        parallel={"blocks": ["layers"]},
+    ),
     Case("accelerate-4171", parameters.blocks_used_twice),
-    Case("pytorch-132934", parameters.scalar_parameter),
+    Case(
+        "pytorch-132934",
+        parameters.scalar_parameter,
+        refused=on(SHARDED, "make it 1-dimensional (shape [1])"),
+    ),
     Case("pytorch-144045", parameters.parameter_of_one_element),
-    Case("pytorch-117877", parameters.parameter_without_elements),
+    Case(
+        "hyper-parallel-475",
+        parameters.parameter_without_elements,
+        refused=on(SHARDED, "has no elements"),
+    ),
     Case("pytorch-185239", parameters.integer_parameters),
-    Case("pytorch-156784", parameters.two_dtypes_in_a_block, tolerance=1e-5),
-    Case("pytorch-26596", parameters.embedding_with_max_norm),
-    Case("pytorch-67799", parameters.embedding_with_sparse_gradients),
-    Case("pytorch-33238", parameters.gru_in_blocks),
-    Case("tch-rs-301", parameters.lstm_in_blocks),
+    Case(
+        "pytorch-156784",
+        parameters.two_dtypes_in_a_block,
+        refused=on(SHARDED, "has to be of one dtype"),
+        tolerance=1e-5,
+    ),
+    Case("pytorch-26596", parameters.embedding_with_max_norm, refused={"*": "use max_norm=None"}),
+    Case(
+        "DeepSpeed-1416",
+        parameters.embedding_with_sparse_gradients,
+        refused={"*": "build it with sparse=False"},
+    ),
+    Case("pytorch-33238", parameters.recurrent_blocks),
     Case("DeepSpeed-1045", parameters.parametrized_weights),
-    Case("pytorch-191926", parameters.convolutions_in_channels_last),
-    Case("pytorch-x-transposed", parameters.transposed_parameters),
-    Case("pytorch-x-lists", parameters.parameters_in_lists),
+    Case("pytorch-137382", parameters.convolutions_in_channels_last),
+    Case("torchtitan-1180", parameters.transposed_parameters),
+    Case(
+        "pytorch-126310",
+        parameters.modules_with_two_names,
+        refused=on(SHARDED, "share one parameter across two units"),
+    ),
     Case("ColossalAI-5185", parameters.experts_without_tokens),
     Case("DeepSpeed-5812", parameters.buffers_of_other_dtypes),
-    Case("pytorch-109385", parameters.methods_other_than_forward),
-    Case("pytorch-x-encoder", parameters.encoder_layers_of_torch),
+    Case("pytorch-145281", parameters.methods_other_than_forward, defects=on(SHARDED, MIXED)),
+    Case("transformers-39186", parameters.encoder_layers_of_torch),
     Case("pytorch-103958", parameters.weights_masked_before_the_forward),
     Case("DeepSpeed-7718", steps.clipped_accumulation),
     Case("ColossalAI-2496", steps.logits_after_accumulated_steps),
@@ -104,9 +161,18 @@ CASES = [
     Case("lightning-19626", steps.two_optimizers_in_turn, OWN),
     Case("torchrec-4268", steps.hooks_after_accumulation, OWN),
     Case("pytorch-115710", steps.scaler_of_the_loop, OWN),
-    Case("x-onecycle", steps.rates_changed_by_the_loop),
-    Case("x-clamp", steps.weights_clamped_after_the_step),
-    Case("x-lookahead", steps.weights_loaded_between_steps),
+    Case("DeepSpeed-3830", steps.weights_clamped_after_the_step),
+    Case("DeepSpeed-2056", steps.weights_loaded_between_steps),
+    Case("DeepSpeed-6411", steps.weights_reloaded),
+    Case(
+        "accelerate-3256-loop",
+        steps.optimizer_built_before_sharding,
+        refused=on([f"engine-{stage}" for stage in (1, 2, 3)], "build it over the parameters")
+        | on([f"own-{stage}" for stage in (1, 2, 3)], "build the optimizer afterwards"),
+    ),
+    Case("DeeperSpeed-56", steps.weights_reloaded_in_bfloat16, tolerance=3e-2),
+    Case("fairscale-918", steps.backwards_of_two_models_in_one_step),
+    Case("torchtitan-2318-own", steps.clipped_accumulation, ["own-3", "engine-2"], parallel={"dp_replicate": 2, "dp_shard": 2}, world=4),
 ]
 
 
@@ -140,3 +206,21 @@ def test_report(pool: Pool, case: Case, layout: str) -> None:
         assert isinstance(answer, Result), answer
         lines += differences(wanted, answer, rank, case.tolerance)
     assert not lines, "\n".join(lines[:8])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_report_fairscale_601(pool: Pool, tmp_path: Path, stage: int) -> None:
+    """A run of several parameter groups goes on from its checkpoint."""
+    wanted = steps.uninterrupted_with_groups(2)
+    for found in pool.run(2, steps.resumed_with_groups, stage, str(tmp_path), timeout=60):
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_report_pytorch_187732(pool: Pool) -> None:
+    """`DistributedDataParallel(static_graph=True)` with `no_sync` reduces every step."""
+    wanted = plainly(steps.accumulated_twice, 2)
+    for found in pool.run(2, steps.static_graph, timeout=60):
+        for ours, theirs in zip(wanted.weights, found, strict=True):
+            for name, tensor in ours.items():
+                torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-12)

@@ -28,6 +28,7 @@ class LoopCase:
     epochs: int = 1
     arguments: dict[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = (0, 2, 3)
+    loop: str = "plain"
     refused: str = ""
     defect: str = ""
 
@@ -36,7 +37,9 @@ LOOP_CASES = [
     LoopCase("accelerate-3877", accumulation=3),
     LoopCase("accelerate-679", "batch sampler", refused="give it a batch_size", stages=(3,)),
     LoopCase("accelerate-882", "stream", refused="give it a batch_size", stages=(3,)),
-    LoopCase("accelerate-x-sync", accumulation=4, epochs=2, arguments={"plugin": {"sync_with_dataloader": False}}),
+    LoopCase("accelerate-1624", accumulation=4, epochs=2, arguments={"plugin": {"sync_with_dataloader": False}}),
+    LoopCase("accelerate-3017", accumulation=3, loop="evaluation"),
+    LoopCase("accelerate-1847", arguments={"plugin": {"sync_with_dataloader": False}}, loop="parts"),
     LoopCase("accelerate-1839", accumulation=4, epochs=2),
     LoopCase("accelerate-961", arguments={"data": {"dispatch_batches": True}}, refused="dispatch_batches", stages=(3,)),
 ]
@@ -117,7 +120,7 @@ def trainer_runs() -> Iterator[Any]:
 @pytest.mark.parametrize(("case", "stage"), list(loop_runs()))
 def test_report_of_accelerate(pool: Pool, case: LoopCase, stage: int) -> None:
     """Updates, samples and weights are those of Accelerate in one process."""
-    arguments = (case.loader, case.accumulation, case.epochs, case.arguments)
+    arguments = (case.loop, case.loader, case.accumulation, case.epochs, case.arguments)
     found = pool.run(2, libraries.on_plaits_accelerator, *arguments, zero(stage), timeout=90)
     if case.refused:
         assert all(isinstance(a, str) and case.refused in a for a in found), found
@@ -132,7 +135,7 @@ def test_report_of_accelerate(pool: Pool, case: LoopCase, stage: int) -> None:
 
 def test_report_accelerate_2316(pool: Pool) -> None:
     """Samples that do not fill a round are seen once."""
-    arguments = ("odd", 2, 1, {}, zero(3))
+    arguments = ("plain", "odd", 2, 1, {}, zero(3))
     for found in pool.run(2, libraries.on_plaits_accelerator, *arguments, timeout=90):
         assert found["seen"] == list(range(21))
 
@@ -151,9 +154,7 @@ def test_report_accelerate_4289(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("case", "layout"), list(trainer_runs()))
-def test_report_of_the_trainer(
-    pool: Pool, tmp_path: Path, case: TrainerCase, layout: str
-) -> None:
+def test_report_of_the_trainer(pool: Pool, tmp_path: Path, case: TrainerCase, layout: str) -> None:
     """Losses, norms, rates, epochs, checkpoints and saved weights are those of Transformers."""
     if case.made in ("adapters", "trained biases"):
         pytest.importorskip("peft")
