@@ -123,6 +123,8 @@ class Accelerator(accelerate.Accelerator):
         start = settings["worker_init_fn"]
         if isinstance(start, partial) and "rank" in start.keywords:  # ranks that share a batch have equal workers
             settings["worker_init_fn"] = partial(start.func, *start.args, **{**start.keywords, "rank": index})
+        if data_loader.batch_sampler is None:
+            raise InputError("a DataLoader with batch_size=None has no batches to share between ranks; give it a batch_size")
         dataset, drop_last = data_loader.dataset, bool(data_loader.drop_last)
         if isinstance(dataset, IterableDataset):
             if self.evaluates and ranks > 1:  # what a worker reads last, nobody else learns
@@ -138,8 +140,6 @@ class Accelerator(accelerate.Accelerator):
             part = StreamPart(dataset, batch_size=size, ranks=ranks, index=index, drop_last=drop_last, device=device)
             made = DataLoader(part, batch_size=size, drop_last=drop_last, **settings)
         else:
-            if data_loader.batch_sampler is None:
-                raise InputError("a DataLoader with batch_size=None has no batches to share between ranks; give it a batch_size")
             drop_last = drop_last or bool(getattr(data_loader.batch_sampler, "drop_last", False))
             already = split_sampler(data_loader.batch_sampler, ranks=ranks, index=index)
             kind = OwnRounds if already else Rounds

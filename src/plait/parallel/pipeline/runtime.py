@@ -36,6 +36,19 @@ Loss = Callable[[Any, Any], torch.Tensor]
 """(output, micro-batch) -> what backward starts from, a 0-dimensional tensor."""
 
 
+class _Entering(torch.autograd.Function):
+    """An alias of a received tensor that the stage may change in place, as it may change any
+    activation. The received tensor is a leaf, which torch lets nobody change."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
 @dataclass
 class _Held:
     """What a stage keeps of a micro-batch from its forward to the end of its backward."""
@@ -193,7 +206,8 @@ class _Pass:
             assert boundary is not None
             for tensor, (_, _, needs) in zip(received, boundary.tensors, strict=True):
                 tensor.requires_grad_(needs)
-        statistics, before = self.runtime.statistics, assembled(boundary, received) if boundary is not None else None
+        entering = [_Entering.apply(tensor) if tensor.requires_grad else tensor for tensor in received]
+        statistics, before = self.runtime.statistics, assembled(boundary, entering) if boundary is not None else None
         if statistics is not None:
             before = statistics.begin(stage.first, before)
         output = self.runtime.staged.run(

@@ -1,0 +1,309 @@
+"""Loops and runs of reports about Accelerate, Transformers and PEFT. Imported by workers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from plait.errors import PlaitError
+from tests.parity import adapted, trainers
+
+DTYPE = torch.float64
+SAMPLES = 24
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """SGD over what is trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.2, momentum=0.9)
+
+
+class Rows(Dataset[Any]):
+    """Samples that are looked up one by one or as a batch."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = trainers.samples(count)
+        for index, row in enumerate(self.rows):
+            row["index"] = torch.tensor(index)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, list):
+            return torch.utils.data.default_collate([self.rows[index] for index in at])
+        return self.rows[at]
+
+
+class Batches(IterableDataset[Any]):
+    """A stream of batches of two samples."""
+
+    def __iter__(self) -> Any:
+        rows = Rows(SAMPLES)
+        for start in range(0, SAMPLES, 2):
+            yield rows[[start, start + 1]]
+
+
+def single_samples(count: int = SAMPLES) -> DataLoader[Any]:
+    return DataLoader(Rows(count), batch_size=2)
+
+
+def batch_sampler_as_sampler() -> DataLoader[Any]:
+    rows = Rows(SAMPLES)
+    return DataLoader(rows, sampler=BatchSampler(SequentialSampler(rows), 2, False), batch_size=None)
+
+
+def stream_of_batches() -> DataLoader[Any]:
+    return DataLoader(Batches(), batch_size=None)
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "samples": single_samples,
+    "odd": lambda: single_samples(21),
+    "batch sampler": batch_sampler_as_sampler,
+    "stream": stream_of_batches,
+}
+
+
+def accelerator_of(dp: int, accumulation: int, arguments: dict[str, Any], config: Any) -> Any:
+    """Plait's Accelerator, or Accelerate's own in one process with as many micro-batches."""
+    plugin = arguments.pop("plugin", None)
+    count = accumulation if config is not None else accumulation * dp
+    if plugin is not None:
+        from accelerate.utils import GradientAccumulationPlugin
+
+        arguments["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=count, **plugin)
+    else:
+        arguments["gradient_accumulation_steps"] = count
+    data = arguments.pop("data", None)
+    if data is not None:
+        from accelerate.utils import DataLoaderConfiguration
+
+        arguments["dataloader_config"] = DataLoaderConfiguration(**data)
+    if config is not None:
+        from plait.hf import Accelerator
+
+        return Accelerator(cpu=True, plait_config=config, **arguments)
+    from accelerate import Accelerator as Stock
+
+    return Stock(cpu=True, **arguments)
+
+
+def accelerate_loop(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Train. Returns the updates, the samples that were seen, and the weights."""
+    accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
+    model = trainers.model(DTYPE)
+    optimizer = optimizer_of(model)
+    batches = LOADERS[loader]()
+    batches, model, optimizer = accelerator.prepare(batches, model, optimizer)
+    updates, seen = 0, []
+    for _ in range(epochs):
+        for batch in batches:
+            indices = batch.pop("index")
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                updates += int(accelerator.sync_gradients)
+            seen += accelerator.gather_for_metrics(indices).tolist()
+    weights = accelerator.get_state_dict(accelerator.unwrap_model(model))
+    accelerator.free_memory()
+    return {"updates": updates, "seen": sorted(seen), "weights": weights}
+
+
+def loop_with_evaluation(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Train, and evaluate in the middle of an accumulated step."""
+    accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
+    model = trainers.model(DTYPE)
+    optimizer = optimizer_of(model)
+    loaders = LOADERS[loader](), single_samples(8)
+    batches, evaluation, model, optimizer = accelerator.prepare(*loaders, model, optimizer)
+    updates, seen = 0, []
+    for _ in range(epochs):
+        for number, batch in enumerate(batches):
+            indices = batch.pop("index")
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                updates += int(accelerator.sync_gradients)
+            if number == (0 if config is not None else dp - 1):
+                for other in evaluation:
+                    del other["index"]
+                    with torch.no_grad():
+                        model(**other)
+            seen += accelerator.gather_for_metrics(indices).tolist()
+    weights = accelerator.get_state_dict(accelerator.unwrap_model(model))
+    accelerator.free_memory()
+    return {"updates": updates, "seen": sorted(seen), "weights": weights}
+
+
+def loop_over_parts(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Train on parts of each batch, each accumulated."""
+    accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
+    model = trainers.model(DTYPE)
+    optimizer = optimizer_of(model)
+    batches, model, optimizer = accelerator.prepare(LOADERS[loader](), model, optimizer)
+    updates, seen = 0, []
+    for _ in range(epochs):
+        for batch in batches:
+            seen += accelerator.gather_for_metrics(batch.pop("index")).tolist()
+            for row in range(2):
+                with accelerator.accumulate(model):
+                    part = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+                    accelerator.backward(model(**part).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    updates += int(accelerator.sync_gradients)
+    weights = accelerator.get_state_dict(accelerator.unwrap_model(model))
+    accelerator.free_memory()
+    return {"updates": updates, "seen": sorted(seen), "weights": weights}
+
+
+LOOPS = {
+    "plain": accelerate_loop,
+    "evaluation": loop_with_evaluation,
+    "parts": loop_over_parts,
+}
+
+
+def on_accelerate(dp: int, loop: str, *case: Any) -> dict[str, Any]:
+    """The loop with Accelerate in one process."""
+    with trainers.launched_alone():
+        return LOOPS[loop](dp, *case, None)
+
+
+def on_plaits_accelerator(rank: int, world: int, loop: str, *case: Any) -> dict[str, Any] | str:
+    """The loop with Plait's Accelerator. Runs in a worker."""
+    with trainers.launched(rank, world):
+        try:
+            return LOOPS[loop](world, *case)
+        except PlaitError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def optimizer_prepared_alone(rank: int, world: int) -> str:
+    """The model is left out of `prepare`. Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Accelerator
+
+        accelerator = Accelerator(cpu=True, plait_config={"zero_optimization": {"stage": 3}})
+        model = trainers.model(DTYPE)
+        try:
+            accelerator.prepare(optimizer_of(model), single_samples())
+        except PlaitError as error:
+            return str(error)
+        return ""
+
+
+def scale_after_loading(rank: int, world: int, folder: str) -> tuple[list[float], list[float]]:
+    """Loss scales of a run in float16, and of its continuation. Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Accelerator
+
+        config = {
+            "zero_optimization": {"stage": 3},
+            "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2},
+        }
+
+        def prepared() -> tuple[Any, Any, Any, Any]:
+            accelerator = Accelerator(cpu=True, plait_config=config, mixed_precision="fp16")
+            model = trainers.model(torch.float32)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            return (accelerator, *accelerator.prepare(model, optimizer, single_samples()))
+
+        def steps(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> list[float]:
+            scales = []
+            for batch in batches:
+                del batch["index"]
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                scales.append(float(accelerator.engine.sharded.loss_scale))
+            return scales
+
+        accelerator, model, optimizer, batches = prepared()
+        some = [batch for _, batch in zip(range(5), batches, strict=False)]
+        steps(accelerator, model, optimizer, [dict(batch) for batch in some[:3]])
+        accelerator.save_state(folder)
+        scale = float(accelerator.engine.sharded.loss_scale)
+        wanted = [scale, *steps(accelerator, model, optimizer, [dict(b) for b in some[3:]])]
+        accelerator.free_memory()
+    with trainers.launched(rank, world):
+        accelerator, model, optimizer, _ = prepared()
+        accelerator.load_state(folder)
+        scale = float(accelerator.engine.sharded.loss_scale)
+        found = [scale, *steps(accelerator, model, optimizer, [dict(b) for b in some[3:]])]
+        accelerator.free_memory()
+        return wanted, found
+
+
+# The Trainer
+
+
+class WithoutItems:
+    """Makes a model whose forward does not take `num_items_in_batch`."""
+
+    def __call__(self, dtype: torch.dtype = torch.float32) -> Any:
+        model = trainers.model(dtype)
+        model.accepts_loss_kwargs = False
+        return model
+
+
+def qwen(dtype: torch.dtype = torch.float32) -> Any:
+    """A Qwen 2, whose projections have biases."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model("qwen2", **trainers.SHAPE)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def with_trained_biases(dtype: torch.dtype = torch.float32) -> Any:
+    """Adapters that train the biases of their layers too."""
+    from peft import LoraConfig, get_peft_model
+
+    base = qwen(dtype)
+    torch.manual_seed(11)
+    targets = ["q_proj", "v_proj"]
+    config = LoraConfig(r=4, target_modules=targets, bias="lora_only", task_type="CAUSAL_LM")
+    return get_peft_model(base, config)
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "llama": trainers.model,
+    "without items": WithoutItems(),
+    "trained biases": with_trained_biases,
+    "adapters": adapted.model,
+}
+
+
+def trainer_run(kinds: Any, folder: str, made: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train, evaluate and save, with checkpoints where the settings ask for them."""
+    trainer_kind, arguments_kind = kinds
+    options = {"made": MODELS[made], "dtype": DTYPE, **settings}
+    result = trainers.run(trainer_kind, arguments_kind, folder, **options)
+    result["checkpoints"] = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+    return result
+
+
+def on_transformers(made: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The run with Transformers in one process."""
+    from transformers import Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
+        return trainer_run((Trainer, TrainingArguments), folder, made, settings)
+
+
+def on_plaits_trainer(rank: int, world: int, folder: str, made: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The run with Plait's Trainer. Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        return trainer_run((Trainer, TrainingArguments), folder, made, settings)

@@ -1,0 +1,282 @@
+"""Training loops that run unchanged in one plain process and on data-parallel ranks.
+
+A situation is a function of a `Run`. In one process the run has the data of all ranks; on a layout
+each process has its own. Gradients are means over ranks and micro-batches in both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import plait
+from plait.verify.parity import whole
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Mode = Literal["engine", "own"]
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with decay, so that a zero gradient and a missing one give different weights."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def plain(value: Any) -> torch.Tensor:
+    """The full tensor of a value that may be sharded."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def recorded(value: Any) -> torch.Tensor:
+    """A number, list or tensor as a full tensor on the CPU."""
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, dtype=torch.float64)
+    return plain(value).detach().cpu().clone()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Numbers of a run.
+
+    Attributes:
+        weights: Parameters after each step, by name.
+        losses: Losses by data-parallel rank, in the order of their backwards.
+        notes: Other numbers that the situation recorded, by data-parallel rank.
+    """
+
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    notes: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Run:
+    """A situation's run in this process alone."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.ranks = list(range(world))
+        self.rank = 0
+        self.accumulation = 1
+        self.clipping = 0.0
+        self.result = Result()
+
+    def start(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory = adamw,
+        *,
+        accumulation: int = 1,
+        clipping: float = 0.0,
+        **sections: Any,
+    ) -> Any:
+        """Prepare the model, on a layout with more sections of a configuration.
+
+        Returns:
+            What the loop calls.
+        """
+        self.sections = sections
+        self.module = model
+        self.accumulation = accumulation
+        self.clipping = clipping
+        return self._prepare(optimizer)
+
+    def _prepare(self, optimizer: OptimizerFactory) -> Any:
+        self.optimizer = optimizer(list(self.module.parameters()))
+        return self.module
+
+    def each_rank(self) -> Iterator[int]:
+        """Data-parallel ranks whose samples this process computes."""
+        for rank in self.ranks:
+            self.rank = rank
+            yield rank
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Surround a micro-batch that is not its step's last."""
+        yield
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Backward of the mean loss of a micro-batch."""
+        self.result.losses[self.rank].append(float(loss.detach()))
+        self._backward(loss, **options)
+
+    def _backward(self, loss: torch.Tensor, **options: Any) -> None:
+        (loss / (self.world * self.accumulation)).backward(**options)
+
+    def share(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of a rank's outputs, as part of the mean over ranks."""
+        return gradient / self.world
+
+    def step(self) -> None:
+        """Update, drop the gradients, and record the weights."""
+        self._step()
+        self.record()
+
+    def _step(self) -> None:
+        if self.clipping:
+            norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clipping)
+            self.note(norm, everywhere=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def record(self) -> None:
+        """Record the weights."""
+        weights = {name: whole(p) for name, p in self.module.named_parameters()}
+        self.result.weights.append(weights)
+
+    def note(self, value: Any, *, everywhere: bool = False) -> None:
+        """Record a number of this rank, or one that all ranks must have."""
+        for rank in self.ranks if everywhere else [self.rank]:
+            self.result.notes[rank].append(recorded(value))
+
+    def close(self) -> None:
+        """End the run."""
+
+
+class RankRun(Run):
+    """The run of one data-parallel rank."""
+
+    def __init__(self, rank: int, world: int, stage: int, parallel: dict[str, Any]) -> None:
+        super().__init__(world)
+        self.ranks = [rank]
+        self.rank = rank
+        self._stage = stage
+        self._parallel = parallel
+
+    def config(self) -> dict[str, Any]:
+        """A configuration as a user would write it."""
+        return {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clipping,
+            "zero_optimization": {"stage": self._stage},
+            **({"parallel": self._parallel} if self._parallel else {}),
+            **self.sections,
+        }
+
+    def share(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class OwnLoopRun(RankRun):
+    """`plait.parallelize` where a loop has DistributedDataParallel or `fully_shard`."""
+
+    def _prepare(self, optimizer: OptimizerFactory) -> Any:
+        self.sharded = plait.parallelize(self.module, self.config())
+        self.optimizer = optimizer(list(self.module.parameters()))
+        return self.module
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        with self.sharded.accumulate():
+            yield
+
+    def _backward(self, loss: torch.Tensor, **options: Any) -> None:
+        (loss / self.accumulation).backward(**options)
+
+    def _step(self) -> None:
+        if self.clipping:
+            self.note(self.sharded.step(self.optimizer).grad_norm)
+            return
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self.sharded.close()
+
+
+class EngineRun(RankRun):
+    """`plait.initialize` with `backward` and `step`."""
+
+    def _prepare(self, optimizer: OptimizerFactory) -> Any:
+        self.engine = plait.initialize(self.module, self.config(), optimizer=optimizer)
+        self.optimizer = self.engine.optimizer
+        return self.engine
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        yield
+        self.engine.step()
+
+    def _backward(self, loss: torch.Tensor, **options: Any) -> None:
+        self.engine.backward(loss, **options)
+
+    def _step(self) -> None:
+        self.engine.step()
+        if self.clipping:
+            self.note(self.engine.get_global_grad_norm())
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+Situation = Callable[[Run], None]
+
+
+def in_one_process(situation: Situation, world: int) -> Result:
+    """Run the situation plainly, with the data of `world` ranks."""
+    torch.manual_seed(0)
+    run = Run(world)
+    situation(run)
+    return run.result
+
+
+def on_a_rank(rank: int, world: int, situation: Situation, mode: Mode, stage: int, parallel: dict[str, Any]) -> Result | str:
+    """Run the situation on a layout. Runs in a worker.
+
+    Returns:
+        The numbers, or the message of an error of Plait's.
+    """
+    kind = EngineRun if mode == "engine" else OwnLoopRun
+    run = kind(rank, world, stage, parallel)
+    try:
+        situation(run)
+    except plait.PlaitError as error:
+        return f"{type(error).__name__}: {error}"
+    run.close()
+    return run.result
+
+
+def differences(wanted: Result, result: Result, rank: int, tolerance: float) -> list[str]:
+    """What differs in a rank's result from the plain run."""
+    lines = []
+    if len(wanted.weights) != len(result.weights):
+        lines.append(f"{len(result.weights)} records of weights for {len(wanted.weights)}")
+    for step, (ours, theirs) in enumerate(zip(wanted.weights, result.weights, strict=False)):
+        if ours.keys() != theirs.keys():
+            lines.append(f"step {step}: other parameters {sorted(ours.keys() ^ theirs.keys())}")
+            continue
+        for name, tensor in ours.items():
+            error = _error(tensor, theirs[name])
+            if not error <= tolerance:
+                lines.append(f"step {step}: {name} is {error:.2e} off")
+    for kind in ("losses", "notes"):
+        ours, theirs = getattr(wanted, kind)[rank], getattr(result, kind)[rank]
+        if len(ours) != len(theirs):
+            lines.append(f"{len(theirs)} {kind} for {len(ours)}")
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            error = _error(recorded(one), recorded(other))
+            if not error <= tolerance:
+                lines.append(f"{kind}[{index}] is {error:.2e} off")
+    return lines
+
+
+def _error(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value or 1e-2."""
+    if wanted.shape != found.shape:
+        return float("inf")
+    if torch.equal(wanted, found):  # also without elements, and infinities
+        return 0.0
+    largest = max(float(wanted.double().abs().max()), 1e-2)
+    return float((wanted.double() - found.double()).abs().max()) / largest

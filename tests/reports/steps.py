@@ -1,0 +1,396 @@
+"""Reports about the step: accumulation, clipping, optimizers, gradients that a loop changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import plait
+from plait.verify.parity import whole
+from tests.reports.models import Net, build, inputs
+from tests.reports.runs import Run, adamw, plain, sgd
+
+STEPS = 3
+
+
+def loss_of(call: Any, step: int, rank: int, micro: int = 0) -> torch.Tensor:
+    """The loss of a micro-batch."""
+    return call(inputs(step, rank, micro)).square().mean()
+
+
+def accumulate(run: Run, call: Any, step: int, count: int) -> None:
+    """The backwards of a step of `count` micro-batches."""
+    for micro in range(count - 1):
+        for rank in run.each_rank():
+            with run.accumulating():
+                run.backward(loss_of(call, step, rank, micro))
+    for rank in run.each_rank():
+        run.backward(loss_of(call, step, rank, count - 1))
+
+
+def clipped_accumulation(run: Run) -> None:
+    """Gradient norms of accumulated steps, clipped."""
+    call = run.start(build(Net), accumulation=3, clipping=0.05)
+    for step in range(STEPS):
+        accumulate(run, call, step, 3)
+        run.step()
+
+
+def logits_after_accumulated_steps(run: Run) -> None:
+    """Logits after each step with accumulation."""
+    call = run.start(build(Net), accumulation=2)
+    for step in range(STEPS):
+        accumulate(run, call, step, 2)
+        run.step()
+        for rank in run.each_rank():
+            with torch.no_grad():
+                run.note(call(inputs(9, rank)))
+
+
+def many_groups_of_adam(run: Run) -> None:
+    """A group per parameter, whose step counts must agree."""
+
+    def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": 1e-3 * (1 + index % 3)} for index, p in enumerate(parameters)]
+        return torch.optim.Adam(groups, betas=(0.5, 0.7))
+
+    call = run.start(build(Net), grouped)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+
+
+def groups_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Vectors without decay, matrices with another rate."""
+    thin = [p for p in parameters if p.ndim == 1]
+    wide = [p for p in parameters if p.ndim != 1]
+    groups = [{"params": thin, "weight_decay": 0.0}, {"params": wide, "lr": 2e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.2)
+
+
+def resumed_with_groups(rank: int, world: int, stage: int, folder: str) -> dict[str, torch.Tensor]:
+    """Four steps, of which the last two are another engine's. Runs in a worker."""
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    for part in range(2):
+        model = build(Net)
+        engine = plait.initialize(model, {**config, "gradient_clipping": 0}, optimizer=groups_of)
+        if part:
+            assert engine.load_checkpoint(folder) is not None
+        for step in range(2 * part, 2 * part + 2):
+            engine.backward(loss_of(engine, step, rank))
+            engine.step()
+        if not part:
+            engine.save_checkpoint(folder)
+        weights = {name: whole(p) for name, p in model.named_parameters()}
+        engine.close()
+    return weights
+
+
+def uninterrupted_with_groups(world: int) -> dict[str, torch.Tensor]:
+    """The same steps in one process."""
+    model = build(Net)
+    optimizer = groups_of(list(model.parameters()))
+    for step in range(4):
+        for rank in range(world):
+            (loss_of(model, step, rank) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def static_graph(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+    """Torch's wrapper with a static graph, by its import from Plait. Runs in a worker."""
+    from plait.compat.torch import DistributedDataParallel
+
+    model = build(Net)
+    wrapped = DistributedDataParallel(model, static_graph=True)
+    optimizer = adamw(list(model.parameters()))
+    weights = []
+    for step in range(STEPS):
+        with wrapped.no_sync():
+            (loss_of(wrapped, step, rank, 0) / 2).backward()
+        (loss_of(wrapped, step, rank, 1) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append({name: whole(p) for name, p in model.named_parameters()})
+    return weights
+
+
+def accumulated_twice(run: Run) -> None:
+    """Two micro-batches per step, of which the first is not reduced."""
+    call = run.start(build(Net), accumulation=2)
+    for step in range(STEPS):
+        accumulate(run, call, step, 2)
+        run.step()
+
+
+def groups_with_a_schedule(run: Run) -> None:
+    """Three groups with other rates and decays, an empty one, a schedule, clipping."""
+
+    def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        thin = [p for p in parameters if p.ndim == 1]
+        wide = [p for p in parameters if p.ndim != 1]
+        return torch.optim.AdamW(
+            [
+                {"params": wide[:2], "lr": 1e-2, "weight_decay": 0.3},
+                {"params": wide[2:], "lr": 2e-3},
+                {"params": thin, "lr": 5e-3, "weight_decay": 0.0},
+                {"params": []},
+            ],
+            lr=1e-3,
+        )
+
+    call = run.start(build(Net), grouped, accumulation=2, clipping=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, [lambda s, k=k: 1 / (1 + s * k) for k in range(4)])
+    for step in range(STEPS):
+        accumulate(run, call, step, 2)
+        run.step()
+        schedule.step()
+        run.note([group["lr"] for group in run.optimizer.param_groups], everywhere=True)
+
+
+def weights_read_through_the_groups(run: Run) -> None:
+    """The norm of the weights that the optimizer's groups hold."""
+    call = run.start(build(Net))
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+        for group in run.optimizer.param_groups:
+            squares = [plain(p.detach()).square().sum() for p in group["params"]]
+            run.note(torch.stack(squares).sum().sqrt(), everywhere=True)
+
+
+class LayerWise(torch.optim.Optimizer):
+    """LAMB without moments: each tensor moves by a share of its own norm."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    trust = (parameter.norm() + 1e-3) / (parameter.grad.norm() + 1e-6)
+                    parameter.sub_(parameter.grad * trust * group["lr"])
+
+
+def layer_wise_optimizer(run: Run) -> None:
+    """An optimizer that reads norms of whole tensors."""
+    call = run.start(build(Net), lambda parameters: LayerWise(parameters, 0.05))
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+
+
+def own_clipping(run: Run) -> None:
+    """The loop calls torch's `clip_grad_norm_` itself."""
+    call = run.start(build(Net))
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        norm = nn.utils.clip_grad_norm_(run.module.parameters(), 0.05)
+        run.note(plain(norm), everywhere=True)
+        run.step()
+
+
+def clipping_by_value(run: Run) -> None:
+    """The loop calls torch's `clip_grad_value_` itself."""
+    call = run.start(build(Net), sgd)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        nn.utils.clip_grad_value_(run.module.parameters(), 0.01)
+        run.step()
+
+
+def adaptive_clipping(run: Run) -> None:
+    """Adaptive gradient clipping: each gradient against the norm of its parameter."""
+    call = run.start(build(Net), sgd)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        with torch.no_grad():
+            for parameter in run.module.parameters():
+                limit = 0.01 * parameter.norm().clamp(min=1e-3)
+                norm = parameter.grad.norm()
+                parameter.grad.mul_((limit / norm.clamp(min=1e-9)).clamp(max=1.0))
+        run.step()
+
+
+def gradients_masked(run: Run) -> None:
+    """Gradients of pruned weights are set to zero between backward and step."""
+    model = build(Net)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.linear.weight.mul_(block.linear.weight > 0)
+    call = run.start(model, sgd)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        with torch.no_grad():
+            for block in run.module.blocks:
+                weight = block.linear.weight
+                weight.grad.mul_(weight != 0)
+        run.step()
+    for block in run.module.blocks:
+        run.note((plain(block.linear.weight.detach()) == 0).sum(), everywhere=True)
+
+
+def gradients_combined_by_the_loop(run: Run) -> None:
+    """Gradients of two losses are projected onto one another, as PCGrad does."""
+    call = run.start(build(Net), sgd)
+    for step in range(STEPS):
+        parameters = list(run.module.parameters())
+        gradients = []
+        for micro in range(2):
+            for rank in run.each_rank():
+                run.backward(loss_of(call, step, rank, micro))
+            gradients.append([p.grad.clone() for p in parameters])
+            run.optimizer.zero_grad()
+        for parameter, one, other in zip(parameters, *gradients, strict=True):
+            product = (plain(one) * plain(other)).sum()
+            share = float(product / plain(other).square().sum().clamp(min=1e-12))
+            parameter.grad = one - other * min(share, 0.0) + other
+        run.step()
+
+
+def parameters_frozen_and_thawed(run: Run) -> None:
+    """Alternating blocks train, and one parameter is frozen for a step."""
+    call = run.start(build(Net))
+    for step in range(4):
+        for index, block in enumerate(run.module.blocks):
+            block.requires_grad_((index + step) % 2 == 0)
+        run.module.head.bias.requires_grad_(step != 1)
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+
+
+def two_optimizers_in_turn(run: Run) -> None:
+    """Two optimizers, each with its own loss, while the other's parameters are frozen."""
+    call = run.start(build(Net))
+    parts = [[*run.module.stem.parameters(), *run.module.blocks.parameters()]]
+    parts.append(list(run.module.head.parameters()))
+    optimizers = [adamw(parts[0]), sgd(parts[1])]
+    for step in range(4):
+        chosen = step % 2
+        for index, part in enumerate(parts):
+            for parameter in part:
+                parameter.requires_grad_(index == chosen)
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.optimizer = optimizers[chosen]
+        run.step()
+
+
+def hooks_after_accumulation(run: Run) -> None:
+    """Hooks that run after each parameter's gradient has been accumulated."""
+    call = run.start(build(Net), sgd)
+    norms: dict[str, list[float]] = {}
+    for name, parameter in run.module.named_parameters():
+
+        def keep(parameter: Any, name: str = name) -> None:
+            norms.setdefault(name, []).append(1.0)
+
+        parameter.register_post_accumulate_grad_hook(keep)
+    for step in range(2):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+    assert sorted(norms) == sorted(name for name, _ in run.module.named_parameters())
+
+
+def scaler_of_the_loop(run: Run) -> None:
+    """The loop's own GradScaler; one rank overflows in the second step."""
+    call = run.start(build(Net))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(4):
+        for rank in run.each_rank():
+            loss = loss_of(call, step, rank)
+            if step == 1 and rank == 1:
+                loss = loss * float("inf")
+            run.backward(scaler.scale(loss))
+        scaler.unscale_(run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        run.record()
+        run.note(scaler.get_scale(), everywhere=True)
+
+
+def weights_clamped_after_the_step(run: Run) -> None:
+    """A Wasserstein critic: weights are clamped after every step."""
+    call = run.start(build(Net))
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+        with torch.no_grad():
+            for parameter in run.module.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+
+def weights_loaded_between_steps(run: Run) -> None:
+    """Weights are averaged with a copy of earlier ones, as Lookahead does."""
+    call = run.start(build(Net))
+    slow = [p.detach().clone() for p in run.module.parameters()]
+    for step in range(4):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+        if step % 2:
+            with torch.no_grad():
+                for parameter, kept in zip(run.module.parameters(), slow, strict=True):
+                    kept.lerp_(parameter, 0.5)
+                    parameter.copy_(kept)
+
+
+def weights_reloaded(run: Run) -> None:
+    """The loop loads full weights into the model between steps."""
+    call = run.start(build(Net))
+    saved = {name: value.clone() for name, value in build(Net).state_dict().items()}
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+        if step == 1:
+            run.module.load_state_dict(saved)
+
+
+def optimizer_built_before_sharding(run: Run) -> None:
+    """The optimizer is built over the parameters of the model that is sharded afterwards."""
+    model = build(Net)
+    optimizer = adamw(list(model.parameters()))
+    call = run.start(model, lambda parameters: optimizer)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+
+
+def backwards_of_two_models_in_one_step(run: Run) -> None:
+    """A reduction that accumulates: three backwards per step without `accumulating`."""
+    call = run.start(build(Net))
+    for step in range(STEPS):
+        for micro in range(3):
+            for rank in run.each_rank():
+                run.backward(loss_of(call, step, rank, micro))
+        run.step()
+
+
+def weights_reloaded_in_bfloat16(run: Run) -> None:
+    """Weights that are loaded between steps are those that the optimizer goes on from."""
+    call = run.start(build(Net).float(), sgd, bf16={"enabled": True})
+    saved = {name: value.float() for name, value in build(Net).state_dict().items()}
+    for step in range(4):
+        for rank in run.each_rank():
+            run.backward(call(inputs(step, rank).float()).float().square().mean())
+        run.step()
+        if step == 2:
+            run.module.load_state_dict(saved)

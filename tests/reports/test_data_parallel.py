@@ -1,0 +1,226 @@
+"""Reports about data parallelism and ZeRO, each run on two processes and in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.reports import autograd, parameters, steps
+from tests.reports.runs import Result, Situation, differences, in_one_process, on_a_rank
+
+TOLERANCE = 1e-10
+LAYOUTS = [f"{mode}-{stage}" for mode in ("engine", "own") for stage in range(4)]
+OWN = [layout for layout in LAYOUTS if layout.startswith("own")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A public report.
+
+    Attributes:
+        report: Project and number.
+        situation: The run.
+        layouts: Where it runs.
+        refused: Words of the refusal by layout, or for all layouts by "*".
+        defects: Why a layout is not right, by layout or "*".
+        tolerance: Largest relative difference.
+        parallel: Settings of the section `parallel`.
+        world: Number of processes.
+    """
+
+    report: str
+    situation: Situation
+    layouts: list[str] = field(default_factory=lambda: LAYOUTS)
+    refused: dict[str, str] = field(default_factory=dict)
+    defects: dict[str, str] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
+    parallel: dict[str, Any] = field(default_factory=dict)
+    world: int = 2
+
+
+SHARDED = [layout for layout in LAYOUTS if not layout.endswith("0")]
+UNREDUCED = "torch names a tensor without a gradient: parameters are shards outside of the forward"
+MIXED = "torch's words about mixed tensors name neither the parameter nor the remedy"
+
+
+def on(layouts: list[str], text: str) -> dict[str, str]:
+    """The same text for some layouts."""
+    return dict.fromkeys(layouts, text)
+
+
+CASES = [
+    Case("pytorch-172543", autograd.gradient_penalty),
+    Case("pytorch-106637", autograd.two_losses_on_one_graph),
+    Case("pytorch-136861", autograd.forwards_then_backwards),
+    Case("pytorch-187437", autograd.two_forwards_of_checkpointed_layers),
+    Case("fairscale-617", autograd.two_resolutions_through_checkpoints),
+    Case("DeepSpeed-846", autograd.reentrant_checkpoints),
+    Case("pytorch-24005", autograd.checkpoint_sequential_with_a_penalty),
+    Case("fairscale-967", autograd.three_outputs),
+    Case("pytorch-80245", autograd.nested_outputs),
+    Case("pytorch-173709", autograd.loss_of_a_cached_intermediate),
+    Case("pytorch-183702", autograd.head_used_again),
+    Case("pytorch-83107", autograd.encoders_take_turns),
+    Case("pytorch-104504", autograd.evaluation_before_the_backward),
+    Case("pytorch-113203", autograd.inference_mode_between),
+    Case("pytorch-69031", autograd.branch_unused_in_the_last_micro_batch),
+    Case("pytorch-79171", autograd.output_that_no_loss_uses),
+    Case("pytorch-63740", autograd.backward_of_some_parameters, OWN),
+    Case("GradCache-25", autograd.gradients_of_outputs_cached, OWN),
+    Case("DeepSpeed-7913", autograd.per_sample_gradients_in_the_loss),
+    Case(
+        "DeepSpeed-7464",
+        autograd.loss_reads_weights,
+        refused={"engine-3": "read no weight there"},
+        defects={"own-3": MIXED},
+    ),
+    Case(
+        "higher-116",
+        autograd.inner_step_by_functional_call,
+        defects=on(SHARDED, UNREDUCED),
+    ),
+    Case(
+        "pytorch-63929",
+        autograd.gradients_of_parameters_asked_for,
+        defects=on(SHARDED, UNREDUCED),
+    ),
+    Case("pytorch-181832", autograd.views_changed_in_place),
+    Case("pytorch-61519", autograd.hooks_on_activations),
+    Case("fairscale-989", autograd.weights_perturbed_between_two_backwards, OWN),
+    Case("pytorch-176076", parameters.tied_weights_of_uneven_shards),
+    Case("pytorch-176076-three", parameters.tied_weights_of_uneven_shards, world=3),
+    Case(
+        "DeepSpeed-1945",
+        parameters.first_and_last_layer_shared,
+        refused=on(SHARDED, "name a common parent in parallel.blocks"),
+    ),
+    Case(
+        "DeepSpeed-1945-remedy",
+        parameters.first_and_last_layer_shared,
+        SHARDED,
+        parallel={"blocks": ["layers"]},
+    ),
+    Case("accelerate-4171", parameters.blocks_used_twice),
+    Case(
+        "pytorch-132934",
+        parameters.scalar_parameter,
+        refused=on(SHARDED, "make it 1-dimensional (shape [1])"),
+    ),
+    Case("pytorch-144045", parameters.parameter_of_one_element),
+    Case(
+        "hyper-parallel-475",
+        parameters.parameter_without_elements,
+        refused=on(SHARDED, "has no elements"),
+    ),
+    Case("pytorch-185239", parameters.integer_parameters),
+    Case(
+        "pytorch-156784",
+        parameters.two_dtypes_in_a_block,
+        refused=on(SHARDED, "has to be of one dtype"),
+        tolerance=1e-5,
+    ),
+    Case("pytorch-26596", parameters.embedding_with_max_norm, refused={"*": "use max_norm=None"}),
+    Case(
+        "DeepSpeed-1416",
+        parameters.embedding_with_sparse_gradients,
+        refused={"*": "build it with sparse=False"},
+    ),
+    Case("pytorch-33238", parameters.recurrent_blocks),
+    Case("DeepSpeed-1045", parameters.parametrized_weights),
+    Case("pytorch-137382", parameters.convolutions_in_channels_last),
+    Case("torchtitan-1180", parameters.transposed_parameters),
+    Case(
+        "pytorch-126310",
+        parameters.modules_with_two_names,
+        refused=on(SHARDED, "share one parameter across two units"),
+    ),
+    Case("ColossalAI-5185", parameters.experts_without_tokens),
+    Case("DeepSpeed-5812", parameters.buffers_of_other_dtypes),
+    Case("pytorch-145281", parameters.methods_other_than_forward, defects=on(SHARDED, MIXED)),
+    Case("transformers-39186", parameters.encoder_layers_of_torch),
+    Case("pytorch-103958", parameters.weights_masked_before_the_forward),
+    Case("DeepSpeed-7718", steps.clipped_accumulation),
+    Case("ColossalAI-2496", steps.logits_after_accumulated_steps),
+    Case("DeepSpeed-1823", steps.many_groups_of_adam),
+    Case("DeepSpeed-6873", steps.groups_with_a_schedule),
+    Case("DeepSpeed-1084", steps.weights_read_through_the_groups),
+    Case("DeepSpeed-490", steps.layer_wise_optimizer),
+    Case("pytorch-170862", steps.own_clipping, OWN),
+    Case("accelerate-3807", steps.clipping_by_value, OWN),
+    Case("DeepSpeed-1295", steps.adaptive_clipping, OWN),
+    Case("pytorch-120879", steps.gradients_masked, OWN),
+    Case("pytorch-92820", steps.gradients_combined_by_the_loop, OWN),
+    Case("DeepSpeed-1767", steps.parameters_frozen_and_thawed),
+    Case("lightning-19626", steps.two_optimizers_in_turn, OWN),
+    Case("torchrec-4268", steps.hooks_after_accumulation, OWN),
+    Case("pytorch-115710", steps.scaler_of_the_loop, OWN),
+    Case("DeepSpeed-3830", steps.weights_clamped_after_the_step),
+    Case("DeepSpeed-2056", steps.weights_loaded_between_steps),
+    Case("DeepSpeed-6411", steps.weights_reloaded),
+    Case(
+        "accelerate-3256-loop",
+        steps.optimizer_built_before_sharding,
+        refused=on([f"engine-{stage}" for stage in (1, 2, 3)], "build it over the parameters")
+        | on([f"own-{stage}" for stage in (1, 2, 3)], "build the optimizer afterwards"),
+    ),
+    Case("DeeperSpeed-56", steps.weights_reloaded_in_bfloat16, tolerance=3e-2),
+    Case("fairscale-918", steps.backwards_of_two_models_in_one_step),
+    Case("torchtitan-2318-own", steps.clipped_accumulation, ["own-3", "engine-2"], parallel={"dp_replicate": 2, "dp_shard": 2}, world=4),
+]
+
+
+def runs() -> Iterator[object]:
+    """Every case on every one of its layouts."""
+    for case in CASES:
+        for layout in case.layouts:
+            defect = case.defects.get(layout, case.defects.get("*"))
+            marks = [pytest.mark.xfail(strict=True, reason=defect)] if defect else []
+            yield pytest.param(case, layout, id=f"{case.report}-{layout}", marks=marks)
+
+
+@cache
+def plainly(situation: Situation, world: int) -> Result:
+    return in_one_process(situation, world)
+
+
+@pytest.mark.parametrize(("case", "layout"), list(runs()))
+def test_report(pool: Pool, case: Case, layout: str) -> None:
+    """Weights after every step, losses and notes are those of one process."""
+    mode, stage = layout.split("-")
+    arguments = (case.situation, mode, int(stage), case.parallel)
+    found = pool.run(case.world, on_a_rank, *arguments, timeout=60)
+    words = case.refused.get(layout, case.refused.get("*"))
+    if words:
+        assert all(isinstance(answer, str) and words in answer for answer in found), found[0]
+        return
+    wanted = plainly(case.situation, case.world)
+    lines = []
+    for rank, answer in enumerate(found):
+        assert isinstance(answer, Result), answer
+        lines += differences(wanted, answer, rank, case.tolerance)
+    assert not lines, "\n".join(lines[:8])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_report_fairscale_601(pool: Pool, tmp_path: Path, stage: int) -> None:
+    """A run of several parameter groups goes on from its checkpoint."""
+    wanted = steps.uninterrupted_with_groups(2)
+    for found in pool.run(2, steps.resumed_with_groups, stage, str(tmp_path), timeout=60):
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_report_pytorch_187732(pool: Pool) -> None:
+    """`DistributedDataParallel(static_graph=True)` with `no_sync` reduces every step."""
+    wanted = plainly(steps.accumulated_twice, 2)
+    for found in pool.run(2, steps.static_graph, timeout=60):
+        for ours, theirs in zip(wanted.weights, found, strict=True):
+            for name, tensor in ours.items():
+                torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-12)

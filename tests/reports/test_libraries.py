@@ -1,0 +1,177 @@
+"""Reports about Accelerate, Transformers and PEFT, compared with those libraries in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.trainers import zero
+from tests.pool import Pool
+from tests.reports import libraries
+
+pytest.importorskip("accelerate")
+TOLERANCE = 1e-7
+
+
+@dataclass(frozen=True)
+class LoopCase:
+    """A public report about Accelerate: the loader, micro-batches per step, epochs, arguments."""
+
+    report: str
+    loader: str = "samples"
+    accumulation: int = 2
+    epochs: int = 1
+    arguments: dict[str, Any] = field(default_factory=dict)
+    stages: tuple[int, ...] = (0, 2, 3)
+    loop: str = "plain"
+    refused: str = ""
+    defect: str = ""
+
+
+LOOP_CASES = [
+    LoopCase("accelerate-3877", accumulation=3),
+    LoopCase("accelerate-679", "batch sampler", refused="give it a batch_size", stages=(3,)),
+    LoopCase("accelerate-882", "stream", refused="give it a batch_size", stages=(3,)),
+    LoopCase("accelerate-1624", accumulation=4, epochs=2, arguments={"plugin": {"sync_with_dataloader": False}}),
+    LoopCase("accelerate-3017", accumulation=3, loop="evaluation"),
+    LoopCase("accelerate-1847", arguments={"plugin": {"sync_with_dataloader": False}}, loop="parts"),
+    LoopCase("accelerate-1839", accumulation=4, epochs=2),
+    LoopCase("accelerate-961", arguments={"data": {"dispatch_batches": True}}, refused="dispatch_batches", stages=(3,)),
+]
+
+
+@dataclass(frozen=True)
+class TrainerCase:
+    """A public report about the Trainer: the model, settings, and what differs in one process."""
+
+    report: str
+    settings: dict[str, Any]
+    made: str = "llama"
+    alone: dict[str, Any] = field(default_factory=dict)
+    layouts: tuple[str, ...] = ("zero2", "zero3", "pp2", "tp2")
+    defect: str = ""
+
+
+TRAINER_CASES = [
+    TrainerCase("transformers-33455", {"num_train_epochs": 3, "gradient_accumulation_steps": 4}),
+    TrainerCase("transformers-38837", {"num_train_epochs": 2, "gradient_accumulation_steps": 4}, "without items"),
+    TrainerCase("transformers-22082", {"num_train_epochs": 2, "gradient_accumulation_steps": 8}),
+    TrainerCase("transformers-36297", {"num_train_epochs": 1.7, "gradient_accumulation_steps": 2}),
+    TrainerCase(
+        "transformers-35942",
+        {
+            "num_train_epochs": 3,
+            "lr_scheduler_type": "cosine_with_restarts",
+            "lr_scheduler_kwargs": {"num_cycles": 2},
+        },
+    ),
+    TrainerCase(
+        "trl-2175",
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        alone={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        layouts=("zero2", "zero3"),
+    ),
+    TrainerCase(
+        "LTX-2-263",
+        {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1},
+    ),
+    TrainerCase(
+        "transformers-29078",
+        {
+            "num_train_epochs": 3,
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_right",
+            "learning_rate": 3e-2,
+        },
+        "adapters",
+    ),
+    TrainerCase("peft-3306", {"learning_rate": 3e-2}, "trained biases"),
+]
+CONFIGS: dict[str, tuple[int, Any]] = {
+    "zero2": (2, zero(2)),
+    "zero3": (2, zero(3)),
+    "pp2": (1, {"parallel": {"pp": 2}}),
+    "tp2": (1, {"parallel": {"tp": 2}}),
+}
+"""Data-parallel ranks, and the configuration of two processes."""
+
+
+def loop_runs() -> Iterator[Any]:
+    for case in LOOP_CASES:
+        for stage in case.stages:
+            marks = [pytest.mark.xfail(strict=True, reason=case.defect)] if case.defect else []
+            yield pytest.param(case, stage, id=f"{case.report}-zero{stage}", marks=marks)
+
+
+def trainer_runs() -> Iterator[Any]:
+    for case in TRAINER_CASES:
+        for layout in case.layouts:
+            marks = [pytest.mark.xfail(strict=True, reason=case.defect)] if case.defect else []
+            yield pytest.param(case, layout, id=f"{case.report}-{layout}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "stage"), list(loop_runs()))
+def test_report_of_accelerate(pool: Pool, case: LoopCase, stage: int) -> None:
+    """Updates, samples and weights are those of Accelerate in one process."""
+    arguments = (case.loop, case.loader, case.accumulation, case.epochs, case.arguments)
+    found = pool.run(2, libraries.on_plaits_accelerator, *arguments, zero(stage), timeout=90)
+    if case.refused:
+        assert all(isinstance(a, str) and case.refused in a for a in found), found
+        return
+    wanted = libraries.on_accelerate(2, *arguments)
+    assert isinstance(found[0], dict), found[0]
+    assert found[0]["updates"] == wanted["updates"]
+    assert found[0]["seen"] == wanted["seen"]
+    for name, tensor in wanted["weights"].items():
+        torch.testing.assert_close(found[0]["weights"][name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_report_accelerate_2316(pool: Pool) -> None:
+    """Samples that do not fill a round are seen once."""
+    arguments = ("plain", "odd", 2, 1, {}, zero(3))
+    for found in pool.run(2, libraries.on_plaits_accelerator, *arguments, timeout=90):
+        assert found["seen"] == list(range(21))
+
+
+def test_report_accelerate_3256(pool: Pool) -> None:
+    """An optimizer whose model is not prepared is refused."""
+    for message in pool.run(2, libraries.optimizer_prepared_alone, timeout=90):
+        assert "prepare both in one call" in message
+
+
+def test_report_accelerate_4289(pool: Pool, tmp_path: Path) -> None:
+    """Loading leaves the loss scale and its counter as they were saved."""
+    for wanted, found in pool.run(2, libraries.scale_after_loading, str(tmp_path), timeout=90):
+        assert found == wanted
+        assert len(set(wanted)) > 1
+
+
+@pytest.mark.parametrize(("case", "layout"), list(trainer_runs()))
+def test_report_of_the_trainer(pool: Pool, tmp_path: Path, case: TrainerCase, layout: str) -> None:
+    """Losses, norms, rates, epochs, checkpoints and saved weights are those of Transformers."""
+    if case.made in ("adapters", "trained biases"):
+        pytest.importorskip("peft")
+    dp, config = CONFIGS[layout]
+    settings = {**case.settings, "deepspeed": config}
+    steps = case.settings.get("gradient_accumulation_steps", 2)
+    alone = {**case.settings, "gradient_accumulation_steps": steps * dp, **case.alone}
+    arguments = (str(tmp_path), case.made, settings)
+    found = pool.run(2, libraries.on_plaits_trainer, *arguments, timeout=120)[0]
+    wanted = libraries.on_transformers(case.made, alone)
+    assert found["steps"] == wanted["steps"]
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)  # logged in float32
+    for key in ("grad_norm", "learning_rate"):
+        assert found[key] == pytest.approx(wanted[key], rel=TOLERANCE), key
+    assert found["epoch"][-1] == pytest.approx(wanted["epoch"][-1])
+    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=TOLERANCE)
+    assert found["checkpoints"] == wanted["checkpoints"]
+    assert sorted(found["weights"]) == sorted(wanted["weights"])
+    for name, tensor in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
