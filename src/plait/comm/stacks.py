@@ -19,6 +19,8 @@ from pathlib import Path
 
 SIGNAL = signal.SIGRTMAX - 2
 """A real-time signal: users, Slurm and debuggers take others."""
+ENDED = ("", "Z", "X")
+"""What `state` returns for a process that has ended."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(
     {

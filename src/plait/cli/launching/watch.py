@@ -17,8 +17,6 @@ from plait.comm.board import Reading, read
 
 LOOK_SECONDS = 0.5
 STACK_SECONDS = 2.0
-ENDED = ("", "Z", "X")
-"""The kernel's letters for a process that has ended."""
 STACK_SIGNAL = "PLAIT_STACK_SIGNAL"
 """Tells `worker` which signal asks for stacks."""
 
@@ -47,11 +45,12 @@ class RankWatch:
         if found is None:
             return False
         states = {rank: stacks.state(processes[rank]) for rank in found.suspects if rank in readings}
-        self._tell(f"plait: {hang.cause(found, readings)}")
+        ended = [rank for rank, state in states.items() if state in stacks.ENDED]
+        self._tell(f"plait: {hang.cause(found, readings, ended=ended)}")
         folder = self._kept or stacks.new_folder()
         for rank, state in states.items():
             kept = None
-            if state not in ENDED:
+            if state not in stacks.ENDED:
                 written = self._folder / f"{processes[rank]}.stack"
                 kept = stacks.collect(processes[rank], written, folder / f"rank-{rank}.txt", STACK_SECONDS)
             line = stacks.users_line(kept)
@@ -63,5 +62,5 @@ class RankWatch:
         for rank, process in processes.items():
             reading = read(self._folder / f"{process}.board")
             if reading is not None and reading.process == process:
-                found[rank] = replace(reading, waits=()) if stacks.state(process) in ENDED else reading
+                found[rank] = replace(reading, waits=()) if stacks.state(process) in stacks.ENDED else reading
         return found
