@@ -52,7 +52,7 @@ def _without_type_of_flags() -> None:
     def display(option: TyperOption, ctx: Any) -> Any:
         return None if option.is_flag else shown(option, ctx=ctx)
 
-    TyperOption.display_type_rich = display
+    TyperOption.display_type_rich = display  # type: ignore[method-assign, assignment]
 
 
 _without_type_of_flags()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from plait.data.chat_template import DATE, ChatTemplate, Message, Spans
 from plait.errors import InputError
+from plait.inference.chat_template import DATE, ChatTemplate, Message, Spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

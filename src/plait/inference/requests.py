@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.data.chat_template import ChatTemplate
 from plait.errors import InputError, first_line, half_of_a_character
+from plait.inference.chat_template import ChatTemplate
 from plait.inference.settings import Settings
 from plait.inference.vocabulary import tokens_of_model
 
