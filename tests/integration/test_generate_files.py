@@ -82,6 +82,17 @@ def test_a_template_that_takes_no_such_conversation(folder: Path, tmp_path: Path
     assert "line 1: the model's chat template does not take this conversation (turns must alternate)" in capsys.readouterr().err
 
 
+def test_a_text_for_a_model_with_a_template(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is noted: a chat model may answer nothing to a text that is no conversation."""
+    from shutil import copytree
+
+    other = copytree(folder, tmp_path / "model")
+    (other / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    for model, noted in ((other, True), (folder, False)):
+        run(model, "--prompt", "a", "--max-new-tokens", "1")
+        assert ("the model has a chat template, and a prompt that is a text" in capsys.readouterr().err) == noted
+
+
 def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read once, also for several processes, and may begin with a byte order mark."""
     pipe, out, given = tmp_path / "pipe", tmp_path / "out.jsonl", list[list[Line]]()

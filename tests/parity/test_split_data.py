@@ -141,7 +141,7 @@ REFUSED = {
     "own rows": "first rows differ between ranks",
     "fewer rows": "numbers of rows differ (16, 8)",
     "own stream": "first rows differ between ranks",
-    "split stream": "(split_dataset_by_node)",
+    "split stream": "first rows differ between ranks",
     "split rows": "first rows differ between ranks",
 }
 

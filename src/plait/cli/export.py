@@ -74,6 +74,8 @@ def export_command(
             progress=progress,
         )
     typer.echo(f"wrote {done.folder}: step {done.step:,}, {done.tensors} tensors, {format_bytes(done.size)}")
+    if done.dtype == torch.float32:
+        typer.echo("its weights are the float32 ones that the optimizer updates; --dtype bfloat16 writes half the bytes")
     if run is None:
         typer.echo("no tokenizer/ beside the checkpoint: save one into the folder, if it is to generate text")
     for tensors, of_both in compared:

@@ -165,6 +165,12 @@ def generate_command(
     if scratch is not None and not found.written:
         raise InputError("--scratch: holds layers that are written anew to be streamed, and none are; leave it out")
     print(found.why, file=sys.stderr)
+    if getattr(tokenizer, "chat_template", None) and any(isinstance(text, str) for _, text in known):
+        print(
+            "note: the model has a chat template, and a prompt that is a text is given to it without; "
+            "for an answer as in a chat write it as `messages` in a file of --prompts, or leave --prompt out",
+            file=sys.stderr,
+        )
     asked = Asked(
         str(model),
         None if not adapter else str(adapter[0]),

@@ -6,7 +6,7 @@ collective is not the cause: then it is asked who is late there. Where that ends
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.comm.board import PHASES, Reading, Wait
@@ -97,8 +97,8 @@ def _missing(one: Waiting, readings: Mapping[int, Reading]) -> Sequence[int]:
 # ---- the sentence ---------------------------------------------------------------------------------------------------------------------
 
 
-def cause(hang: Hang, readings: Mapping[int, Reading]) -> str:
-    """The first line that a user reads."""
+def cause(hang: Hang, readings: Mapping[int, Reading], *, ended: Collection[int] = ()) -> str:
+    """Return the first line that a user reads. `ended`: ranks of this machine whose processes have ended."""
     first = hang.waiting[0]
     limit = f"the timeout is {hang.timeout_seconds:g} s"
     if hang.circle:
@@ -108,13 +108,21 @@ def cause(hang: Hang, readings: Mapping[int, Reading]) -> str:
     have = "has" if len(hang.waiting) == 1 else "have"
     if not hang.late:
         return f"{others} {have} waited {first.seconds:.1f} s in {_collective(first)}, and no rank is late for it; {limit}"
+    waited = f"{others} {have} waited {first.seconds:.1f} s in {_collective(first)}; {limit}"
+    if set(hang.late) <= set(ended):
+        has = "has" if len(hang.late) == 1 else "have"
+        return f"{names(hang.late)} {has} ended{_place(hang.late, readings)}: {waited}"
     away = [rank for rank in hang.late if rank not in readings]
     where = "" if not away else ", on another machine or ended," if len(away) == len(hang.late) else f" ({names(away)} elsewhere)"
     verb = "is" if len(hang.late) == 1 else "are"
-    steps = {readings[rank].step for rank in hang.late if rank in readings}
-    phases = {PHASES[readings[rank].phase] for rank in hang.late if rank in readings}
-    at = f" in step {steps.pop()}, {phases.pop()}" if len(steps) == len(phases) == 1 else ""
-    return f"{names(hang.late)}{where} {verb} stuck{at}: {others} {have} waited {first.seconds:.1f} s in {_collective(first)}; {limit}"
+    return f"{names(hang.late)}{where} {verb} stuck{_place(hang.late, readings)}: {waited}"
+
+
+def _place(ranks: Sequence[int], readings: Mapping[int, Reading]) -> str:
+    """Return the step and phase that ranks are in; "" where they are not all in the same."""
+    steps = {readings[rank].step for rank in ranks if rank in readings}
+    phases = {PHASES[readings[rank].phase] for rank in ranks if rank in readings}
+    return f" in step {steps.pop()}, {phases.pop()}" if len(steps) == len(phases) == 1 else ""
 
 
 def _collective(one: Waiting) -> str:

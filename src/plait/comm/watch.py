@@ -244,7 +244,8 @@ class Watch:
         if found is None:
             return
         self._reported = True
-        self.found = hang.cause(found, readings)
+        ended = [rank for rank, reading in readings.items() if stacks.state(reading.process) in stacks.ENDED]
+        self.found = hang.cause(found, readings, ended=ended)
         if min(one.rank for one in found.waiting) != dist.get_rank():
             return  # one of those that wait says it
         _say(self.found)

@@ -37,10 +37,6 @@ def split_of(source: Any) -> tuple[str, int, int] | None:
         ranks, index = getattr(source, several, None), getattr(source, one, None)
         if isinstance(ranks, int) and isinstance(index, int) and ranks > 1:
             return type(source).__name__, ranks, index
-
-    distributed = getattr(source, "__dict__", {}).get("_distributed")  # of datasets.IterableDataset
-    if distributed is not None and distributed.world_size > 1:
-        return "split_dataset_by_node", distributed.world_size, distributed.rank
     return None
 
 

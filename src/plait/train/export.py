@@ -39,6 +39,8 @@ class Exported:
     tensors: int
     size: int
     """Bytes of weights."""
+    dtype: torch.dtype
+    """Of the first of them."""
 
 
 def export(
@@ -112,7 +114,7 @@ def export(
             if not is_done:  # also after Ctrl-C
                 shutil.rmtree(temporary, ignore_errors=True)
             os.close(held)
-    return Exported(out, int(found.manifest.metadata["global_steps"]), len(names), total)
+    return Exported(out, int(found.manifest.metadata["global_steps"]), len(names), total, dtypes[names[0]])
 
 
 def _claimed(temporary: Path, out: Path) -> int:

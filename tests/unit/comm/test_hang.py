@@ -100,6 +100,13 @@ class TestFind:
         assert text.startswith("the ranks wait for each other in different collectives: rank 0 for 5.5 s in all-reduce over dp_shard")
         assert "rank 1 for 5.5 s in all-reduce over tp (number 3, [1000] float32) at other.py:8" in text
 
+    def test_a_rank_that_has_ended(self) -> None:
+        """By sys.exit, before the launcher saw it: no process is there that could be stuck."""
+        ranks = {0: reading(0, reduce(5, 0, 1)), 1: reading(1)}
+        found = hang.find(ranks, NOW)
+        assert found is not None
+        assert hang.cause(found, ranks, ended=[1]).startswith("rank 1 has ended in step 3, backward: rank 0 has waited 5.5 s in all-reduce")
+
     def test_another_machine(self) -> None:
         ranks = {0: reading(0, reduce(5, 0, 1))}
         found = hang.find(ranks, NOW)

@@ -17,7 +17,6 @@ from plait.comm.board import Reading, read
 
 LOOK_SECONDS = 0.5
 STACK_SECONDS = 2.0
-"""The kernel's letters for a process that has ended."""
 STACK_SIGNAL = "PLAIT_STACK_SIGNAL"
 """Tells `worker` which signal asks for stacks."""
 
@@ -46,7 +45,8 @@ class RankWatch:
         if found is None:
             return False
         states = {rank: stacks.state(processes[rank]) for rank in found.suspects if rank in readings}
-        self._tell(f"plait: {hang.cause(found, readings)}")
+        ended = [rank for rank, state in states.items() if state in stacks.ENDED]
+        self._tell(f"plait: {hang.cause(found, readings, ended=ended)}")
         folder = self._kept or stacks.new_folder()
         for rank, state in states.items():
             kept = None
