@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
 PARTS = {
     "alone": ("tests/unit", "tests/fake", "tests/integration", "tests/security", "--ignore=tests/unit/cli", "--ignore=tests/unit/observe"),
-    "together": ("tests/parity", "tests/architecture", "tests/unit/cli", "tests/unit/observe"),
+    "together": ("tests/parity", "tests/reports", "tests/architecture", "tests/unit/cli", "tests/unit/observe"),
 }
 """Most of the tests in one process; those between ranks, with as many others as make the two equally long."""
 SEPARATE = ("tests/simulated_device",)
