@@ -18,18 +18,10 @@ from threading import Thread
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
 PARTS = {
-    "alone": (
-        "tests/unit",
-        "tests/fake",
-        "tests/integration",
-        "tests/security",
-        "--ignore=tests/unit/cli",
-        "--ignore=tests/unit/observe",
-        "--ignore=tests/unit/validation",
-    ),
-    "together": ("tests/parity", "tests/architecture", "tests/unit/cli", "tests/unit/observe", "tests/unit/validation"),
+    "alone": ("tests/unit", "tests/fake", "tests/integration", "tests/security", "tests/architecture"),
+    "together": ("tests/parity", "tests/reports"),
 }
-"""Most of the tests in one process; those between ranks, with as many others as make the two equally long."""
+"""Tests in one process, and tests between ranks."""
 SEPARATE = ("tests/simulated_device",)
 """Run by `make simulated`, which `.ci/run` runs too: they need a compiler, and both cores for themselves."""
 NOTHING_CHOSEN = 5

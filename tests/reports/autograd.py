@@ -90,7 +90,7 @@ def two_forwards_of_checkpointed_layers(run: Run) -> None:
 
 def two_resolutions_through_checkpoints(run: Run) -> None:
     """Two views of other shapes through partly recomputed layers, and one loss of both."""
-    call = run.start(build(Net, PartlyCheckpointedLayer))
+    call = run.start(build(Net, PartlyCheckpointedLayer), sgd)
     for step in range(STEPS):
         for rank in run.each_rank():
             large = call(inputs(step, rank, rows=6))

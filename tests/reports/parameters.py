@@ -433,7 +433,7 @@ class EncoderNet(Net):
 
 def encoder_layers_of_torch(run: Run) -> None:
     """`nn.TransformerEncoderLayer` in training, and its fused path in evaluation."""
-    call = run.start(build(EncoderNet, AttentionLayer))
+    call = run.start(build(EncoderNet, AttentionLayer), sgd)
     for step in range(STEPS):
         for rank in run.each_rank():
             run.backward(call(inputs(step, rank)).square().mean())

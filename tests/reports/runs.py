@@ -147,12 +147,13 @@ class Run:
 class RankRun(Run):
     """The run of one data-parallel rank."""
 
-    def __init__(self, rank: int, world: int, stage: int, parallel: dict[str, Any]) -> None:
+    def __init__(self, rank: int, world: int, stage: int, parallel: dict[str, Any], zero: dict[str, Any]) -> None:
         super().__init__(world)
         self.ranks = [rank]
         self.rank = rank
         self._stage = stage
         self._parallel = parallel
+        self._zero = zero
 
     def config(self) -> dict[str, Any]:
         """A configuration as a user would write it."""
@@ -160,7 +161,7 @@ class RankRun(Run):
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
-            "zero_optimization": {"stage": self._stage},
+            "zero_optimization": {"stage": self._stage, **self._zero},
             **({"parallel": self._parallel} if self._parallel else {}),
             **self.sections,
         }
@@ -232,14 +233,22 @@ def in_one_process(situation: Situation, world: int) -> Result:
     return run.result
 
 
-def on_a_rank(rank: int, world: int, situation: Situation, mode: Mode, stage: int, parallel: dict[str, Any]) -> Result | str:
+def on_a_rank(
+    rank: int,
+    world: int,
+    situation: Situation,
+    mode: Mode,
+    stage: int,
+    parallel: dict[str, Any],
+    zero: dict[str, Any] | None = None,
+) -> Result | str:
     """Run the situation on a layout. Runs in a worker.
 
     Returns:
         The numbers, or the message of an error of Plait's.
     """
     kind = EngineRun if mode == "engine" else OwnLoopRun
-    run = kind(rank, world, stage, parallel)
+    run = kind(rank, world, stage, parallel, zero or {})
     try:
         situation(run)
     except plait.PlaitError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covers import cover
 from tests.parity.trainers import zero
 from tests.pool import Pool
 from tests.reports import libraries
@@ -30,7 +30,6 @@ class LoopCase:
     stages: tuple[int, ...] = (0, 2, 3)
     loop: str = "plain"
     refused: str = ""
-    defect: str = ""
 
 
 LOOP_CASES = [
@@ -54,7 +53,6 @@ class TrainerCase:
     made: str = "llama"
     alone: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[str, ...] = ("zero2", "zero3", "pp2", "tp2")
-    defect: str = ""
 
 
 TRAINER_CASES = [
@@ -103,21 +101,28 @@ CONFIGS: dict[str, tuple[int, Any]] = {
 """Data-parallel ranks, and the configuration of two processes."""
 
 
-def loop_runs() -> Iterator[Any]:
-    for case in LOOP_CASES:
-        for stage in case.stages:
-            marks = [pytest.mark.xfail(strict=True, reason=case.defect)] if case.defect else []
-            yield pytest.param(case, stage, id=f"{case.report}-zero{stage}", marks=marks)
+def loop_runs() -> list[Any]:
+    """Every case at each of its ZeRO stages. Most are marked proof."""
+    rows = [(case, stage) for case in LOOP_CASES for stage in case.stages]
+    return cover(
+        rows,
+        features=lambda case, stage: (stage == 3, bool(case.refused)),
+        name=lambda case, stage: f"{case.report}-zero{stage}",
+    )
 
 
-def trainer_runs() -> Iterator[Any]:
-    for case in TRAINER_CASES:
-        for layout in case.layouts:
-            marks = [pytest.mark.xfail(strict=True, reason=case.defect)] if case.defect else []
-            yield pytest.param(case, layout, id=f"{case.report}-{layout}", marks=marks)
+def trainer_runs() -> list[Any]:
+    """Every case on each of its layouts. Most are marked proof."""
+    rows = [(case, layout) for case in TRAINER_CASES for layout in case.layouts]
+    return cover(
+        rows,
+        features=lambda case, layout: (layout in ("zero3", "pp2"),),
+        strength=1,
+        name=lambda case, layout: f"{case.report}-{layout}",
+    )
 
 
-@pytest.mark.parametrize(("case", "stage"), list(loop_runs()))
+@pytest.mark.parametrize(("case", "stage"), loop_runs())
 def test_report_of_accelerate(pool: Pool, case: LoopCase, stage: int) -> None:
     """Updates, samples and weights are those of Accelerate in one process."""
     arguments = (case.loop, case.loader, case.accumulation, case.epochs, case.arguments)
@@ -133,6 +138,7 @@ def test_report_of_accelerate(pool: Pool, case: LoopCase, stage: int) -> None:
         torch.testing.assert_close(found[0]["weights"][name], tensor, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.proof
 def test_report_accelerate_2316(pool: Pool) -> None:
     """Samples that do not fill a round are seen once."""
     arguments = ("plain", "odd", 2, 1, {}, zero(3))
@@ -140,6 +146,7 @@ def test_report_accelerate_2316(pool: Pool) -> None:
         assert found["seen"] == list(range(21))
 
 
+@pytest.mark.proof
 def test_report_accelerate_3256(pool: Pool) -> None:
     """An optimizer whose model is not prepared is refused."""
     for message in pool.run(2, libraries.optimizer_prepared_alone, timeout=90):
@@ -153,7 +160,7 @@ def test_report_accelerate_4289(pool: Pool, tmp_path: Path) -> None:
         assert len(set(wanted)) > 1
 
 
-@pytest.mark.parametrize(("case", "layout"), list(trainer_runs()))
+@pytest.mark.parametrize(("case", "layout"), trainer_runs())
 def test_report_of_the_trainer(pool: Pool, tmp_path: Path, case: TrainerCase, layout: str) -> None:
     """Losses, norms, rates, epochs, checkpoints and saved weights are those of Transformers."""
     if case.made in ("adapters", "trained biases"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -11,11 +10,13 @@ import pytest
 import torch
 
 from plait.verify.parity import Trace, compare, worst
+from tests.covers import cover
 from tests.parity import pipelines, tensor_parallel
 from tests.pool import Pool
 from tests.reports import stages
 
 SCHEDULES = ["1f1b", "zbv", "interleaved-zero-bubble"]
+SPLIT = SCHEDULES[1:]
 TOLERANCE = 1e-10
 
 
@@ -35,7 +36,6 @@ class StageCase:
     more: dict[str, Any] = field(default_factory=dict)
     evaluate: bool = False
     refused: str = ""
-    defects: dict[str, str] = field(default_factory=dict)
     world: int = 2
 
 
@@ -94,13 +94,26 @@ TENSOR_CASES = [
 ]
 
 
-def stage_runs() -> Iterator[Any]:
-    """Every case on each of its schedules."""
-    for case in STAGE_CASES:
-        for schedule in case.schedules:
-            defect = case.defects.get(schedule, case.defects.get("*"))
-            marks = [pytest.mark.xfail(strict=True, reason=defect)] if defect else []
-            yield pytest.param(case, schedule, id=f"{case.report}-{schedule}", marks=marks)
+def stage_runs() -> list[Any]:
+    """Every case on each of its schedules. Most are marked proof."""
+    rows = [(case, schedule) for case in STAGE_CASES for schedule in case.schedules]
+    return cover(
+        rows,
+        features=lambda case, schedule: (schedule in SPLIT, case.world),
+        cost=lambda case, schedule: case.world,
+        name=lambda case, schedule: f"{case.report}-{schedule}",
+    )
+
+
+def tensor_runs() -> list[Any]:
+    """Most are marked proof."""
+    return cover(
+        TENSOR_CASES,
+        features=lambda case: ("cp" in case.parallel,),
+        strength=1,
+        cost=lambda case: case.world,
+        name=lambda case: case.report,
+    )
 
 
 @cache
@@ -114,7 +127,7 @@ def with_zeros(trace: Trace) -> Trace:
     return replace(trace, gradients=tuple(filled))
 
 
-@pytest.mark.parametrize(("case", "schedule"), list(stage_runs()))
+@pytest.mark.parametrize(("case", "schedule"), stage_runs())
 def test_report_of_pipelines(pool: Pool, case: StageCase, schedule: str) -> None:
     """Losses, norms, gradients and weights are those of one process."""
     config = staged(schedule, case.stage, **case.more)
@@ -129,7 +142,7 @@ def test_report_of_pipelines(pool: Pool, case: StageCase, schedule: str) -> None
     assert difference.ok(TOLERANCE), f"{difference.name}: {difference.error}"
 
 
-@pytest.mark.parametrize("case", TENSOR_CASES, ids=lambda case: case.report)
+@pytest.mark.parametrize("case", tensor_runs())
 def test_report_of_tensors(pool: Pool, case: TensorCase) -> None:
     """A Qwen 3 with norms per head, clipped."""
     config = tensor_parallel.settings(1, 1, case.stage, 1, 2)
@@ -145,13 +158,12 @@ def test_report_of_tensors(pool: Pool, case: TensorCase) -> None:
     assert difference.ok(TOLERANCE), f"{difference.name}: {difference.error}"
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
-def test_report_torchtitan_4332(pool: Pool, sequence: bool) -> None:
+@pytest.mark.proof
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_report_torchtitan_4332(pool: Pool, accumulation: int) -> None:
     """The bias behind a row-wise layer gets its full gradient on every rank."""
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    config = tensor_parallel.settings(2, 2, 0, 1, 2, False, plan=plan)
-    if sequence:
-        config["gradient_accumulation_steps"] = 1
+    config = tensor_parallel.settings(2, 2, 0, 1, accumulation, False, plan=plan)
     found = pool.run(2, stages.train, "rowwise bias", config, False, timeout=90)
     assert isinstance(found[0], Trace), found[0]
     wanted = wanted_of("rowwise bias", stages.micro_batches(config))

@@ -1,0 +1,19 @@
+"""Tests that `covered.py` names exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.reports.covered import COVERED
+
+PARITY = Path(__file__).parents[1] / "parity"
+
+
+def test_tests_that_are_named_exist() -> None:
+    missing = []
+    for report, name in COVERED.items():
+        file, _, test = name.partition("::")
+        path = PARITY / file
+        if not path.exists() or f"def {test}(" not in path.read_text(encoding="utf-8"):
+            missing.append(f"{report}: {name}")
+    assert not missing, missing
