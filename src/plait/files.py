@@ -30,7 +30,7 @@ def is_only_writer(opened: IO[bytes] | IO[str] | int) -> bool:
 
 
 def anonymous_file(name: str) -> int:
-    """Return a descriptor of a new file in memory that has no path, closed in programs that this process starts.
+    """Return a descriptor of a new file in memory without a path. Child programs do not inherit it.
 
     Other processes open it as `/proc/<process>/fd/<descriptor>`. Linux on x86-64 only. Raises OSError.
     """
