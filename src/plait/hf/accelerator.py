@@ -135,18 +135,26 @@ class Accelerator(accelerate.Accelerator):
                 for name in _KEPT_OF_WORKERS:
                     settings.pop(name, None)
             refuse_split_stream(dataset)
-            compared = is_of_datasets(dataset) or settings["num_workers"] > 0
-            if compared:
+            # Rows of other data sets are compared while they are read, which workers cannot do.
+            is_compared = is_of_datasets(dataset) or settings["num_workers"] > 0
+            if is_compared:
                 context = settings["multiprocessing_context"]
                 refuse_other_stream(dataset, device=self.device, workers=settings["num_workers"], context=context)
-            size, device = data_loader.batch_size, None if compared else self.device
-            part = StreamPart(dataset, batch_size=size, ranks=ranks, index=index, drop_last=drop_last, device=device)
-            made = DataLoader(part, batch_size=size, drop_last=drop_last, **settings)
+            size = data_loader.batch_size
+            stream = StreamPart(
+                dataset,
+                batch_size=size,
+                ranks=ranks,
+                index=index,
+                drop_last=drop_last,
+                device=None if is_compared else self.device,
+            )
+            made = DataLoader(stream, batch_size=size, drop_last=drop_last, **settings)
         else:
             drop_last = drop_last or bool(getattr(data_loader.batch_sampler, "drop_last", False))
-            already = split_sampler(data_loader.batch_sampler, ranks=ranks, index=index)
-            kind = OwnRounds if already else Rounds
-            rounds = kind(
+            is_split = split_sampler(data_loader.batch_sampler, ranks=ranks, index=index)
+            rounds_class = OwnRounds if is_split else Rounds
+            rounds = rounds_class(
                 data_loader.batch_sampler,
                 ranks=ranks,
                 index=index,

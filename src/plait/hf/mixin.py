@@ -164,7 +164,9 @@ class TrainerMixin(CheckpointMixin):
         describes = self.plait_config.optimizer is not None
         if describes and given is not None:
             raise InputError("the configuration has an `optimizer`, and the Trainer was given optimizers=; leave one of them out")
-        optimizer = None if describes else given if given is not None else lambda _: self.create_optimizer()
+        optimizer: Any = None
+        if not describes:
+            optimizer = given if given is not None else lambda _: self.create_optimizer()
         # An evaluation inside `model.disable_adapter()`, which freezes the adapters, may come before the training.
         with with_adapters_enabled(self.model):
             self.engine = initialize(self.model, self._resolved, optimizer=optimizer, forward=self._forward)
