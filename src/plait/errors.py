@@ -126,8 +126,11 @@ class NumbersError(PlaitError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return what another library's error says in one line: the first, with the next where it ends in a colon; its
-    type where it says nothing. Bounded: Transformers lists all of its classes."""
+    """Return the message of another library's error in one line of bounded length.
+
+    It is the first line, with the second one if the first ends in a colon, or the error's type if
+    it has no message. Some messages are long: Transformers lists all of its classes.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         return _cut(f"{lines[0]} {lines[1]}")

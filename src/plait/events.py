@@ -20,7 +20,7 @@ class RunStarted:
     layout: str
     folder: str
     communication: str = ""
-    """How ranks exchange gradients, parameters and sequences, and why so."""
+    """How ranks exchange gradients, parameters and sequences, with the reason of the selection."""
     notable_communication: str = ""
     """The part of `communication` that is not the default; the progress lines show only this."""
     resumed: tuple[str, ...] = ()

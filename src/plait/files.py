@@ -30,7 +30,7 @@ def is_only_writer(opened: IO[bytes] | IO[str] | int) -> bool:
 
 
 def anonymous_file(name: str) -> int:
-    """Return a descriptor of a new file in memory that has no path, closed in programs that this process starts.
+    """Return a descriptor of a new file in memory without a path. Child programs do not inherit it.
 
     Other processes open it as `/proc/<process>/fd/<descriptor>`. Linux on x86-64 only. Raises OSError.
     """
@@ -91,10 +91,12 @@ def user_path(text: str | Path, field: str) -> Path:
     """Return a path with `~` and `~name` replaced by the home of that user.
 
     Raises:
-        InputError: There is no such user, or the text is a URL, of which a folder `s3:` would be made.
+        InputError: There is no such user, or the text is a URL, for which pathlib would make a
+            folder `s3:`.
     """
     if is_url(text):
-        raise InputError(f"{field} = {str(text)!r}: is a URL, and a file or folder that this machine sees is needed; name one")
+        rule = "is a URL, and a path in a file system of this machine is needed"
+        raise InputError(f"{field} = {str(text)!r}: {rule}; pass the path of a file or folder")
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -1,18 +1,18 @@
 """Patched behaviour of `fully_shard`: the order in which units are gathered and reduced.
 
 Note [Order of units]:
-Gathering and reducing a unit are collectives, and a process group pairs the collectives of its ranks
-by their order only. Ranks that skip different blocks (LayerDrop, stochastic depth, samples without an
-image) would therefore exchange the weights and gradients of different blocks, and no library notices
-it where the shapes agree.
+Gathering and reducing a unit are collectives, and a process group pairs the collectives of its
+ranks by their order only. Ranks that skip different blocks (LayerDrop, stochastic depth, samples
+without an image) would therefore exchange the weights and gradients of different blocks. Neither
+torch nor NCCL nor gloo detects this if the shapes agree.
 
 Where units stay gathered after the forward (ZeRO stages 1 and 2), each unit is gathered once and
-reduced once per pass, so a fixed order removes the problem. Before a unit is gathered, all units in
-front of it are gathered. The end of the model's forward gathers the remaining ones. A unit is reduced
-when all units behind it have been reduced, and the end of the backward reduces the remaining ones.
-A unit without gradients reduces zeros. Models that run their blocks in the order of registration issue
-the same collectives as before. A step that skips a block keeps the gradients of the blocks in front of
-it unsharded until the end of the backward.
+reduced once per pass, so a fixed order removes the problem. Before a unit is gathered, all units
+in front of it are gathered. The end of the model's forward gathers the remaining ones. A unit is
+reduced when all units behind it have been reduced, and the end of the backward reduces the
+remaining ones. A unit without gradients reduces zeros. Models that run their blocks in the order
+of registration issue the same collectives as without this patch. A step that skips a block keeps
+the gradients of the blocks in front of it unsharded until the end of the backward.
 
 At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded, and the
 ranks compare a digest of it once per step.
@@ -34,14 +34,19 @@ from plait._torch.passes import around_backward
 from plait._torch.units import parameter_groups, sharded_modules
 
 DIGEST_BITS = 32
+"""Size of `UnitOrder.digest`."""
 MOST_COLLECTIVES = 1 << 14
+"""Collectives that `UnitOrder.take` returns at most. The digest covers older ones too."""
 _MULTIPLIER = 0x9E3779B1
 _RUNNING: list[weakref.ref[UnitOrder]] = []
-"""The order whose units began a collective last. At most one entry."""
+"""Weak reference to the `UnitOrder` that issued a collective last. At most one entry."""
 
 
 def last_collective() -> str:
-    """Return the last collective of a unit of any model, e.g. `gathering of blocks.1`, or an empty string."""
+    """Return the unit collective that any model began last, e.g. `gathering of blocks.1`.
+
+    The result is empty before the first one.
+    """
     order = _RUNNING[0]() if _RUNNING else None
     return order.last if order is not None else ""
 
@@ -51,10 +56,10 @@ class UnitOrder:
 
     Args:
         root: The sharded model.
-        is_fixed: Whether all ranks gather and reduce all units in one order, see Note [Order of units].
-            Requires that units stay gathered after the forward.
-        embeddings: Units that torch reduces at the end of the backward, because their inputs have no
-            gradient.
+        is_fixed: Whether all ranks gather and reduce all units in one order, see
+            Note [Order of units]. Requires that units stay gathered after the forward.
+        embeddings: Units that torch reduces at the end of the backward, because their inputs have
+            no gradient.
         heads: Units that run after all others.
     """
 
@@ -78,12 +83,12 @@ class UnitOrder:
         self._states: list[Any] = [module._get_fsdp_state() for module, _ in pairs]
         self._groups = [group for _, group in pairs]
         self._reductions: list[Callable[..., None]] = [group.post_backward for group in self._groups]
-        # Bounded, because evaluations add to it and only training steps take it.
+        # Bounded, because evaluations append to it and only training steps empty it.
         self._collectives: deque[int] = deque(maxlen=MOST_COLLECTIVES)
         self._digest = 0
         self._awaits_reduction = [False] * len(self._groups)
         self._unreduced = len(self._groups)
-        """The units in front of this index are not reduced yet in the running backward."""
+        """Number of units, from the front, that the running backward has not reduced yet."""
 
         for index, group in enumerate(self._groups):
             group.unshard = self._ordered_gather(index, group.unshard)
@@ -94,7 +99,7 @@ class UnitOrder:
 
     @property
     def digest(self) -> int:
-        """32 bits that depend on all collectives since the last `take`, and on their order."""
+        """Hash of the collectives since the last `take`, in their order."""
         return self._digest
 
     @property
@@ -103,7 +108,11 @@ class UnitOrder:
         return self._description(self._collectives[-1]) if self._collectives else ""
 
     def take(self) -> list[int]:
-        """Return the last collectives since the previous call, at most `MOST_COLLECTIVES`, and forget them."""
+        """Return the collectives since the previous call, and forget them.
+
+        Returns:
+            Codes of the newest `MOST_COLLECTIVES` collectives, for `difference`.
+        """
         collectives = list(self._collectives)
         self._collectives.clear()
         self._digest = 0
@@ -139,7 +148,9 @@ class UnitOrder:
 
     def _ordered_gather(self, index: int, unshard: Callable[[bool], None]) -> Callable[..., None]:
         group = self._groups[index]
-        ranks = math.prod(group.mesh_info.mesh.shape) // getattr(group.mesh_info, "replicate_mesh_size", 1)
+        replicas = getattr(group.mesh_info, "replicate_mesh_size", 1)
+        # Units are gathered over the shard dimension only, and over one rank without a collective.
+        ranks = math.prod(group.mesh_info.mesh.shape) // replicas
 
         def gather(async_op: bool = False) -> None:
             in_backward = group._training_state is TrainingState.PRE_BACKWARD
@@ -154,9 +165,10 @@ class UnitOrder:
         return gather
 
     def _gather_units(self, indices: range) -> None:
-        """Gather those of the units that are not gathered. Collective."""
+        """Gather the units of `indices` that are not gathered yet. Collective."""
         for index in indices:
-            # torch does not prepare the unit of a module that was replaced before the first forward.
+            # torch does not initialize the unit of a module that was replaced before the first
+            # forward: its `_is_root` stays None.
             if self._is_gathered(index) or self._states[index]._is_root is None:
                 continue
             group = self._groups[index]
@@ -183,7 +195,8 @@ class UnitOrder:
     def _reduce(self, index: int) -> None:
         group = self._groups[index]
         # torch issues no collective for a unit that is frozen or was never gathered.
-        trains = any(p.sharded_param.requires_grad and hasattr(p, "_unsharded_param") for p in group.fsdp_params)
+        gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        trains = any(p.sharded_param.requires_grad for p in gathered)
         if group.reduce_grads and trains:
             self._note(2 * index + 1)
         self._reductions[index]()
@@ -207,6 +220,7 @@ class UnitOrder:
         """Reduce the units whose backward did not run."""
         for index in reversed(range(len(self._groups))):
             if index < self._unreduced and self._states[index]._is_root is not None:
-                # Through the attribute, because later patches complete the unit's gradients.
+                # Not `_reduce`: patches that were applied later wrap `post_backward`, and complete
+                # the unit's gradients in it.
                 self._groups[index].post_backward()
         self._begin_reductions()

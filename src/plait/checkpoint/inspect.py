@@ -168,7 +168,10 @@ def prune(folder: Place, *, keep: int) -> list[str]:
 
 @contextmanager
 def _claimed(folder: Place) -> Iterator[None]:
-    """Hold the lock of the run whose checkpoints a folder has, if it has one: a save of the run's may be under way."""
+    """Hold the lock of the run that owns the checkpoints of a folder, so that it cannot be saving.
+
+    A folder outside of a run has no lock.
+    """
     lock = folder.parent / RUN_LOCK if isinstance(folder, Path) else None
     if lock is None or not lock.is_file():
         yield

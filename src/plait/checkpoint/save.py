@@ -152,7 +152,7 @@ def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Place:
 
 
 def _unwritten(commit: Commit | None, ranks: int) -> list[str]:
-    """Return the files of the ranks that have not written theirs: a rank's list follows its tensors."""
+    """Return the shard files that ranks have not finished. A rank writes its list last."""
     if commit is None:
         return []
     listed = [commit.files / rank_file(rank, "json") for rank in range(ranks)]

@@ -162,8 +162,14 @@ class ShardReader:
             return _tensor(self._store, self._manifest.entries[name], dtype, said["shape"])
 
     def _check_places(self, header: dict[str, Any], begin: int) -> None:
-        """Raise CheckpointError where the header's tensors do not lie where the list says: hashes are of what the list says, and tensors
-        are read from where the header says. `begin`: of the first tensor."""
+        """Raise CheckpointError unless the header and the list place every tensor equally.
+
+        Hashes cover the ranges of the list, but tensors are read from the ranges of the header.
+
+        Args:
+            header: The file's header of safetensors.
+            begin: Offset of the first tensor in the file, in bytes.
+        """
         entries = self._manifest.entries
         places = {name: tuple(said["data_offsets"]) for name, said in header.items() if name != "__metadata__"}
         for name in sorted(places.keys() | entries.keys()):

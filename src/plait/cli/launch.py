@@ -145,10 +145,13 @@ def launch(
 
 
 def _warn_of_other_worlds(settings: Settings) -> None:
-    """Warn where another launcher has started this one several times, and each start would be a world of its own."""
+    """Warn if another launcher has started this one several times.
+
+    Each of the starts would train in a separate world.
+    """
     try:
         outer = claim(os.environ)
-    except ConfigError:  # of variables that nobody reads here
+    except ConfigError:  # malformed variables of a launcher, which do not matter here
         return
     if outer is None:
         return

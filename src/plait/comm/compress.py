@@ -38,26 +38,30 @@ POWERSGD_START = 10
 
 @dataclass
 class Carried:
-    """Tensors of a compressed collective between steps (residuals, factors), by name; a skipped step does not change them.
+    """Tensors that a compressed collective keeps between steps (residuals, factors), by name.
 
-    Whether a step is skipped is known only after all of its gradients were sent. Where that may happen, the
-    new value of a tensor is written to a second tensor, which replaces the first when the step is applied.
+    A skipped step must not change them, but whether a step is skipped is known only after all of
+    its gradients were sent. If steps may be skipped, the new value of a tensor is written to a
+    second tensor, which replaces the first when the step is applied.
     """
 
     revocable: bool
-    """Whether a step may be skipped; otherwise what it makes overwrites what was."""
+    """Whether steps may be skipped. Otherwise new values overwrite the old ones."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """As of the last step that counted; for a checkpoint."""
+    """Values after the last step that was not skipped, which a checkpoint stores."""
     _made: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By the step that runs."""
+    """New values of the running step."""
     _spare: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def now(self, name: str) -> torch.Tensor:
-        """Its value, with what the step that runs has made of it so far."""
+        """Return the value of a tensor, with the changes of the running step so far."""
         return self._made.get(name, self.state[name])
 
     def change(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(`now`, where its next value is to be written in full). They are one tensor where nothing has to be kept."""
+        """Return (value, destination): the caller writes the new value in full to the destination.
+
+        Both are one tensor if the old value need not be kept.
+        """
         now = self.now(name)
         if self.revocable and name not in self._made:
             spare = self._spare.pop(name, None)
@@ -66,11 +70,11 @@ class Carried:
 
     @property
     def aside(self) -> list[torch.Tensor]:
-        """What is held besides `state`."""
+        """All tensors in memory besides `state`."""
         return [*self._made.values(), *self._spare.values()]
 
     def end_step(self, *, skipped: bool) -> None:
-        """The step has ended."""
+        """Keep the new values of the step that has ended, or drop them if it was skipped."""
         for name, made in self._made.items():
             if skipped:
                 self._spare[name] = made

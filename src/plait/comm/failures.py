@@ -27,7 +27,15 @@ def naming(operation: str) -> Iterator[None]:
 
 
 def failed_collective(error: BaseException, operation: str) -> CommunicationError | None:
-    """Return what to raise in place of torch's error of a failed collective; None for any other error."""
+    """Return the error to raise instead of torch's error of a failed collective.
+
+    Args:
+        error: Any error.
+        operation: Name of the collective, for the message.
+
+    Returns:
+        An error with the cause as far as it is known. None if `error` is not of a collective.
+    """
     text = str(error)
     is_of_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
     if not is_of_collective:

@@ -15,7 +15,7 @@ from plait._torch.operators import FakeTensor
 from plait._torch.units import ReduceScatter
 
 _BLOCK_BYTES = 256 * 1024
-"""Small enough for a core's cache, so that memory is read once and written once."""
+"""Block of a sum. It fits a core's cache, so that memory is read and written once."""
 _IN_ORDER = 4
 """Rows that torch's sum adds in their order in every column. With more, the last columns of a tensor are added in another order than the
 rest, and a parameter that all ranks of the tp axis hold sits in other columns where the axis splits its neighbours unevenly."""
@@ -37,15 +37,19 @@ def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.Proc
 
 
 def add_in_order(pieces: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    """Write the sum of two or more pieces, in their order, to every output: the same bits on every rank.
+    """Write the sum of two or more pieces to every output, with the same bits on every rank.
 
-    All are [n] of one dtype. The first output may be the first piece, others may be any piece. float16 and
-    bfloat16 are summed in float32 and rounded once.
+    Pieces are added in their order. float16 and bfloat16 are summed in float32 and rounded once.
+
+    Args:
+        pieces: Tensors [n] of one dtype.
+        outputs: Tensors like the pieces. The first one may be the first piece, and the others may
+            be any pieces.
     """
     first, second, *rest = pieces
     dtype, numel = first.dtype, first.numel()
     block = max(1, _BLOCK_BYTES // dtype.itemsize)
-    # Adding two rounds once anyway.
+    # A sum of two pieces rounds once without float32, too.
     wide = torch.empty(min(block, numel), dtype=torch.float32) if dtype in (torch.float16, torch.bfloat16) and rest else None
     for start in range(0, numel, block):
         stop = min(start + block, numel)

@@ -147,7 +147,7 @@ class Watch:
                 self._axes.setdefault(group.group_name, axis)
 
     def name_group(self, group: dist.ProcessGroup | None, name: str) -> None:
-        """The collectives of a group have this name in messages from now on. Nothing for None."""
+        """Set the name of a group's collectives in messages. Does nothing if `group` is None."""
         if group is not None:
             self._axes[group.group_name] = name
 

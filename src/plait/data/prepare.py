@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _ROWS = "rows 2"
-"""What tokens of a row follow from; another word where a release reads rows otherwise."""
+"""Part of the data's identity. It changes when a release makes other tokens of the same row."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Prepared:
     identity: dict[str, str]
     """What two runs must share to see the same sequences: the text and the tokenizer, as a description and as a digest of their content."""
     cautions: tuple[str, ...] = ()
-    """What a person should know before training, one line each."""
+    """Warnings about the data that are shown before training, one line each."""
 
     @property
     def size(self) -> str:

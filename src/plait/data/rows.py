@@ -1,7 +1,8 @@
 """Rows of conversations and instructions: what a row must have, and the row as one text, so that it can be named and held out as any other.
 
-The text of a row is the JSON of its messages, or of its two texts: `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, and of
-what else the row says about them. A column that nobody reads is refused: it may change what the row means.
+The text of a row is JSON: `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, with the
+other columns that the format reads (`COLUMNS`). A column that it does not read is refused, because
+it may change the meaning of the row.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def row_text(row: Mapping[str, Any], form: str, *, where: str, ignored: Collecti
         row: The row. A column that is null counts as missing: Arrow gives all rows the same columns.
         form: `chat` or `instruct`.
         where: The row's name in messages.
-        ignored: Columns that may be left out of account.
+        ignored: Columns that are skipped.
 
     Raises:
         InputError: The row lacks what the format needs, or has a column that is neither read nor ignored.
@@ -87,7 +88,7 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """Return the object of a text of JSON, which is how columns of objects of many kinds are stored in Arrow."""
+    """Parse a string as JSON, as which Arrow stores columns of objects of different types."""
     if isinstance(value, str):
         try:
             return json.loads(value)

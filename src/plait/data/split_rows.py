@@ -1,6 +1,7 @@
-"""Data that is split by rank before Plait splits it: each rank would read a part of its part.
+"""Refusal of data that is already split by rank, of which each rank would read a part of its part.
 
-A sampler says it by its fields. A data set does not, so the ranks compare what they read first.
+A sampler has fields that show the split. A data set has none, so the ranks compare the rows that
+they read first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from plait.data.draws import drawn_from
 from plait.errors import InputError
 
 _STREAMED_ROWS = 16
+"""Rows of an iterable data set that ranks compare."""
 _FIELDS_OF_SPLIT = (
     ("num_replicas", "rank"),  # torch and its descendants
     ("num_processes", "process_index"),  # Accelerate and Transformers
@@ -32,54 +34,58 @@ _REMEDY = (
 
 
 def split_of(source: Any) -> tuple[str, int, int] | None:
-    """Return (class, ranks, index) of a sampler or data set that takes one rank's part, else None."""
-    for several, one in _FIELDS_OF_SPLIT:
-        ranks, index = getattr(source, several, None), getattr(source, one, None)
+    """Return (class, ranks, index) if a sampler or data set reads one rank's part, else None."""
+    for ranks_field, index_field in _FIELDS_OF_SPLIT:
+        ranks, index = getattr(source, ranks_field, None), getattr(source, index_field, None)
         if isinstance(ranks, int) and isinstance(index, int) and ranks > 1:
             return type(source).__name__, ranks, index
     return None
 
 
 def split_sampler(batch_sampler: Any, *, ranks: int, index: int) -> bool:
-    """Return whether a batch sampler has this data-parallel rank's batches already.
+    """Return whether a batch sampler yields only the batches of this data-parallel rank.
 
     Raises:
-        InputError: It takes a part that is not this rank's, or a kind of part that is not known.
+        InputError: It yields another rank's batches, or the class of its sampler is unknown.
     """
     source = batch_sampler
     while source is not None:
-        found = split_of(source)
-        if found is not None:
-            name, given_ranks, given_index = found
+        split = split_of(source)
+        if split is not None:
+            name, given_ranks, given_index = split
             if isinstance(source, DistributedSampler) and (given_ranks, given_index) == (ranks, index):
                 return True
             raise InputError(
-                f"the DataLoader's {name} takes part {given_index} of {given_ranks}, and this process has part {index} of "
-                f"{ranks} data-parallel ranks, which Plait takes itself; leave the {name} out: shuffle=True shuffles"
+                f"the DataLoader's {name} takes part {given_index} of {given_ranks}, and Plait "
+                f"splits batches itself, part {index} of {ranks} for this data-parallel rank; "
+                f"leave the {name} out, and pass shuffle=True to the DataLoader to shuffle"
             )
         source = getattr(source, "sampler", None) or getattr(source, "batch_sampler", None)
     return False
 
 
 def refuse_split_stream(data: Any) -> None:
-    """Raise InputError for an iterable data set that says that it has one rank's part."""
-    found = split_of(data)
-    if found is not None:
-        name, ranks, index = found
-        raise InputError(f"the data set has part {index} of {ranks} already ({name}), and Plait would split it again; {_REMEDY}")
+    """Raise InputError for an iterable data set whose fields show that it is one rank's part."""
+    split = split_of(data)
+    if split is not None:
+        name, ranks, index = split
+        part = f"part {index} of {ranks} already ({name})"
+        raise InputError(f"the data set has {part}, and Plait would split it again; {_REMEDY}")
 
 
 def refuse_other_rows(data: Any, *, device: torch.device, workers: int = 0, context: Any = None) -> None:
-    """Raise InputError where a data set with a length has other rows on other ranks. Collective over all ranks.
+    """Raise InputError if the rows of a data set with a length differ between ranks.
 
-    Rows are read twice, from the same random numbers. Where that gives two different rows, they cannot be compared.
+    Collective over all ranks. Each compared row is read twice, with the same random numbers. If the
+    two differ, the data set is random and ranks are not compared.
 
     Args:
         data: The data set.
-        device: Where the ranks' answers are gathered.
-        workers: Of its loader. With some, the rows are read in a worker: what a data set opens at the first
-            row must not be shared with workers that are forked later.
-        context: Their multiprocessing context.
+        device: Device of the collective.
+        workers: Number of workers of its loader. If there are any, a worker reads the rows: files
+            that a data set opens at the first row must not be shared with workers that are forked
+            later.
+        context: The workers' multiprocessing context.
     """
     if not _several_ranks():
         return
@@ -94,19 +100,24 @@ def refuse_other_rows(data: Any, *, device: torch.device, workers: int = 0, cont
         return count, _joined([rows[number] for number in numbers])
 
     doing = "reading the first rows of the data set"
-    brings = lambda found: found[0].to_bytes(8, "little") + found[1].encode()[:32]  # noqa: E731
-    _, everyone = together(compared, brings, device=device, doing=doing, raising=InputError)
-    counts = [int.from_bytes(found[:8], "little") for found in everyone]
+    # 8 bytes with the number of rows, and 32 bytes with a digest: all zero if rows are random.
+    brings = lambda answer: answer[0].to_bytes(8, "little") + answer[1].encode()[:32]  # noqa: E731
+    _, answers = together(compared, brings, device=device, doing=doing, raising=InputError)
+    counts = [int.from_bytes(answer[:8], "little") for answer in answers]
     if len(set(counts)) > 1:
         shown = ", ".join(f"{count:,}" for count in counts[:8])
-        raise InputError(f"the data set: the ranks' numbers of rows differ ({shown}), so it is split by rank already; {_REMEDY}")
-    rows_of = {found[8:40].rstrip(b"\0") for found in everyone}
-    if len(rows_of) > 1 and b"" not in rows_of:
+        rule = f"the ranks' numbers of rows differ ({shown}), so it is split by rank already"
+        raise InputError(f"the data set: {rule}; {_REMEDY}")
+    digests = {answer[8:40].rstrip(b"\0") for answer in answers}
+    if len(digests) > 1 and b"" not in digests:
         raise InputError(f"the data set: its first rows differ between ranks, so samples would be left out; {_REMEDY}")
 
 
 def refuse_other_stream(data: Any, *, device: torch.device, workers: int = 0, context: Any = None) -> None:
-    """Raise InputError where an iterable data set begins with other rows on other ranks. Collective over all ranks."""
+    """Raise InputError if the first rows of an iterable data set differ between ranks.
+
+    Collective over all ranks. The arguments are those of `refuse_other_rows`.
+    """
     refuse_split_stream(data)
     if not _several_ranks():
         return
@@ -121,22 +132,25 @@ def refuse_other_stream(data: Any, *, device: torch.device, workers: int = 0, co
 
 
 def refuse_other_digest(read: Any, *, device: torch.device) -> None:
-    """Raise InputError where `read()`, a digest of the first rows, differs between ranks. Collective over all ranks."""
+    """Raise InputError if `read()`, a digest of the first rows, differs between ranks.
+
+    Collective over all ranks. An error of `read` is raised on all of them.
+    """
     if not _several_ranks():
         return
     doing = "reading the first rows of the data set"
-    _, everyone = together(read, str.encode, device=device, doing=doing, raising=InputError)
-    if len(set(everyone)) > 1:
+    _, digests = together(read, str.encode, device=device, doing=doing, raising=InputError)
+    if len(set(digests)) > 1:
         raise InputError(f"the data set: its first rows differ between ranks, so samples would be left out; {_REMEDY}")
 
 
 def digest_of_rows(rows: list[Any]) -> str:
-    """Return a digest of the content of rows; objects of unknown classes count by their class."""
+    """Return a digest of rows. An object of an unknown class counts by its class only."""
     return digest([_text_of(row) for row in rows])
 
 
 class _DigestedRows(Dataset[str]):
-    """Digests of the rows of a data set, "" for a row that differs when it is read again."""
+    """Digests of the rows of a data set, or "" for a row that differs when it is read again."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -145,11 +159,11 @@ class _DigestedRows(Dataset[str]):
         return len(self._data)
 
     def __getitem__(self, number: int) -> str:
-        found = []
+        digests = []
         for _ in range(2):
             with drawn_from("first rows", number):
-                found.append(digest_of_rows([self._data[number]]))
-        return found[0] if found[0] == found[1] else ""
+                digests.append(digest_of_rows([self._data[number]]))
+        return digests[0] if digests[0] == digests[1] else ""
 
 
 class _FirstRows(IterableDataset[str]):
@@ -175,7 +189,7 @@ def _several_ranks() -> bool:
 def _text_of(row: Any) -> str:
     try:
         return json.dumps(row, sort_keys=True, default=_plain)
-    except (TypeError, ValueError):  # keys that are no texts, or a structure that holds itself
+    except (TypeError, ValueError):  # keys that are not strings, or a circular structure
         return type(row).__name__
 
 

@@ -29,9 +29,19 @@ class StreamPart(IterableDataset[Any]):
         repeats: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """`repeats`: samples, where the last ones do not suffice for all ranks; else a rank without any has
-        another's. `device`: the first samples are compared between the ranks, by collectives there; None: they
-        have been, or cannot be."""
+        """Read one rank's batches of a data set.
+
+        Args:
+            dataset: The iterable data set that all ranks read.
+            batch_size: Samples per batch of a rank.
+            ranks: Number of data-parallel ranks.
+            index: This rank's index among them.
+            drop_last: Whether the last samples are left out if they do not fill a batch per rank.
+            repeats: Whether samples are repeated if the last ones do not suffice for all ranks.
+                Otherwise a rank without a batch gets that of another.
+            device: Device of the collectives that compare the first samples between ranks. None
+                if they have been compared, or cannot be.
+        """
         self.dataset, self.batch_size, self.ranks, self.index, self.drop_last = dataset, batch_size, ranks, index, drop_last
         self.repeats, self._device = repeats, device
         self.epoch = 0
@@ -75,9 +85,11 @@ class StreamPart(IterableDataset[Any]):
         yield from dealt[self.index * size : (self.index + 1) * size] or dealt[:size]
 
     def _compared(self, samples: Iterator[Any]) -> list[Any]:
-        """Return the samples of the first round, which must be those of the other ranks. They are read from
-        equal random numbers, and once: a data set may read a stream that does not begin again. Collective over
-        all ranks."""
+        """Return the samples of the first round after comparing them between ranks.
+
+        Collective over all ranks. They are read with the same random numbers, and only once: a data
+        set may read a stream that cannot start over.
+        """
         assert self._device is not None
         first: list[Any] = []
 
@@ -91,7 +103,7 @@ class StreamPart(IterableDataset[Any]):
         return first
 
     def samples(self, position: int) -> int | None:
-        """Return None: how many samples a batch has is what its rows say."""
+        """Return None, because the rows of a batch tell how many samples it has."""
         return None
 
     def present(self, position: int) -> int:
@@ -105,5 +117,5 @@ class StreamPart(IterableDataset[Any]):
 
 
 def is_of_datasets(data: Any) -> bool:
-    """Return whether a data set is one of the `datasets` library, which starts over at every reading."""
+    """Return whether a data set is one of `datasets`, which starts over whenever it is read."""
     return type(data).__module__.partition(".")[0] == "datasets"

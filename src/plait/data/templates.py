@@ -20,16 +20,16 @@ _ALL = 'use data.scored = "all", or a template with {% generation %}'
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, form: str, *, scored: str, append_end_of_text: bool = False) -> Callable[[str], Encoded]:
-    """Return what turns the text of a row (`rows.row_text`) into tokens.
+    """Return a function that turns the text of a row (`rows.row_text`) into tokens.
 
     Args:
-        tokenizer: A fast one, which says where its tokens stand.
+        tokenizer: A fast tokenizer, which returns the offsets of its tokens.
         form: `chat` or `instruct`.
         scored: `answers` or `all`.
-        append_end_of_text: Whether a row ends with the end-of-text token where its template ends it otherwise.
+        append_end_of_text: Whether the end-of-text token is appended to rows that end without it.
 
     Raises:
-        InputError: The tokenizer cannot.
+        InputError: The tokenizer lacks what the format needs.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if form == "chat" and not has_template:
@@ -55,7 +55,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, form: str, *, scored: str, appen
 
 
 def cautions_of(tokenizer: PreTrainedTokenizerBase, *, append_end_of_text: bool) -> list[str]:
-    """Return what a person should know of a chat template before a model is trained with it, one line each."""
+    """Return warnings about a chat template before a model is trained with it, one line each."""
     if not getattr(tokenizer, "chat_template", None):
         return []
     found = []
@@ -113,7 +113,10 @@ def _plain(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, answers: 
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, answers: bool) -> Encoded:
-    """Return the conversation in the chat template; the answers are what it adds for each message of the assistant."""
+    """Return the tokens of a conversation in the chat template.
+
+    The answers are the texts that the template adds for each message of the assistant.
+    """
     template = ChatTemplate(tokenizer, tools=row.get("tools"), settings=row.get("chat_template_kwargs"))
     if template.reads_clock():
         raise InputError("the chat template reads the clock, so a row would be other text each time; use one with a fixed date")
@@ -129,10 +132,10 @@ def _templated(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, answe
 
 
 def _spans(template: ChatTemplate, messages: list[Message], numbers: list[int]) -> tuple[str, list[tuple[int, int] | None]]:
-    """Return the text of a conversation and where the answers, of these numbers, stand in it.
+    """Return the text of a conversation, and the spans of its messages `numbers`, the answers.
 
-    None stands for an answer of an earlier turn that the template writes otherwise than when it was given, as templates do that
-    leave out earlier thinking: a model is not asked for such an answer.
+    The span is None for an answer that the template writes differently once later turns follow, as
+    templates do that remove earlier thinking. A model never generates such an answer.
     """
     if template.marks_answers:
         text, marked = template.render_marked(messages)
@@ -168,8 +171,8 @@ def _spans(template: ChatTemplate, messages: list[Message], numbers: list[int]) 
 def _marked(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> Encoded:
     """Return the tokens of `text`, and which of them begin in one of the spans.
 
-    A token that would hold the end of a prompt and the beginning of an answer is not the one that a model is given after the
-    prompt, so the text is cut there.
+    In generation, the prompt and the answer are tokenized separately. The text is therefore cut at
+    the edges of spans, so that no token covers the end of a prompt and the beginning of an answer.
     """
     ids, offsets = _tokens(tokenizer, text)
     edges = {edge for span in spans for edge in span}

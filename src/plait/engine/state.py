@@ -68,7 +68,7 @@ def snapshot_of(
 
 
 def _configured(stepper: Stepper) -> list[Group]:
-    """Return the configured values of all groups, those that were added since with what they have now."""
+    """Return the configured values of all groups, and current ones of groups added later."""
     added = configured_groups(stepper.optimizer)[len(stepper.configured) :]
     stepper.configured.extend(added)
     return stepper.configured

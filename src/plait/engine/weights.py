@@ -29,8 +29,8 @@ def full_weights(engine: Engine, *, model: nn.Module | None = None, adapters: Co
         engine: The engine that trains the model.
         model: A model of the same ranks that has taken the place of the engine's, such as the one
             that adapters were merged into.
-        adapters: Names of the adapters on the model. If there are any, only their parameters and
-            what is trained or was trained are returned.
+        adapters: Names of the adapters on the model. If there are any, only their parameters, and
+            other parameters that are or were trained, are returned.
 
     Returns:
         Full tensors by name in the first process, where tied names share a tensor. Nothing in the

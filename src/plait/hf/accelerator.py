@@ -30,8 +30,11 @@ from plait.model.adapters import adapters_of
 from plait.sharded.model import owner_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
 
-FULL_WEIGHTS = "accelerator.get_state_dict(model) on every process, and save it in one: state_dict="
-"""What to call for weights in full, and what to give them to."""
+FULL_WEIGHTS = (
+    "accelerator.get_state_dict(model) on every process, and save the result in one "
+    "(save_pretrained(folder, state_dict=...) takes it)"
+)
+"""Remedy of messages: the call that returns full weights."""
 _KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
 _KEPT_OF_WORKERS = ("prefetch_factor", "persistent_workers")
 
@@ -132,18 +135,26 @@ class Accelerator(accelerate.Accelerator):
                 for name in _KEPT_OF_WORKERS:
                     settings.pop(name, None)
             refuse_split_stream(dataset)
-            compared = is_of_datasets(dataset) or settings["num_workers"] > 0
-            if compared:
+            # Rows of other data sets are compared while they are read, which workers cannot do.
+            is_compared = is_of_datasets(dataset) or settings["num_workers"] > 0
+            if is_compared:
                 context = settings["multiprocessing_context"]
                 refuse_other_stream(dataset, device=self.device, workers=settings["num_workers"], context=context)
-            size, device = data_loader.batch_size, None if compared else self.device
-            part = StreamPart(dataset, batch_size=size, ranks=ranks, index=index, drop_last=drop_last, device=device)
-            made = DataLoader(part, batch_size=size, drop_last=drop_last, **settings)
+            size = data_loader.batch_size
+            stream = StreamPart(
+                dataset,
+                batch_size=size,
+                ranks=ranks,
+                index=index,
+                drop_last=drop_last,
+                device=None if is_compared else self.device,
+            )
+            made = DataLoader(stream, batch_size=size, drop_last=drop_last, **settings)
         else:
             drop_last = drop_last or bool(getattr(data_loader.batch_sampler, "drop_last", False))
-            already = split_sampler(data_loader.batch_sampler, ranks=ranks, index=index)
-            kind = OwnRounds if already else Rounds
-            rounds = kind(
+            is_split = split_sampler(data_loader.batch_sampler, ranks=ranks, index=index)
+            rounds_class = OwnRounds if is_split else Rounds
+            rounds = rounds_class(
                 data_loader.batch_sampler,
                 ranks=ranks,
                 index=index,
@@ -195,17 +206,18 @@ class Accelerator(accelerate.Accelerator):
         self.backward_of(loss)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return the weights in full by name, of a model with adapters those of the adapters. Collective.
+        """Return full weights by name. Collective.
 
         Args:
             model: The model that is trained.
             unwrap: Accelerate's argument, which changes nothing here.
 
         Returns:
-            Tensors on the CPU in the first process. Nothing in the others.
+            Tensors on the CPU in the first process, and nothing in the others. If the model has
+            adapters, the tensors are the adapters' only.
 
         Raises:
-            InputError: It is another model, or none is trained yet.
+            InputError: `model` is not the one that is trained, or it is not sharded yet.
         """
         engine = self.engine
         if engine is None:
@@ -230,11 +242,11 @@ class Accelerator(accelerate.Accelerator):
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all data-parallel ranks, one rank after another in dim 0.
 
-        Unlike Accelerate's, the ranks may have different numbers of rows. A 0-dimensional tensor counts as
-        one row. Collective.
+        Unlike in Accelerate, ranks may have different numbers of rows. A 0-dimensional tensor
+        counts as one row. Collective.
 
         Raises:
-            InputError: Another dimension differs, on all ranks.
+            InputError: The sizes of another dimension differ between ranks. Raised on all ranks.
         """
         if self._own_counts:
             return tensor
@@ -289,7 +301,7 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(padded, tensor, error_on_other_type=True)
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all data-parallel ranks. Their numbers may differ. Collective."""
+        """Return the rows of all data-parallel ranks, see `gather`. Collective."""
         group = self._group()
         tensor = (tensor[None] if tensor.ndim == 0 else tensor).detach()
         if group is None:
@@ -309,11 +321,12 @@ class Accelerator(accelerate.Accelerator):
         return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)][: self.present])
 
     def gather_first(self, data: Any, count: int) -> Any:
-        """Return the first `count` rows of this rank's tensors, with those of the other ranks. Collective."""
+        """Gather the first `count` rows of each rank's tensors. `count` may differ. Collective."""
         return recursively_apply(lambda tensor: self._gathered(tensor[:count]), data, error_on_other_type=True)
 
 
 _MOST_DIMENSIONS = 16
+"""Dimensions that a gathered tensor may have."""
 
 
 def _shapes(tensor: torch.Tensor, group: dist.ProcessGroup, *, device: torch.device) -> list[tuple[int, ...]]:

@@ -24,8 +24,18 @@ class Rounds:
     def __init__(
         self, batch_sampler: Any, *, ranks: int, index: int, drop_last: bool, device: torch.device | None = None, seed: int | None = None
     ) -> None:
-        """`device`: the order of a sampler of the user's own is compared between the ranks, by collectives
-        there. `seed`: of the global generators while it draws that order; None leaves them as they are."""
+        """Deal the batches of a sampler to the ranks.
+
+        Args:
+            batch_sampler: The batch sampler of all ranks, which yields the same order on each.
+            ranks: Number of data-parallel ranks.
+            index: This rank's index among them.
+            drop_last: Whether the last batches are left out if they do not suffice for all ranks.
+            device: Device of the collective that compares the order of a user's own sampler between
+                the ranks. None compares nothing.
+            seed: Seed of the global generators while a user's own sampler draws its order. None
+                leaves them as they are.
+        """
         of_user = _is_of_user(batch_sampler)
         self._device, self._seed, self._epoch = device if of_user else None, seed if of_user else None, 0
         self.batch_sampler, self.ranks, self.index, self.drop_last = batch_sampler, ranks, index, drop_last
@@ -48,7 +58,7 @@ class Rounds:
         self.batch_sampler.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """The order is the epoch's."""
+        """Set the epoch, on which the order depends."""
         self._epoch = epoch
         for one in (self.batch_sampler, self.sampler):
             if hasattr(one, "set_epoch"):
@@ -73,19 +83,22 @@ class Rounds:
         if dealt and not self.drop_last:
             self._compare(dealt)
             self._last = position, len(dealt)
-            own = dealt[min(self.index, len(dealt) - 1)]
-            self._samples.append(len(own))
-            yield own
+            last = dealt[min(self.index, len(dealt) - 1)]
+            self._samples.append(len(last))
+            yield last
 
     def _drawn(self, batches: Iterator[Any], *place: int) -> Any:
-        """Return the next batch's numbers, drawn from the same random numbers on every rank; None at the end."""
+        """Return the indices of the next batch, or None at the end.
+
+        Every rank draws them with the same random numbers.
+        """
         if self._seed is None:
             return next(batches, None)
         with drawn_from("order", self._seed, self._epoch, *place):
             return next(batches, None)
 
     def _compare(self, dealt: list[Any]) -> None:
-        """Refuse an order that differs between ranks, once. Collective over all ranks."""
+        """Refuse an order that differs between ranks. Only the first call compares. Collective."""
         if self._device is None:
             return
         device, self._device = self._device, None
@@ -93,7 +106,10 @@ class Rounds:
         refuse_other_digest(lambda: digest_of_rows([count, *dealt]), device=device)
 
     def samples(self, position: int) -> int | None:
-        """Return how many samples this rank's batch at a position of the epoch has. A collator may make one row of several."""
+        """Return how many samples this rank's batch at a position of the epoch has.
+
+        The rows of a batch do not tell, because a collator may make one row of several samples.
+        """
         return self._samples[position] if position < len(self._samples) else None
 
     def present(self, position: int) -> int:
@@ -107,8 +123,10 @@ class Rounds:
 
 
 class OwnRounds(Rounds):
-    """A batch sampler of one rank over a batch sampler that has this rank's batches already, as many as every
-    other rank."""
+    """Batch sampler of one rank over a batch sampler that yields only the batches of this rank.
+
+    Every rank has the same number of batches.
+    """
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -145,10 +163,11 @@ class EpochOrder:
 
 
 _SAMPLERS = ("torch", "accelerate", "transformers", "trl", "plait")
+"""Packages whose samplers yield the same order on every rank."""
 
 
 def _is_of_user(batch_sampler: Any) -> bool:
-    """Return whether the order is that of a class that is none of the libraries'."""
+    """Return whether a class outside of `_SAMPLERS` determines the order."""
     sources = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(type(one).__module__.partition(".")[0] not in _SAMPLERS for one in sources if one is not None)
 

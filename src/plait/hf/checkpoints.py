@@ -67,8 +67,10 @@ class CheckpointMixin:
         model = self.model
         weights = full_weights(self.engine, model=model, adapters=adapters_of(model))
         if self.args.should_save:
-            if model is self.engine.model:  # and no other in its place, such as one with merged adapters
-                self.model = uncut(self.engine)  # what is saved of a model with adapters is read from its modules
+            # A script may have assigned another model, such as one with merged adapters.
+            if model is self.engine.model:
+                # PEFT reads what it saves from the modules, so they must not be a pipeline stage's.
+                self.model = uncut(self.engine)
             try:
                 self._save(output_dir or self.args.output_dir, state_dict=weights)
             finally:
@@ -82,7 +84,7 @@ class CheckpointMixin:
 
         Raises:
             InputError: The weights are shards.
-            CheckpointError: What was written has no weights. The file is removed.
+            CheckpointError: A file was written without a tensor. It is removed.
         """
         refuse_given_shards("trainer._save", state_dict, remedy=f"call trainer.save_model(folder), or {FULL_WEIGHTS}")
         super()._save(output_dir, state_dict)  # type: ignore[misc]

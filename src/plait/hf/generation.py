@@ -57,10 +57,11 @@ def problems_of(model: Any, args: Any, resolved: Resolved) -> list[Problem]:
 
 @contextmanager
 def whole_parameters(engine: Engine) -> Iterator[None]:
-    """Keep all parameters gathered, for a model whose generate is Transformers' own.
+    """Keep all parameters gathered in this context, for a model that Transformers generates with.
 
-    Its encoder is called without the root, which would gather what stands outside of the layers, and
-    ranks end after different numbers of tokens, so nothing may be gathered inside.
+    `generate` of Transformers calls the encoder without the root module, so the parameters outside
+    of the layers would not be gathered. Ranks end after different numbers of tokens, so no
+    collective may run inside.
 
     Raises:
         InputError: The parameters take more than this rank's free memory.

@@ -164,7 +164,9 @@ class TrainerMixin(CheckpointMixin):
         describes = self.plait_config.optimizer is not None
         if describes and given is not None:
             raise InputError("the configuration has an `optimizer`, and the Trainer was given optimizers=; leave one of them out")
-        optimizer = None if describes else given if given is not None else lambda _: self.create_optimizer()
+        optimizer: Any = None
+        if not describes:
+            optimizer = given if given is not None else lambda _: self.create_optimizer()
         # An evaluation inside `model.disable_adapter()`, which freezes the adapters, may come before the training.
         with with_adapters_enabled(self.model):
             self.engine = initialize(self.model, self._resolved, optimizer=optimizer, forward=self._forward)
@@ -230,8 +232,11 @@ class TrainerMixin(CheckpointMixin):
             self.accelerator.evaluates = False
 
     def _refuse_split_rows(self, loader: Any) -> None:
-        """Raise InputError where a loader's data set has other rows on other ranks. Done when all ranks train or
-        evaluate: a script may look at a loader on one rank alone. Collective."""
+        """Raise InputError if the rows of a loader's data set differ between ranks. Collective.
+
+        It runs when a training or an evaluation starts, and not when the loader is made, because a
+        script may make a loader on one rank only.
+        """
         data = getattr(loader, "dataset", None)
         if isinstance(plan_of(loader), Rounds) and not any(one is data for one in self._compared_data):
             self._compared_data.append(data)
@@ -287,8 +292,13 @@ class TrainerMixin(CheckpointMixin):
     # ---- a step ---------------------------------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of a micro-batch; in a pipeline the last of a step's calls computes them all. Returns the loss as it counts
-        in the step. Collective."""
+        """Run forward and backward of a micro-batch. Collective.
+
+        In a pipeline the last call of a step runs all of its micro-batches.
+
+        Returns:
+            The loss, scaled as it counts in the step.
+        """
         with self._micro_batch(num_items_in_batch) as step:
             step.counted = True
             engine = self.engine
@@ -301,7 +311,10 @@ class TrainerMixin(CheckpointMixin):
 
     @contextmanager
     def _micro_batch(self, items: Any) -> Iterator[Step]:
-        """Run the forward and the backwards of a micro-batch; inside of another call, of the same one."""
+        """Run the forward and the backwards of a micro-batch in this context.
+
+        A nested call, as by `super().training_step`, belongs to the same micro-batch.
+        """
         engine, step = self.engine, self._step
         assert engine is not None and step is not None
         if step.inside:
@@ -325,7 +338,7 @@ class TrainerMixin(CheckpointMixin):
             step.inside = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a `training_step` of the script's own run as a micro-batch of the engine."""
+        """Make a `training_step` that the script's class defines run as a micro-batch."""
         super().__init_subclass__(**kwargs)
         if "training_step" in vars(cls):
             cls.training_step = _as_micro_batch(vars(cls)["training_step"])  # type: ignore[method-assign]
@@ -431,8 +444,16 @@ class TrainerMixin(CheckpointMixin):
 
 
 def _as_micro_batch(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a script's own `training_step` so that it runs as one micro-batch of the engine."""
+
     @wraps(method)
-    def training_step(self: TrainerMixin, model: Any, inputs: Any, num_items_in_batch: Any = None, **given: Any) -> torch.Tensor:
+    def training_step(
+        self: TrainerMixin,
+        model: Any,
+        inputs: Any,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         assert self.engine is not None
         if self.engine.sharded.pipeline is not None and not reads(method, "training_step"):
             raise InputError(
@@ -441,9 +462,10 @@ def _as_micro_batch(method: Callable[..., torch.Tensor]) -> Callable[..., torch.
                 "parallel.pp = 1"
             )
         with self._micro_batch(num_items_in_batch) as step:
-            loss = method(self, model, inputs, num_items_in_batch, **given)
-            counted = step.counted
-        return loss if counted else loss * self._factor
+            loss = method(self, model, inputs, num_items_in_batch, **kwargs)
+            # `super().training_step` has multiplied by the factor already.
+            is_scaled = step.counted
+        return loss if is_scaled else loss * self._factor
 
     return training_step
 
@@ -460,13 +482,14 @@ def _refuse_other_trainers(kind: type) -> None:
         return
     if names[0].removeprefix("Async") in _GENERATE:
         reason = (
-            "it generates between steps, counts samples by processes and moves weights to a generator, which Plait has not been run with"
+            "it generates between steps, counts samples by processes and moves weights to a "
+            "generator, and Plait has not been run with such trainers"
         )
     else:
         reason = "Plait has not been run with its loss and its data"
     raise InputError(
-        f"{names[0]}: {reason}; of TRL's trainers use SFTTrainer or DPOTrainer with Plait, or {names[0]} "
-        "itself without Plait and deepspeed="
+        f"{names[0]}: {reason}; of TRL's trainers, use SFTTrainer or DPOTrainer with Plait, or "
+        f"use {names[0]} without Plait and without deepspeed="
     )
 
 

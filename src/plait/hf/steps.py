@@ -27,7 +27,7 @@ class Step:
     """Whether this rank has."""
     begun: int = 0
     inside: bool = False
-    """Whether a micro-batch has begun and not ended."""
+    """Whether a micro-batch is running, so that a nested call belongs to it."""
     counted: bool = False
     """Whether the loss of the micro-batch was multiplied by its factor."""
     held: list[Any] = field(default_factory=list)

@@ -59,10 +59,10 @@ def recompute_arguments(args: Any) -> Mapping[str, Any] | None:
 
 @contextmanager
 def layout_free_groups() -> Iterator[None]:
-    """Let a Trainer create an optimizer whose groups do not follow the layout.
+    """Make a Trainer create an optimizer whose groups do not depend on the layout.
 
-    Transformers since 5.20 gives the parameters of every device mesh groups of their own, because one
-    fused call cannot take several.
+    Transformers since 5.20 makes separate groups for the parameters of every device mesh, because
+    one fused call cannot take several. `optim.placement_groups` solves that within a step.
     """
     module: Any = transformers.trainer
     original = getattr(module, "has_mixed_dtensor", None)
@@ -77,13 +77,16 @@ def layout_free_groups() -> Iterator[None]:
 
 
 def declared_scaling(trainer: Any) -> bool | None:
-    """Return `loss_is_scaled_for_ga` of a Trainer; None where it does not say, or its release does not read it."""
+    """Return `loss_is_scaled_for_ga` of a Trainer.
+
+    The result is None if it is not set, or if this release of Transformers does not read it.
+    """
     has_field = hasattr(transformers.Trainer, "loss_is_scaled_for_ga")
     return trainer.loss_is_scaled_for_ga if has_field else None
 
 
 def loss_is_scaled(trainer: Any, items: Any) -> bool:
-    """Return whether `compute_loss` has divided by the items of the step, so that `training_step` does not divide again.
+    """Return whether `compute_loss` divides by the items of a step. If not, `training_step` does.
 
     Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do where it is None.
     """

@@ -11,8 +11,8 @@ from plait.errors import InputError, half_of_a_character
 from plait.inference.requests import Conversation, is_turn
 
 KEYS = ("prompt", "token_ids", "messages")
-"""One of them is in every line: a text, a list of token ids, or a conversation, which may have `tools` and
-`chat_template_kwargs` beside it."""
+"""Fields of a line, of which it has exactly one: a text, a list of token ids, or a conversation. A
+conversation may have `tools` and `chat_template_kwargs` beside it."""
 ADDED = ("text", "finish_reason")
 """What a line of the answers has besides, and `token_ids`."""
 

@@ -30,14 +30,14 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
 
 
 _TAIL = 8
-"""Tokens of a prompt that are decoded with those after it: enough for a character of several bytes."""
+"""Last tokens of a prompt that are decoded with the new ones, enough for a character of 4 bytes."""
 
 
 def text_after(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int], **options: Any) -> str:
-    """Return the text that tokens add to a prompt's.
+    """Return the text that new tokens add to the text of a prompt.
 
-    Tokenizers that mark spaces (Llama, Mistral, Phi 3) leave out the one before the first token that they decode,
-    so some tokens of the prompt are decoded too, and their text is taken away.
+    Tokenizers that mark spaces (Llama, Mistral, Phi 3) drop the space before the first token that
+    they decode. Some tokens of the prompt are therefore decoded too, and their text is removed.
     """
     tail = list(prompt[-_TAIL:])
     if not tail:
@@ -52,7 +52,7 @@ class TextStream:
     remove are not at its end. Pieces add up to `text()`."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
-        """`prompt`: the tokens before."""
+        """Start after the tokens of `prompt`."""
         self._tokenizer, self._prompt = tokenizer, tuple(prompt[-_TAIL:])
         self._tokens: list[int] = []
         self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))

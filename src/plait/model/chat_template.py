@@ -1,6 +1,7 @@
-"""A tokenizer's chat template: what a row gives it is what it reads.
+"""Rendering of conversations by a tokenizer's chat template.
 
-Transformers ignores tools and settings that a template does not name. Here they are refused.
+Transformers ignores tools and settings that a template does not read. `ChatTemplate` refuses them,
+because the text would silently lack them.
 """
 
 from __future__ import annotations
@@ -18,23 +19,28 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
-"""First and last character of parts of a text."""
+"""(begin, end) of parts of a text, in characters. The end is exclusive."""
 
 DATE = datetime(2024, 7, 26)
-"""The date of every row whose template writes today's: the tokens of a row are the same in every process and run."""
+"""Date that is written where a template writes today's.
+
+The tokens of a row are therefore the same in every process and run.
+"""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _TAKEN = {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "strftime_now"}
-"""What is not a row's to set."""
+"""Arguments of the template that a row may not set."""
 
 
 class ChatTemplate:
-    """The template of one conversation, with its tools and settings. Its clock stands still, at `DATE`.
+    """Chat template of a tokenizer with the tools and settings of one conversation.
+
+    Templates that write today's date write `DATE`.
 
     Args:
-        tokenizer: Has a chat template.
-        tools: JSON schemas of functions.
+        tokenizer: A tokenizer with a chat template.
+        tools: JSON schemas of functions, which the template lists for the model.
         settings: Further arguments of the template, by name.
 
     Raises:
@@ -52,27 +58,40 @@ class ChatTemplate:
         self.name = str(getattr(tokenizer, "name_or_path", "") or "the tokenizer")
         self.text = str(tokenizer.get_chat_template(tools=self._tools))
         if self._tools is not None and not re.search(r"\btools\b", self.text):
-            raise InputError(f"the chat template of {self.name} does not read `tools`; leave them out, or use a template that does")
+            rule = f"the chat template of {self.name} does not read `tools`"
+            raise InputError(f"{rule}; leave them out, or use a template that does")
         for setting in self._settings:
             if setting in _TAKEN or not re.search(rf"\b{re.escape(setting)}\b", self.text):
                 raise InputError(f"chat_template_kwargs: the chat template of {self.name} does not read {setting!r}; leave it out")
-        self.text = _CLOCK.sub(lambda found: json.dumps(DATE.strftime(found.group(2))), self.text)
+        self.text = _CLOCK.sub(lambda call: json.dumps(DATE.strftime(call.group(2))), self.text)
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template says which text is generated: `{% generation %}`."""
+        """Whether the template marks the text of answers with `{% generation %}`."""
         return _GENERATION.search(self.text) is not None
 
     def reads_clock(self) -> bool:
-        """Return whether the text depends on when it is written."""
+        """Return whether the template reads the clock in a form that `DATE` cannot replace."""
         return "strftime_now" in self.text
 
     def render(self, messages: list[Message], *, prompts: bool = False) -> str:
-        """Return the conversation as a text, with the beginning of an answer for `prompts`. Raises InputError."""
+        """Return the conversation as a text.
+
+        Args:
+            messages: The conversation, `role` and `content` of each message.
+            prompts: Whether the text ends with the beginning of an answer, for generation.
+
+        Raises:
+            InputError: The template raises an error, e.g. for a role that it does not support.
+        """
         return self._written(messages, add_generation_prompt=prompts)[0]
 
     def render_marked(self, messages: list[Message]) -> tuple[str, Spans]:
-        """Return the conversation as a text, and its parts in `{% generation %}`. Raises InputError."""
+        """Return the conversation as a text, and the spans inside of `{% generation %}`.
+
+        Raises:
+            InputError: See `render`.
+        """
         return self._written(messages, return_assistant_tokens_mask=True)
 
     def _written(self, messages: list[Message], **arguments: Any) -> tuple[str, Spans]:
@@ -80,9 +99,15 @@ class ChatTemplate:
 
         if not messages:
             return "", []
-        given = {**self._tokenizer.special_tokens_map, **self._settings, **arguments}
+        variables = {**self._tokenizer.special_tokens_map, **self._settings, **arguments}
         try:
-            texts, spans = render_jinja_template([messages], tools=self._tools, chat_template=self.text, **given)
-        except Exception as error:  # a template is a program, which raises what it likes for roles that it does not expect
-            raise InputError(f"the chat template refuses a conversation ({first_line(error)}); correct the row") from error
+            texts, spans = render_jinja_template(
+                [messages],
+                tools=self._tools,
+                chat_template=self.text,
+                **variables,
+            )
+        except Exception as error:  # a template is a program, and may raise any error
+            rule = f"the chat template refuses a conversation ({first_line(error)})"
+            raise InputError(f"{rule}; correct the row") from error
         return str(texts[0]), list(spans[0]) if spans else []

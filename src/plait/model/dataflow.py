@@ -99,13 +99,13 @@ class Dataflow:
     returned: Any = None
     """What the first of them returned, its tensors on meta."""
     settings: dict[SettingName, Setting] = field(default_factory=dict)
-    """Plain attributes outside of the blocks that the forward set before its last block had ended."""
+    """Plain attributes outside of the blocks that the forward sets before its last block ends."""
     late_settings: dict[SettingName, Setting] = field(default_factory=dict)
-    """Those that it set afterwards."""
+    """Plain attributes outside of the blocks that the forward sets after its last block."""
     late_buffers: set[str] = field(default_factory=set)
     """Buffers outside of the blocks that are read before or inside a block, and changed after the last one."""
     strangers: set[str] = field(default_factory=set)
-    """Names in `Trace.strangers` of tensors that were used."""
+    """Names of the tensors in `Trace.strangers` that were used."""
 
 
 class Untraceable(ModelError):

@@ -13,16 +13,16 @@ from plait.errors import ModelError
 
 
 def float32_modules(model: nn.Module, patterns: Sequence[str], *, is_float16: bool) -> tuple[str, ...]:
-    """Return the names of the modules with parameters that compute in float32.
+    """Return the names of the modules that compute in float32, of those with parameters.
 
-    These are BatchNorm layers, whose running statistics torch does not mix with other dtypes; modules that
-    a Transformers model lists in `_keep_in_fp32_modules` (for float16) or `_keep_in_fp32_modules_strict`;
-    and modules whose names match one of `patterns`.
+    These are BatchNorm layers, whose float32 running statistics torch does not combine with inputs
+    of another dtype; modules that a Transformers model lists in `_keep_in_fp32_modules` (for
+    float16) or `_keep_in_fp32_modules_strict`; and modules whose names match one of `patterns`.
 
     Args:
         model: The model before it is sharded.
-        patterns: Names of modules, or of the last parts of names, with `*` and `?` as in file names.
-        is_float16: Whether the rest computes in float16.
+        patterns: Names of modules, or the last parts of names, with `*` and `?` as in file names.
+        is_float16: Whether the rest of the model computes in float16, and not in bfloat16.
 
     Raises:
         ModelError: A pattern matches no module.
@@ -31,6 +31,7 @@ def float32_modules(model: nn.Module, patterns: Sequence[str], *, is_float16: bo
     unmatched = set(patterns)
     names: list[str] = []
     for name, module in model.named_modules():
+        # A chosen module includes the modules inside of it.
         if not name or any(name.startswith(f"{outer}.") for outer in names):
             continue
         matches = {pattern for pattern in patterns if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
@@ -40,8 +41,8 @@ def float32_modules(model: nn.Module, patterns: Sequence[str], *, is_float16: bo
             names.append(name)
     if unmatched:
         raise ModelError(
-            f"data_types.keep_in_fp32_modules: no module of {type(model).__name__} matches {min(unmatched)!r}; give names of modules, as "
-            "named_modules() has them, or their last parts"
+            f"data_types.keep_in_fp32_modules: no module of {type(model).__name__} matches "
+            f"{min(unmatched)!r}; use names from model.named_modules(), or their last parts"
         )
     return tuple(names)
 

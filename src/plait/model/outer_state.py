@@ -1,7 +1,7 @@
-"""State of a model outside of its repeated blocks that code may change between two forwards, or in one: plain attributes and buffers.
+"""Plain attributes and buffers outside of a model's blocks, which a script or a forward may change.
 
-A pipeline is cut by a forward of a copy of the model. What the model's code reads besides its inputs must
-therefore be the same in the copy, and on every stage.
+A pipeline is cut by a forward of a copy of the model. What the model's code reads besides its
+inputs must therefore be the same in the copy, and on every stage.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ SettingName = tuple[str, str]
 """Name of a module and of an attribute, e.g. `("", "skip_blocks")` or `("", "config.layerdrop")`."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that `nn.Module` itself sets."""
 
 
 def outer_modules(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -28,7 +29,7 @@ def outer_modules(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn
 
 
 def outer_settings(modules: Sequence[tuple[str, nn.Module]]) -> dict[SettingName, Setting]:
-    """Return the numbers, flags and strings among the attributes of modules, and of their `config` objects."""
+    """Return numbers, flags and strings that are attributes of modules, or of their `config`."""
     settings: dict[SettingName, Setting] = {}
     for name, module in modules:
         for attribute, value in vars(module).items():
@@ -39,9 +40,9 @@ def outer_settings(modules: Sequence[tuple[str, nn.Module]]) -> dict[SettingName
             elif attribute == "config":
                 settings.update(
                     {
-                        (name, f"config.{entry}"): part
-                        for entry, part in getattr(value, "__dict__", {}).items()
-                        if part is None or isinstance(part, bool | int | float | str)
+                        (name, f"config.{key}"): entry
+                        for key, entry in getattr(value, "__dict__", {}).items()
+                        if entry is None or isinstance(entry, bool | int | float | str)
                     }
                 )
     return settings

@@ -1,9 +1,10 @@
 """Steps of torch's optimizers over plain and sharded parameters in one group.
 
-One fused or foreach call takes either plain tensors or shards of one device mesh. Which parameters are
-plain follows the layout: with tensor parallelism, norms and the biases of row-split layers are. Groups of
-their own would make the number of groups follow it as well, and a schedule's state, which has one rate
-per group, could not be loaded on another layout. So groups are split for the duration of a step.
+A fused or foreach call accepts either plain tensors or shards of one device mesh. The layout
+decides which parameters are plain: under tensor parallelism, for example, the norms and the biases
+of row-split layers. If plain parameters had permanent groups, the number of groups would depend on
+the layout too. An LR scheduler's state has one rate per group, so it could not be loaded on another
+layout. Groups are therefore split for the duration of a step only.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ Group = dict[str, Any]
 
 
 def step_by_placement(optimizer: Optimizer) -> None:
-    """Let every step of an optimizer of torch see one group per kind of parameter.
+    """Split an optimizer's groups by the placement of their parameters during every step.
 
     Args:
-        optimizer: Any optimizer. One that is not torch's is left as it is, since it may keep values
-            of its own in its groups.
+        optimizer: Any optimizer. Only torch's are changed, because others may keep values of their
+            own in their groups.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         _Splitter(optimizer)
@@ -33,7 +34,7 @@ class _Splitter:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups: list[Group] | None = None
-        """The optimizer's own groups, while it steps."""
+        """The optimizer's groups before the split. None outside of a step."""
         optimizer.register_step_pre_hook(self._split)
         optimizer.register_step_post_hook(self._restore)
 

@@ -37,7 +37,7 @@ class StepHook:
     """A description of what it does on this machine, with the reason, where that was decided at the start."""
 
     said_is_default: bool = False
-    """Whether `said` describes what happens without settings, which the first lines of a run leave out."""
+    """Whether `said` describes a default, which the first lines of a run leave out."""
 
     has_refused: bool = False
     """Whether it has refused a gradient, so that what came before it has to be dropped."""

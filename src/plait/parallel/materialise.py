@@ -1,9 +1,11 @@
-"""Real weights for a model that was built on `meta` and sharded there: the same bits on every layout, and never a whole model in one
-process.
+"""Initial weights for a model that was built on `meta` and sharded there.
 
-Each unit (a block, or an outer module without blocks) is built unsharded on the CPU, initialised by its own class, copied slice by slice
-into the sharded model, and freed. Every module draws from a generator seeded by its name, so the order of units and the layout do not
-matter. Memory is poisoned first (NaN): what the model's own initialisation does not fill is found and named, never trained on.
+The weights have the same bits on every layout, and no process ever holds the whole model.
+
+Each unit (a block, or an outer module without blocks) is built unsharded on the CPU, initialised by
+its own class, copied slice by slice into the sharded model, and freed. Every module draws from a
+generator seeded by its name, so the order of units and the layout do not matter. Memory is filled
+with NaN first. A tensor that still has one afterwards was not initialised, and is refused by name.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ from plait.errors import ModelError
 from plait.model.tied import tied_names
 
 Initialise = Callable[[nn.Module], None]
-"""Fills the parameters and buffers that a module owns itself, in place (what Transformers' `_init_weights` and torch's `reset_parameters`
-do)."""
+"""Fills the parameters and buffers that a module owns itself, in place, as `_init_weights` of
+Transformers and `reset_parameters` of torch do."""
 _WRITES = "_plait_writes"
 """Attribute of a template: how often each parameter was written to on `meta`, by name."""
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether the model has no data yet. Half a model on `meta` is refused."""
+    """Return whether the model has no data yet.
+
+    Raises:
+        ModelError: Some of its parameters are on `meta` and others are not.
+    """
     on_meta = [name for name, p in model.named_parameters() if p.is_meta]
     if on_meta and len(on_meta) < len(list(model.parameters())):
         raise ModelError(
@@ -44,17 +50,23 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def template_of(model: nn.Module) -> nn.Module:
-    """Copy a `meta` model as it was before anything is applied to it. The copy takes no memory."""
+    """Copy a `meta` model before techniques change it. The copy takes no memory."""
     template = copy.deepcopy(model)
-    # A copied tensor counts its writes from 0.
+    # The version counters of copied tensors start at 0, so the counts come from the original.
     writes = {name: version_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
     object.__setattr__(template, _WRITES, writes)
     return template
 
 
 def allocate(model: nn.Module, device: torch.device, *, host_units: Collection[str] = ()) -> None:
-    """Give a sharded `meta` model its storage, uninitialised. Each rank allocates its shards only; tied parameters stay tied. Parameters of
-    `host_units` are on the CPU ("" stands for the whole model), others and buffers on the device."""
+    """Give a sharded `meta` model uninitialised storage. Tied parameters stay tied.
+
+    Args:
+        model: The sharded model, of which each rank allocates its shards only.
+        device: The device of the parameters and buffers.
+        host_units: Names of modules whose parameters are on the CPU instead. "" stands for the
+            whole model.
+    """
     ties = tied_names(model)
     model.to_empty(device=device)
     for unit in host_units if "" not in host_units else ("",):
@@ -78,17 +90,26 @@ def initialise(
     seed: int,
     filled: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> None:
-    """Fill `model` (sharded or not) with the weights that `template`'s classes draw for `seed`. Bitwise the same on every layout. `filled`
-    is called with every tensor that has its values.
+    """Fill `model` with initial weights that have the same bits on every layout.
 
-    Raises ModelError where a parameter or buffer has no initialisation that can be run again.
+    Args:
+        model: The model, sharded or not.
+        template: Its copy by `template_of`, whose classes initialise the weights.
+        blocks: Names of the repeated blocks.
+        seed: Seed of all draws.
+        filled: Called with every tensor of `model` that has received its values.
+
+    Raises:
+        ModelError: A parameter or buffer has no initialisation that can be run again.
     """
     targets = _targets(model)
     expected = {id(target): name for name, target in reversed(targets.items())}
-    for group in tied_names(template):  # a pipeline stage may lack the first name, whose value counts
-        here = next((targets[name] for name in group if name in targets), None)
-        if here is not None:
-            targets.update(dict.fromkeys(group, here))
+    # All names of a tied parameter get one target: its value is that of the first name, which a
+    # pipeline stage may lack.
+    for group in tied_names(template):
+        tied = next((targets[name] for name in group if name in targets), None)
+        if tied is not None:
+            targets.update(dict.fromkeys(group, tied))
     seen: set[int] = set()
     rules = _rules(template)
     writes: dict[str, int] = getattr(template, _WRITES, {})
@@ -98,7 +119,8 @@ def initialise(
         _allocate_poisoned(unit, recurse=recurse)
         members = list(unit.named_modules(prefix=prefix)) if recurse else [(prefix, unit)]
         before = {name: version_of(value) for name, value in _own_tensors(unit, prefix, recurse=recurse)}
-        for name, module in reversed(members):  # children before parents: a parent may override (GPT-2's residual projections)
+        # Children before parents, which may override them (GPT-2's residual projections).
+        for name, module in reversed(members):
             _run(rules[name], module, name, seed)
         for name, value in _own_tensors(unit, prefix, recurse=recurse):
             if name not in targets:
@@ -121,20 +143,25 @@ def initialise(
 
 
 def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Make every rank's weights and buffers rank 0's, before anything is sharded. In place, over the default group unless told."""
+    """Copy the weights and buffers of a group's first rank to all of its ranks. Collective.
+
+    Args:
+        model: A model that is not sharded yet. It is changed in place.
+        group: The ranks, by default all.
+    """
     if dist.get_world_size(group) == 1:
         return
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            here = _each_element_once(tensor.data)
-            whole = here.contiguous()  # ranks may hold it in different memory layouts
-            dist.broadcast(whole, group_src=0, group=group)
-            if whole is not here:
-                here.copy_(whole)
+            unexpanded = _each_element_once(tensor.data)
+            buffer = unexpanded.contiguous()  # the memory layouts of ranks may differ
+            dist.broadcast(buffer, group_src=0, group=group)
+            if buffer is not unexpanded:
+                unexpanded.copy_(buffer)
 
 
 def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
-    """An expanded tensor before it was expanded."""
+    """Return a view of an expanded tensor in which each element of its storage occurs once."""
     for dim in range(tensor.ndim):
         if not isinstance(tensor, DTensor) and tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -142,18 +169,23 @@ def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill_buffers(model: nn.Module, template: nn.Module) -> None:
-    """Rebuild the non-persistent buffers (rotary frequencies, masks) of a model whose weights come from a file."""
+    """Rebuild the non-persistent buffers (rotary frequencies, masks), which files do not hold.
+
+    Raises:
+        ModelError: The class of a module cannot rebuild its buffer.
+    """
     persistent = set(template.state_dict(keep_vars=True))
     rules = _rules(template)
     targets = _targets(model)
     for name, module in template.named_modules():
-        own = [leaf for leaf, _ in module.named_buffers(recurse=False) if _join(name, leaf) not in persistent]
-        wanted = [leaf for leaf in own if _join(name, leaf) in targets]
-        if not wanted:
+        leaves = [leaf for leaf, _ in module.named_buffers(recurse=False)]
+        missing = [leaf for leaf in leaves if _join(name, leaf) not in persistent]
+        missing = [leaf for leaf in missing if _join(name, leaf) in targets]
+        if not missing:
             continue
         _allocate_poisoned(module, recurse=False)
         _run(rules[name], module, name, 0)
-        for leaf in wanted:
+        for leaf in missing:
             value = module.get_buffer(leaf)
             if _is_poisoned(value):
                 raise ModelError(
@@ -168,8 +200,11 @@ def _join(prefix: str, leaf: str) -> str:
 
 
 def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(name, module, whole subtree?) such that every tensor of the model is in exactly one: blocks, outer modules without a block inside,
-    and the own tensors of the modules around them."""
+    """Yield (name, module, whole subtree?) such that each tensor of the model is in one entry.
+
+    Entries are the blocks, outer modules without a block inside, and the modules around both, whose
+    entry has only the tensors that they own themselves.
+    """
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
         holds_block = any(block.startswith(f"{name}.") if name else True for block in blocks)
@@ -184,25 +219,30 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def _refuse_lost_writes(name: str, unit: nn.Module, *, made: int, repeated: int) -> None:
-    """Refuse a parameter that was written to on `meta` more often than its classes' methods write to it now."""
+    """Refuse a parameter that was written to on `meta` more often than its classes repeat."""
     if made > repeated:
         raise ModelError(
-            f"{name} was written to {made} times while the model was built on meta, where nothing can be kept, and its classes' methods "
-            f"repeat {repeated} of that: {type(unit).__name__} or a class around it sets it in its constructor; set it in reset_parameters "
-            "of its class or in _init_weights(self, module) of the model, load weights from a folder, or build the model with real weights"
+            f"{name} was written to {made} times while the model was built on meta, where values "
+            f"are lost, and reset_parameters and _init_weights repeat {repeated} of that number: "
+            f"{type(unit).__name__} or a class around it sets it in its constructor; set it in "
+            "reset_parameters of its class or in _init_weights(self, module) of the model, load "
+            "weights from a folder, or build the model with real weights"
         )
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Initialisation of one module: its own method, and then that of the models around it, as `model.apply(model._init_weights)` does."""
+    """Initialisation of one module: its own method, and then that of the models around it.
+
+    The order is that of a constructor that ends with `self.apply(self._init_weights)`.
+    """
 
     reset: Callable[[], Any] | None
     apply: Initialise | None
     is_of_transformers: bool
 
     def __call__(self, module: nn.Module) -> None:
-        # Transformers' method initialises modules of all kinds.
+        # `_init_weights` of Transformers initialises modules of all kinds by itself.
         if self.reset is not None and not self.is_of_transformers:
             self.reset()
         if self.apply is not None:
@@ -243,7 +283,8 @@ def _takes_a_module(method: Callable[..., Any]) -> bool:
 def _run(rule: _Rule, module: nn.Module, name: str, seed: int) -> None:
     digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        # Only the CPU's: torch.manual_seed keeps a stack trace a call until CUDA starts, which took a quarter of a small start.
+        # Seed the CPU's generator only: torch.manual_seed keeps a stack trace per call until CUDA
+        # starts, which took a quarter of the start of a small run.
         torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         rule(module)
 

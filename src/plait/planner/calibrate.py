@@ -76,7 +76,7 @@ def fit(
 
 @dataclass(frozen=True)
 class Moves:
-    """Constants as a vector theta: the logarithms of how far they are from their medians."""
+    """Constants as a vector theta, the logarithms of their ratios to their priors' medians."""
 
     names: tuple[str, ...]
     known: Mapping[str, Constant]
@@ -88,7 +88,7 @@ class Moves:
 
     @property
     def bounds(self) -> tuple[Array, Array]:
-        """The least and the most of theta that is physically possible."""
+        """Lower and upper limits of theta, beyond which constants are physically impossible."""
         constants = [self.known[name] for name in self.names]
         least = np.array([_log(constant.least / constant.median) for constant in constants])
         return least, np.array([_log(constant.most / constant.median) for constant in constants])
@@ -128,9 +128,9 @@ def most_probable(
         measured: What was measured [rows].
         start: Where the search starts.
         widths: Standard deviations of normal priors around 0.
-        bounds: The least and the most theta.
+        bounds: Lower and upper limits of theta.
         spread: Noise of a row.
-        weights: Scale the evidence of the rows.
+        weights: Weights of the rows.
     """
 
     def scale_of(residual: Array) -> Array:

@@ -174,11 +174,12 @@ def moved(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowle
 
 
 def coverage_of_intervals(*, experts: bool) -> str:
-    """Return what a 90 % interval is worth on machines and frameworks that nobody has measured."""
+    """Return a sentence on how often 90 % intervals hold for sources outside of the fit."""
     held = unseen()
     time, memory = held["time_experts" if experts else "time"], held["memory"]
     return (
-        "90 %: as measured on the sources that the planner knows. Of published runs of sources that it did not, "
-        f"{time.share:.0%} of {time.rows} step times and {memory.share:.0%} of {memory.rows} peaks of memory lay within; "
-        "plait calibrate fits it to your machine"
+        "90 %: measured on the sources that the planner was fitted to. Of published runs of other "
+        f"sources, {time.share:.0%} of {time.rows} step times and {memory.share:.0%} of "
+        f"{memory.rows} peaks of memory lay in the interval; plait calibrate fits it to your "
+        "machine"
     )

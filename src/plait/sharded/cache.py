@@ -83,15 +83,18 @@ def has_recurrent_state(model: nn.Module) -> bool:
 
 
 def reads_prompts_whole(model: nn.Module) -> bool:
-    """Whether a prompt in pieces would be another one: for recurrent states, and where tokens attend to those after them."""
+    """Return whether a model has to read a prompt in one piece.
+
+    Models with recurrent states do, and models whose tokens attend to later ones.
+    """
     return attends_to_later_tokens(model) or has_recurrent_state(model)
 
 
 def attends_to_later_tokens(model: nn.Module) -> bool:
-    """Return whether every token attends to those after it, as in BERT that is no decoder.
+    """Return whether every token attends to later tokens, as in BERT with `is_decoder=False`.
 
-    Such models say so in their attention, in a field of their own, or by `is_decoder` where no attention says
-    that it is causal.
+    Such models have attention with `is_causal=False`, a field of their configuration that says so,
+    or `is_decoder=False` and no attention with `is_causal=True`.
     """
     config = getattr(model, "config", None)
     if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", None) is False:

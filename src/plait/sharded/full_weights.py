@@ -51,11 +51,11 @@ def iterate_weights(sharded: ShardedModel, *, bucket_bytes: int = 256 * MIB, tra
 
 
 def gathered(sharded: ShardedModel, tensors: Callable[[], Mapping[str, torch.Tensor]], *, bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Yield tensors of which ranks hold shards as full tensors, as `iterate_weights` does. Collective.
+    """Yield full tensors of the shards that ranks hold, as `iterate_weights` does. Collective.
 
     Args:
         sharded: The model whose ranks these are.
-        tensors: Returns those of this rank by name, once nothing is gathered for a forward.
+        tensors: Returns this rank's tensors by name. Called after gathered parameters were freed.
         bucket_bytes: See `iterate_weights`.
 
     Raises:

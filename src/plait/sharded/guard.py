@@ -139,7 +139,10 @@ class Guard(StepHook):
         self.backwards = 0
 
     def _is_reduced(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a parameter's gradients are summed over ranks: not in buckets, if it was unfrozen within the step."""
+        """Return whether a parameter's gradients are summed over ranks.
+
+        Buckets do not include a parameter that was unfrozen within the step.
+        """
         return self._reducer is None or self._reducer.reduces(parameter)
 
 

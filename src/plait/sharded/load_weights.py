@@ -137,10 +137,10 @@ _OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": 
 
 
 def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:
-    """Return the stored name of every name in `wanted`.
+    """Return the name in the files of every name in `wanted`.
 
-    It is the same, or the other name of a tied parameter (safetensors stores one of them), or that
-    of the base model, which was saved alone (`stored_names`).
+    It is the same name, the other name of a tied parameter (safetensors stores one of them), or the
+    name without the prefix of the base model (`stored_names`).
 
     Raises:
         CheckpointError: A tensor is missing or left over.
@@ -174,7 +174,7 @@ def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[st
 
 
 def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], str]:
-    """Return what gives the name in the files of a name in the model.
+    """Return a function from a name in the model to the name in the files.
 
     They differ for a base model that was saved alone, without its prefix: GPT-2's `transformer.h.0`
     is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers goes by the names too.

@@ -1,4 +1,4 @@
-"""What a caller may bring that would train wrongly without a sign of it: found before any training, named, with what to do instead."""
+"""Refusals of models, losses, optimizers and calls that would silently train wrongly."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ from plait.parallel.pipeline.stage_cache import StageCaches
 from plait.parallel.technique import Parts
 
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
-"""Part of torch's message for an operator that is given a shard and a full tensor."""
+"""Part of torch's message for an operator that receives a shard and a full tensor."""
 _LARGEST_SEED = 1 << 32
-"""An unseeded generator has 64 random bits; a seed that a user chose fits numpy's 32."""
+"""Seeds from here on were not chosen by a user: an unseeded generator has 64 random bits."""
 
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
-    """Layers whose forward or backward depends on the whole batch of one process. Needs no process group."""
+    """Raise ModelError for layers whose weight or gradient depends on the batch of one process.
+
+    Needs no process group.
+    """
     ranks = resolved.layout.dp * resolved.layout.cp
     copied = resolved.precision.compute is not None or resolved.parameter_offload.device != "none"
     for name, module in model.named_modules():
@@ -52,8 +55,10 @@ def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
 
 
 def check_placement(resolved: Resolved) -> None:
-    """Tensor parallelism wider than a machine is refused; groups that span machines are warned of. An adopted process group is the user's
-    choice."""
+    """Refuse tensor parallelism wider than a machine, and warn of groups that span machines.
+
+    An existing process group is the user's choice, and is not checked.
+    """
     if dist.is_initialized() or resolved.layout.tp == 1:
         return
     machines = discover()
@@ -64,9 +69,10 @@ def check_placement(resolved: Resolved) -> None:
 
 
 def explain_methods(model: nn.Module) -> None:
-    """Make the user's own methods of a sharded model, other than `forward`, name themselves when they compute with its shards.
+    """Name the user's method in the error of torch if it computes with shards of the model.
 
-    torch's class of a sharded model gets the wrappers; the user's class is not changed.
+    All public methods but `forward` are wrapped, in the class that torch made for the sharded
+    model. The user's class is not changed.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -75,15 +81,15 @@ def explain_methods(model: nn.Module) -> None:
         if base.__module__.partition(".")[0] in ("torch", "transformers", "peft", "builtins"):
             continue
         for name, method in vars(base).items():
-            is_own = inspect.isfunction(method) and not name.startswith("_") and name != "forward"
-            if is_own and name not in vars(sharded_class):
+            is_public = not name.startswith("_") and name != "forward"
+            if is_public and inspect.isfunction(method) and name not in vars(sharded_class):
                 setattr(sharded_class, name, _explained(method, f"{base.__name__}.{name}"))
 
 
 def _explained(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(method)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A layer that runs before the model would count as another model's root.
+        # Otherwise the first layer that the method runs would become an FSDP root of its own.
         begin_sharded(model)
         try:
             return method(model, *args, **kwargs)
@@ -91,26 +97,31 @@ def _explained(method: Callable[..., Any], name: str) -> Callable[..., Any]:
             if MIXED_TENSORS not in str(error):
                 raise
             raise InputError(
-                f"{name} computes with parameters that are shards outside of the model's forward; let forward() call it (a flag of the "
-                "batch may choose the method), or use ZeRO stage 0"
+                f"{name} computes with parameters that are shards outside of the model's forward; "
+                "call it from forward() (which may choose it by a flag of the batch), or use ZeRO "
+                "stage 0"
             ) from error
 
     return call
 
 
 def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
-    """A cache belongs to full sequences, and under a pipeline to the stages of this rank."""
+    """Refuse a KV cache that does not fit.
+
+    It has to hold full sequences, and in a pipeline the stages of this rank.
+    """
     pp = mesh.layout.pp
     if pp > 1 and not isinstance(cache, StageCaches):
         raise InputError(
-            f"parallel.pp = {pp}: predict(cache=...) got a {type(cache).__name__}, and each of {pp} stages computes keys and values of its "
-            "own blocks only; pass what engine.new_cache() returns"
+            f"parallel.pp = {pp}: predict(cache=...) got a {type(cache).__name__}, and each of "
+            f"{pp} stages computes keys and values of its own blocks only; pass what "
+            "engine.new_cache() returns"
         )
     refuse_own_batches(parts, "predict(cache=...)")
 
 
 def refuse_own_batches(parts: Parts, call: str) -> None:
-    """A call that gives the model its input unchanged, where a technique changes every micro-batch."""
+    """Refuse a call that passes a batch to the model unchanged if a technique changes batches."""
     refuse_split_experts(parts, call)
     if parts.hooks.transform:
         who = ", ".join(type(hook).__name__ for hook in parts.hooks.all if type(hook).transform is not StepHook.transform)
@@ -121,7 +132,10 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
 
 
 def refuse_split_experts(parts: Parts, call: str) -> None:
-    """A call that one process may make alone, or more often than others, where all wait for each other in every layer."""
+    """Refuse a call that ranks may make in different numbers if experts are on several ranks.
+
+    Ranks exchange tokens in every layer, so such a call could wait forever.
+    """
     if parts.noted(SplitExperts) is not None:
         raise InputError(
             f"parallel.ep: {call} is not proven with experts on different processes, which exchange tokens in every layer; call "
@@ -130,7 +144,7 @@ def refuse_split_experts(parts: Parts, call: str) -> None:
 
 
 def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
-    """A mean over samples, where each rank of cp has a part of every sample."""
+    """Refuse a mean over samples where each rank of cp has a part of every sample."""
     if resolved.layout.cp > 1 and isinstance(loss, PerSample):
         rule = "the loss is a mean over samples (plait.per_sample), and each of the ranks would count every sample as its own"
         remedy = "use plait.causal_lm_loss or another loss that counts tokens, or 1"
@@ -138,7 +152,7 @@ def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
 
 
 def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
-    """Parameters of a loss have no owner: they are neither reduced over ranks nor saved."""
+    """Refuse trainable parameters of a loss, which are neither reduced over ranks nor saved."""
     known = {id(parameter) for parameter in model.parameters()}
     for module in _modules_of(loss):
         for name, parameter in module.named_parameters():
@@ -151,15 +165,20 @@ def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
 
 
 def _modules_of(loss: Any) -> Iterator[nn.Module]:
-    held = [loss, *vars(loss).values()] if hasattr(loss, "__dict__") else [loss]
-    for entry in held:
+    candidates = [loss, *vars(loss).values()] if hasattr(loss, "__dict__") else [loss]
+    for entry in candidates:
         owner = getattr(entry, "__self__", entry)  # of a bound method
         if isinstance(owner, nn.Module):
             yield owner
 
 
 def checked_optimizer(made: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """A caller's optimizer. Raises InputError unless all it holds are the model's parameters and one gradient is all it takes."""
+    """Return the optimizer that a caller made for the model.
+
+    Raises:
+        InputError: It is no optimizer, it updates parameters that are not the model's, its step
+            needs a closure, or it does not support sharded parameters.
+    """
     if not hasattr(made, "param_groups"):
         raise InputError(f"optimizer= returned a {type(made).__name__}, which has no param_groups; return a torch.optim.Optimizer")
     known = {id(parameter) for parameter in model.parameters()}
@@ -180,11 +199,11 @@ def checked_optimizer(made: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 GATHERED_AT_ONCE = 2**24
-"""Parameters of a model without blocks from which on ZeRO stage 3 warns."""
+"""Number of parameters from which `warn_of_no_blocks` warns."""
 
 
 def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) -> None:
-    """ZeRO stage 3 gathers block by block, and a model without blocks as a whole. Said once, by rank 0."""
+    """Warn on rank 0 of a large model without blocks, which ZeRO stage 3 gathers as a whole."""
     size = sum(parameter.numel() for parameter in model.parameters())
     if stage == 3 and not blocks and size >= GATHERED_AT_ONCE and place().rank == 0:
         warn(
@@ -194,7 +213,7 @@ def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) ->
 
 
 def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler: Any) -> None:
-    """A section of the file that something the caller brings takes the place of. Said once, by rank 0."""
+    """Warn on rank 0 of a section of the file that an argument of the caller replaces."""
     if place().rank != 0:
         return
     for section, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
@@ -204,8 +223,12 @@ def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler:
 
 
 def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:
-    """Where the file gives no seed and the caller has called torch.manual_seed, dropout follows from the latter. `seed` is that of rank 0's
-    generator."""
+    """Take the seed from the caller's torch.manual_seed if the file has none.
+
+    Args:
+        resolved: The configuration.
+        seed: The initial seed of rank 0's default generator.
+    """
     if resolved.sources.get("run.seed", "default") != "default" or seed >= _LARGEST_SEED:
         return resolved
     sources = {**resolved.sources, "run.seed": "torch.manual_seed, on rank 0"}

@@ -1,7 +1,7 @@
-"""Methods of Transformers' models that read all of the weights, on a model whose weights are on several processes.
+"""Refusals of methods of Transformers' models that need full weights, on a sharded model.
 
-`save_pretrained` would write one process's part, or raise an error about storages, unless it is given the
-full weights. `resize_token_embeddings` raises an error about operators.
+`save_pretrained` would write one process's part, or fail with an error about storages, unless it is
+given the full weights. `resize_token_embeddings` would fail with an error about operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REMEDY = "trainer.save_model(folder) on every process, or pass state_dict=accel
 
 
 def refuse_partial_folders(model: nn.Module, *, pp: int) -> None:
-    """Let `save_pretrained` of a model and of its parts raise InputError unless it is given full weights.
+    """Make `save_pretrained` of a model and of its parts raise InputError without full weights.
 
     `push_to_hub` calls it. `resize_token_embeddings` raises InputError too.
 

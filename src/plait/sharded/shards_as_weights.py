@@ -1,7 +1,7 @@
-"""Refusals of `torch.save(model.state_dict())` and its like, which would write one rank's part of every weight.
+"""Refusals of `torch.save(model.state_dict())` and its like, which would write shards as weights.
 
-torch pickles a DTensor as the local shard with the full shape, and a file of such tensors looks whole
-to whoever lists its names and shapes.
+torch pickles a DTensor as the local shard with the full shape. The names and shapes in such a file
+look complete, although it holds one rank's part of every weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FULL_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True)) on every process, and save it in one"
 )
-"""Remedy where no object of Plait's has a call that returns full weights."""
+"""Remedy of messages where no object of Plait has a call that returns full weights."""
 _REMEDIES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
 """Device meshes of sharded models, and what to call instead of pickling their parameters."""
 
@@ -36,7 +36,7 @@ def is_full_here(tensor: DTensor) -> bool:
 
 
 def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None:
-    """Let `torch.save`, and whatever else pickles, raise InputError for a shard of the model.
+    """Make `torch.save` and other uses of pickle raise InputError for shards of the model.
 
     Args:
         model: A sharded model.
@@ -49,9 +49,9 @@ def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None
 
 
 def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool = False) -> None:
-    """Let `model.state_dict()` raise InputError where it would return shards to the user's code.
+    """Make `model.state_dict()` raise InputError if it would return shards to the user's code.
 
-    Where every rank holds all of the weights, plain tensors are returned. Pickling is refused too.
+    If every rank holds all of the weights, it returns plain tensors. Pickling is refused too.
 
     Args:
         model: A sharded model.
@@ -71,12 +71,13 @@ def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool 
         state.update({name: local_tensor(value) for name, value in sharded.items()})
 
     if is_partial or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        model.register_state_dict_post_hook(refuse)  # else the model can be pickled, which a hook is not
+        # Only if needed: the hook is a local function, with which the model cannot be pickled.
+        model.register_state_dict_post_hook(refuse)
     refuse_pickled_shards(model, remedy=remedy)
 
 
 def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
-    """Raise InputError if weights that a call is given to write are shards.
+    """Raise InputError if the weights that a call is to write are shards.
 
     Args:
         call: The call, for the message.
@@ -86,8 +87,8 @@ def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
     shards = [name for name, value in (weights or {}).items() if isinstance(value, DTensor) and not is_full_here(value)]
     if shards:
         raise InputError(
-            f"{call} was given {len(shards)} weights of which this process holds a part, first {shards[0]}: "
-            f"the others' would be missing; {remedy}"
+            f"{call} was given {len(shards)} weights of which this process holds a part, first "
+            f"{shards[0]}: the parts of other processes would be missing; {remedy}"
         )
 
 
@@ -97,8 +98,9 @@ def _pickled(tensor: DTensor) -> Any:
     if is_full_here(tensor):
         return local_tensor(tensor).__reduce_ex__(2)
     raise InputError(
-        f"a tensor of shape {tuple(tensor.shape)}, of which this process holds a part, cannot be saved or sent: the others' would be "
-        f"missing; call {_REMEDIES[tensor.device_mesh]}"
+        f"a tensor of shape {tuple(tensor.shape)}, of which this process holds a part, cannot be "
+        "saved or sent: the parts of other processes would be missing; call "
+        f"{_REMEDIES[tensor.device_mesh]}"
     )
 
 
@@ -111,7 +113,10 @@ def _knows_shards(module: str) -> bool:
 
 
 def _is_asked_by(is_meant: Callable[[str], bool]) -> bool:
-    """Return whether torch's checkpoints, or the first code outside of torch on the stack, is meant."""
+    """Return whether `is_meant` accepts the name of a module on the stack.
+
+    The search goes from the caller outwards, and ends at the first module outside of torch.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))

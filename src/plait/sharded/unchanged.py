@@ -18,9 +18,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UnchangedParameters:
-    """Compares the bits of all trainable parameters before the first update and after `STEPS` updates.
+    """Compares all trainable parameters before the first update and after `STEPS` updates.
 
-    Both times a sum of the bits of each parameter is computed. No other step does anything.
+    What is compared is a sum of the bits of each parameter. Other steps cost nothing.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -39,7 +39,14 @@ class UnchangedParameters:
             self._before = self._digests()
 
     def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """Count an update, and compare after the last one. Collective in that update."""
+        """Count an update. Update `STEPS` compares the parameters, and the next call warns.
+
+        Collective in update `STEPS`. The next call reads its result without waiting for the device.
+
+        Args:
+            optimizer: The optimizer, whose groups with a learning rate of 0 do not count.
+            skipped: Whether the step was skipped.
+        """
         if self._updates > STEPS:
             return
         if self._updates == STEPS:
@@ -61,7 +68,7 @@ class UnchangedParameters:
         assert self._before is not None
         digests = self._digests()
         if len(digests) != len(self._before):
-            self._updates = STEPS + 1  # layers were replaced since
+            self._updates = STEPS + 1  # layers have been replaced since the first update
             return
         changed = (digests != self._before).to(torch.uint8)
         self._before = None
@@ -85,9 +92,10 @@ class UnchangedParameters:
         if unchanged:
             more = f" and {len(unchanged) - 1} more" if len(unchanged) > 1 else ""
             warn(
-                f"{unchanged[0]}{more} did not change in the first {STEPS} updates, although it requires a gradient: it has no part in "
-                "the loss, its gradient is zero, or its dtype does not resolve the updates; freeze it (requires_grad_(False)) if it is "
-                "meant to stay"
+                f"{unchanged[0]}{more} did not change in the first {STEPS} updates, although it "
+                "requires a gradient: the loss does not depend on it, its gradient is zero, or the "
+                "updates are below the precision of its dtype; freeze it (requires_grad_(False)) "
+                "if it should not change"
             )
 
 

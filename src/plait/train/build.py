@@ -70,8 +70,9 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
         raise InputError(f"model.path: {weights}/config.json is not a Transformers configuration ({first_line(error)})") from error
     if (method := quantisation_of(config)) is not None:
         raise InputError(
-            f"model.path: the weights of {weights} are quantised ({method}), and plait train trains weights that are not; give the folder "
-            "that was quantised, or train adapters: plait.hf.Trainer with LoRA on a model that Transformers has loaded"
+            f"model.path: the weights of {weights} are quantised ({method}), and plait train needs "
+            "unquantised weights; name the folder of the unquantised model, or train adapters on "
+            "this one: plait.hf.Trainer with LoRA on a model that Transformers has loaded"
         )
     _check_fit(config, tokenizer, positions)
     config.use_cache = False
@@ -99,10 +100,10 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
 
 
 def _says_so(config: Any) -> bool:
-    """Return whether a configuration says that tokens attend to later ones.
+    """Return whether fields of a configuration show that tokens attend to later ones.
 
-    Attention that is not causal by itself does not: decoders of BigBird-Pegasus and GIT have it with a causal
-    mask. GPT-NeoX has `is_decoder` without a meaning.
+    Attention modules do not show it: those of BigBird-Pegasus and GIT are not causal by themselves,
+    but their decoders pass a causal mask. `is_decoder` of GPT-NeoX has no meaning.
     """
     if getattr(config, "is_decoder", None) is False and not str(config.model_type).startswith("gpt_neox"):
         return True

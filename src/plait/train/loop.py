@@ -91,7 +91,7 @@ class TrainingContext:
     left_out: Collection[int] = ()
     """Batches that are not trained on, by the sequences consumed before them."""
     seconds: Callable[[], float] = time.monotonic
-    """The clock of checkpoints."""
+    """Clock in seconds that decides when `RunSection.checkpoint_seconds` have passed."""
 
 
 def train(context: TrainingContext, start: Position) -> int:
@@ -126,7 +126,7 @@ def train(context: TrainingContext, start: Position) -> int:
             queued = unread.popleft()
             done, request = _step_done(queued, context, clock)
             stopped_by = stopped_by or int(request)
-            # Read at the same position on every rank; the checkpoint comes after the next step.
+            # All ranks read it at the same position, so all of them save after the next step.
             is_due = is_due or request % 1 > 0
             context.emit(done)
             if queued.result.decided:
@@ -224,7 +224,7 @@ class _Saving:
     _position: Position | None = None
     _began: float = 0.0
     _last: float = 0.0
-    """When the last one began, or the run."""
+    """Time at which the last checkpoint, or else the run, began."""
 
     def __post_init__(self) -> None:
         self._last = self.context.seconds()

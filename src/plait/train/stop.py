@@ -54,16 +54,18 @@ class StopRequest:
         Every process calls this in every step. Without a group the answer is this process's own.
 
         Args:
-            device: Where the answer is to be.
-            is_due: Whether a checkpoint is due by this process's clock, which differs from others'.
+            device: Device of the result.
+            is_due: Whether a checkpoint is due by the clock of this process. Clocks differ.
 
         Returns:
-            The signal that asked any process, ASKED, or 0, and a half more if a checkpoint is due and
-            no process was asked, as a float64 tensor [1] on `device`, which the loop reads together
-            with the other numbers of the step. A run that ends writes a checkpoint anyway.
+            A float64 tensor [1] on `device`, which the loop reads together with the other numbers
+            of the step. Its integral part is the signal that stops the run, ASKED, or 0. Its
+            fraction is 0.5 if a checkpoint is due on a process with the largest integral part. A
+            run that stops writes a checkpoint anyway.
         """
         number = self.number + (0.5 if is_due else 0.0)
-        answer = torch.full((1,), number, dtype=torch.float64, device=device)  # a kernel, no copy
+        # `full` is a kernel. A tensor made from a Python number would be copied to the device.
+        answer = torch.full((1,), number, dtype=torch.float64, device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         return answer

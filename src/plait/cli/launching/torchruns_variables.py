@@ -1,6 +1,6 @@
-"""Options of torchrun in environment variables, `PET_NNODES` for `--nnodes`: Kubeflow sets them in every pod.
+"""Options of torchrun in environment variables, such as `PET_NNODES` for `--nnodes`.
 
-What the command line gives goes before them, as in torchrun.
+Kubeflow sets them in every pod. Options on the command line take precedence, as in torchrun.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -
     """Return options of a launch, completed from the variables that torchrun reads.
 
     Args:
-        options: Values by torchrun's names, with underscores. None was not given.
+        options: Values by torchrun's names, with underscores. None stands for an option that was
+            not given.
         environment: The environment's variables.
 
     Returns:
-        All of `options`. Where machines meet is taken from one source: an endpoint on the command
-        line leaves out variables that give an address, and the other way around; of variables
-        alone, the endpoint counts, as in torchrun.
+        All of `options`. Machines meet either at an endpoint or at a master address. If the command
+        line has one of the two, variables of the other are ignored. If only variables have them,
+        the endpoint takes precedence, as in torchrun.
 
     Raises:
         ConfigError: A variable is not the number that it has to be.
@@ -32,7 +33,12 @@ def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -
     variables = {name: environment[_variable(name)] for name in options if environment.get(_variable(name))}
     by_address = any(options.get(name) is not None for name in _BY_ADDRESS)
     by_endpoint = options.get("rdzv_endpoint") is not None or (not by_address and "rdzv_endpoint" in variables)
-    for name in _BY_ENDPOINT if by_address and not by_endpoint else _BY_ADDRESS if by_endpoint else ():
+    ignored: tuple[str, ...] = ()
+    if by_endpoint:
+        ignored = _BY_ADDRESS
+    elif by_address:
+        ignored = _BY_ENDPOINT
+    for name in ignored:
         variables.pop(name, None)
     return {name: _value(name, variables.get(name)) if given is None else given for name, given in options.items()}
 

@@ -1,7 +1,7 @@
-"""All-gather, reduce-scatter and all-reduce between ranks of one machine, in common memory.
+"""All-gather, reduce-scatter and all-reduce between ranks of one machine, in shared memory.
 
-The first two are plugged into `fully_shard`, which requests their buffers and then calls them; the
-all-reduce is made of buffers that the gradient reducer fills.
+`fully_shard` requests buffers from the first two, fills them and calls them. The all-reduce owns
+the buffers that the gradient reducer fills.
 """
 
 from __future__ import annotations
@@ -24,24 +24,31 @@ from plait.comm.shared_memory.host import Host, Memory, Unavailable
 from plait.errors import CommunicationError
 
 _GATHER_SLOTS = 3
-"""`fully_shard` holds up to two outputs while it asks for the next."""
+"""`fully_shard` holds up to two outputs while it requests the next."""
 _ALL_FREE = (1 << _GATHER_SLOTS) - 1
 _SCATTER_SLOTS = 2
 """`fully_shard` may hold one input while it fills the next."""
 _NO_SLOT = 255
+"""Announced by a rank whose input is not in shared memory."""
 _READ = 4
 """Index of the word that says how many calls of a reduce-scatter this rank has finished reading."""
 
 
 class _Slots:
-    """Slots of shared memory that grow on request, with words in which ranks agree on them.
+    """Slots of shared memory that grow on request, with words by which ranks agree on their use.
 
     All ranks request the same sizes in one order, so their slots grow together. Subclasses decide
     which slot is free, and which rank may use it when.
     """
 
     def __init__(self, host: Host, *, words: int, slots: int) -> None:
-        """Reserve nothing yet. `words` per rank, `slots` of equal size."""
+        """Set the layout. The first request allocates memory.
+
+        Args:
+            host: The ranks.
+            words: Number of words per rank.
+            slots: Number of slots, of equal size.
+        """
         self._host = host
         self._words, self._slots = words, slots
         self._memory: Memory | None = None
@@ -50,14 +57,14 @@ class _Slots:
         """Requests of this many bytes or more were refused: memory was short."""
 
     def _renewed(self) -> None:
-        """There is new memory, in which nothing is used yet."""
+        """Reset the state of the slots. Called when new memory has replaced the old one."""
         raise NotImplementedError
 
     def _fits(self, count: int) -> bool:
         return self._memory is not None and count <= self._slot_bytes
 
     def _make_room(self, count: int) -> None:
-        """Collective where a call is larger than any before."""
+        """Grow the slots to `count` bytes. Collective if no call before was as large."""
         if self._fits(count) or (self._too_large is not None and count >= self._too_large):
             return
         slot_bytes = -(-count // 64) * 64
@@ -70,8 +77,11 @@ class _Slots:
         self._renewed()
 
     def _slot(self, index: int, numel: int, dtype: torch.dtype, released: Callable[[], None]) -> torch.Tensor:
-        """[numel] at the start of a slot. `released` is called when no tensor points into it any
-        more, unless the memory was renewed."""
+        """Return a tensor [numel] at the start of a slot.
+
+        `released` is called when no tensor of this rank points into the slot any more, unless new
+        memory has replaced it.
+        """
         memory = self._memory
         assert memory is not None
 
@@ -82,7 +92,7 @@ class _Slots:
         return memory.tensor(index * self._slot_bytes, numel, dtype, release)
 
     def _same_everywhere(self, word: int, count: int, *, operation: str, does: str) -> None:
-        """Raise CommunicationError unless all ranks wrote `count` in a word."""
+        """Raise CommunicationError unless all ranks have set a word to `count`."""
         memory, host = self._memory, self._host
         assert memory is not None
         other = next((rank for rank in range(host.ranks) if memory.read(rank, word) != count), None)
@@ -95,30 +105,30 @@ class _Slots:
 
 
 class SharedAllGather(_Slots, AllGather):
-    """All-gather of one group, for every unit of a model, into memory that all ranks read.
+    """All-gather of one group into memory that all ranks read, for every unit of a model.
 
     `fully_shard` requests the output first (`allocate`), copies this rank's shard into it and then
-    calls. The output is one of a few slots of shared memory, so the shard is written once, where
-    the others read it, and the call only waits for the others.
+    calls. The output is one of a few slots of shared memory, so each rank writes its shard once, to
+    where the others read it, and the call only waits for the others.
 
-    Which slot is free is agreed without a further exchange: with each call a rank publishes which
-    slots no tensor of its own points into, and the next call takes the first slot that all
-    published as free. No rank uses a slot between these two calls, so reading an older output is
-    safe. Where no slot is free, or memory is short, torch's collective is used, on all ranks.
+    The ranks agree on a free slot without another exchange. With each call a rank publishes the
+    slots into which none of its tensors points. The next call uses the first slot that all ranks
+    published as free. No rank starts to use a slot between these two calls, so reading an older
+    output is safe. If no slot is free, or memory is short, all ranks use torch's collective.
     """
 
     def __init__(self, host: Host) -> None:
         super().__init__(host, words=4, slots=_GATHER_SLOTS)
         self._round = 0
         self._next: int | None = 0
-        """The slot of the coming call, as all agreed; None where none is free."""
+        """Slot of the next call, on which all ranks agree. None if none is free."""
         self._free = _ALL_FREE
         """Slots into which no tensor of this rank points, one bit each."""
         self._output: tuple[int, int] | None = None
-        """(address, bytes) of the output that `allocate` handed out for the coming call."""
+        """(address, bytes) of the output that `allocate` returned for the next call."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The output of the coming call: [ranks x n], in shared memory where there is some."""
+        """Return the output of the next call [ranks x n], in shared memory if a slot is free."""
         numel = prod(int(length) for length in size)
         count = numel * dtype.itemsize
         self._make_room(count)
@@ -129,7 +139,7 @@ class SharedAllGather(_Slots, AllGather):
         return output.view(*size)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
-        """`output_tensor` [ranks x n] from every rank's `input_tensor` [n]. Done when it returns."""
+        """Fill `output_tensor` [ranks x n] with every rank's `input_tensor` [n]. Synchronous."""
         count = output_tensor.numel() * output_tensor.element_size()
         in_place = self._output == (output_tensor.data_ptr(), count)
         self._output = None
@@ -154,7 +164,8 @@ class SharedAllGather(_Slots, AllGather):
         """Wait for every rank's shard, and agree on the next slot."""
         memory, host, parity = self._memory, self._host, self._round % 2
         assert memory is not None
-        # Two words in turn: a rank can be one call ahead, never two. The slot of this call is in use until its output is freed.
+        # Two words in turn, because a rank can be one call ahead of another, but not two. The slot
+        # of this call is in use until its output is freed.
         memory.write(2 + parity, count)
         memory.write(parity, (self._round + 1) << _GATHER_SLOTS | self._free)
         host.wait(partial(self._late, parity), operation="all-gather", sequence=self._round + 1, shape=shape)
@@ -183,13 +194,13 @@ class SharedAllGather(_Slots, AllGather):
 
 
 class SharedReduceScatter(_Slots, ReduceScatter):
-    """Reduce-scatter of one group, for every unit of a model, from memory that all ranks write.
+    """Reduce-scatter of one group from memory that all ranks write, for every unit of a model.
 
     `fully_shard` requests the input (`allocate`), copies the gradients into it, requests the output
-    and calls. The input is one of two slots of this rank's own in shared memory. The call announces
-    which, waits for the announcements of all ranks, and sums in the order of the ranks, so every
-    run gives the same bits. A slot is reused when no tensor of this rank points into it and every
-    rank has marked it as read.
+    and calls. The input is one of the two slots that this rank owns in shared memory. The call
+    announces the slot, waits for the announcements of all ranks, and sums in the order of the
+    ranks, so every run gives the same bits. A slot is reused when no tensor of this rank points
+    into it and every rank has marked it as read.
     """
 
     def __init__(self, host: Host) -> None:
@@ -199,14 +210,16 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         self._used = [0] * _SCATTER_SLOTS
         """The call, counted from 1, that last used a slot."""
         self._input: tuple[int, int, int] | None = None
-        """(address, bytes, slot) of the input that `allocate` handed out for the coming call."""
+        """(address, bytes, slot) of the input that `allocate` returned for the next call."""
         self._asked = False
-        """Whether the input of the coming call was asked for, so that the next request is for the
+        """Whether the input of the next call was requested, so that the next request is for the
         output."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The input [ranks x n] of the coming call, in shared memory where there is some; then its
-        output [n], in memory of its own."""
+        """Return the input [ranks x n] of the next call, in shared memory if a slot is free.
+
+        The second request before a call returns its output [n], which is not shared.
+        """
         if self._asked:
             return torch.empty(*size, dtype=dtype, device=device)
         self._asked = True
@@ -223,16 +236,22 @@ class SharedReduceScatter(_Slots, ReduceScatter):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """`output_tensor` [n] = this rank's part of the sum (or mean: `op` is SUM or AVG) of
-        `input_tensor` [ranks x n]. Done when it returns."""
+        """Fill `output_tensor` [n] with this rank's part of the reduced `input_tensor` [ranks x n].
+
+        `op` is SUM or AVG. The call is synchronous.
+        """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"reduce-scatter by {op}")
         count = input_tensor.numel() * input_tensor.element_size()
         self._asked = False
-        handed, self._input = self._input, None
+        requested = self._input
+        self._input = None
         self._make_room(count)
         if self._fits(count):
-            slot = handed[2] if handed is not None and handed[:2] == (input_tensor.data_ptr(), count) else None
+            slot = None
+            # Another tensor than the one that `allocate` returned is copied into a slot first.
+            if requested is not None and requested[:2] == (input_tensor.data_ptr(), count):
+                slot = requested[2]
             self._through_memory(output_tensor, input_tensor, group, slot)
         else:
             reduce_scatter(output_tensor, input_tensor, group)
@@ -251,23 +270,22 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         if _NO_SLOT in chosen:
             reduce_scatter(output, stacked, group)
         else:
-            mine = host.rank * count // host.ranks
-            pieces = [
-                memory.tensor((rank * _SCATTER_SLOTS + theirs) * self._slot_bytes + mine, output.numel(), output.dtype)
-                for rank, theirs in enumerate(chosen)
-            ]
-            add_in_order(pieces, [output.view(-1)])
+            start = host.rank * count // host.ranks
+            places = [rank * _SCATTER_SLOTS + theirs for rank, theirs in enumerate(chosen)]
+            offsets = [place * self._slot_bytes + start for place in places]
+            addends = [memory.tensor(offset, output.numel(), output.dtype) for offset in offsets]
+            add_in_order(addends, [output.view(-1)])
             record("reduce_scatter", full_bytes=count, dtype=output.dtype, ranks=host.ranks)
         memory.write(_READ, self._round)
 
     def _meet(self, count: int, shape: str, slot: int) -> list[int]:
-        """Wait until every rank has its input in place; the slots they chose."""
+        """Wait until every rank has filled its input, and return the slot of each rank."""
         memory, host, parity = self._memory, self._host, self._round % 2
         assert memory is not None
         self._round += 1
         if slot != _NO_SLOT:
             self._used[slot] = self._round
-        # Two words in turn: a rank can be one call ahead, never two.
+        # Two words in turn, because a rank can be one call ahead of another, but not two.
         memory.write(2 + parity, count)
         memory.write(parity, self._round << 8 | slot)
         host.wait(partial(self._late, parity), operation="reduce-scatter", sequence=self._round, shape=shape)
@@ -280,8 +298,10 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         return [rank for rank in range(self._host.ranks) if memory.read(rank, parity) >> 8 != self._round]
 
     def _free_slot(self) -> int | None:
-        """A slot into which no tensor of this rank points, once all have read what was in it; None
-        where there is none."""
+        """Return a slot into which no tensor of this rank points, or None.
+
+        Waits until all ranks have read its previous content.
+        """
         free = [slot for slot in range(_SCATTER_SLOTS) if not self._leased[slot]]
         if not free:
             return None
@@ -310,13 +330,12 @@ class SharedBuckets:
     Every rank sums one part of a buffer over all ranks, in their order, and writes the sum into all
     of them. Nothing is copied, and the sum has the same bits on every rank.
 
-    No thread works in the background. A rank does its part when it comes by (at another `start`, or
-    in `finish`) and finds that the others are ready, so ranks do not wait for each other before the
-    end.
+    No thread works in the background. A rank sums its part in a later `start` if the other ranks
+    are ready by then, and otherwise in `finish`, so ranks wait for each other in `finish` only.
     """
 
     def __init__(self, host: Host, flats: Sequence[Flat]) -> None:
-        """Collective. Raises Unavailable where memory is short, on all ranks."""
+        """Allocate the buffers. Collective. Raises Unavailable on all ranks if memory is short."""
         starts, total = [], 0
         for flat in flats:
             starts.append(total)
@@ -328,31 +347,31 @@ class SharedBuckets:
             [memory.tensor(rank * total + start, flat.numel, flat.dtype) for rank in range(host.ranks)]
             for start, flat in zip(starts, flats, strict=True)
         ]
-        """By buffer, then by rank."""
+        """Memory of each buffer on each rank, [buffers][ranks]."""
         self.buffers = [pieces[host.rank] for pieces in self._pieces]
         for buffer in self.buffers:
             buffer.zero_()  # also places the pages near this rank
         self._shapes = [described([flat.numel], flat.dtype) for flat in flats]
         self._calls = [0] * len(flats)
-        """How often each buffer was started."""
+        """Number of calls of `start` for each buffer."""
         self._waiting: list[int] = []
-        """Started here and not yet summed here, in order."""
+        """Buffers that this rank has started and not yet summed its part of, in order."""
 
     def start(self, index: int) -> None:
-        """See Buckets."""
+        """Announce that this rank's buffer is ready, see `Buckets.start`."""
         self._calls[index] += 1
         self._memory.write(2 * index, self._calls[index])
         self._waiting.append(index)
         self._go_on()
 
     def finish(self, index: int) -> None:
-        """See Buckets."""
+        """Wait until the buffer holds the sum over all ranks."""
         while index in self._waiting:
             self._wait(self._waiting[0], 0)
             self._go_on()
         self._wait(index, 1)
-        whole = self.buffers[index]
-        record("all_reduce", full_bytes=whole.numel() * whole.element_size(), dtype=whole.dtype, ranks=self._host.ranks)
+        buffer = self.buffers[index]
+        record("all_reduce", full_bytes=buffer.nbytes, dtype=buffer.dtype, ranks=self._host.ranks)
 
     def _wait(self, index: int, word: int) -> None:
         shape = self._shapes[index]
@@ -365,12 +384,13 @@ class SharedBuckets:
     def _sum(self, index: int) -> None:
         memory, host, pieces = self._memory, self._host, self._pieces[index]
         numel = pieces[0].numel()
-        part = -(-numel // (host.ranks * 32)) * 32  # whole cache lines, so that ranks do not disturb each other
+        # Whole cache lines, so that ranks do not write to the same one.
+        part = -(-numel // (host.ranks * 32)) * 32
         start, stop = min(numel, host.rank * part), min(numel, (host.rank + 1) * part)
         mine = [piece[start:stop] for piece in pieces]
         add_in_order(mine, mine)
         memory.write(2 * index + 1, self._calls[index])
 
     def _late(self, index: int, word: int) -> list[int]:
-        """Ranks that have not started (word 0) or not summed (word 1) this call of a buffer."""
+        """Return the ranks that have not started (word 0) or summed (word 1) a buffer's call."""
         return self._memory.behind(2 * index + word, self._calls[index])

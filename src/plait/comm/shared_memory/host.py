@@ -1,10 +1,10 @@
-"""Groups whose ranks all run on one machine: the proof of it, their waits, and their common memory.
+"""Shared memory and waits of process groups whose ranks all run on one machine.
 
-Memory is an anonymous file (`memfd`) that one rank makes and the others open through `/proc`. It
+Memory is an anonymous file (`memfd`) that one rank creates and the others open through `/proc`. It
 has no name, so a killed run leaves nothing behind, and it does not count against the size of
-`/dev/shm`. That every rank reads the random bytes which the first one wrote is the proof that they
-share a machine; names of hosts are not looked at. What cannot be had is `Unavailable` with a
-reason, on all ranks. Only for x86-64: the order in which other cores see stores is relied on.
+`/dev/shm`. If every rank reads the random bytes that the first one wrote, the ranks share a
+machine. Host names prove nothing. If they do not share one, all ranks raise `Unavailable`.
+Only x86-64 is supported, because ranks rely on its order of stores.
 """
 
 from __future__ import annotations
@@ -35,45 +35,56 @@ from plait.units import format_bytes
 _PAGE = 4096
 _NONCE_BYTES = 32
 _YIELDING_SECONDS = 500e-6
-"""A wait yields the core for so long, then sleeps: waking up costs about 100 microseconds."""
+"""A wait yields the core for this time before it sleeps. Waking up costs about 100 microseconds."""
 _SHARE_OF_FREE_MEMORY = 0.5
-"""No more than this part of the memory that is free now is shared."""
+"""Largest fraction of the free host memory that one allocation shares."""
 
 
 class Unavailable(Exception):
-    """Memory cannot be shared; the message is the reason. Raised on every rank of the group or on
-    none."""
+    """Raised if memory cannot be shared, on every rank of the group or on none.
+
+    The message is the reason.
+    """
 
 
 class Host:
     """A group whose ranks all run on this machine."""
 
     def __init__(self, group: dist.ProcessGroup, *, label: str) -> None:
-        """Collective over `group`. `label` names it in errors (`dp_shard`). Raises Unavailable."""
+        """Check that all ranks of `group` run on this machine. Collective over `group`.
+
+        Args:
+            group: The process group.
+            label: Name of the group in errors, such as `dp_shard`.
+
+        Raises:
+            Unavailable: They do not, or the platform is not supported.
+        """
         self.group, self.label = group, label
         self.ranks, self.rank = group.size(), group.rank()
         self.timeout_seconds = timeout_of(group)
         self._global_ranks = dist.get_process_group_ranks(group)
         _agree(group, _unsupported())
-        Memory(self, words=1, data_bytes=0)  # the proof
+        Memory(self, words=1, data_bytes=0)  # raises Unavailable unless the ranks share a machine
         self._pids: list[tuple[int, int]] = [(0, 0)] * self.ranks
         dist.all_gather_object(self._pids, (os.getpid(), os.stat("/proc/self/ns/pid").st_ino), group=group)
         self._sees_processes = len({namespace for _, namespace in self._pids}) == 1
 
     def name(self, rank: int) -> str:
-        """A rank of the group, for errors: `rank 3`, its number in the world."""
+        """Return `rank N` for errors, where N is the global rank of a rank of the group."""
         return f"rank {self._global_ranks[rank]}"
 
     def wait(self, late: Callable[[], list[int]], *, operation: str, sequence: int = 0, shape: str = "") -> None:
-        """Return once no rank is missing: yield the core at first, sleep later.
+        """Return when no rank is missing. Yield the core at first and sleep later.
 
-        There may be more ranks than cores.
+        A busy loop would take the core from the ranks that are missing: there may be more ranks
+        than cores.
 
         Args:
             late: Returns the ranks of the group that are still missing.
             operation: Name of the collective, for messages.
-            sequence: Its number among those of the group, for messages.
-            shape: What is exchanged, for messages.
+            sequence: Number of the collective within the group, for messages.
+            shape: Shape and dtype of the tensor, for messages.
 
         Raises:
             CommunicationError: A missing rank has ended, or the group's deadline has passed. The
@@ -105,13 +116,13 @@ class Host:
                     WATCH.again(wait)
 
     def _names(self, ranks: list[int]) -> tuple[int, ...]:
-        """Return the ranks' numbers in the world."""
+        """Return global ranks."""
         return tuple(self._global_ranks[rank] for rank in ranks)
 
     def _check(self, late: Callable[[], list[int]], operation: str, *, waited: float) -> list[int]:
         """Return the ranks that are missing. Raises CommunicationError as `wait` does."""
         ended = self._ended()
-        missing = late()  # after `ended`: what a rank wrote before it ended is seen
+        missing = late()  # after `_ended`, so that the last words of a rank that ended count
         dead = [rank for rank in missing if rank in ended]
         me = self.name(self.rank)
         if dead:
@@ -132,15 +143,24 @@ class Host:
 
 
 class Memory:
-    """Bytes and counters that every rank of a Host sees. Freed when no tensor points into it any
-    more, here and on the other ranks.
+    """Bytes and counters that every rank of a `Host` reads and writes.
 
-    `words` [ranks, width] of int64 start at 0; a rank writes only its own row. On x86-64 a rank
-    that sees a word also sees everything written before it.
+    `words` [ranks, width] of int64 start at 0, and a rank writes only its own row. On x86-64 a rank
+    that sees a word also sees everything that was written before it. The memory is freed when no
+    tensor of any rank points into it.
     """
 
     def __init__(self, host: Host, *, words: int, data_bytes: int) -> None:
-        """Collective over the host's group, with equal arguments. Raises Unavailable."""
+        """Allocate memory. Collective over the host's group, with equal arguments on all ranks.
+
+        Args:
+            host: The ranks.
+            words: Number of words per rank.
+            data_bytes: Size of the bytes that `tensor` returns ranges of.
+
+        Raises:
+            Unavailable: A rank cannot map the memory, or it takes too much of what is free.
+        """
         self._ranks = host.ranks
         self._row = math.ceil(words / 16) * 16  # whole pairs of cache lines, so that ranks do not disturb each other
         start = _pages(_NONCE_BYTES)
@@ -151,7 +171,8 @@ class Memory:
         dist.broadcast_object_list(offers, group_src=0, group=host.group)
         mapped, problem = _open(offers[0], total)
         try:
-            _agree(host.group, problem)  # also: everyone has opened it
+            # Also a barrier: the first rank closes its descriptor after all ranks have opened it.
+            _agree(host.group, problem)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -161,20 +182,26 @@ class Memory:
         self._mine = host.rank * self._row
 
     def read(self, rank: int, index: int) -> int:
-        """A rank's word."""
+        """Return a word of any rank of the group."""
         return int(self.words[rank * self._row + index])
 
     def write(self, index: int, value: int) -> None:
-        """Set this rank's word."""
+        """Set a word of this rank."""
         self.words[self._mine + index] = value
 
     def behind(self, index: int, count: int) -> list[int]:
-        """Ranks whose word, which only grows, has not reached `count`."""
+        """Return the ranks whose word, a counter, has not reached `count`."""
         return [rank for rank in range(self._ranks) if self.read(rank, index) < count]
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype, on_release: Callable[[], None] | None = None) -> torch.Tensor:
-        """[numel] elements from byte `offset`. `on_release` is called when no tensor refers to them
-        any more."""
+        """Return a range of the bytes as a tensor [numel].
+
+        Args:
+            offset: First byte.
+            numel: Number of elements.
+            dtype: Their dtype.
+            on_release: Called when no tensor of this rank points to the range any more.
+        """
         start = self._data_start + offset
         window = memoryview(self._mapped)[start : start + max(numel, 1) * dtype.itemsize]
         if on_release is not None:
@@ -200,7 +227,7 @@ def _unsupported() -> str | None:
 
 
 def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
-    """(descriptor, (path, nonce)) of a new anonymous file, or (None, why not)."""
+    """Return (descriptor, (path, nonce)) of a new anonymous file, or (None, reason)."""
     free = free_host_bytes()
     if free is not None and total > free * _SHARE_OF_FREE_MEMORY:
         return None, f"{format_bytes(total)} to share, and {format_bytes(free)} of memory are free"
@@ -219,7 +246,7 @@ def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
 
 
 def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap | None, str | None]:
-    """(mapping, None), or (None, why not)."""
+    """Return (mapping, None), or (None, reason)."""
     if not isinstance(offer, tuple):
         return None, offer or "the first rank shares no memory"
     path, nonce = offer

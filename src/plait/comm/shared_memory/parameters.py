@@ -17,21 +17,20 @@ from plait.comm.record import record
 from plait.comm.shared_memory.host import Host, Memory, Unavailable
 
 _TRIMMED_BYTES = 32 << 20
-"""After so many bytes of copied shards the C library returns their old memory to the system, which
-it would keep otherwise."""
+"""Bytes of copied shards after which the C library is told to return freed memory to the system."""
 _WRITTEN, _READ = 0, 1
-"""Indices of the words that say how many gatherings a rank has written its rows for, and has
-finished reading."""
+"""Words of a rank: the number of gatherings for which it has written its rows, and the number that
+it has finished reading."""
 
 
 def share_parameters(model: nn.Module, host: Host) -> str:
     """Put the shards of every unit into memory that all ranks of `host` read. Collective.
 
-    A unit that finds no memory, or mixes dtypes, is gathered as before. Call it before anyone keeps a
-    reference to a rank's part of a parameter.
+    A unit for which memory is short, or with several dtypes, is copied when it is gathered, as
+    without this call. Call it before anything keeps a reference to the local tensor of a parameter.
 
     Returns:
-        A description of the units that are gathered as before; empty if there are none.
+        A description of the units that are not shared. It is empty if there are none.
     """
     units = sharded_modules(model)
     reasons = [_share_unit(unit, host) for unit in units]
@@ -40,7 +39,7 @@ def share_parameters(model: nn.Module, host: Host) -> str:
 
 
 def _share_unit(unit: FSDPModule, host: Host) -> str:
-    """Return the reason for which a unit stays as it is; empty when it is shared."""
+    """Share a unit. Return the reason if it cannot be shared, else an empty string."""
     numels = [shard.numel() for shard in shard_buffers(unit)]
     dtypes = {shard.dtype for shard in shard_buffers(unit)}
     if not numels:
@@ -58,7 +57,7 @@ def _share_unit(unit: FSDPModule, host: Host) -> str:
 
 def _begin(unit: FSDPModule, memory: SharedParameters) -> None:
     if any(shard.data_ptr() != row.data_ptr() for shard, row in zip(shard_buffers(unit), memory.rows, strict=True)):
-        _place(unit, memory)  # the user put other tensors in their place
+        _place(unit, memory)  # the user has replaced local tensors of parameters
     memory.begin()
 
 
@@ -78,43 +77,50 @@ def _place(unit: FSDPModule, memory: SharedParameters) -> None:
 
 
 class SharedParameters:
-    """Parameters of one unit of `fully_shard` in shared memory; the shard of a rank is a range of
-    its rows.
+    """Parameters of one unit of `fully_shard` in shared memory. A rank's shard is a range of rows.
 
-    An all-gather moves nothing: a rank marks its rows as written and waits for the others. Every
+    An all-gather moves nothing. A rank marks its rows as written and waits for the others. Every
     rank gathers units in the same order, as with any collective. No rank changes rows that others
     still read: an update follows the reduction of a step's gradients, to which every rank
-    contributes after its last read, and parameters that were gathered for a pass without gradients
-    are released by all ranks together.
+    contributes after its last read. Parameters that were gathered for a pass without gradients are
+    released by all ranks together.
     """
 
     def __init__(self, host: Host, numels: Sequence[int], dtype: torch.dtype) -> None:
-        """Collective over the host's group. `numels`: elements of every parameter's shard, padding
-        included, the same on all ranks. Raises Unavailable where there is no memory for it."""
+        """Allocate the memory. Collective over the host's group.
+
+        Args:
+            host: The ranks.
+            numels: Elements of each parameter's shard with padding, the same on all ranks.
+            dtype: Dtype of the parameters.
+
+        Raises:
+            Unavailable: Memory is short. Raised on all ranks.
+        """
         size = dtype.itemsize
         spaces = [-(-host.ranks * numel * size // 64) * 64 for numel in numels]
         *starts, total = accumulate(spaces, initial=0)
         self._host, self._dtype = host, dtype
         self._memory = Memory(host, words=2, data_bytes=total)
         self.wholes = [self._memory.tensor(start, host.ranks * numel, dtype) for start, numel in zip(starts, numels, strict=True)]
-        """[ranks x numel] of every parameter."""
+        """Each parameter in full, [ranks x numel]."""
         self.rows = [self._memory.tensor(start + host.rank * n * size, n, dtype) for start, n in zip(starts, numels, strict=True)]
-        """[numel] of every parameter: this rank's."""
+        """This rank's shard of each parameter, [numel]."""
         self._bytes = host.ranks * sum(numels) * size
         self._round = 0
 
     def begin(self) -> None:
-        """This rank's rows are written."""
+        """Announce that this rank's rows are written."""
         self._round += 1
         self._memory.write(_WRITTEN, self._round)
         record("all_gather", full_bytes=self._bytes, dtype=self._dtype, ranks=self._host.ranks)
 
     def finish(self) -> None:
-        """Return when everyone's rows are written."""
+        """Wait until all ranks' rows are written."""
         self._wait(_WRITTEN, "all-gather")
 
     def release(self) -> None:
-        """This rank has finished reading; returns when all ranks have."""
+        """Announce that this rank has finished reading, and wait until all ranks have."""
         self._memory.write(_READ, self._round)
         self._wait(_READ, "end of an evaluation")
 

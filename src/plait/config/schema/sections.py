@@ -17,7 +17,7 @@ MOST_TOKENS = 2**31 - 1
 """In a vocabulary or a sequence."""
 
 DEFAULT_CHECKPOINT_SECONDS = 30 * 60
-"""What a killed run may lose, if no setting says it."""
+"""Default time between checkpoints, which is about the most that a killed run loses."""
 
 
 class ModelSection(Policy):

@@ -1,7 +1,7 @@
 """Numbers as files write them: `1e-4` in quotes (or from YAML, which reads it as text) is a number, true and false are not.
 
-Truth values are true and false alone: pydantic would take "yes", "off" and 1 for them, which DeepSpeed reads
-in other ways ("no" is a text that is not empty, and so true).
+Booleans are only true and false. pydantic would also accept "yes", "off" and 1, which DeepSpeed
+reads differently: "no" is a non-empty string, and therefore true.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _not_bool(value: object) -> object:
 
 
 Flag = Annotated[bool, Field(strict=True)]
-"""true or false."""
+"""Boolean that accepts only true and false."""
 NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
 """0 or more, finite."""
 Fraction = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, lt=1)]
@@ -65,4 +65,4 @@ def _on_this_machine(value: str) -> str:
 
 
 LocalPlace = Annotated[Place, AfterValidator(_on_this_machine)]
-"""A file or folder of a file system: files are opened in it, mapped or appended to."""
+"""Path of a file or folder of a file system, which a store's URL cannot replace."""

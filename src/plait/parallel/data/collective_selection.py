@@ -83,7 +83,7 @@ class Summing:
     """A description."""
     others: tuple[tuple[Scheme, BucketWay], ...] = ()
     is_default: bool = False
-    """Whether no setting and no measurement had a part in it."""
+    """Whether the choice is the default, without a setting or a measurement that decided it."""
 
     def autotuner_of(self, reducer: Reducer, mesh: Mesh) -> CompressionAutotuner | None:
         """Return the hook whose steps decide on compression; None if there are no candidates."""
@@ -211,7 +211,7 @@ class Sharing:
     autotuner: CompressionAutotuner | None = None
     """The steps that decide whether gradients are compressed."""
     is_default: bool = False
-    """Whether no setting had a part in it."""
+    """Whether the choice is the default, without a setting that decided it."""
     parameter_host: Host | None = None
     """Ranks that can hold parameters once, in the memory that they share."""
 

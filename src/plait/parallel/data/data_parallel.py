@@ -92,7 +92,7 @@ class DataParallel(CollectiveSettings):
             return None
         layout, offloads = context.layout, (context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device)
         cast, offloaded = context.chosen(Precision).compute is not None, set(offloads) != {"none"}
-        # Be it on one rank only.
+        # Casting and offloading wrap the model in FSDP even on a single rank.
         sharded = layout.dp_shard > 1 or cast or offloaded
         moved = layout.tp > 1 or any(p.device.type != context.device_type for p in context.model.parameters())
         refuse_quantised(context.model, moved=moved or offloaded, cast=cast, several=layout.world_size > 1)
@@ -100,7 +100,7 @@ class DataParallel(CollectiveSettings):
         return outer_units(context.model, context.blocks)
 
     def groups(self, context: Context) -> Groups:
-        """The machines of the axis whose collectives go by them."""
+        """Return the axes whose collectives run within and between machines in turn."""
         compression, layout = context.chosen(Compression), context.layout
         if _all_reduces(context):
             needs_levels = not compression.scheme.gradients and self.all_reduce in collective_selection.NEEDS_LEVELS
@@ -137,7 +137,11 @@ class DataParallel(CollectiveSettings):
         return parts.with_notes(sharing, sharing.autotuner, sharing.compressors)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """The reduction of gradients, what becomes of parameters that a step did not use, and buffers that a forward changes."""
+        """Return the hooks of a step.
+
+        They reduce gradients, restore None as the gradient of unused parameters, and synchronise
+        buffers that a forward changes.
+        """
         model, mean, hooks = parts.model, parts.shard.mean, list[StepHook]()
         reducer, sharing = parts.noted(Reducer), parts.noted(Sharing)
         if reducer is not None:
@@ -155,13 +159,15 @@ class DataParallel(CollectiveSettings):
             keep_trainability(model)
             if not mean:
                 reduce_by_sum(model)
-            # Of a layer of experts, other ranks of tp may have those that a step used.
+            # With expert parallelism the ranks of tp hold different experts, so they may differ in
+            # the parameters that a step used.
             group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
             scalars = _scalar_reduction(parts, group, mesh, track_unused=self.unused_parameters)
             if scalars is not None:
                 hooks.append(scalars)
             if self.unused_parameters and group is not None:
-                # After shared memory has replaced the gathering of units.
+                # After `_description`, because shared memory replaces the gathering of units, and
+                # the order has to wrap what it puts there.
                 order = _unit_order(self, parts, mesh)
                 hooks.append(UnusedTracker(model, group, device=mesh.device, order=order, finishes_backward=mean))
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
@@ -182,13 +188,16 @@ def _all_reduces(context: Context) -> bool:
 
 
 def _description(sharing: Sharing, parts: Parts) -> str:
-    """How shards are gathered and reduced, with those that are put into shared memory there."""
+    """Put shards into shared memory if it was chosen, and describe how they are gathered."""
     words = share_parameters(parts.model, sharing.parameter_host) if sharing.parameter_host is not None else ""
     return ". ".join(filter(None, (sharing.said, words)))
 
 
 def _scalar_reduction(parts: Parts, group: dist.ProcessGroup | None, mesh: Mesh, *, track_unused: bool) -> ScalarReduction | None:
-    """Return the reduction of 0-dimensional parameters, which `fully_shard` cannot shard. None if there are none."""
+    """Return the reduction of 0-dimensional parameters, which `fully_shard` cannot shard.
+
+    The result is None if the model has none, or if `group` is None.
+    """
     parameters = list(parts.model.parameters())
     others = frozenset(p for p in parameters if p.ndim > 0)
     if group is None or len(others) == len(parameters):
@@ -211,7 +220,10 @@ def _scalar_reduction(parts: Parts, group: dist.ProcessGroup | None, mesh: Mesh,
 
 
 def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder | None:
-    """Return the order of the units' collectives; None in a pipeline, whose schedule runs the units."""
+    """Return the order of the units' collectives.
+
+    The result is None in a pipeline, whose schedule fixes the order.
+    """
     if mesh.layout.pp > 1:
         return None
     model: Any = parts.model
@@ -225,7 +237,7 @@ def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder 
 
 
 def _gradient_bytes(parts: Parts) -> int:
-    """What this rank sums in a step."""
+    """Return the bytes of the gradients that this rank reduces per step."""
     apart = parts.apart
     trainable = [p for p in parts.model.parameters() if p.requires_grad and p not in apart]
     return sum(local_tensor(p.detach()).numel() * (parts.shard.reduce_dtype or p.dtype).itemsize for p in trainable)
@@ -243,41 +255,41 @@ def reduce_by_sum(model: nn.Module) -> None:
 
 
 class ScalarReduction(StepHook):
-    """Sums the gradients of the 0-dimensional parameters of a sharded model, which every rank has in full."""
+    """Sums gradients of a sharded model's 0-dimensional parameters, which are replicated."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
 
     def before_microbatch(self, last: bool) -> None:
-        """Sum after the last micro-batch only."""
+        """Reduce after the last micro-batch only."""
         self._reducer.before_microbatch(last)
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Expect gradients."""
+        """Expect gradients in this context."""
         return self._reducer.backward()
 
     def after_backward(self) -> None:
-        """See `Reducer`."""
+        """Finish the reduction after the last micro-batch."""
         self._reducer.after_backward()
 
     def finish_reduction(self) -> None:
-        """End the sums."""
+        """Reduce what is left, and wait. Gradients are then sums (or means) over the ranks."""
         self._reducer.finish_reduction()
 
     def after_step(self, end: StepEnd) -> str:
-        """Begin the next step."""
+        """Prepare the next step."""
         return self._reducer.after_step(end)
 
     def drop_gradients(self) -> None:
-        """Drop the sums of the step so far."""
+        """Drop the gradients of the step so far."""
         self._reducer.drop_gradients()
 
     def on_error(self, lost: Lost) -> None:
-        """Clear what a failed pass has left."""
+        """Reset the state that a failed pass has left."""
         self._reducer.on_error(lost)
 
     def release(self) -> None:
-        """Listen no more."""
+        """Remove the hooks, and drop the gradients and their buckets."""
         self._reducer.release()
 
 

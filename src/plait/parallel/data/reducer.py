@@ -123,7 +123,10 @@ class Reducer(StepHook):
         return parameter in self._slots
 
     def _admit_unfrozen(self) -> None:
-        """Before a step's first gradient, make buckets that also have parameters that are trained from now on."""
+        """Rebuild the buckets with the parameters that were unfrozen since the last step.
+
+        Nothing happens once the step has a gradient, because the old buckets hold it.
+        """
         unfrozen = [p for p in self._frozen if p.requires_grad]
         if not unfrozen or any(self._used) or any(p.grad is not None for p in self._slots):
             return

@@ -1,5 +1,8 @@
-"""Division of a model into the units that `fully_shard` gathers and reduces: blocks, the experts of a block on a separate mesh, embeddings,
-the head, and the rest of the model."""
+"""Division of a model into the units that `fully_shard` gathers and reduces.
+
+Units are the blocks, the experts of a block on a separate mesh, modules that compute in float32,
+embeddings, the head, and the rest of the model.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     Args:
         parts: The model, with the outer units that `DataParallel.check` returned.
         mesh: The mesh of all ranks.
-        free_after_forward: Whether the parameters of a block are freed after its forward. If this is a
-            number, they are resharded over that many ranks instead.
+        free_after_forward: Whether the parameters of a block are freed after its forward. If this
+            is a number, they are resharded over that many ranks instead.
 
     Raises:
         ModelError: If torch cannot shard a parameter.
@@ -34,12 +37,17 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
 
     def offload(unit: str) -> OffloadPolicy:
-        here = parts.shard.master_weights_on_host and unit in parts.shard.offloaded_units
-        return CPUOffloadPolicy(pin_memory=parts.shard.pin_master_weights) if here else OffloadPolicy()
+        if parts.shard.master_weights_on_host and unit in parts.shard.offloaded_units:
+            return CPUOffloadPolicy(pin_memory=parts.shard.pin_master_weights)
+        return OffloadPolicy()
 
     policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
-    # What goes into them besides tokens keeps its dtype: the weights of experts.
-    apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+    # Experts receive routing weights besides tokens, and those must keep their dtype.
+    expert_policy = MixedPrecisionPolicy(
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+        cast_forward_inputs=False,
+    )
     replicated = {*quantised_by_bitsandbytes(parts.model).values(), *(p for p in parts.model.parameters() if p.ndim == 0)}
 
     def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> FSDPModule:
@@ -48,9 +56,9 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
             module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=replicated
         )
 
-    for name, own in parts.shard.own_mesh.items():
+    for name, expert_mesh in parts.shard.own_mesh.items():
         unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
-        shard(name, own, apart, unit, free=free_after_forward)
+        shard(name, expert_mesh, expert_policy, unit, free=free_after_forward)
     float32 = MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=True
     )
@@ -61,22 +69,22 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
         if name not in parts.shard.float32_modules:
             shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
 
-    # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so they stay one
-    # unit.
+    # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so
+    # they stay one unit.
     outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
     outer = (outer or OuterUnits()).without(parts.shard.float32_modules)
     free_embeddings = bool(free_after_forward)
     embeddings = [shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings]
     heads = [shard(outer.head, mesh.sub(*axes), policy, "", free=False)] if outer.head is not None else []
-    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered from the
-    # forward to the end of the backward.
+    # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered
+    # from the forward to the end of the backward.
     root = shard("", mesh.sub(*axes), policy, "", free=False)
     if embeddings or heads:
         follow_root(root, embeddings=embeddings, heads=heads)
 
 
 def _make_contiguous(model: nn.Module) -> None:
-    """Parameters whose rows do not lie one after the other (transposed, channels last) cannot be cut into shards as they lie."""
+    """Make transposed and channels-last parameters contiguous, as `fully_shard` requires."""
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -97,6 +105,7 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
         first_name, first_block = owner.setdefault(id(parameter), (name, block))
         if block != first_block:
             raise ModelError(
-                f"{first_name} and {name} share one parameter across two units ({first_block} and {block}), which cannot be sharded apart; "
-                "use ZeRO stage 0, or let one module whose forward runs both hold them, and name it in parallel.blocks"
+                f"{first_name} and {name} share one parameter across two units ({first_block} and "
+                f"{block}), which cannot be sharded separately; use ZeRO stage 0, or put both "
+                "modules into one module whose forward runs both, and name it in parallel.blocks"
             )

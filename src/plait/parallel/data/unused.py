@@ -1,11 +1,13 @@
 """Parameters that a step did not use, under `fully_shard`.
 
-One process leaves the gradient of an unused parameter None, and the optimizer skips it. Sharded units reduce zeros instead (so that ranks
-that used different parameters agree on the collective), which would decay weights and moments. This tracker notes what autograd reached on
-this rank and, after the reduction, puts None back where no rank used the parameter.
+In a single process the gradient of an unused parameter stays None, and the optimizer skips the
+parameter. Sharded units reduce zeros instead, so that ranks that used different parameters agree on
+the collective, and zeros would decay weights and moments. This tracker records the parameters that
+autograd reached on this rank. After the reduction it restores None for those that no rank used.
 
-At ZeRO stages 1 and 2 ranks may also differ in the *units* that they run. At stage 3 they may not, because gathering a unit for its use
-is a collective. The exchange of the flags therefore compares the order of the units' collectives between ranks.
+At ZeRO stages 1 and 2 ranks may also differ in the *units* that they run. At stage 3 they may not,
+because every use of a unit gathers it, which is a collective. The exchange of the flags therefore
+compares the order of the units' collectives between ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from plait.errors import CommunicationError, InputError
 from plait.parallel.hooks import Lost, StepHook, backward_underway
 
 _DELAY_STEPS = 2
+"""Steps after which a GPU's result of the comparison is read."""
 
 
 def foreign_backward() -> InputError:
-    """For a gradient that comes where this model's engine runs no backward."""
+    """Return the error for a gradient that arrives while this model's engine runs no backward."""
     if backward_underway():
         return InputError(
             "engine.backward(loss): the loss was computed by the model of another engine too, whose gradients that engine does not expect "
@@ -50,9 +53,9 @@ def foreign_backward() -> InputError:
 class UnusedTracker(StepHook):
     """Restores None as the gradient of parameters that no rank used.
 
-    An engine calls `finish_reduction` once per step, after the last backward and before gradients are
-    read. In a training loop of the user's, nobody does: the end of every backward outside of
-    `accumulate` calls it, and gradients that were there before stay.
+    An engine calls `finish_reduction` once per step, after the last backward and before gradients
+    are read. In the user's own training loop, the end of every backward outside of `accumulate`
+    calls it instead, and gradients from before that backward are kept.
     """
 
     def __init__(
@@ -71,7 +74,8 @@ class UnusedTracker(StepHook):
             group: The ranks whose gradients are summed.
             device: Device of the collective.
             order: The order of the units' collectives, which is compared between the ranks.
-            finishes_backward: Whether the training loop is the user's.
+            finishes_backward: Whether the end of a backward finishes the reduction, as in the
+                user's own training loop.
         """
         self.group = group
         self._model = model
@@ -81,15 +85,17 @@ class UnusedTracker(StepHook):
         # Frozen parameters too: they may be unfrozen at any step.
         self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
         self.accepts = finishes_backward
-        """Whether gradients are expected now; one that comes all the same is refused."""
+        """Whether gradients are expected now. At other times a gradient raises InputError."""
         self._is_last = True
         self._had_gradient: list[bool] | None = None
         self._used = [False] * len(self.parameters)
         self._index = {p: i for i, p in enumerate(self.parameters)}
         reduce_unused_parameters(model)
-        # The tensors that autograd accumulates into exist after a unit's first gathering, which torch does in a hook before this one.
+        # The tensors that autograd accumulates into exist after a unit's first gathering, which
+        # torch does in a hook before this one.
         self._handles = {m: m.register_forward_pre_hook(self._watch) for m in units}  # type: ignore[attr-defined]
-        # A unit whose own forward does not run may still be gathered, if another module reads its parameter.
+        # A unit whose own forward does not run may still be gathered, if another module reads its
+        # parameter.
         self._end_handle = model.register_forward_hook(self._watch_gathered)
         if finishes_backward:
             around_backward(model, begin=self._begin_backward, end=self._end_backward)
@@ -110,7 +116,7 @@ class UnusedTracker(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around every backward of a step."""
+        """Expect gradients in this context, which wraps every backward of a step."""
         self.accepts = True
         try:
             yield
@@ -118,12 +124,12 @@ class UnusedTracker(StepHook):
             self.accepts = False
 
     def drop_gradients(self) -> None:
-        """What used them so far does not count."""
+        """Forget which parameters the step has used so far."""
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
 
     def on_error(self, lost: Lost) -> None:
-        """A failed pass may have ended at another collective on each rank."""
+        """Forget the collectives of a failed pass, which may differ between ranks."""
         if self._comparison is not None:
             self._comparison.forget()
 
@@ -132,7 +138,8 @@ class UnusedTracker(StepHook):
         self._is_last = last
 
     def _begin_backward(self) -> None:
-        # At ZeRO 2 and 3 every micro-batch reduces, so only the first one of a step finds what was there before.
+        # At ZeRO 2 and 3 every micro-batch reduces, so only the first one of a step sees the
+        # gradients from before the step.
         if self._had_gradient is None:
             self._had_gradient = [p.grad is not None for p in self.parameters]
 
@@ -158,9 +165,13 @@ class UnusedTracker(StepHook):
         if self._comparison is not None:
             self._comparison.end(flags[: len(digest)])
             flags = flags[len(digest) :]
-        # A rank that used all the parameters that have a gradient need not read the flags, which waits for the device.
-        stays = self._used if self._had_gradient is None else map(or_, self._used, self._had_gradient)
-        candidates = [p for p, kept in zip(self.parameters, stays, strict=True) if not kept and p.grad is not None]
+        # Reading the flags waits for the device. A rank that used every parameter that has a
+        # gradient does not need them.
+        keeps = self._used
+        if self._had_gradient is not None:
+            keeps = list(map(or_, self._used, self._had_gradient))
+        pairs = zip(self.parameters, keeps, strict=True)
+        candidates = [p for p, is_kept in pairs if not is_kept and p.grad is not None]
         if candidates:
             flag_of = flags.tolist()
             for parameter in candidates:
@@ -171,7 +182,7 @@ class UnusedTracker(StepHook):
         self._had_gradient = None
 
     def _refuse_unseen_gradient(self, parameter: torch.Tensor) -> None:
-        """Refuse to drop a gradient that is not zero, which would end a parameter's training in silence."""
+        """Refuse to drop a gradient that is not zero: its parameter would silently not train."""
         gradient = parameter.grad
         assert gradient is not None
         if not bool(local_tensor(gradient).any()):
@@ -186,11 +197,12 @@ class UnusedTracker(StepHook):
 class _OrderComparison:
     """Comparison of the order of the units' collectives between the ranks of a group.
 
-    The digest of a rank is exchanged by a maximum of bytes, of the digest and of its complement. The two
-    maxima are each other's complement only if all digests are equal.
+    Ranks exchange the bytes of their digest and of its complement by an all-reduce with MAX. The
+    two maxima are each other's complement only if all digests are equal.
 
-    On a GPU the result of a step is read two steps later, when its copy has arrived, so that nothing waits
-    for the device. All ranks read it in the same step, and can then exchange what they did.
+    On a GPU the result of a step is read `_DELAY_STEPS` steps later, when its copy has arrived, so
+    that nothing waits for the device. All ranks read it in the same step, so they can exchange
+    their collectives for the error.
     """
 
     def __init__(self, order: UnitOrder, group: dist.ProcessGroup) -> None:
@@ -206,7 +218,14 @@ class _OrderComparison:
         return [*digest, *(255 - byte for byte in digest)]
 
     def end(self, maxima: torch.Tensor) -> None:
-        """Take the exchanged bytes, and compare those of this step, or of an earlier one on a GPU."""
+        """Compare the exchanged bytes of this step, or of an earlier step on a GPU.
+
+        Args:
+            maxima: The bytes of `begin` after the all-reduce, uint8.
+
+        Raises:
+            CommunicationError: The digests of the ranks differ.
+        """
         self._pending.append((HostCopy(maxima), self._collectives))
         delay = _DELAY_STEPS if accelerator.is_one(maxima.device) else 0
         if len(self._pending) <= delay:
@@ -226,7 +245,9 @@ class _OrderComparison:
         dist.all_gather_object(collectives, mine, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
         differing = self._order.difference(collectives)
-        each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, differing, strict=False)) or "many collectives ago"
+        texts = [f"rank {rank}: {text}" for rank, text in zip(ranks, differing, strict=False)]
+        # `take` returns the newest collectives only, which may agree.
+        each = "; ".join(texts) or "the difference is older than the recorded collectives"
         return CommunicationError(
             f"the ranks ran different parts of the model in one step, and exchanged weights or gradients of "
             f"different blocks ({each}); run the same blocks in the same order on all ranks (draw the blocks "
@@ -241,8 +262,11 @@ def _may_train(parameter: torch.Tensor) -> bool:
 
 
 def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
-    """Call `function` whenever a gradient was accumulated into a parameter, which may be frozen now and unfrozen later."""
-    # torch refuses the hook for a frozen parameter, and keeps it when the parameter is frozen afterwards.
+    """Call `function` whenever a gradient was accumulated into a parameter.
+
+    The parameter may be frozen now and unfrozen later.
+    """
+    # torch refuses the hook for a frozen parameter, but keeps it if the parameter is frozen later.
     requires_grad = parameter.requires_grad
     parameter.requires_grad_(True)
     parameter.register_post_accumulate_grad_hook(function)

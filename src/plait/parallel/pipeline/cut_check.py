@@ -1,8 +1,8 @@
-"""Whether a model that was cut into pipeline stages computes on a batch what the uncut one does; asked before the first use of every kind
-of batch, on all ranks and without communication.
+"""Check that a model that was cut into pipeline stages computes the same as the uncut model.
 
-The answer comes from one forward, and the loss, of a copy without weights (`model.dataflow`), so it also says which entries of the model's
-output the last stage does not have: recorded values of earlier stages' blocks.
+The check runs before the first use of every kind of batch, on all ranks and without communication.
+It traces one forward and the loss of a copy without weights (`model.dataflow`). The trace also
+shows which entries of the model's output the last stage lacks, such as earlier hidden states.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class CutResult:
-    """About one kind of batch."""
+    """Result of the check for one kind of batch."""
 
     missing: dict[str | int, str]
-    """Entries of the output that the last stage does not have, and why."""
+    """Entries of the output that the last stage does not have, with the error message of each."""
     values: bool
-    """Whether shapes between stages may follow from the batch's values, not only from its shapes."""
+    """Whether shapes between stages may depend on the batch's values, not only on its shapes."""
 
 
 @dataclass
 class CutCheck:
-    """Asks once for every kind of batch, and again when attributes of the model outside of its blocks have changed."""
+    """Checks every kind of batch once, and again if attributes outside of the blocks change."""
 
     skeleton: Skeleton
     cut: StageCut
@@ -59,9 +59,25 @@ class CutCheck:
         self._modules = outer_modules(self.model, self.skeleton.blocks)
         self._settings = outer_settings(self._modules)
 
-    def result(self, piece: Any, *, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> CutResult:
-        """For a micro-batch like `piece`. Raises ModelError where the cut model would compute something else, or where that cannot be
-        known."""
+    def result(
+        self,
+        piece: Any,
+        *,
+        forward: Callable[[nn.Module, Any], Any],
+        loss: LossFunction | None,
+        training: bool,
+    ) -> CutResult:
+        """Return the result for micro-batches of the kind of `piece`.
+
+        Args:
+            piece: A micro-batch.
+            forward: Calls a model with a micro-batch.
+            loss: Computes the loss of an output and a micro-batch. None if no loss is computed.
+            training: Whether the model is in training mode.
+
+        Raises:
+            ModelError: The cut model would compute something else, or the copy cannot tell.
+        """
         self._follow_settings()
         key = (training, loss is not None, _kind(piece))
         if key not in self._results:
@@ -69,7 +85,7 @@ class CutCheck:
         return self._results[key]
 
     def _follow_settings(self) -> None:
-        """Give the copy the attributes that were changed since the last call, and forget what was found with the old ones."""
+        """Give the copy the attributes that changed since the last call, and drop older results."""
         settings = outer_settings(self._modules)
         changed = changed_settings(self._settings, settings)
         self._settings = settings
@@ -99,8 +115,9 @@ class CutCheck:
         foreign = {parameter for parameter in flow.strangers if parameter.startswith(inside) or parameter not in owned_by_last}
         if foreign:
             raise ModelError(
-                f"parallel.pp: the loss reads parameters of the model ({min(foreign)}), of which each stage has its own only; leave a "
-                "penalty on squares to the optimizer's weight_decay, or use parallel.pp = 1"
+                f"parallel.pp: the loss reads parameters of the model ({min(foreign)}), and each "
+                "stage has only those of its own blocks; replace an L2 penalty by the optimizer's "
+                "weight_decay, or use parallel.pp = 1"
             )
 
     def _ask(self, piece: Any, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> CutResult:
@@ -112,41 +129,49 @@ class CutCheck:
 
         def run(model: nn.Module, trace: Trace) -> None:
             missing.clear()
-            here = with_empty_cache(cpu)
-            output = forward(model, here)
+            batch = with_empty_cache(cpu)
+            output = forward(model, batch)
             # Before the loss, which would fail for a reason that follows from the order.
             check_order(trace.flow, self.cut.bounds, name)
             fields = output_fields(output)
-            missing.update({entry: why for entry, leaves in fields.items() if (why := self._why_missing(entry, leaves, trace))})
+            for entry, leaves in fields.items():
+                reason = self._why_missing(entry, leaves, trace)
+                if reason:
+                    missing[entry] = reason
             if loss is not None:
-                trace.need([_loss_of_copy(loss, without(output, missing), here, trace, parameters)], "the loss")
+                kept = without(output, missing)
+                trace.need([_loss_of_copy(loss, kept, batch, trace, parameters)], "the loss")
 
         try:
             trace = self.skeleton.trace(run, training=training)
         except Untraceable as error:
             raise ModelError(
-                f"parallel.pp: whether {name} is right when it is cut cannot be known, because its forward cannot be run without its "
-                f"weights ({error}); use parallel.pp = 1"
+                f"parallel.pp: cannot check that {name} computes the same when it is cut, because "
+                f"its forward cannot be traced without weights ({error}); use parallel.pp = 1"
             ) from error
         self._set_by_forward |= set(trace.flow.settings)
         self._refuse_state(trace.flow, name)
         needed = stages_needed(trace.flow, self.cut.bounds, name=name)
-        for owners, has, verb in (
+        for owners, available, verb in (
             (needed.owners, self.cut.owners, "uses"),
             (needed.recomputed, self.cut.recomputed, "needs what follows from"),
         ):
             for parameter, stages in owners.items():
-                if lacking := stages - has.get(parameter, frozenset()):
+                if lacking := stages - available.get(parameter, frozenset()):
                     raise ModelError(
                         f"parallel.pp: on this batch stage {min(lacking)} of {name} {verb} {parameter}, which belongs to stage "
                         f"{', '.join(map(str, sorted(self.cut.owners.get(parameter, ())))) or 'none'}: the model was cut by a forward of "
                         "token ids alone, and this batch takes another path through it; use parallel.pp = 1"
                     )
-        found = dict(missing)
-        return CutResult(found, trace.flow.values or (trace.flow.decides and self._shapes_differ(run, trace, training)))
+        # `_shapes_differ` runs `run` again, which fills `missing` anew.
+        result_missing = dict(missing)
+        depends_on_values = trace.flow.values
+        if not depends_on_values and trace.flow.decides:
+            depends_on_values = self._shapes_differ(run, trace, training)
+        return CutResult(result_missing, depends_on_values)
 
     def _shapes_differ(self, run: Callable[[nn.Module, Trace], Any], trace: Trace, training: bool) -> bool:
-        """Whether blocks would return other shapes if the questions that the model asks about a batch's values had another answer."""
+        """Return whether inverting every branch on a batch's values changes shapes of blocks."""
         try:
             return self.skeleton.trace(run, training=training, negate=True).flow.shapes != trace.flow.shapes
         except PlaitError:
@@ -164,8 +189,9 @@ class CutCheck:
             else:
                 continue
             return (
-                f"parallel.pp: the model's output `{entry}` {what} (hidden states, attentions, or router logits and a loss of them), and "
-                f"stage {last}, which computes the loss, does not have that; use parallel.pp = 1, or leave it out of the loss"
+                f"parallel.pp: the model's output `{entry}` {what} (hidden states, attentions, or "
+                f"router logits and a loss of them), and stage {last}, which computes the loss, "
+                f"does not have that; compute the loss without `{entry}`, or use parallel.pp = 1"
             )
         return None
 
@@ -179,8 +205,12 @@ class CutCheck:
 
 
 def _loss_of_copy(loss: LossFunction, output: Any, piece: Any, trace: Trace, parameters: dict[int, str]) -> torch.Tensor:
-    """Compute the loss of a traced output, and note which of the real `parameters` (storage to name) it reads."""
-    # Not during the forward: modules that a deepcopy shares (closures) read real parameters there.
+    """Compute the loss of a traced output.
+
+    The trace notes which of the real `parameters` (storage to name) the loss reads.
+    """
+    # Only during the loss: in the forward, modules that deepcopy shares (closures) read real
+    # parameters legitimately.
     trace.strangers = parameters
     try:
         return loss(output, piece)[0]
@@ -197,7 +227,10 @@ def _loss_of_copy(loss: LossFunction, output: Any, piece: Any, trace: Trace, par
 
 
 def _kind(piece: Any) -> Any:
-    """Equal for batches that take the same path through a model: the same entries, dtypes and flags."""
+    """Return a key of a batch's entries, dtypes and flags.
+
+    Batches with equal keys are taken to follow the same path through a model.
+    """
     if isinstance(piece, torch.Tensor):
         return piece.dtype, piece.ndim
     inside = entries(piece)

@@ -37,8 +37,11 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class _Entering(torch.autograd.Function):
-    """An alias of a received tensor that the stage may change in place, as it may change any
-    activation. The received tensor is a leaf, which torch lets nobody change."""
+    """Alias of a received tensor that the stage may change in place, like any activation.
+
+    The received tensor itself is a leaf that requires a gradient, which torch does not allow to be
+    changed in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
