@@ -20,7 +20,6 @@ from typing import Any
 from plait.checkpoint.folder import find
 from plait.cluster.topology import WATCH_FOLDER
 from plait.comm import board, stacks
-from plait.comm.stacks import ENDED
 from tools.faults.forks import Ranks
 from tools.faults.runs import ROOT
 

@@ -31,8 +31,7 @@ from plait.sharded.model import owner_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
 
 FULL_WEIGHTS = (
-    "accelerator.get_state_dict(model) on every process, and save the result in one "
-    "(save_pretrained(folder, state_dict=...) takes it)"
+    "accelerator.get_state_dict(model) on every process, and save the result in one (save_pretrained(folder, state_dict=...) takes it)"
 )
 """Remedy of messages: the call that returns full weights."""
 _KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from plait.errors import InputError, first_line, half_of_a_character
-from plait.model.chat_template import ChatTemplate
 from plait.inference.settings import Settings
 from plait.inference.vocabulary import tokens_of_model
 from plait.model.chat_template import ChatTemplate
