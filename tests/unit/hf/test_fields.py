@@ -224,5 +224,6 @@ def test_generation_that_no_layout_can_is_refused(tmp_path: Path) -> None:
 
     field, encoder = ["TrainingArguments.predict_with_generate"], SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True))
     assert problems(model(), parallel={"tp": 2, "pp": 2}) == problems(encoder) == []
-    assert problems(encoder, parallel={"tp": 2}) == problems(encoder, zero_optimization={"stage": 1}) == field
+    assert problems(encoder, parallel={"tp": 2}) == field
+    assert problems(encoder, zero_optimization={"stage": 1}) == []
     assert problems(model(), parallel={"ep": 2}) == field
