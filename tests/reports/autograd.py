@@ -413,6 +413,24 @@ def views_changed_in_place(run: Run) -> None:
         run.step()
 
 
+class InPlaceLayer(Layer):
+    """A layer that adds to its input in place."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.view(hidden.shape)
+        hidden += self.linear.bias
+        return super().forward(hidden)
+
+
+def inputs_changed_in_place(run: Run) -> None:
+    """A block adds to a view of its input in place."""
+    call = run.start(build(Net, InPlaceLayer))
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(call(inputs(step, rank)).square().mean())
+        run.step()
+
+
 class HookedLayer(Layer):
     """A layer with a hook on the gradient of its output."""
 

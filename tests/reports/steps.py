@@ -374,8 +374,8 @@ def optimizer_built_before_sharding(run: Run) -> None:
         run.step()
 
 
-def backwards_of_two_models_in_one_step(run: Run) -> None:
-    """A reduction that accumulates: three backwards per step without `accumulating`."""
+def three_backwards_per_step(run: Run) -> None:
+    """Three backwards per step, each of which may be reduced."""
     call = run.start(build(Net))
     for step in range(STEPS):
         for micro in range(3):

@@ -115,6 +115,11 @@ CASES = [
             "an in-place change of a view that a block returned drops the hook that gathers",
         ),
     ),
+    Case(
+        "pytorch-181832-inputs",
+        autograd.inputs_changed_in_place,
+        defects=on(SHARDED, "a view of a unit's input cannot be changed in place; torch's words"),
+    ),
     Case("pytorch-61519", autograd.hooks_on_activations),
     Case("fairscale-989", autograd.weights_perturbed_between_two_backwards, OWN),
     Case("pytorch-176076", parameters.tied_weights_of_uneven_shards),
@@ -200,7 +205,7 @@ CASES = [
         },
     ),
     Case("DeeperSpeed-56", steps.weights_reloaded_in_bfloat16, tolerance=3e-2),
-    Case("fairscale-918", steps.backwards_of_two_models_in_one_step),
+    Case("fairscale-918", steps.three_backwards_per_step),
     Case("torchtitan-2318-own", steps.clipped_accumulation, ["own-3", "engine-2"], parallel={"dp_replicate": 2, "dp_shard": 2}, world=4),
 ]
 
