@@ -40,7 +40,7 @@ def test_a_plan_is_printed_explained_and_written(tmp_path: Path, capsys: pytest.
         "why not tp=3 cannot be: 16 devices and 16 % 3 = 1",
         "twice the memory",
         "of 79.1 GiB",
-        f"Of published runs of sources that it did not, {unseen()['time'].share:.0%} of {unseen()['time'].rows} step times",
+        f"Of published runs of other sources, {unseen()['time'].share:.0%} of {unseen()['time'].rows} step times",
         f"plait train {out}",
     ):
         assert text in shown, text
