@@ -9,7 +9,7 @@ import torch
 
 import plait
 from plait.errors import CommunicationError
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, materialise_model, settings
 from tests.pool import Pool
@@ -22,11 +22,14 @@ SKIPPED = [["1", "2"], ["", "03"], ["012", ""], ["3", "3"], ["", ""]]
 class SkippingModel(cases.PlainModel):
     """A model whose batch names the blocks to leave out, and which may read a weight outside of its block."""
 
+    repeats = False
+
     def forward(self, input_ids: torch.Tensor, skip: str = "", penalty: bool = False) -> Any:
         hidden = self.embed(input_ids)
         for index, block in enumerate(self.blocks):
             if str(index) not in skip:
                 hidden = block(hidden, False)
+                hidden = block(hidden, False) if self.repeats and index == 1 else hidden
         if penalty:
             hidden = hidden + self.blocks[1].up.weight.square().mean()
         return cases.Output(self.head(hidden))
@@ -88,3 +91,52 @@ def test_different_blocks_at_stage_3_are_named(pool: Pool) -> None:
     config["parallel"]["transport"] = "torch"
     for message in pool.run(2, skip_at_stage_3, config):
         assert "rank 0: gathering of blocks.2; rank 1: gathering of blocks.1" in message, message
+
+
+def own_loop(rank: int, world: int, config: dict[str, Any], case: str) -> dict[str, torch.Tensor | None]:
+    """Runs in a worker. Returns the gradients of one step of the user's own loop."""
+    model = build()
+    plait.parallelize(model, config)
+    return gradients_of(model, case, [rank])
+
+
+def mean_of(model: Any, piece: dict[str, Any], skip: str) -> torch.Tensor:
+    """Mean over the targets of a micro-batch."""
+    total, weight = plait.causal_lm_loss(model(piece["input_ids"], skip=skip), piece)
+    return total / weight
+
+
+def gradients_of(model: Any, case: str, ranks: list[int]) -> dict[str, torch.Tensor | None]:
+    """Gradients of a step in which ranks skip different blocks. `case` says what happens around the forward."""
+    first, second = cases.ragged_steps(2, steps=2, keys=())[1], cases.ragged_steps(2, steps=3, keys=())[2]
+    for rank in ranks:
+        if case == "evaluation before":
+            with torch.no_grad():
+                model(second[rank]["input_ids"])
+        loss = mean_of(model, first[rank], skip=("1", "23")[rank])
+        if case == "evaluation between":
+            with torch.no_grad():
+                model(second[rank]["input_ids"])
+        if case == "two forwards":
+            loss = loss + mean_of(model, second[rank], skip=("03", "")[rank])
+        if case == "a block twice on one rank":
+            model.repeats = rank == 0
+            loss = loss + mean_of(model, second[rank], skip="")
+            model.repeats = False
+        (loss / len(ranks)).backward()
+    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("case", ["evaluation before", "evaluation between", "two forwards", "a block twice on one rank"])
+def test_around_a_forward_with_skipped_blocks(pool: Pool, stage: int, case: str) -> None:
+    config = settings(2, stage, 1, 1)
+    config["parallel"]["transport"] = "torch"
+    model = build()
+    materialise_model(model)
+    expected = gradients_of(model, case, [0, 1])
+    for gradients in pool.run(2, own_loop, config, case):
+        for name, gradient in expected.items():
+            assert (gradients[name] is None) == (gradient is None), name
+            if gradient is not None:
+                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-12, msg=lambda t, n=name: f"{n}: {t}")

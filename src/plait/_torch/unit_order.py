@@ -14,6 +14,11 @@ remaining ones. A unit without gradients reduces zeros. Models that run their bl
 of registration issue the same collectives as without this patch. A step that skips a block keeps
 the gradients of the blocks in front of it unsharded until the end of the backward.
 
+An evaluation between forward and backward may have freed units, so the begin of the backward gathers
+all of them. Nothing is gathered after that: torch would prefetch units that are reduced already,
+because it remembers the order of all forwards, and would leave them gathered. A block that ran several
+times is reduced after the backward of the last of its calls.
+
 At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded, and the
 ranks compare a digest of it once per step.
 """
@@ -87,15 +92,21 @@ class UnitOrder:
         self._collectives: deque[int] = deque(maxlen=MOST_COLLECTIVES)
         self._digest = 0
         self._awaits_reduction = [False] * len(self._groups)
+        self._calls = [0] * len(self._groups)
+        """Calls of each block in forwards whose backward has not run."""
+        self._runs_backward = False
         self._unreduced = len(self._groups)
         """Number of units, from the front, that the running backward has not reduced yet."""
 
         for index, group in enumerate(self._groups):
             group.unshard = self._ordered_gather(index, group.unshard)
             group.post_backward = self._ordered_reduction(index)
+            if is_fixed and pairs[index][0] in blocks:
+                register = group._register_post_backward_hook
+                group._register_post_backward_hook = self._counted_registration(index, register)
         if is_fixed:
             root.register_forward_hook(self._gather_remaining, prepend=True)
-            around_backward(root, begin=self._begin_reductions, before_end=self._reduce_remaining)
+            around_backward(root, begin=self._begin_backward, before_end=self._reduce_remaining)
 
     @property
     def digest(self) -> int:
@@ -154,6 +165,8 @@ class UnitOrder:
 
         def gather(async_op: bool = False) -> None:
             in_backward = group._training_state is TrainingState.PRE_BACKWARD
+            if in_backward and self._is_fixed and self._runs_backward and index >= self._unreduced:
+                return  # a prefetch of a unit that is reduced already
             is_skipped = in_backward and not group.unshard_in_backward
             if not self._is_gathered(index) and not is_skipped:
                 if self._is_fixed:
@@ -183,14 +196,25 @@ class UnitOrder:
         group = self._groups[index]
 
         def reduce(*_: object) -> None:
+            self._calls[index] -= 1
             is_deferred = self._is_fixed and group.reduce_grads and index < self._unreduced
             if not is_deferred:
                 self._reduce(index)
-                return
-            self._awaits_reduction[index] = True
-            self._reduce_ready()
+            elif self._calls[index] <= 0:
+                self._awaits_reduction[index] = True
+                self._reduce_ready()
 
         return reduce
+
+    def _counted_registration(self, index: int, register: Callable[..., Any]) -> Callable[..., Any]:
+        def register_and_count(args: Any, kwargs: Any) -> Any:
+            registered = register(args, kwargs)
+            # torch returns its arguments unchanged where no input requires a gradient.
+            if registered[0] is not args or registered[1] is not kwargs:
+                self._calls[index] += 1
+            return registered
+
+        return register_and_count
 
     def _reduce(self, index: int) -> None:
         group = self._groups[index]
@@ -201,9 +225,11 @@ class UnitOrder:
             self._note(2 * index + 1)
         self._reductions[index]()
 
-    def _begin_reductions(self) -> None:
+    def _begin_backward(self) -> None:
         self._unreduced = len(self._groups)
         self._awaits_reduction = [False] * len(self._groups)
+        self._gather_units(range(len(self._groups)))
+        self._runs_backward = True
 
     def _reduce_ready(self) -> None:
         """Reduce units from the end of the order, up to the first one that awaits its backward."""
@@ -217,10 +243,13 @@ class UnitOrder:
                 self._reduce(index)
 
     def _reduce_remaining(self) -> None:
-        """Reduce the units whose backward did not run."""
+        """Reduce the units whose backward did not run, or not for all of their calls."""
+        self._calls = [0] * len(self._groups)
         for index in reversed(range(len(self._groups))):
             if index < self._unreduced and self._states[index]._is_root is not None:
                 # Not `_reduce`: patches that were applied later wrap `post_backward`, and complete
                 # the unit's gradients in it.
                 self._groups[index].post_backward()
-        self._begin_reductions()
+        self._calls = [0] * len(self._groups)
+        self._unreduced = len(self._groups)
+        self._runs_backward = False

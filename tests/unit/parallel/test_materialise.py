@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -55,9 +58,20 @@ class SmallGPT(nn.Module):
             module.weight.data.normal_(std=0.02)
 
 
-def test_the_models_own_initialisation_is_repeated() -> None:
+class TiedGPT(SmallGPT):
+    """Ties its head before it initialises its weights, as nanoGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__(scales_projection=False)
+        self.head = nn.Linear(64, 200, bias=False)
+        self.embed.weight = self.head.weight
+        self.apply(self._init_weights)
+
+
+@pytest.mark.parametrize("kind", [partial(SmallGPT, scales_projection=False), TiedGPT], ids=["plain", "tied"])
+def test_the_models_own_initialisation_is_repeated(kind: Callable[[], SmallGPT]) -> None:
     with torch.device("meta"):
-        model = SmallGPT(scales_projection=False)
+        model = kind()
     initialise(model)
     assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert model.projection.bias.abs().max() > 0
