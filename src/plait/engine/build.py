@@ -41,7 +41,9 @@ from plait.sharded.misuse import (
 )
 from plait.sharded.model import ShardedModel
 from plait.sharded.ownership import refuse_taken, take_over
+from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
+_FULL_WEIGHTS = "`for bucket in plait.iterate_weights(engine.sharded): ...` on every process, and save its tensors in one"
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -79,6 +81,8 @@ def initialize(
     take_over(model)
     given = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)
     engine = begin(checked_model(model, resolved), given)
+    if resolved.layout.pp > 1:
+        refuse_shards_as_weights(model, remedy=_FULL_WEIGHTS, is_partial=True)
     if resolved.trackers:
         _start_trackers(engine)
     return engine
