@@ -48,9 +48,9 @@ def _complete(model: nn.Module, styles: dict[str, Style], embedding: str | None,
     if head is not None and is_linear(modules[head]):
         styles[head] = "vocab_head"
     copied = copied_layers(model)
-    for name in {embedding, head} & set(copied):
+    for end in {embedding, head} & set(copied):
         # The layer and its trained copy are inside. Both are replicated.
-        styles.pop(str(name), None)
+        styles.pop(str(end), None)
     for owners in _sharing_a_weight(model):
         ends = [name for name in owners if styles.get(name) in ("embedding_rowwise", "vocab_head")]
         if not ends:
