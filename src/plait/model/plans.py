@@ -103,8 +103,9 @@ def _plan_of(model: nn.Module, *, tp: int, user: Mapping[str, str] | None, block
     head, embedding = split_boundary_layers(model, styles, rule_set)
     for name in set(styles) & set(copied_layers(model)):
         raise ModelError(
-            f"parallel.tp: {name} is trained in full (modules_to_save), and only a head and an embedding are, because other layers "
-            "compute with a part of their input; leave it out of modules_to_save (target_modules adapts it), or use parallel.tp = 1"
+            f"parallel.tp: {name} is trained in full (modules_to_save), and only a head and an "
+            "embedding are, because other layers compute with a part of their input; leave it out "
+            "of modules_to_save (target_modules adapts it), or use parallel.tp = 1"
         )
     for name, style in styles.items():
         check_style(model, name, style, rule_set.source)

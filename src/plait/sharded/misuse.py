@@ -109,8 +109,9 @@ def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> No
     for name, parameter, shape in shapes:
         if parameter.shape != shape:
             raise InputError(
-                f"`{name}` has shape {tuple(parameter.shape)}, and had {tuple(shape)} when the model was given to Plait: gradients "
-                "and optimizer states are those of the former; load the model, resize it (resize_token_embeddings), and then train it "
+                f"`{name}` has shape {tuple(parameter.shape)}, and had {tuple(shape)} when the "
+                "model was given to Plait: gradients and optimizer states are those of the "
+                "former; load the model, resize it (resize_token_embeddings), and then train it "
                 "or pass it to plait.initialize"
             )
 

@@ -102,8 +102,9 @@ def _refuse_resize(self: Any, new_num_tokens: int | None = None, *args: Any, **s
     if (new_num_tokens is None and not args and not settings) or not next(self.parameters()).is_meta:
         return type(self).resize_token_embeddings(self, new_num_tokens, *args, **settings)
     raise InputError(
-        f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}) of a model of plait.from_pretrained, which has no weights "
-        f"yet: {grown_folder(folder, new_num_tokens or 0)} and give that folder to plait.from_pretrained"
+        f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}) of a model of "
+        "plait.from_pretrained, which has no weights yet: "
+        f"{grown_folder(folder, new_num_tokens or 0)} and give that folder to plait.from_pretrained"
     )
 
 

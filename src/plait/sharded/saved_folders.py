@@ -64,9 +64,10 @@ def _refuse_resize(self: Any, new_num_tokens: int | None = None, *args: Any, **s
 
 def _refuse_merge(self: Any, *_: Any, **__: Any) -> Any:
     raise InputError(
-        "merge_and_unload, or merge_adapter: with parallel.tp each process holds a part of the weights and of the adapter; save the "
-        "adapter (trainer.save_model(folder), or the tensors of plait.iterate_weights(engine.sharded, trained_only=True)) and merge it "
-        "in one process: PeftModel.from_pretrained(model, folder).merge_and_unload()"
+        "merge_and_unload, or merge_adapter: with parallel.tp each process holds a part of the "
+        "weights and of the adapter; save the adapter (trainer.save_model(folder), or the tensors "
+        "of plait.iterate_weights(engine.sharded, trained_only=True)) and merge it in one "
+        "process: PeftModel.from_pretrained(model, folder).merge_and_unload()"
     )
 
 
