@@ -11,20 +11,26 @@ from tests.parity import trainers
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
-def model(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, targets: Any = TARGETS) -> Any:
+def model(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, targets: Any = TARGETS, **settings: Any) -> Any:
     """With B that is not zero, so that every gradient counts."""
-    return on(trainers.model(dtype), dropout=dropout, targets=targets)
+    return on(trainers.model(dtype), dropout=dropout, targets=targets, **settings)
 
 
-def on(base: Any, *, dropout: float = 0.0, targets: Any = TARGETS) -> Any:
-    """The same adapters on a model."""
+def on(base: Any, *, dropout: float = 0.0, targets: Any = TARGETS, **settings: Any) -> Any:
+    """The same adapters on a model. `settings` are further fields of LoraConfig."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(11)
-    found = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(targets), task_type="CAUSAL_LM"))
+    lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(targets), task_type="CAUSAL_LM", **settings)
+    found = get_peft_model(base, lora)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in found.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05, generator=draw)
     return found
+
+
+def with_copies(dtype: torch.dtype = torch.float32) -> Any:
+    """With the head and the embedding trained in full."""
+    return model(dtype, modules_to_save=["lm_head", "embed_tokens"])

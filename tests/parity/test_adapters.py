@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 SETTINGS = {"learning_rate": 3e-2, "save_strategy": "steps", "save_steps": 2}
 
 
-def adapters(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[dict[str, Any], int]:
+def adapters(rank: int, world: int, config: dict[str, Any], folder: str, made: Any = adapted.model) -> tuple[dict[str, Any], int]:
     """The run, and how many elements the optimizer of this rank has. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -29,7 +29,7 @@ def adapters(rank: int, world: int, config: dict[str, Any], folder: str) -> tupl
                 super().__init__(*args, **given)
                 kept.append(self)
 
-        found = trainers.run(Kept, TrainingArguments, folder, made=adapted.model, deepspeed=config, **SETTINGS)
+        found = trainers.run(Kept, TrainingArguments, folder, made=made, deepspeed=config, **SETTINGS)
         held = [p for group in kept[0].optimizer.param_groups for p in group["params"]]
         assert all(p.requires_grad for p in held)
         return found, sum(p.numel() for p in held)
@@ -63,6 +63,16 @@ def test_adapters_are_one_process(pool: Pool, tmp_path: Path, world: int, dp: in
     assert any("lora_A" in text for text in saved) and not any("embed_tokens" in text for text in saved)
 
 
+@pytest.mark.parametrize("config", [{"parallel": {"tp": 2}}, zero(3)], ids=["tp2", "zero3"])
+def test_layers_that_are_trained_in_full(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+    """Head and embedding in `modules_to_save` are replicated under tensor parallelism."""
+    dp = 1 if "parallel" in config else 2
+    wanted = trainers.native(dp, made=adapted.with_copies, learning_rate=3e-2)
+    found, _ = pool.run(2, adapters, config, str(tmp_path), adapted.with_copies)[0]
+    close(found, wanted)
+    assert any("lm_head" in name for name in wanted["weights"])
+
+
 def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[str]]:
     """A run goes on under tensor parallelism. Also what is refused under it. Runs in a worker."""
     from accelerate.state import AcceleratorState
@@ -85,6 +95,7 @@ def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[st
             ({"tp": 2}, {"dropout": 0.1}),
             ({"tp": 2, "sequence_parallel": True}, {}),
             ({"tp": 2}, {"targets": ["lm_head"]}),
+            ({"tp": 2}, {"targets": ["q_proj"], "modules_to_save": ["down_proj"]}),
         ):
             with pytest.raises(ModelError) as raised:
                 made({"parallel": config}, 4, **given).train()
@@ -97,5 +108,6 @@ def test_adapters_go_on_elsewhere(pool: Pool, tmp_path: Path) -> None:
     for found, refused in pool.run(2, resumed, str(tmp_path)):
         for key in ("loss", "grad_norm", "learning_rate"):
             assert found[key] == pytest.approx(wanted[key], rel=1e-5), key
-        assert ["lora_dropout=0" in refused[0], "low-rank adapters" in refused[1], "vocab_head" in refused[2]] == [True] * 3
+        words = ("lora_dropout=0", "low-rank adapters", "vocab_head", "trained in full (modules_to_save)")
+        assert all(word in text for word, text in zip(words, refused, strict=True)), refused
     assert json.loads((tmp_path / "checkpoint-2" / "adapter_config.json").read_text())["r"] == 4

@@ -134,6 +134,58 @@ def test_parts_are_no_weights(pool: Pool, tmp_path: Path, config: dict[str, Any]
     assert all(type(tensor) is torch.Tensor for tensor in found[0][1].values()) and found[1][1] == {}
 
 
+def part_of_a_pipeline(rank: int, world: int, folder: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """What a script saves of an engine's model, and what the refusal advises. Runs in a worker."""
+    config = {
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "parallel": {"pp": 2},
+    }
+    engine = plait.initialize(trainers.model(), config, loss_fn=plait.causal_lm_loss)
+    refusal = said(lambda: torch.save(engine.model.state_dict(), f"{folder}/{rank}.pt"))
+    weights = {}
+    for bucket in plait.iterate_weights(engine.sharded):
+        weights |= {name: tensor.clone() for name, tensor in bucket.items()}
+    engine.close()
+    return refusal, weights
+
+
+def test_a_stage_is_not_the_model(pool: Pool, tmp_path: Path) -> None:
+    wanted = trainers.model().state_dict()
+    for refusal, weights in pool.run(2, part_of_a_pipeline, str(tmp_path)):
+        assert "each process holds a part" in refusal and "plait.iterate_weights(engine.sharded)" in refusal
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
+
+
+def merged_parts(rank: int, world: int, folder: str) -> list[str]:
+    """Merge adapters of which each rank has a part, and save them as advised. Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        config = {"parallel": {"tp": 2}}
+        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, **SETTINGS)
+        trainer = Trainer(model=adapted.model(), args=arguments, train_dataset=trainers.samples())
+        trainer.train()
+        refusals = [said(trainer.model.merge_and_unload), said(trainer.model.merge_adapter)]
+        trainer.save_model(f"{folder}/adapter")
+        trainer.engine.close()
+        return refusals
+
+
+def test_adapters_of_which_ranks_have_parts(pool: Pool, tmp_path: Path) -> None:
+    """The advised way merges them in one process."""
+    peft = pytest.importorskip("peft")
+    for refusals in pool.run(2, merged_parts, str(tmp_path)):
+        assert all("merge it in one process: PeftModel.from_pretrained(model, folder)" in text for text in refusals)
+    before = trainers.model().state_dict()
+    merged = peft.PeftModel.from_pretrained(trainers.model(), str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    assert merged.keys() == before.keys()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(merged[name], before[name])
+
+
 def with_images(kind: str) -> Any:
     """A tiny model whose parameters have other names in files."""
     import transformers

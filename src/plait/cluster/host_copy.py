@@ -27,6 +27,10 @@ class HostCopy:
         self._values = host.copy_(tensor, non_blocking=True)
         self._event = accelerator.current_stream(tensor.device).record_event()
 
+    def is_ready(self) -> bool:
+        """Whether `values` returns without waiting."""
+        return self._event is None or self._event.query()
+
     def values(self) -> torch.Tensor:
         """Wait for the copy and return the tensor in host memory."""
         if self._event is not None:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.checkpoint.agreement import together
 from plait.cluster.topology import keep_host_memory
 from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
 from plait.engine.generators import generator_seed
 from plait.engine.resume import check_scheduler, configured_groups
+from plait.engine.trackers import EngineTrackers, check_trackers
 from plait.errors import ConfigError, InputError, Problem
 from plait.losses.balance_loss import with_balance_loss
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
@@ -39,7 +41,9 @@ from plait.sharded.misuse import (
 )
 from plait.sharded.model import ShardedModel
 from plait.sharded.ownership import refuse_taken, take_over
+from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
+_FULL_WEIGHTS = "`for bucket in plait.iterate_weights(engine.sharded): ...` on every process, and save its tensors in one"
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -73,9 +77,25 @@ def initialize(
     resolved = resolved.model_copy(update={"added": (*resolved.added, *techniques)})
     warn_of_unused_sections(resolved, optimizer=optimizer, lr_scheduler=lr_scheduler)
     refuse_loss_of_samples(loss, resolved)
+    check_trackers(resolved)
     take_over(model)
     given = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)
-    return begin(checked_model(model, resolved), given)
+    engine = begin(checked_model(model, resolved), given)
+    if resolved.layout.pp > 1:
+        refuse_shards_as_weights(model, remedy=_FULL_WEIGHTS, is_partial=True)
+    if resolved.trackers:
+        _start_trackers(engine)
+    return engine
+
+
+def _start_trackers(engine: Engine) -> None:
+    """Start the trackers on the first rank. Where that fails, all ranks raise InputError. Collective."""
+
+    def start() -> None:
+        if engine.rank == 0:
+            engine.trackers = EngineTrackers(engine.config)
+
+    together(start, device=engine.device, doing="starting the trackers", raising=InputError)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from plait.comm.watch import WATCH
 from plait.engine.facts import EngineFacts
 from plait.engine.loader_state import StatefulLoader, refuse_stateless
 from plait.engine.state import load_engine, snapshot_of
+from plait.engine.trackers import EngineTrackers
 from plait.errors import InputError, PlaitError
 from plait.inference.generate import generate
 from plait.inference.requests import Generation
@@ -86,6 +87,8 @@ class Engine(EngineFacts):
         """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
         self._decided = ""
         self._writer = Writer(sharded.mesh)
+        self.trackers: EngineTrackers | None = None
+        """Trackers of the caller's loop, on the first rank; None where none are enabled, and for `plait train`, whose loop has them."""
         WATCH.progress(1, board.BETWEEN)
 
     # ---- full steps -------------------------------------------------------------------------------------------------------------
@@ -140,6 +143,7 @@ class Engine(EngineFacts):
         if checks_weight:
             self._weight_check(divided_by=targets, returned=everywhere.value()[1], step=self.global_steps)
         loss = everywhere.value()[0] / targets
+        self._track(outcome, rate, scale, loss)
         return StepResult(loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self._decided)
 
     @torch.no_grad()
@@ -218,6 +222,11 @@ class Engine(EngineFacts):
             return weight.to(self.device, dtype)
         return accelerator.tensor_of(weight, dtype=dtype, device=self.device)
 
+    def _track(self, outcome: Outcome, rate: float, scale: float, loss: torch.Tensor | None = None) -> None:
+        if self.trackers is not None:
+            norm = outcome.grad_norm
+            self.trackers.end_step(self.global_steps, grad_norm=norm, learning_rate=rate, loss_scale=scale, loss=loss)
+
     def _recover(self) -> None:
         """Clear what a failed step left; one of three calls begins anew with its first micro-batch."""
         if self._guard.recover():
@@ -225,6 +234,8 @@ class Engine(EngineFacts):
 
     def _restart_step(self) -> None:
         self._micro_step, self._boundary, self._weights = self._step_began, None, []
+        if self.trackers is not None:
+            self.trackers.drop_losses()
 
     def _update(self, *, divisor: float = 1.0, **losses: Callable[[], Any]) -> Outcome:
         outcome, self._decided = self.sharded.update(self.stepper, divisor=divisor, step=self.global_steps + 1, **losses)
@@ -277,6 +288,8 @@ class Engine(EngineFacts):
             scaled.backward(retain_graph=retain_graph)
             for complete in self.hooks.after_backward:
                 complete()
+        if self.trackers is not None:
+            self.trackers.add_loss(loss)
         return loss.detach()
 
     def step(self) -> None:
@@ -291,8 +304,10 @@ class Engine(EngineFacts):
             self._step_began = self._micro_step
             divisor = float(Pending(self._sum(self._weights), self._dp_group).value()) if self._weights else 1.0
             self._weights = []
+            scale, rate = self.sharded.loss_scale, self.get_lr()[0]
             with self._guard.running("step"):
-                self._update(divisor=divisor or 1.0)
+                outcome = self._update(divisor=divisor or 1.0)
+            self._track(outcome, rate, scale)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
@@ -321,6 +336,8 @@ class Engine(EngineFacts):
         self._recover()
         self._guard.drop()
         self._weights = []
+        if self.trackers is not None:
+            self.trackers.drop_losses()
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode."""
@@ -400,5 +417,7 @@ class Engine(EngineFacts):
         Raises CheckpointError where `save_checkpoint(wait=False)` could not write its copy."""
         try:
             self._writer.close()
+            if self.trackers is not None:
+                self.trackers.close()
         finally:
             self.sharded.close()

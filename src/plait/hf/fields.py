@@ -25,6 +25,8 @@ class Field:
     """What to do instead."""
     when: Callable[[Any, Any, Layout], bool] | None = None
     """(value, arguments, layout): whether a value is refused, or noted, at all. None: every value but the default."""
+    remedy_for: Callable[[Any], str] | None = None
+    """The part of `remedy` that concerns a value. None: all of it."""
 
 
 def _honoured(what: str = "as in Transformers") -> Field:
@@ -33,6 +35,26 @@ def _honoured(what: str = "as in Transformers") -> Field:
 
 def _split(value: Any, args: Any, layout: Layout) -> bool:
     return bool(value) and layout.dp != layout.world_size
+
+
+_INT8 = 'write "optimizer": {"type": "AdamW", "params": {"lr": "auto"}, "states": "int8"} in the file'
+_LION = 'write "optimizer": {"type": "Lion", "params": {"lr": "auto"}} in the file'
+_ON_HOST = 'write "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}} in the file'
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _optimizer_remedy(value: Any) -> str:
+    name = _text(value)
+    if "lion" in name:
+        return f"leave it out, and {_LION}"
+    if name == "paged_adamw_32bit":
+        return f'use "adamw_torch", which computes the same, and {_ON_HOST} to keep its states out of the device'
+    if "adafactor" in name or name.endswith(("8bit", "4bit")):
+        return f'use "adamw_torch"; for small states leave it out, and {_INT8}'
+    return 'use "adamw_torch"'
 
 
 _OWN = "Plait's own, over the data-parallel ranks"
@@ -53,8 +75,9 @@ FIELDS: dict[str, Field] = {
         "refused",
         "honoured for " + ", ".join(_ELEMENTWISE) + "; other optimizers read a parameter as a matrix, or keep states that no checkpoint of "
         "another layout can use",
-        'use "adamw_torch", pass optimizers=, or write an `optimizer` in the file',
-        lambda value, args, layout: str(getattr(value, "value", value)) not in _ELEMENTWISE,
+        f'use "adamw_torch"; for small states {_INT8}; for Lion {_LION}; for pages {_ON_HOST}',
+        lambda value, args, layout: _text(value) not in _ELEMENTWISE,
+        _optimizer_remedy,
     ),
     "optim_args": _honoured(),
     "weight_decay": _honoured('fills an "auto" of the file'),
@@ -282,7 +305,8 @@ def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
         if not asked or (entry.when is None and value in (None, False, "", [], {})):
             continue
         if entry.effect == "refused":
-            problems.append(Problem(f"TrainingArguments.{field.name}", getattr(value, "value", value), entry.what, entry.remedy))
+            remedy = entry.remedy if entry.remedy_for is None else entry.remedy_for(value)
+            problems.append(Problem(f"TrainingArguments.{field.name}", getattr(value, "value", value), entry.what, remedy))
         else:
             notes.append(f"TrainingArguments.{field.name} changes nothing: {entry.what}")
     if getattr(args, "n_gpu", 1) > 1:

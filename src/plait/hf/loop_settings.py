@@ -9,7 +9,7 @@ from plait.config.resolving.batch import ACCUMULATION, MICRO, TRAIN
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.config.schema.config import Bf16Section, Config, Fp16Section
 from plait.errors import ConfigError, InputError, Problem, refuse
-from plait.hf.settings import ConfigSource
+from plait.hf.settings import ConfigSource, tracker_problems
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -77,6 +77,10 @@ def _unfit(resolved: Resolved) -> list[Problem]:
     for axis, (degree, rule, instead) in rules.items():
         if degree > 1:
             found.append(Problem(f"parallel.{axis}", degree, rule, f"use 1, plait.hf.Trainer, or {instead}"))
+    argument = 'write Accelerator(log_with="{name}")'
+    rule = "the loop records its own numbers with accelerator.log"
+    csv = "write the numbers of the loop to a file"
+    found += tracker_problems(resolved, rule, argument, csv=csv)
     if resolved.data_parallel.update_in_backward:
         rule = "the loop clips and steps between the backward and the update"
         found.append(Problem("parallel.optimizer_in_backward", True, rule, "use false"))

@@ -123,6 +123,24 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def tracker_problems(resolved: Resolved, rule: str, argument: str, *, csv: str) -> list[Problem]:
+    """Return a problem for each tracker of a file whose caller has trackers of its own.
+
+    Args:
+        resolved: Configuration.
+        rule: Reason of the refusal.
+        argument: What to do instead, with `{name}` for Accelerate's name of the tracker.
+        csv: What to do instead of `csv_monitor`.
+    """
+    problems = []
+    for spec in resolved.trackers:
+        name = "comet_ml" if spec.name == "comet" else spec.name
+        instead = csv if spec.name == "csv_monitor" else argument.format(name=name)
+        setting = resolved.tracker_setting(spec)
+        problems.append(Problem(setting, spec.name, rule, f"leave it out, and {instead}"))
+    return problems
+
+
 def _unfit(resolved: Resolved) -> list[Problem]:
     """What no Trainer can run."""
     found = []
@@ -138,6 +156,9 @@ def _unfit(resolved: Resolved) -> list[Problem]:
     if resolved.loss_chunk_tokens:
         rule = "the Trainer takes the loss from the model, not plait.causal_lm_loss"
         found.append(Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, "use 0, or train_batch"))
+    argument = 'set TrainingArguments(report_to="{name}")'
+    csv = "read log_history in trainer_state.json"
+    found += tracker_problems(resolved, "the Trainer has trackers of its own", argument, csv=csv)
     if resolved.data_parallel.update_in_backward:
         rule = "the Trainer clips and calls callbacks between the backward and the update"
         found.append(Problem("parallel.optimizer_in_backward", True, rule, "use false"))

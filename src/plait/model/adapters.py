@@ -24,6 +24,15 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(getattr(module, _BASE, None), nn.Module)}
 
 
+def copied_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the wrappers of layers that are trained in full (PEFT's `modules_to_save`)."""
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "original_module") and isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
+    )
+
+
 def adapters_of(model: Any) -> tuple[str, ...]:
     """Return the names of the adapters that PEFT has put on a model; none for any other model."""
     return tuple(getattr(model, "peft_config", ()))

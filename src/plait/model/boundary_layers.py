@@ -10,6 +10,7 @@ import inspect
 
 from torch import nn
 
+from plait.model.adapters import copied_layers
 from plait.model.layers import is_embedding, is_linear, split_dims
 from plait.model.rules import RuleSet, Style
 from plait.model.tied import tied_names
@@ -46,11 +47,16 @@ def _complete(model: nn.Module, styles: dict[str, Style], embedding: str | None,
         styles[embedding] = "embedding_rowwise"
     if head is not None and is_linear(modules[head]):
         styles[head] = "vocab_head"
+    copied = copied_layers(model)
+    for end in {embedding, head} & set(copied):
+        # The layer and its trained copy are inside. Both are replicated.
+        styles.pop(str(end), None)
     for owners in _sharing_a_weight(model):
         ends = [name for name in owners if styles.get(name) in ("embedding_rowwise", "vocab_head")]
         if not ends:
             continue
-        if all(_splits_rows(modules[name]) and name not in read for name in owners):
+        is_copied = any(name.startswith(f"{wrapper}.") for name in owners for wrapper in copied)
+        if not is_copied and all(_splits_rows(modules[name]) and name not in read for name in owners):
             styles.update({name: "embedding_rowwise" if is_embedding(modules[name]) else "vocab_head" for name in owners})
         else:
             for name in ends:  # a tensor that one owner needs unsharded is unsharded for all

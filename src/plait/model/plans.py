@@ -15,7 +15,7 @@ from typing import Literal, cast
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
-from plait.model.adapters import adapted_layers, base_name, split_adapters, without_adapters
+from plait.model.adapters import adapted_layers, base_name, copied_layers, split_adapters, without_adapters
 from plait.model.boundary_layers import split_boundary_layers
 from plait.model.heads import (
     GROUPS,
@@ -101,6 +101,12 @@ def _plan_of(model: nn.Module, *, tp: int, user: Mapping[str, str] | None, block
     rule_set = rules_for(model, user=user, blocks=blocks)
     styles = assign(model, rule_set)
     head, embedding = split_boundary_layers(model, styles, rule_set)
+    for name in set(styles) & set(copied_layers(model)):
+        raise ModelError(
+            f"parallel.tp: {name} is trained in full (modules_to_save), and only a head and an "
+            "embedding are, because other layers compute with a part of their input; leave it out "
+            "of modules_to_save (target_modules adapts it), or use parallel.tp = 1"
+        )
     for name, style in styles.items():
         check_style(model, name, style, rule_set.source)
     styles = _spread(model, styles)

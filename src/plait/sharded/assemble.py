@@ -107,7 +107,7 @@ def shard(
     accept_full_tensors(model)
     refuse_copies(model)
     explain_methods(model)
-    refuse_partial_folders(model, pp=resolved.layout.pp)
+    refuse_partial_folders(model, pp=resolved.layout.pp, tp=resolved.layout.tp)
     refuse_pickled_shards(model)
     watch_shards_of(model)
     return mesh, parts if tier is None else parts.with_(hooks=Hooks((*parts.hooks.all, tier))), seed

@@ -105,6 +105,24 @@ def _explained(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
+def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> None:
+    """Raise InputError for a parameter whose shape has changed, as `resize_token_embeddings` changes it.
+
+    Gradients and optimizer states have the former shape. An update would write past their end.
+
+    Args:
+        shapes: (name, parameter, shape) of the parameters when the model was given to Plait.
+    """
+    for name, parameter, shape in shapes:
+        if parameter.shape != shape:
+            raise InputError(
+                f"`{name}` has shape {tuple(parameter.shape)}, and had {tuple(shape)} when the "
+                "model was given to Plait: gradients and optimizer states are those of the "
+                "former; load the model, resize it (resize_token_embeddings), and then train it "
+                "or pass it to plait.initialize"
+            )
+
+
 def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
     """Refuse a KV cache that does not fit.
 

@@ -40,7 +40,7 @@ from plait.parallel.tensor.styles import Region
 from plait.sharded.cache import cache_argument, new_cache
 from plait.sharded.finite import not_finite
 from plait.sharded.guard import Guard
-from plait.sharded.misuse import refuse_cache
+from plait.sharded.misuse import refuse_cache, refuse_resized
 from plait.sharded.step import Outcome, Stepper
 from plait.sharded.unchanged import UnchangedParameters
 from plait.sharded.within import Forwards
@@ -66,6 +66,9 @@ class ShardedModel:
         self._evaluates_in: int | None = None
         """The thread."""
         self._turn = threading.Lock()
+        parameters = () if self.is_cut else parts.model.named_parameters()
+        self._shapes = [(name, parameter, parameter.shape) for name, parameter in parameters]
+        """Parameters of a replicated model. Of a model that was cut, the calls that resize are refused themselves."""
         self._forwards = Forwards(parts.model) if self.is_cut or mesh.layout.dp < mesh.layout.world_size else None
         self._compared = ExitStack()
         if config.faults.check_collectives and mesh.layout.world_size > 1:
@@ -118,6 +121,7 @@ class ShardedModel:
     def before_microbatch(self, *, last: bool) -> None:
         """Before the forward of a micro-batch. `last`: of its step."""
         WATCH.phase(board.FORWARD)
+        refuse_resized(self._shapes)
         for tell in self.hooks.before_microbatch:
             tell(last)
 

@@ -23,6 +23,12 @@ def refuse_taken(model: nn.Module) -> None:
             f"the model is already wrapped in {type(model).__name__}, which would reduce every gradient twice; pass the inner model "
             "(`model.module`) and delete the wrapping line: Plait does its work"
         )
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ModelError(
+            "the model's parameters were cut by DeepSpeed itself (its zero.Init, or Transformers' "
+            "HfDeepSpeedConfig), and this process has a part of them; leave that out, and build "
+            "the model with plait.from_pretrained(name)"
+        )
     owner = owner_of(model)
     if owner is not None and owner.is_cut:
         layout, data = owner.mesh.layout, owner.parts.noted(DataParallel)

@@ -216,6 +216,9 @@ def parallelize(
     if every:
         rule = "plait.parallelize makes no optimizer, whose states are compared too"
         raise ConfigError(Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0"))
+    rule = "plait.parallelize does not see the steps of the loop, which has its own tracker"
+    remedy = "leave it out, or use plait.initialize"
+    refuse(Problem(resolved.tracker_setting(spec), spec.name, rule, remedy) for spec in resolved.trackers)
     if resolved.data_parallel.update_in_backward:
         raise ModelError("parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use plait.initialize, or false")
     if resolved.layout.ep > 1:

@@ -5,6 +5,7 @@ The model is built on `meta`, and says in an attribute of its own which folder i
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,32 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
     if getattr(model, "generation_config", None) is not None:
         model.generation_config = settings
     object.__setattr__(model, _ATTRIBUTE, folder)
+    if callable(getattr(model, "resize_token_embeddings", None)):
+        object.__setattr__(model, "resize_token_embeddings", types.MethodType(_refuse_resize, model))
     return model.train()
+
+
+def grown_folder(folder: Path, tokens: int) -> str:
+    """Return what to do, in a sentence without its end, for a saved model that has too few rows for a tokenizer."""
+    return (
+        f'resize and save it once: model = AutoModelForCausalLM.from_pretrained("{folder}"), '
+        f"model.resize_token_embeddings({tokens}), model.save_pretrained(another folder),"
+    )
+
+
+def _refuse_resize(self: Any, new_num_tokens: int | None = None, *args: Any, **settings: Any) -> Any:
+    """Resize an embedding, which on meta would need values that are not there.
+
+    After the model has got its weights, the call is of Transformers again, or refused by the sharded model.
+    """
+    folder = vars(self)[_ATTRIBUTE]
+    if (new_num_tokens is None and not args and not settings) or not next(self.parameters()).is_meta:
+        return type(self).resize_token_embeddings(self, new_num_tokens, *args, **settings)
+    raise InputError(
+        f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}) of a model of "
+        "plait.from_pretrained, which has no weights yet: "
+        f"{grown_folder(folder, new_num_tokens or 0)} and give that folder to plait.from_pretrained"
+    )
 
 
 def quantisation_of(config: Any) -> str | None:

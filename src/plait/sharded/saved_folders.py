@@ -21,14 +21,16 @@ from plait.sharded.shards_as_weights import refuse_given_shards
 _REMEDY = "trainer.save_model(folder) on every process, or pass state_dict=accelerator.get_state_dict(model)"
 
 
-def refuse_partial_folders(model: nn.Module, *, pp: int) -> None:
+def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
     """Make `save_pretrained` of a model and of its parts raise InputError without full weights.
 
-    `push_to_hub` calls it. `resize_token_embeddings` raises InputError too.
+    `push_to_hub` calls it. `resize_token_embeddings` raises InputError too, and with tensor
+    parallelism PEFT's calls that merge adapters.
 
     Args:
         model: A model with its layout.
         pp: Pipeline stages.
+        tp: Degree of tensor parallelism.
     """
     if pp == 1 and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return
@@ -37,6 +39,9 @@ def refuse_partial_folders(model: nn.Module, *, pp: int) -> None:
             object.__setattr__(module, "save_pretrained", types.MethodType(_with_full_weights, module))
         if callable(getattr(type(module), "resize_token_embeddings", None)):
             object.__setattr__(module, "resize_token_embeddings", types.MethodType(_refuse_resize, module))
+        if tp > 1 and callable(getattr(type(module), "merge_and_unload", None)):
+            object.__setattr__(module, "merge_and_unload", types.MethodType(_refuse_merge, module))
+            object.__setattr__(module, "merge_adapter", types.MethodType(_refuse_merge, module))
 
 
 def _with_full_weights(self: Any, *args: Any, **settings: Any) -> Any:
@@ -54,6 +59,15 @@ def _refuse_resize(self: Any, new_num_tokens: int | None = None, *args: Any, **s
     raise InputError(
         f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}): each process holds a part of the embedding, and the optimizer "
         "its states; load the model, resize it, and then train it or pass it to plait.initialize"
+    )
+
+
+def _refuse_merge(self: Any, *_: Any, **__: Any) -> Any:
+    raise InputError(
+        "merge_and_unload, or merge_adapter: with parallel.tp each process holds a part of the "
+        "weights and of the adapter; save the adapter (trainer.save_model(folder), or the tensors "
+        "of plait.iterate_weights(engine.sharded, trained_only=True)) and merge it in one "
+        "process: PeftModel.from_pretrained(model, folder).merge_and_unload()"
     )
 
 

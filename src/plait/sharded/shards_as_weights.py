@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from plait._torch.dtensor import local_tensor
 from plait.errors import InputError
@@ -25,6 +26,8 @@ FULL_STATE = (
     "options=StateDictOptions(full_state_dict=True)) on every process, and save it in one"
 )
 """Remedy of messages where no object of Plait has a call that returns full weights."""
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Hooks that refuse shards, one per model. A later caller has a better remedy."""
 _REMEDIES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
 """Device meshes of sharded models, and what to call instead of pickling their parameters."""
 
@@ -71,8 +74,11 @@ def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool 
         state.update({name: local_tensor(value) for name, value in sharded.items()})
 
     if is_partial or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        earlier = _HOOKS.pop(model, None)
+        if earlier is not None:
+            earlier.remove()
         # Only if needed: the hook is a local function, with which the model cannot be pickled.
-        model.register_state_dict_post_hook(refuse)
+        _HOOKS[model] = model.register_state_dict_post_hook(refuse)
     refuse_pickled_shards(model, remedy=remedy)
 
 

@@ -19,7 +19,7 @@ from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.model.described import check_fields, described_config, require_transformers
 from plait.sharded.cache import attends_to_later_tokens
 from plait.sharded.hub import saved_folder
-from plait.sharded.pretrained import quantisation_of
+from plait.sharded.pretrained import grown_folder, quantisation_of
 from plait.units import dtype_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
             "unquantised weights; name the folder of the unquantised model, or train adapters on "
             "this one: plait.hf.Trainer with LoRA on a model that Transformers has loaded"
         )
-    _check_fit(config, tokenizer, positions)
+    _check_fit(config, tokenizer, positions, saved=weights)
     config.use_cache = False
     try:
         with torch.device("meta"):
@@ -119,12 +119,15 @@ def _config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTr
     return described_config(fields, follow=follow)
 
 
-def _check_fit(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
+def _check_fit(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, positions: int, *, saved: Path | None) -> None:
     needed = vocabulary_size(tokenizer)
     rows = getattr(config, "vocab_size", needed)
     if rows < needed:
         rule = f"the tokenizer has {needed:,} tokens and the model's embedding {rows:,} rows"
         remedy = f"use {needed} or more, leave it out, or set data.tokenizer to the model's own"
+        if saved is not None:
+            # The rows of a saved model are not a setting of the run.
+            remedy = f"{grown_folder(saved, needed)} and set model.path to that folder, or set data.tokenizer to the model's own"
         raise ConfigError(Problem("model vocab_size", rows, rule, remedy))
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and positions > most:

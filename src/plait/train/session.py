@@ -31,6 +31,7 @@ from plait.data.streamed_loader import StreamedSequences
 from plait.engine import generators
 from plait.engine.build import Given, begin
 from plait.engine.engine import Engine
+from plait.engine.trackers import Trackers, check_trackers
 from plait.errors import ConfigError, InputError, NumbersError, Problem
 from plait.events import Event, Listener, RunStarted
 from plait.files import require_folder, user_path
@@ -115,6 +116,7 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
         raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
     check_schedule(resolved)
     check_callbacks(resolved.run.callbacks)
+    check_trackers(resolved)
     identity = {
         **built.identity,
         **prepared.identity,
@@ -238,6 +240,8 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
             checked.folder.write(resolved, checked.data.tokenizer, checked.built.weights)
 
         callbacks = load_callbacks(section.callbacks)
+        if resolved.trackers:
+            listeners = [*listeners, *_started_trackers(engine, held)]
 
         def emit(event: Event) -> None:
             for listener in listeners:
@@ -271,6 +275,20 @@ def _load(engine: Engine, checked: ValidatedRun, loader: Batches, notes: list[st
     assert loaded is not None  # every rank has found it, see `_same_everywhere`
     loader.restore(loaded[1].get("loader", {}))
     return Position(loaded[1]["step"], loaded[1]["samples"])
+
+
+def _started_trackers(engine: Engine, held: ExitStack) -> list[Listener]:
+    """Start the trackers on the first rank. Where that fails, all ranks raise InputError. Collective."""
+    started: list[Listener] = []
+
+    def start() -> None:
+        if engine.rank == 0:
+            trackers = Trackers(engine.config)
+            held.callback(trackers.close)
+            started.append(trackers)
+
+    together(start, device=engine.device, doing="starting the trackers", raising=InputError)
+    return started
 
 
 def _claim(checked: ValidatedRun, held: ExitStack) -> None:

@@ -315,10 +315,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
         ["fp16.enabled and bf16.enabled"],
     ),
-    "trackers that nobody calls": (
-        {"train_batch_size": 8, "wandb": {"enabled": True, "project": "x"}, "tensorboard": {"enabled": True, "output_path": "logs/"}},
-        ["wandb.enabled", "tensorboard.enabled"],
-    ),
     "curriculum": (
         {"train_batch_size": 8, "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8}},
         ["curriculum_learning"],

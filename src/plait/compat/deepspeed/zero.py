@@ -64,8 +64,18 @@ class Init:
             self._stack.enter_context(torch.device("meta"))
             self._stack.enter_context(NotedWrites())
 
-    def __exit__(self, *problem: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._stack.close()
+        if self._enabled and _META_CONTEXT in str(error or ""):
+            raise InputError(
+                "from_pretrained inside of zero.Init(): Transformers reads no weights for a model "
+                "without memory; call plait.from_pretrained(name), without zero.Init(), which "
+                "reads them in deepspeed.initialize, each process its parts"
+            ) from error
+
+
+_META_CONTEXT = "`from_pretrained` with a meta device"
+"""Part of Transformers' message for `from_pretrained` under `torch.device("meta")`."""
 
 
 class GatheredParameters:

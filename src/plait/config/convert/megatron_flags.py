@@ -67,7 +67,7 @@ _MODEL = "describes Megatron's own model; Plait takes the model from plait.initi
 _DATA = "describes Megatron's own data loader; `plait train` reads the `data` section, your own training loop brings its batches"
 _ALWAYS = "communication and compute always overlap"
 _KERNELS = "a kernel or a backend of Megatron; Plait runs the model's own code"
-_TRACKER = "no tracker is called, so nothing would appear there; every step is written to metrics.jsonl in run.folder"
+_TRACKER = "a tracker is named in the file, with its folder or its project"
 _LOGGING = "every step is written to metrics.jsonl in `run.folder`"
 _STYLES = {name: name for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
 _FALLS = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
@@ -190,7 +190,9 @@ FLAGS: dict[str, Flag] = {
     **_ignored(_DATA, "data_path train_data_path valid_data_path test_data_path", "values"),
     **_ignored(_DATA, "mock_data no_mmap_bin_files no_create_attention_mask_in_dataloader reset_position_ids eod_mask_loss", "switch"),
     **_ignored(_LOGGING, "tensorboard_queue_size wandb_exp_name wandb_save_dir timing_log_level log_memory_interval"),
-    **_refused(_TRACKER, "leave it out, and read metrics.jsonl", "tensorboard_dir wandb_project", off=("",)),
+    **_refused(
+        _TRACKER, 'leave it out, and write "run": {"trackers": ["tensorboard"]} or ["wandb"]', "tensorboard_dir wandb_project", off=("",)
+    ),
     **_ignored(
         _LOGGING,
         "log_throughput log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard log_validation_ppl_to_tensorboard "

@@ -147,18 +147,10 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "timers.throughput.synchronized": "flag",
         },
     ),
+    ("every step is sent to Comet, which thins them out itself", {"comet.samples_log_interval": "whole"}),
     (
-        "a setting of a tracker that is off; every step is written to metrics.jsonl in `run.folder`",
-        {
-            "tensorboard.output_path": "text",
-            "tensorboard.job_name": "text",
-            **_each("wandb", "group team project", "text"),
-            "csv_monitor.output_path": "text",
-            "csv_monitor.job_name": "text",
-            "comet.samples_log_interval": "whole",
-            **_each("comet", "project workspace api_key experiment_name experiment_key mode", "text"),
-            "comet.online": "flag",
-        },
+        "a file is copied to where a run is kept; Comet reads the key from COMET_API_KEY or its own configuration file",
+        {"comet.api_key": "text"},
     ),
     (
         "a report that changes no result; Plait does not write it",
@@ -416,15 +408,9 @@ REFUSED: tuple[Refusal, ...] = (
         },
     ),
     Refusal(
-        "no tracker is called, so nothing would appear there; every step is written to metrics.jsonl in run.folder",
-        "set it to false or leave the section out, and read metrics.jsonl",
-        {
-            "tensorboard.enabled": _FLAG,
-            "wandb.enabled": _FLAG,
-            "csv_monitor.enabled": _FLAG,
-            "comet.enabled": _FLAG,
-            "monitor_config": _SWITCHED,
-        },
+        "each tracker has a section of its own",
+        "leave it out, and write the section of the tracker (tensorboard, wandb, comet, csv_monitor)",
+        {"monitor_config": _SWITCHED},
     ),
     Refusal("weights are not quantised", "leave the section out", {"weight_quantization": _PRESENT}),
     Refusal(

@@ -16,6 +16,7 @@ from plait.config.resolving.resolved_parts import LOSS_SCALE
 from plait.config.resolving.techniques import has_buckets
 from plait.config.schema.config import Config
 from plait.config.schema.provenance import Row, Status
+from plait.config.schema.trackers import SECTIONS
 from plait.config.values.numbers import MOST_PROCESSES
 from plait.errors import ConfigError, Problem
 from plait.parallel.data.compression import Compression
@@ -85,7 +86,20 @@ _BITS = {0: "none", 4: "int4", 8: "int8"}
 _FP16 = tuple(f"fp16.{key}" for key in LOSS_SCALE.values())
 _TENSOR = tuple(TensorParallel.model_fields)
 
+
+def _is_off(tracker: str) -> Callable[[Resolved], bool]:
+    return lambda resolved: tracker not in [spec.name for spec in resolved.trackers]
+
+
 _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
+    *(
+        (
+            tuple(f"{name}.{setting}" for setting in section.model_fields if setting != "enabled"),
+            _is_off(name),
+            f"{name}.enabled is false",
+        )
+        for name, section in SECTIONS.items()
+    ),
     (
         ("zero_optimization.reduce_bucket_size", "parallel.bucket_mib"),
         lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None),

@@ -26,6 +26,7 @@ from plait.config.schema.config import Config
 from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
+from plait.config.schema.trackers import TrackerSpec
 from plait.errors import ConfigError, Problem, refuse
 from plait.parallel.activations.activation_offload import ActivationOffload
 from plait.parallel.activations.recompute import Recompute
@@ -105,9 +106,16 @@ class Resolved(Policy):
     """The text to read; None where the caller brings the batches."""
     run: RunSection
     """How long the run is, and what it writes."""
+    trackers: tuple[TrackerSpec, ...] = ()
+    """Trackers that are enabled, with all of their settings."""
     sources: Mapping[str, str]
     """Where each value came from: "file", "override", "default", "auto: ...", "derived: ...". By the name in the file, else by the path in
     this class."""
+
+    def tracker_setting(self, spec: TrackerSpec) -> str:
+        """Return the setting that enables a tracker."""
+        in_run = any(entry.name == spec.name for entry in self.run.trackers)
+        return "run.trackers" if in_run else f"{spec.name}.enabled"
 
     def assumed(self) -> str | None:
         """One sentence about what "auto" was filled with that a command line would decide (Transformers' TrainingArguments); None where
@@ -290,6 +298,7 @@ def outline(
         "model": config.model,
         "data": config.data,
         "run": run,
+        "trackers": found.attempt(lambda: resolved_parts.trackers(config, run)) or (),
     }
     values = {name: value for name, value in tried.items() if value is not None} | known
     return Outline(values, found.sources, tuple(found.problems))

@@ -18,6 +18,8 @@ from plait.config.schema import optimizers
 from plait.config.schema.config import Config, Fp16Section
 from plait.config.schema.lr_schedules import RUN_LENGTH
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
+from plait.config.schema.sections import RunSection
+from plait.config.schema.trackers import SECTIONS, TrackerSpec
 from plait.errors import ConfigError, Problem, refuse
 from plait.parallel.compile import Compile
 from plait.parallel.precision.loss_scale import LossScale
@@ -287,3 +289,29 @@ def _learning_rate(spec: OptimizerSpec) -> float | None:
     if optimizers.is_path(spec.type):
         return None
     return float(inspect.signature(optimizers.torch_class(spec.type)).parameters["lr"].default)
+
+
+def trackers(config: Config, run: RunSection) -> tuple[TrackerSpec, ...]:
+    """Return the trackers of the sections and of `run.trackers`, with all of their settings.
+
+    Raises:
+        ConfigError: A tracker is named twice.
+    """
+    specs = []
+    for name in SECTIONS:
+        section = getattr(config, name)
+        if section.enabled:
+            settings = section.model_dump(exclude={"enabled"})
+            specs.append(TrackerSpec(name=name, settings=settings))
+    for entry in run.trackers:
+        if entry.name in [spec.name for spec in specs]:
+            rule = "this tracker is enabled twice, and each step would be recorded twice"
+            remedy = f"keep one entry of run.trackers, or the section `{entry.name}`"
+            raise ConfigError(Problem("run.trackers", entry.name, rule, remedy))
+        defaults = SECTIONS[entry.name]().model_dump(exclude={"enabled"})
+        if "output_path" in defaults:
+            defaults |= {"output_path": run.folder, "job_name": entry.name}
+        if entry.name == "wandb":
+            defaults["project"] = "plait"
+        specs.append(TrackerSpec(name=entry.name, settings=defaults | entry.settings))
+    return tuple(specs)

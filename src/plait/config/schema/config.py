@@ -18,6 +18,7 @@ from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.provenance import Provenance
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
+from plait.config.schema.trackers import CometSection, CsvMonitorSection, TensorboardSection, WandbSection
 from plait.config.values.numbers import LARGEST, MOST_PROCESSES, Flag, LocalPlace
 from plait.parallel.activations.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
@@ -349,6 +350,14 @@ class Config(Policy):
     """Routers of mixture-of-experts models."""
     faults: FaultsSection = FaultsSection()
     """Hangs, and numbers that are not finite."""
+    tensorboard: TensorboardSection = TensorboardSection()
+    """TensorBoard."""
+    wandb: WandbSection = WandbSection()
+    """Weights & Biases."""
+    comet: CometSection = CometSection()
+    """Comet."""
+    csv_monitor: CsvMonitorSection = CsvMonitorSection()
+    """CSV files."""
     model: ModelSection | None = None
     """The model that `plait train` builds."""
     data: DataSection | None = None

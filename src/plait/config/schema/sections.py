@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from plait.config.schema.trackers import TrackerSpec
 from plait.config.values.numbers import MOST_PROCESSES, Flag, Fraction, LocalPlace, NotNegative, Place, Whole
 from plait.policy import Policy
 
@@ -177,6 +178,10 @@ class RunSection(Policy):
     callbacks: tuple[str, ...] = ()
     """Your own functions, or classes of such, as `package.module:name`: called with (event, engine) for every event of `plait.events`, on
     every process. One that returns True ends the run after the next step, with a checkpoint."""
+    trackers: tuple[TrackerSpec, ...] = ()
+    """Trackers that record loss, learning rate, gradient norm and speed of every step, from the first
+    process: `tensorboard`, `wandb`, `comet` and `csv_monitor`, or `{"wandb": {"project": "x"}}` with
+    the settings of the section of that name in a DeepSpeed file."""
 
     @property
     def checkpoint_seconds(self) -> float:

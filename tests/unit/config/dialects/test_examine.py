@@ -93,7 +93,7 @@ def test_one_value_written_in_two_ways_is_one_value() -> None:
 
 
 def test_harmless_keys_are_noted_and_what_changes_a_run_is_refused() -> None:
-    """D12, E8: memory that DeepSpeed arranges, and a dtype that is met by more, against trackers that nobody calls."""
+    """D12, E8: memory that DeepSpeed arranges, and a dtype that is met by more."""
     tree = {
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "bf16"},
@@ -102,7 +102,7 @@ def test_harmless_keys_are_noted_and_what_changes_a_run_is_refused() -> None:
     }
     made = resolved({**tree, "parallel": {"tp": 2}}, world_size=2)
     assert not made.recompute.partition_inputs and made.activation_offload.fraction == 0 and made.precision.reduce == "bfloat16"
-    assert problems({"wandb": {"enabled": True}})[0].startswith("wandb.enabled = True: no tracker is called")
+    assert problems({"monitor_config": {"enabled": True}})[0].startswith("monitor_config = ")
     assert resolved({**tree, "data_types": {"grad_accum_dtype": "fp32"}}).precision.reduce == "float32"
 
 

@@ -1,0 +1,128 @@
+"""Models that a script resizes, or builds without weights: what works, and the way that a refusal names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+import plait.compat.deepspeed as deepspeed
+from plait.config.schema.sections import ModelSection
+from plait.errors import ConfigError, InputError, ModelError
+from plait.train.build import build_model
+
+transformers = pytest.importorskip("transformers")
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 0},
+}
+
+
+def model(*, rows: int = 64) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=rows,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def loss_of_a_step(engine: plait.Engine, token: int) -> float:
+    tokens = torch.full((1, 8), token)
+    return float(engine.train_batch({"input_ids": tokens, "labels": tokens}).loss)
+
+
+def test_resized_after_training() -> None:
+    """The optimizer's states have the former size. An update wrote past their end, and the process crashed."""
+    engine = plait.initialize(model(), CONFIG, loss_fn=plait.causal_lm_loss)
+    loss_of_a_step(engine, 3)
+    engine.model.resize_token_embeddings(70)
+    with pytest.raises(InputError, match=r"embed_tokens.weight` has shape \(70, 32\), and had \(64, 32\)"):
+        loss_of_a_step(engine, 68)
+    engine.close()
+    # As the message says: the model, resized, is given to plait.initialize.
+    again = plait.initialize(engine.model, CONFIG, loss_fn=plait.causal_lm_loss)
+    assert loss_of_a_step(again, 68) > 0
+    again.close()
+
+
+def test_resized_before_it_has_weights(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path / "small")
+    found = plait.from_pretrained(tmp_path / "small")
+    assert found.resize_token_embeddings().num_embeddings == 64
+    with pytest.raises(InputError, match="resize and save it once") as error:
+        found.resize_token_embeddings(70)
+    assert "from_pretrained" in str(error.value) and "resize_token_embeddings(70)" in str(error.value)
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    whole.resize_token_embeddings(70)
+    whole.save_pretrained(tmp_path / "large")
+    engine = plait.initialize(plait.from_pretrained(tmp_path / "large"), CONFIG, loss_fn=plait.causal_lm_loss)
+    assert engine.model.get_input_embeddings().weight.shape == (70, 32) and loss_of_a_step(engine, 68) > 0
+    engine.close()
+
+
+def test_resized_once_it_has_weights(tmp_path: Path) -> None:
+    """The model of an engine that was closed is the caller's."""
+    model().save_pretrained(tmp_path)
+    found = plait.from_pretrained(tmp_path)
+    plait.initialize(found, CONFIG, loss_fn=plait.causal_lm_loss).close()
+    assert found.resize_token_embeddings(70).num_embeddings == 70
+
+
+def test_more_tokens_than_a_saved_model_has(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path / "small")
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {f"t{number}": number for number in range(70)}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="t0")
+    with pytest.raises(ConfigError, match=r"model.resize_token_embeddings\(70\)") as error:
+        build_model(ModelSection(path=str(tmp_path / "small")), tokenizer, positions=8)
+    assert "set model.path to that folder" in str(error.value) and "or more" not in str(error.value)
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    whole.resize_token_embeddings(70)
+    whole.save_pretrained(tmp_path / "large")
+    built = build_model(ModelSection(path=str(tmp_path / "large")), tokenizer, positions=8)
+    assert built.model.config.vocab_size == 70
+
+
+def test_pretrained_inside_of_zero_init(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"call plait.from_pretrained\(name\), without zero.Init"), deepspeed.zero.Init():
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ZeroDivisionError), deepspeed.zero.Init():
+        _ = 1 / 0
+    engine = deepspeed.initialize(model=plait.from_pretrained(tmp_path), config=CONFIG)[0]
+    assert torch.equal(engine.module.lm_head.weight, model().lm_head.weight)
+    engine.destroy()
+
+
+def test_parameters_that_deepspeed_has_cut() -> None:
+    found = nn.Linear(2, 2)
+    found.weight.ds_id = 0  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=r"build the model with plait.from_pretrained\(name\)"):
+        plait.initialize(found, CONFIG)
+
+
+def test_adapters_on_a_model_without_weights(tmp_path: Path) -> None:
+    """The message names the way that works: the model of Transformers."""
+    peft = pytest.importorskip("peft")
+    model().save_pretrained(tmp_path)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(InputError, match="build it with LlamaForCausalLM.from_pretrained"):
+        plait.initialize(peft.get_peft_model(plait.from_pretrained(tmp_path), lora), CONFIG)
+    whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    engine = plait.initialize(peft.get_peft_model(whole, lora), CONFIG, loss_fn=plait.causal_lm_loss)
+    assert loss_of_a_step(engine, 3) > 0
+    engine.close()
