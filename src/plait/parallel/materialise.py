@@ -113,7 +113,7 @@ def initialise(
     seen: set[int] = set()
     rules = _rules(template)
     writes: dict[str, int] = getattr(template, _WRITES, {})
-    tied = {name for group in tied_names(template) for name in group}
+    tied_parameters = {name for group in tied_names(template) for name in group}
     for prefix, unit, recurse in _units(template, blocks):
         if not any(name in targets for name, _ in _own_tensors(unit, prefix, recurse=recurse)):
             continue  # on another pipeline stage
@@ -127,7 +127,7 @@ def initialise(
             if name not in targets:
                 continue
             # A tied parameter counts the writes under all of its names.
-            if name in writes and name not in tied and not rules[name.rpartition(".")[0]].is_of_transformers:
+            if name in writes and name not in tied_parameters and not rules[name.rpartition(".")[0]].is_of_transformers:
                 _refuse_lost_writes(name, unit, made=writes[name], repeated=version_of(value) - before[name])
             if _is_poisoned(value):
                 raise ModelError(
