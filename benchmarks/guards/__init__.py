@@ -1,0 +1,1 @@
+"""What the guards that are always on cost in a step."""
