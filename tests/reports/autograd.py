@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.reports.models import WIDTH, Layer, Net, build, inputs
-from tests.reports.runs import Run, plain, sgd
+from tests.reports.runs import Run, plain, sgd, train
 
 STEPS = 3
 
@@ -101,11 +101,7 @@ def two_resolutions_through_checkpoints(run: Run) -> None:
 
 def reentrant_checkpoints(run: Run) -> None:
     """Reentrant recomputation with two arguments."""
-    call = run.start(build(Net, ReentrantLayer))
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(inputs(step, rank)).square().mean())
-        run.step()
+    train(run, build(Net, ReentrantLayer))
 
 
 class SequentialNet(Net):
@@ -406,11 +402,7 @@ class InPlaceNet(Net):
 
 def views_changed_in_place(run: Run) -> None:
     """An in-place addition to a view that a block returned."""
-    call = run.start(build(InPlaceNet, ViewLayer))
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(inputs(step, rank)).square().mean())
-        run.step()
+    train(run, build(InPlaceNet, ViewLayer))
 
 
 class InPlaceLayer(Layer):
@@ -424,11 +416,7 @@ class InPlaceLayer(Layer):
 
 def inputs_changed_in_place(run: Run) -> None:
     """A block adds to a view of its input in place."""
-    call = run.start(build(Net, InPlaceLayer))
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(inputs(step, rank)).square().mean())
-        run.step()
+    train(run, build(Net, InPlaceLayer))
 
 
 class HookedLayer(Layer):
@@ -445,11 +433,7 @@ def hooks_on_activations(run: Run) -> None:
     """Hooks on outputs of blocks, and full backward hooks on the blocks."""
     model = build(Net, HookedLayer)
     model.blocks[1].register_full_backward_hook(lambda m, given, came: (given[0] * 2,))
-    call = run.start(model)
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(inputs(step, rank)).square().mean())
-        run.step()
+    train(run, model)
 
 
 def gradients_of_parameters_asked_for(run: Run) -> None:

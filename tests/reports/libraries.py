@@ -94,76 +94,73 @@ def accelerator_of(dp: int, accumulation: int, arguments: dict[str, Any], config
     return Stock(cpu=True, **arguments)
 
 
+class Training:
+    """A training with an accelerator, and what was seen of it."""
+
+    def __init__(self, dp: int, accumulation: int, arguments: dict[str, Any], config: Any, *loaders: DataLoader[Any]) -> None:
+        self.accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
+        model = trainers.model(DTYPE)
+        prepared = self.accelerator.prepare(*loaders, model, optimizer_of(model))
+        *self.loaders, self.model, self.optimizer = prepared
+        self.updates = 0
+        self.seen: list[int] = []
+
+    def train_on(self, batch: dict[str, torch.Tensor]) -> None:
+        """Train on one micro-batch."""
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(self.model(**batch).loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.updates += int(self.accelerator.sync_gradients)
+
+    def see(self, indices: torch.Tensor) -> None:
+        """Note the samples of a batch of all ranks."""
+        self.seen += self.accelerator.gather_for_metrics(indices).tolist()
+
+    def result(self) -> dict[str, Any]:
+        """End the training. Returns the updates, the samples that were seen, and the weights."""
+        weights = self.accelerator.get_state_dict(self.accelerator.unwrap_model(self.model))
+        self.accelerator.free_memory()
+        return {"updates": self.updates, "seen": sorted(self.seen), "weights": weights}
+
+
 def accelerate_loop(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Train. Returns the updates, the samples that were seen, and the weights."""
-    accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
-    model = trainers.model(DTYPE)
-    optimizer = optimizer_of(model)
-    batches = LOADERS[loader]()
-    batches, model, optimizer = accelerator.prepare(batches, model, optimizer)
-    updates, seen = 0, []
+    """Train."""
+    training = Training(dp, accumulation, arguments, config, LOADERS[loader]())
     for _ in range(epochs):
-        for batch in batches:
+        for batch in training.loaders[0]:
             indices = batch.pop("index")
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                updates += int(accelerator.sync_gradients)
-            seen += accelerator.gather_for_metrics(indices).tolist()
-    weights = accelerator.get_state_dict(accelerator.unwrap_model(model))
-    accelerator.free_memory()
-    return {"updates": updates, "seen": sorted(seen), "weights": weights}
+            training.train_on(batch)
+            training.see(indices)
+    return training.result()
 
 
 def loop_with_evaluation(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
     """Train, and evaluate in the middle of an accumulated step."""
-    accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
-    model = trainers.model(DTYPE)
-    optimizer = optimizer_of(model)
-    loaders = LOADERS[loader](), single_samples(8)
-    batches, evaluation, model, optimizer = accelerator.prepare(*loaders, model, optimizer)
-    updates, seen = 0, []
+    training = Training(dp, accumulation, arguments, config, LOADERS[loader](), single_samples(8))
+    batches, evaluation = training.loaders
     for _ in range(epochs):
         for number, batch in enumerate(batches):
             indices = batch.pop("index")
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                updates += int(accelerator.sync_gradients)
+            training.train_on(batch)
             if number == (0 if config is not None else dp - 1):
                 for other in evaluation:
                     del other["index"]
                     with torch.no_grad():
-                        model(**other)
-            seen += accelerator.gather_for_metrics(indices).tolist()
-    weights = accelerator.get_state_dict(accelerator.unwrap_model(model))
-    accelerator.free_memory()
-    return {"updates": updates, "seen": sorted(seen), "weights": weights}
+                        training.model(**other)
+            training.see(indices)
+    return training.result()
 
 
 def loop_over_parts(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
     """Train on parts of each batch, each accumulated."""
-    accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
-    model = trainers.model(DTYPE)
-    optimizer = optimizer_of(model)
-    batches, model, optimizer = accelerator.prepare(LOADERS[loader](), model, optimizer)
-    updates, seen = 0, []
+    training = Training(dp, accumulation, arguments, config, LOADERS[loader]())
     for _ in range(epochs):
-        for batch in batches:
-            seen += accelerator.gather_for_metrics(batch.pop("index")).tolist()
+        for batch in training.loaders[0]:
+            training.see(batch.pop("index"))
             for row in range(2):
-                with accelerator.accumulate(model):
-                    part = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-                    accelerator.backward(model(**part).loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    updates += int(accelerator.sync_gradients)
-    weights = accelerator.get_state_dict(accelerator.unwrap_model(model))
-    accelerator.free_memory()
-    return {"updates": updates, "seen": sorted(seen), "weights": weights}
+                training.train_on({name: tensor[row : row + 1] for name, tensor in batch.items()})
+    return training.result()
 
 
 LOOPS = {

@@ -10,18 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from tests.reports.models import CLASSES, FEATURES, WIDTH, Layer, Net, build, inputs, tokens
-from tests.reports.runs import Run, plain, sgd
+from tests.reports.runs import Run, plain, sgd, train
 
 STEPS = 3
-
-
-def train(run: Run, model: nn.Module, *, optimizer: Any = None, rows: int = 4) -> None:
-    """Three steps of a model that maps features to logits."""
-    call = run.start(model, **({"optimizer": optimizer} if optimizer else {}))
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(inputs(step, rank, rows=rows)).square().mean())
-        run.step()
 
 
 class TiedNet(nn.Module):
@@ -254,11 +245,7 @@ def parametrized_weights(run: Run) -> None:
     """`weight_norm`, `spectral_norm` and `orthogonal` in a block."""
     model = build(Net, NormedLayer)
     model.eval()  # without the power iteration, which each rank would do on its own
-    call = run.start(model, sgd)
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(inputs(step, rank)).square().mean())
-        run.step()
+    train(run, model, optimizer=sgd)
 
 
 class ConvLayer(nn.Module):

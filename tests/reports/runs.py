@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import plait
 from plait.verify.parity import whole
+from tests.reports.models import inputs
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Mode = Literal["engine", "own"]
@@ -220,6 +221,15 @@ class EngineRun(RankRun):
 
     def close(self) -> None:
         self.engine.close()
+
+
+def train(run: Run, model: nn.Module, *, optimizer: OptimizerFactory = adamw, rows: int = 4) -> None:
+    """Three steps of a model that maps features to logits."""
+    call = run.start(model, optimizer)
+    for step in range(3):
+        for rank in run.each_rank():
+            run.backward(call(inputs(step, rank, rows=rows)).square().mean())
+        run.step()
 
 
 Situation = Callable[[Run], None]

@@ -127,7 +127,7 @@ CASES = [
     Case(
         "DeepSpeed-1945",
         parameters.first_and_last_layer_shared,
-        refused=on(SHARDED, "name a common parent in parallel.blocks"),
+        refused=on(SHARDED, "put both modules into one module whose forward runs both, and name it in parallel.blocks"),
     ),
     Case(
         "DeepSpeed-1945-remedy",
@@ -136,11 +136,7 @@ CASES = [
         parallel={"blocks": ["layers"]},
     ),
     Case("accelerate-4171", parameters.blocks_used_twice),
-    Case(
-        "pytorch-132934",
-        parameters.scalar_parameter,
-        refused=on(SHARDED, "make it 1-dimensional (shape [1])"),
-    ),
+    Case("pytorch-132934", parameters.scalar_parameter),
     Case("pytorch-144045", parameters.parameter_of_one_element),
     Case(
         "hyper-parallel-475",

@@ -98,10 +98,11 @@ class UnitOrder:
         self._unreduced = len(self._groups)
         """Number of units, from the front, that the running backward has not reduced yet."""
 
-        for index, group in enumerate(self._groups):
+        counted = set(blocks) if is_fixed else set()
+        for index, (module, group) in enumerate(pairs):
             group.unshard = self._ordered_gather(index, group.unshard)
             group.post_backward = self._ordered_reduction(index)
-            if is_fixed and pairs[index][0] in blocks:
+            if module in counted:
                 register = group._register_post_backward_hook
                 group._register_post_backward_hook = self._counted_registration(index, register)
         if is_fixed:
@@ -219,8 +220,7 @@ class UnitOrder:
     def _reduce(self, index: int) -> None:
         group = self._groups[index]
         # torch issues no collective for a unit that is frozen or was never gathered.
-        gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-        trains = any(p.sharded_param.requires_grad for p in gathered)
+        trains = any(p.sharded_param.requires_grad and hasattr(p, "_unsharded_param") for p in group.fsdp_params)
         if group.reduce_grads and trains:
             self._note(2 * index + 1)
         self._reductions[index]()

@@ -121,6 +121,8 @@ class ShardReader:
         self._store = path if isinstance(path, StorePath) else None
         self._open = ExitStack()
         self._file: Any = None
+        self._header: dict[str, Any] | None = None
+        """Header of a file in a store, once it was read."""
 
     def __enter__(self) -> ShardReader:
         with self._naming():
@@ -152,14 +154,20 @@ class ShardReader:
                 return view[there] if there else self._file.get_tensor(name)
             if self._store is None:
                 return self._file.get_tensor(name)
-            length = int.from_bytes(self._store.read_bytes(0, 8), "little")
-            if length > self._manifest.size:
-                raise CheckpointError(f"{self._path}: its header has {length:,} bytes, and the file {self._manifest.size:,}")
-            header = json.loads(self._store.read_bytes(8, 8 + length))
-            self._check_places(header, 8 + length)
-            said = header[name]
+            if self._header is None:
+                self._header = self._header_of(self._store)
+            said = self._header[name]
             dtype = next(dtype for dtype, word in _DTYPES.items() if word == said["dtype"])
             return _tensor(self._store, self._manifest.entries[name], dtype, said["shape"])
+
+    def _header_of(self, store: StorePath) -> dict[str, Any]:
+        """Return the header of a file in a store, if it agrees with the list."""
+        length = int.from_bytes(store.read_bytes(0, 8), "little")
+        if length > self._manifest.size:
+            raise CheckpointError(f"{self._path}: its header has {length:,} bytes, and the file {self._manifest.size:,}")
+        header: dict[str, Any] = json.loads(store.read_bytes(8, 8 + length))
+        self._check_places(header, 8 + length)
+        return header
 
     def _check_places(self, header: dict[str, Any], begin: int) -> None:
         """Raise CheckpointError unless the header and the list place every tensor equally.

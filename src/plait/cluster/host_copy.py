@@ -28,13 +28,13 @@ class HostCopy:
         self._event = accelerator.current_stream(tensor.device).record_event()
 
     def is_ready(self) -> bool:
-        """Whether `values` returns without waiting."""
+        """Return whether `values` would return without waiting."""
         return self._event is None or self._event.query()
 
     def values(self) -> torch.Tensor:
         """Wait for the copy and return the tensor in host memory."""
         if self._event is not None:
-            if not self._event.query():
+            if not self.is_ready():
                 self._event.synchronize()
             self._event = None
         return self._values

@@ -22,7 +22,7 @@ class Host:
     """One machine and the slots of it that are used."""
 
     name: str
-    """As ssh takes it: `node1`, or `user@node1`."""
+    """The name that ssh is given: `node1`, or `user@node1`."""
     slots: tuple[int, ...]
 
     @property

@@ -46,7 +46,7 @@ class Carried:
     """
 
     revocable: bool
-    """Whether steps may be skipped. Otherwise new values overwrite the old ones."""
+    """True if steps may be skipped. Otherwise new values overwrite the old ones."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     """Values after the last step that was not skipped, which a checkpoint stores."""
     _made: dict[str, torch.Tensor] = field(default_factory=dict)

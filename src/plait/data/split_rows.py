@@ -109,8 +109,8 @@ def refuse_other_rows(data: Any, *, device: torch.device, workers: int = 0, cont
         rule = f"the ranks' numbers of rows differ ({shown}), so it is split by rank already"
         raise InputError(f"the data set: {rule}; {_REMEDY}")
     digests = {answer[8:40].rstrip(b"\0") for answer in answers}
-    if len(digests) > 1 and b"" not in digests:
-        raise InputError(f"the data set: its first rows differ between ranks, so samples would be left out; {_REMEDY}")
+    if b"" not in digests:
+        _refuse_different(digests)
 
 
 def refuse_other_stream(data: Any, *, device: torch.device, workers: int = 0, context: Any = None) -> None:
@@ -140,7 +140,12 @@ def refuse_other_digest(read: Any, *, device: torch.device) -> None:
         return
     doing = "reading the first rows of the data set"
     _, digests = together(read, str.encode, device=device, doing=doing, raising=InputError)
-    if len(set(digests)) > 1:
+    _refuse_different(set(digests))
+
+
+def _refuse_different(digests: set[bytes]) -> None:
+    """Raise InputError if the digests of the ranks differ."""
+    if len(digests) > 1:
         raise InputError(f"the data set: its first rows differ between ranks, so samples would be left out; {_REMEDY}")
 
 

@@ -313,8 +313,9 @@ class Accelerator(accelerate.Accelerator):
                 "dimension may differ; call accelerator.pad_across_processes(tensor, dim=1) before, with each dimension that differs"
             )
         rows = [shape[0] for shape in shapes]
-        filled = tensor.new_zeros((max(rows), *tensor.shape[1:]))
-        filled[: len(tensor)] = tensor
+        missing = max(rows) - len(tensor)
+        # Gathered logits are large, so they are copied only to be filled up.
+        filled = torch.cat((tensor, tensor.new_zeros((missing, *tensor.shape[1:])))) if missing else tensor.contiguous()
         parts = [torch.empty_like(filled) for _ in rows]
         dist.all_gather(parts, filled, group=group)
         return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)][: self.present])

@@ -134,7 +134,7 @@ class Skeleton:
         except Exception as error:
             raise Untraceable(f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error})") from error
         first = {name: group[0] for group in tied_names(made) for name in group}
-        names = {storage_id(p.untyped_storage()): first.get(name, name) for name, p in made.named_parameters(remove_duplicate=False)}
+        names = {_storage(p): first.get(name, name) for name, p in made.named_parameters(remove_duplicate=False)}
         return cls(made, tuple(blocks), names)
 
     def trace(self, run: Callable[[nn.Module, Trace], Any], *, training: bool, negate: bool = False) -> Trace:
@@ -170,6 +170,11 @@ class Skeleton:
         finally:
             random.setstate(python)
         raise Untraceable("too many of its modules cannot run without their weights")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return a key of a tensor's memory, without an operator that a mode would see."""
+    return storage_id(tensor.untyped_storage())
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -217,7 +222,7 @@ class Trace(TorchDispatchMode):
 
     def origin(self, tensor: torch.Tensor) -> Origin:
         """What a value follows from."""
-        key = storage_id(tensor.untyped_storage())
+        key = _storage(tensor)
         if key in self.skeleton.names:
             return Origin(parameters=frozenset({(self.skeleton.names[key], self._region)}))
         return self._origins.get(key, KNOWN)
@@ -230,7 +235,7 @@ class Trace(TorchDispatchMode):
 
     def has_value(self, tensor: torch.Tensor) -> bool:
         """Whether it is computed, not only its shape known."""
-        return tensor.device.type != "meta" and storage_id(tensor.untyped_storage()) not in self._without_value
+        return tensor.device.type != "meta" and _storage(tensor) not in self._without_value
 
     # ---- modules --------------------------------------------------------------------------------------------------------------------
 
@@ -272,7 +277,7 @@ class Trace(TorchDispatchMode):
 
     def _fresh(self, leaf: torch.Tensor, since: int) -> torch.Tensor:
         made = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
-        self._origins[storage_id(made.untyped_storage())] = Origin(since)
+        self._origins[_storage(made)] = Origin(since)
         self._alive.append(made)
         return made
 
@@ -285,7 +290,7 @@ class Trace(TorchDispatchMode):
         for leaf in (*tensors, *module.parameters()):
             origin |= self._use(leaf)
         made = torch.empty(first.shape, dtype=first.dtype, device="meta")
-        self._origins[storage_id(made.untyped_storage())] = origin if self._inside is None else Origin(self._inside)
+        self._origins[_storage(made)] = origin if self._inside is None else Origin(self._inside)
         self._alive.append(made)
         return _SHAPES[self._opaque[type(module)]](made)
 
@@ -293,7 +298,7 @@ class Trace(TorchDispatchMode):
 
     def _use(self, tensor: torch.Tensor) -> Origin:
         """Note that `tensor` is used here, and return its origin."""
-        key = storage_id(tensor.untyped_storage())
+        key = _storage(tensor)
         if key in self.strangers:
             self.flow.strangers.add(self.strangers[key])
         if self._inside is not None or self._region < len(self.skeleton.blocks):
@@ -339,16 +344,16 @@ class Trace(TorchDispatchMode):
             if self._negate and isinstance(result, bool) and self._inside is None:
                 result = not result
         for tensor in _written(func, args, kwargs) if schema_of(func).is_mutable else ():
-            key = storage_id(tensor.untyped_storage())
+            key = _storage(tensor)
             if self._inside is None and self._origins.get(key, KNOWN) != KNOWN:
                 self.flow.writes = True
             self._origins[key] = self._origins.get(key, KNOWN) | origin
             if not known:
                 self._without_value.add(key)
-        before = {storage_id(tensor.untyped_storage()) for tensor in tensors}
+        before = {_storage(tensor) for tensor in tensors}
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                key = storage_id(leaf.untyped_storage())
+                key = _storage(leaf)
                 if key not in before and key not in self.skeleton.names:
                     self._origins[key] = origin
                 self._alive.append(leaf)
@@ -391,7 +396,7 @@ class _OuterState:
         """Record the state before the forward."""
         self._settings = self._settings_after_block = outer_settings(self._modules)
         self._buffers = self._buffers_now()
-        self._storages = {storage_id(buffer.untyped_storage()): name for name, buffer in outer_buffers(self._modules).items()}
+        self._storages = {_storage(buffer): name for name, buffer in outer_buffers(self._modules).items()}
 
     def after_block(self) -> None:
         """Record the state after a block."""

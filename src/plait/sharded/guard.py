@@ -37,7 +37,7 @@ class Guard(StepHook):
         self.known = {id(p): p for p in parts.model.parameters()}
         """The parameters that the model has had since it was sharded."""
         self._frozen = {name: p for name, p in parts.model.named_parameters() if not p.requires_grad}
-        self._reducer = parts.hooks.of(Reducer)
+        self._reducer = parts.noted(Reducer)
         self.backwards = 0
         """Of the step so far."""
         self.in_backward = False

@@ -66,7 +66,7 @@ class ParallelModel(ShardedModel):
     def __init__(self, parts: Parts, mesh: Mesh, config: Resolved, *, forward: Forward, before: list[nn.Parameter]) -> None:
         """`before`: the parameters that the model had before it was sharded."""
         self.why_called = why_called(config)
-        self._watch = StepWatch(parts.model, before, parts.hooks.of(Reducer), why_called=self.why_called)
+        self._watch = StepWatch(parts.model, before, parts.noted(Reducer), why_called=self.why_called)
         self.steps = 0
         """Taken with `step`, of this process."""
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()

@@ -212,7 +212,7 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         self._input: tuple[int, int, int] | None = None
         """(address, bytes, slot) of the input that `allocate` returned for the next call."""
         self._asked = False
-        """Whether the input of the next call was requested, so that the next request is for the
+        """True after the input of the next call was requested. The next request is then for the
         output."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

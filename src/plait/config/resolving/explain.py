@@ -256,7 +256,8 @@ def _named(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, A
 
 
 _AUTO = {"prefer-shared-memory": "auto", "by-machines": "auto"}
-"""What "auto" is resolved to, and no file can say: each process group decides when it is made."""
+"""Resolved values that no file can contain, and the "auto" that leads to them. Each process group
+decides when it is made."""
 
 
 def _of_data(data: DataParallel) -> dict[str, Any]:

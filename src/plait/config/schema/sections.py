@@ -45,14 +45,15 @@ class DataSection(Policy):
     """The text, its tokenizer, and how it is cut into sequences."""
 
     source: Literal["python-stdlib", "files", "jsonl", "datasets"] | None = None
-    """Where the text comes from; `plait train` needs it. `files`: text files, one document each. `jsonl`: one JSON object a line, its text
-    in `field`. `datasets`: a Hugging Face data set. `python-stdlib`: the sources of the running Python, which every machine has, to try a
+    """Source of the text, which `plait train` requires. `files`: text files, one document each.
+    `jsonl`: one JSON object per line, its text in `field`. `datasets`: a Hugging Face data set.
+    `python-stdlib`: the sources of the running Python, which every machine has, to try a
     configuration."""
     paths: tuple[Place, ...] = ()
     """Files, folders or globs (`corpus/**/*.txt`) for `files` and `jsonl`; relative ones are taken from the working folder. For
     `datasets`, one folder written by `save_to_disk` or one name on the hub."""
     format: Literal["text", "chat", "instruct"] = "text"
-    """What a row of `jsonl` or `datasets` is. text: a text in `field`. chat: `messages`, a list of objects with
+    """Format of a row of `jsonl` or `datasets`. text: a text in `field`. chat: `messages`, a list of objects with
     `role` and `content`, put into the tokenizer's chat template, with the row's `tools` and `chat_template_kwargs`.
     instruct: `prompt` and `completion`, or `instruction`, `input` (which may be missing) and `output`: in the chat
     template, after the row's `system` and `history`, or one after the other where the tokenizer has no template.
@@ -62,8 +63,8 @@ class DataSection(Policy):
     field: str = "text"
     """The key (`jsonl`) or column (`datasets`) that holds the text."""
     scored: Literal["answers", "all"] = "answers"
-    """Which tokens of `chat` and `instruct` the loss is of: those of the assistant's messages that do not have
-    `"weight": 0`, or all."""
+    """Tokens of `chat` and `instruct` that the loss counts: those of the assistant's messages that do
+    not have `"weight": 0`, or all."""
     append_end_of_text: Flag = False
     """End each row of `chat` and `instruct` with the tokenizer's end-of-text token, also where its chat template
     does not, so that the model learns to stop."""

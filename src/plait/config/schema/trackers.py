@@ -65,9 +65,9 @@ class CometSection(Policy):
     experiment_key: str | None = None
     """Key of an experiment to continue."""
     online: Flag | None = None
-    """Whether to send the numbers at once, or to store them in a file. Left out: online."""
+    """true sends the numbers at once, false stores them in a file. Left out: true."""
     mode: Literal["get", "create", "get_or_create"] | None = None
-    """Whether to continue an experiment or to create one. Left out: Comet decides."""
+    """`get` continues an experiment, `create` begins one. Left out: Comet decides."""
 
 
 SECTIONS: dict[TrackerName, type[Policy]] = {

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -56,7 +55,7 @@ from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.shard_units import shard_units
 from plait.parallel.data.unused import UnusedTracker
-from plait.parallel.hooks import Lost, StepEnd, StepHook
+from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.parameter_checks import (
@@ -145,11 +144,7 @@ class DataParallel(CollectiveSettings):
         model, mean, hooks = parts.model, parts.shard.mean, list[StepHook]()
         reducer, sharing = parts.noted(Reducer), parts.noted(Sharing)
         if reducer is not None:
-            reducer.mean = reducer.accepts = mean
-            reducer.attach()
-            if mean:
-                reducer.finish_with_backward()
-            hooks.append(reducer)
+            hooks.append(_attached(reducer, mean=mean))
         if isinstance(model, FSDPModule):
             steps = ShardedSteps(model, self.stage)
             if sharing is not None:
@@ -162,9 +157,9 @@ class DataParallel(CollectiveSettings):
             # With expert parallelism the ranks of tp hold different experts, so they may differ in
             # the parameters that a step used.
             group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
-            scalars = _scalar_reduction(parts, group, mesh, track_unused=self.unused_parameters)
+            scalars = _scalar_reducer(parts, group, mesh, track_unused=self.unused_parameters)
             if scalars is not None:
-                hooks.append(scalars)
+                hooks.append(_attached(scalars, mean=mean))
             if self.unused_parameters and group is not None:
                 # After `_description`, because shared memory replaces the gathering of units, and
                 # the order has to wrap what it puts there.
@@ -193,8 +188,17 @@ def _description(sharing: Sharing, parts: Parts) -> str:
     return ". ".join(filter(None, (sharing.said, words)))
 
 
-def _scalar_reduction(parts: Parts, group: dist.ProcessGroup | None, mesh: Mesh, *, track_unused: bool) -> ScalarReduction | None:
-    """Return the reduction of 0-dimensional parameters, which `fully_shard` cannot shard.
+def _attached(reducer: Reducer, *, mean: bool) -> Reducer:
+    """Let a reducer listen to its parameters, and return it."""
+    reducer.mean = reducer.accepts = mean
+    reducer.attach()
+    if mean:
+        reducer.finish_with_backward()
+    return reducer
+
+
+def _scalar_reducer(parts: Parts, group: dist.ProcessGroup | None, mesh: Mesh, *, track_unused: bool) -> Reducer | None:
+    """Return the reducer of 0-dimensional parameters, which `fully_shard` cannot shard.
 
     The result is None if the model has none, or if `group` is None.
     """
@@ -202,21 +206,14 @@ def _scalar_reduction(parts: Parts, group: dist.ProcessGroup | None, mesh: Mesh,
     others = frozenset(p for p in parameters if p.ndim > 0)
     if group is None or len(others) == len(parameters):
         return None
-    mean = parts.shard.mean
-    reducer = Reducer(
+    return Reducer(
         parts.model,
         group,
         bucket_bytes=1 << 20,
         make_buckets=partial(GroupBuckets, group, device=mesh.device),
-        mean=mean,
         track_unused=track_unused,
         apart=others,
     )
-    reducer.accepts = mean
-    reducer.attach()
-    if mean:
-        reducer.finish_with_backward()
-    return ScalarReduction(reducer)
 
 
 def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder | None:
@@ -252,45 +249,6 @@ def reduce_by_sum(model: nn.Module) -> None:
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled reduction
-
-
-class ScalarReduction(StepHook):
-    """Sums gradients of a sharded model's 0-dimensional parameters, which are replicated."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-
-    def before_microbatch(self, last: bool) -> None:
-        """Reduce after the last micro-batch only."""
-        self._reducer.before_microbatch(last)
-
-    def backward(self) -> AbstractContextManager[Any]:
-        """Expect gradients in this context."""
-        return self._reducer.backward()
-
-    def after_backward(self) -> None:
-        """Finish the reduction after the last micro-batch."""
-        self._reducer.after_backward()
-
-    def finish_reduction(self) -> None:
-        """Reduce what is left, and wait. Gradients are then sums (or means) over the ranks."""
-        self._reducer.finish_reduction()
-
-    def after_step(self, end: StepEnd) -> str:
-        """Prepare the next step."""
-        return self._reducer.after_step(end)
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients of the step so far."""
-        self._reducer.drop_gradients()
-
-    def on_error(self, lost: Lost) -> None:
-        """Reset the state that a failed pass has left."""
-        self._reducer.on_error(lost)
-
-    def release(self) -> None:
-        """Remove the hooks, and drop the gradients and their buckets."""
-        self._reducer.release()
 
 
 class ShardedSteps(StepHook):

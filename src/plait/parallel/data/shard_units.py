@@ -6,6 +6,8 @@ embeddings, the head, and the rest of the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,13 +59,13 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
         )
 
     for name, expert_mesh in parts.shard.own_mesh.items():
-        unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
+        unit = _block_of(parts.blocks, name)
         shard(name, expert_mesh, expert_policy, unit, free=free_after_forward)
     float32 = MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=True
     )
     for name in parts.shard.float32_modules:
-        unit = next((block for block in parts.blocks if name == block or name.startswith(f"{block}.")), "")
+        unit = _block_of(parts.blocks, name)
         shard(name, mesh.sub(*axes), float32, unit, free=free_after_forward)
     for name in parts.blocks:
         if name not in parts.shard.float32_modules:
@@ -81,6 +83,11 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     root = shard("", mesh.sub(*axes), policy, "", free=False)
     if embeddings or heads:
         follow_root(root, embeddings=embeddings, heads=heads)
+
+
+def _block_of(blocks: Sequence[str], name: str) -> str:
+    """Return the block that is called `name` or has it inside, or an empty string."""
+    return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "")
 
 
 def _make_contiguous(model: nn.Module) -> None:
@@ -101,7 +108,7 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
                     "(shape [1]) or use ZeRO stage 0"
                 )
             continue
-        block = next((b for b in parts.blocks if name.startswith(f"{b}.")), "the rest of the model")
+        block = _block_of(parts.blocks, name) or "the rest of the model"
         first_name, first_block = owner.setdefault(id(parameter), (name, block))
         if block != first_block:
             raise ModelError(

@@ -78,13 +78,12 @@ class CutCheck:
         Raises:
             ModelError: The cut model would compute something else, or the copy cannot tell.
         """
-        self._follow_settings()
         key = (training, loss is not None, _kind(piece))
         if key not in self._results:
             self._results[key] = self._ask(piece, forward, loss, training)
         return self._results[key]
 
-    def _follow_settings(self) -> None:
+    def follow_settings(self) -> None:
         """Give the copy the attributes that changed since the last call, and drop older results."""
         settings = outer_settings(self._modules)
         changed = changed_settings(self._settings, settings)

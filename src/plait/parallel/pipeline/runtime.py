@@ -126,6 +126,7 @@ class Runtime:
         if self.check is None:
             return [CutResult({}, False)] * len(pieces)
         training = self.staged.model.training
+        self.check.follow_settings()
         return [self.check.result(piece, forward=forward, loss=loss_fn, training=training) for piece in pieces]
 
     @torch.no_grad()
