@@ -5,18 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.manifest import FORMAT, LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, digest
+from plait.checkpoint.manifest import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    MANIFEST_HASH,
+    Manifest,
+    Pointer,
+    digest,
+)
 
 
-def put(folder: Path, tag: str, metadata: dict[str, Any], *, sequence: int = 1, named: bool = True) -> Path:
+def put(
+    folder: Path, tag: str, metadata: dict[str, Any], *, sequence: int = 1, named: bool = True
+) -> Path:
     """`folder/tag`, the one to go on from if `named`."""
     path = folder / tag
     path.mkdir(parents=True)
     text = Manifest(
-        format=FORMAT, tag=tag, sequence=sequence, degrees={"pp": 1}, ranks=(), content="", own_content="", metadata=metadata
+        format=FORMAT,
+        tag=tag,
+        sequence=sequence,
+        degrees={"pp": 1},
+        ranks=(),
+        content="",
+        own_content="",
+        metadata=metadata,
     ).model_dump_json()
     (path / MANIFEST).write_text(text)
     (path / MANIFEST_HASH).write_text(digest(text))
     if named:
-        (folder / LATEST).write_text(Pointer(tag=tag, manifest_sha256=digest(text)).model_dump_json())
+        (folder / LATEST).write_text(
+            Pointer(tag=tag, manifest_sha256=digest(text)).model_dump_json()
+        )
     return path

@@ -14,14 +14,20 @@ from hypothesis import settings
 
 from tests.pool import Pool
 
-settings.register_profile("plait", deadline=None)  # on a shared machine the clock says nothing about the code
+settings.register_profile(
+    "plait", deadline=None
+)  # on a shared machine the clock says nothing about the code
 settings.load_profile("plait")
 torch.set_num_threads(1)  # the machine is shared with the workers
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job ignores Ctrl-C, and so would all that tests start
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background job ignores Ctrl-C, and so would all that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG = frozenset((Path(__file__).parent / "long_cases.txt").read_text(encoding="utf-8").splitlines())
+LONG = frozenset(
+    (Path(__file__).parent / "long_cases.txt").read_text(encoding="utf-8").splitlines()
+)
 """Cases that only `make proof` runs (tools/long_cases.py)."""
 
 
@@ -42,7 +48,10 @@ def _warn_of_unknown_cases(items: list[pytest.Item]) -> None:
     functions = {nodeid.split("[")[0] for nodeid in collected}
     unknown = [case for case in sorted(LONG - collected) if case.split("[")[0] in functions]
     if unknown:
-        warnings.warn(f"tests/long_cases.txt names cases that do not exist: {', '.join(unknown)}", stacklevel=2)
+        warnings.warn(
+            f"tests/long_cases.txt names cases that do not exist: {', '.join(unknown)}",
+            stacklevel=2,
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,7 +69,9 @@ def _no_process_group_stays() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-        raise AssertionError("tests of this module left a process group: close what they load (ShardedModel.close, engine.close)")
+        raise AssertionError(
+            "tests of this module left a process group: close what they load (ShardedModel.close, engine.close)"
+        )
 
 
 @pytest.fixture

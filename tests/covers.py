@@ -18,11 +18,20 @@ Features = tuple[Hashable, ...] | frozenset[Hashable]
 """Values by column, or values that say themselves what they are values of."""
 
 
-def chosen(features: Sequence[Features], *, strength: int = 2, costs: Sequence[float] | None = None) -> list[int]:
+def chosen(
+    features: Sequence[Features], *, strength: int = 2, costs: Sequence[float] | None = None
+) -> list[int]:
     """Positions of rows that hold every combination of `strength` values, of different columns, that any row holds. `costs` of rows: what
     is new in a row counts by its cost, so that cheap rows come first."""
     price = costs or [1.0] * len(features)
-    held = [frozenset(combinations(enumerate(row) if isinstance(row, tuple) else sorted(row, key=repr), strength)) for row in features]
+    held = [
+        frozenset(
+            combinations(
+                enumerate(row) if isinstance(row, tuple) else sorted(row, key=repr), strength
+            )
+        )
+        for row in features
+    ]
     missing, taken = frozenset().union(*held), []
     while missing:
         best = max(range(len(held)), key=lambda at: (len(held[at] & missing) / price[at], -at))
@@ -51,7 +60,12 @@ def cover(
     """
     rows = [case if isinstance(case, tuple) else (case,) for case in cases]
     traits = [features(*row) if features else row for row in rows]
-    kept = set(chosen(traits, strength=strength, costs=[cost(*row) for row in rows] if cost else None))
+    kept = set(
+        chosen(traits, strength=strength, costs=[cost(*row) for row in rows] if cost else None)
+    )
     return [
-        pytest.param(*row, id=name(*row) if name else None, marks=[] if at in kept else [pytest.mark.proof]) for at, row in enumerate(rows)
+        pytest.param(
+            *row, id=name(*row) if name else None, marks=[] if at in kept else [pytest.mark.proof]
+        )
+        for at, row in enumerate(rows)
     ]

@@ -11,13 +11,24 @@ from typing import IO
 from plait.checkpoint import files
 from plait.checkpoint.files import Files
 
-WRITING = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "unlink", "remove_folder")
+WRITING = (
+    "make_folder",
+    "create",
+    "write",
+    "sync",
+    "sync_folder",
+    "rename",
+    "unlink",
+    "remove_folder",
+)
 
 
 class Planted(Files):
     """Calls `happens` with the number of each call, counted from 0, before the call; of a write also when half of it is done."""
 
-    def __init__(self, happens: Callable[[int], None] = lambda _: None, *, reading: bool = False) -> None:
+    def __init__(
+        self, happens: Callable[[int], None] = lambda _: None, *, reading: bool = False
+    ) -> None:
         """`reading`: reads are counted, and nothing else is; otherwise only what writes."""
         self.calls: list[str] = []
         """`rename .one.tmp`."""

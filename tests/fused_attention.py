@@ -21,7 +21,9 @@ def registered(dispatch_key: str) -> Iterator[None]:
     library.impl("_flash_attention_forward", flash_forward, dispatch_key)
     library.impl("_flash_attention_backward", flash_backward, dispatch_key)
     library.impl("_scaled_dot_product_efficient_attention", efficient_forward, dispatch_key)
-    library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward, dispatch_key)
+    library.impl(
+        "_scaled_dot_product_efficient_attention_backward", efficient_backward, dispatch_key
+    )
     try:
         yield
     finally:
@@ -55,7 +57,13 @@ def flash_forward(
     log_sum_exp = torch.where(seen.any(-1), log_sum_exp, math.inf)
     made = torch.empty_like(query).copy_(output.transpose(1, 2))
     random = torch.empty(2, dtype=torch.uint64, device=query.device)
-    return made, log_sum_exp.contiguous(), random, torch.empty((), dtype=torch.uint64, device=query.device), query.new_empty(0)
+    return (
+        made,
+        log_sum_exp.contiguous(),
+        random,
+        torch.empty((), dtype=torch.uint64, device=query.device),
+        query.new_empty(0),
+    )
 
 
 def flash_backward(
@@ -81,9 +89,21 @@ def flash_backward(
     """Gradients with as many heads as their tensors. `logsumexp` [batch, heads, queries] is read without its strides."""
     _check_flash(query, key, value)
     batch, queries, heads, _ = query.shape
-    assert logsumexp.is_contiguous() and logsumexp.shape == (batch, heads, queries), (logsumexp.shape, logsumexp.stride())
-    assert grad_out.shape == out.shape == query.shape and grad_out.dtype == out.dtype == query.dtype and scale is not None
-    assert cum_seq_q is None and cum_seq_k is None and (max_q, max_k) == (queries, key.shape[1]) and dropout_p == 0.0
+    assert logsumexp.is_contiguous() and logsumexp.shape == (batch, heads, queries), (
+        logsumexp.shape,
+        logsumexp.stride(),
+    )
+    assert (
+        grad_out.shape == out.shape == query.shape
+        and grad_out.dtype == out.dtype == query.dtype
+        and scale is not None
+    )
+    assert (
+        cum_seq_q is None
+        and cum_seq_k is None
+        and (max_q, max_k) == (queries, key.shape[1])
+        and dropout_p == 0.0
+    )
     seen = _band(query, key, is_causal, window_size_left, window_size_right)
     tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     gradients = _attention_backward(*tensors, logsumexp, seen, scale)
@@ -132,27 +152,49 @@ def efficient_backward(
     """`logsumexp` is padded to a multiple of 32 queries, and `out` is read as if tokens had no gaps."""
     _check_efficient(query, key, value)
     rows = query.shape[2]
-    assert attn_bias is None and dropout_p == 0.0 and list(grad_input_mask) == [True, True, True, False] and scale is not None
-    assert logsumexp.shape == (*query.shape[:2], -(-rows // 32) * 32) and logsumexp.is_contiguous(), logsumexp.shape
+    assert (
+        attn_bias is None
+        and dropout_p == 0.0
+        and list(grad_input_mask) == [True, True, True, False]
+        and scale is not None
+    )
+    assert (
+        logsumexp.shape == (*query.shape[:2], -(-rows // 32) * 32) and logsumexp.is_contiguous()
+    ), logsumexp.shape
     assert out.transpose(1, 2).is_contiguous(), out.stride()
     seen = _top_left(query, key, is_causal)
-    return (*_attention_backward(grad_out_, query, key, value, out, logsumexp[..., :rows], seen, scale), None)
+    return (
+        *_attention_backward(grad_out_, query, key, value, out, logsumexp[..., :rows], seen, scale),
+        None,
+    )
 
 
 def _check_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     width = query.shape[3]
     assert width % 8 == 0 and width <= 256, f"head_dim {width}"
-    assert key.shape == value.shape and key.shape[3] == width and query.shape[2] % key.shape[2] == 0, (query.shape, key.shape, value.shape)
+    assert (
+        key.shape == value.shape and key.shape[3] == width and query.shape[2] % key.shape[2] == 0
+    ), (query.shape, key.shape, value.shape)
     assert all(x.stride(3) == 1 for x in (query, key, value))
 
 
 def _check_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    assert query.shape[1] == key.shape[1] == value.shape[1] and query.shape[3] == key.shape[3], (query.shape, key.shape)
+    assert query.shape[1] == key.shape[1] == value.shape[1] and query.shape[3] == key.shape[3], (
+        query.shape,
+        key.shape,
+    )
     for x in (query, key, value):
-        assert x.shape[3] % 8 == 0 and x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0, (x.shape, x.stride())
+        assert (
+            x.shape[3] % 8 == 0
+            and x.stride(3) == 1
+            and x.stride(1) % 8 == 0
+            and x.stride(2) % 8 == 0
+        ), (x.shape, x.stride())
 
 
-def _band(query: torch.Tensor, key: torch.Tensor, is_causal: bool, left: int | None, right: int | None) -> torch.Tensor:
+def _band(
+    query: torch.Tensor, key: torch.Tensor, is_causal: bool, left: int | None, right: int | None
+) -> torch.Tensor:
     queries, keys = query.shape[1], key.shape[1]
     diagonal = torch.arange(queries, device=query.device)[:, None] + keys - queries
     at = torch.arange(keys, device=query.device)
@@ -175,7 +217,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor, scale: float
+) -> torch.Tensor:
     repeated = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     return (_wide(query) @ _wide(repeated).transpose(-1, -2) * scale).masked_fill(~seen, -math.inf)
 
@@ -185,7 +229,9 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(query, key, seen, scale)
     log_sum_exp = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - torch.where(log_sum_exp == -math.inf, 0.0, log_sum_exp).unsqueeze(-1))
+    weights = torch.exp(
+        scores - torch.where(log_sum_exp == -math.inf, 0.0, log_sum_exp).unsqueeze(-1)
+    )
     output = weights @ _wide(value).repeat_interleave(query.shape[1] // key.shape[1], 1)
     return output.to(query.dtype), log_sum_exp
 
@@ -204,7 +250,9 @@ def _attention_backward(
     weights = torch.exp(_scores(query, key, seen, scale) - log_sum_exp.unsqueeze(-1))
     grad, output = _wide(grad), _wide(output)
     keys, values = (_wide(x).repeat_interleave(groups, 1) for x in (key, value))
-    back = weights * (grad @ values.transpose(-1, -2) - (grad * output).sum(-1, keepdim=True)) * scale
+    back = (
+        weights * (grad @ values.transpose(-1, -2) - (grad * output).sum(-1, keepdim=True)) * scale
+    )
     grad_key = (back.transpose(-1, -2) @ _wide(query)).unflatten(1, (-1, groups)).sum(2)
     grad_value = (weights.transpose(-1, -2) @ grad).unflatten(1, (-1, groups)).sum(2)
     return (back @ keys).to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)

@@ -51,7 +51,19 @@ PRELOADED = (
     "transformers.trainer",
     *(
         f"transformers.models.{name}.modeling_{name}"
-        for name in ("gemma", "gemma2", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi3", "qwen3", "stablelm")
+        for name in (
+            "gemma",
+            "gemma2",
+            "gpt2",
+            "gpt_neox",
+            "gptj",
+            "llama",
+            "mistral",
+            "opt",
+            "phi3",
+            "qwen3",
+            "stablelm",
+        )
     ),
 )
 """Imported by the process that workers are forked from, which does nothing else: ten seconds less for four of them."""
@@ -66,7 +78,12 @@ def _keep_groups() -> None:
     """Groups are made once for every layout: making them takes longer than a step, and they hold sockets and threads for ever."""
     from plait.cluster import mesh
 
-    make, split, stages, messages = mesh.init_device_mesh, mesh.split_by_node, mesh.Mesh.stages_group, mesh.Mesh.message_groups
+    make, split, stages, messages = (
+        mesh.init_device_mesh,
+        mesh.split_by_node,
+        mesh.Mesh.stages_group,
+        mesh.Mesh.message_groups,
+    )
     kept: dict[Any, Any] = {}
 
     def once(key: Any, made: Callable[[], Any]) -> Any:
@@ -81,7 +98,9 @@ def _keep_groups() -> None:
 
     mesh.end_groups = lambda groups: None  # the next task has the same mesh
     mesh.init_device_mesh = cache(make)  # type: ignore[assignment]
-    mesh.split_by_node = lambda group, nodes: once((group, tuple(nodes)), lambda: split(group, nodes))
+    mesh.split_by_node = lambda group, nodes: once(
+        (group, tuple(nodes)), lambda: split(group, nodes)
+    )
 
     def message_groups(self: Any, count: int) -> Any:
         def new() -> Any:
@@ -109,7 +128,9 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     if os.environ.get("SIMULATED_DEVICE"):  # tests/simulated_device
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+    )
     while True:
         task = connection.recv()
         if task is None:
@@ -143,7 +164,9 @@ class _Crew:
         self._processes, self._connections = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, self._store.port), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world_size, self._store.port), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -158,7 +181,9 @@ class _Crew:
         while waiting:
             ready = wait(list(waiting), timeout)
             if not ready:
-                raise WorkerFailed(f"no answer within {timeout} s from ranks {sorted(waiting.values())}")
+                raise WorkerFailed(
+                    f"no answer within {timeout} s from ranks {sorted(waiting.values())}"
+                )
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
@@ -166,7 +191,9 @@ class _Crew:
                 except EOFError as error:
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode
-                    raise WorkerFailed(f"rank {rank} of {self.world_size} died (exit code {code}; a signal is negative)") from error
+                    raise WorkerFailed(
+                        f"rank {rank} of {self.world_size} died (exit code {code}; a signal is negative)"
+                    ) from error
                 if not ok:
                     raise WorkerFailed(f"rank {rank} of {self.world_size}:\n{value}")
                 results[rank] = value
@@ -192,7 +219,9 @@ class Pool:
     def __init__(self) -> None:
         self._crews: dict[int, _Crew] = {}
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS
+    ) -> list[Any]:
         """Results by rank. `timeout` in seconds for the whole call."""
         crew = self._crews.pop(world_size, None)
         if crew is not None and crew.tasks >= TASKS_OF_A_WORKER:

@@ -29,7 +29,9 @@ def topologies() -> dict[str, GroupLinks]:
     for one in json.loads(TOPOLOGIES.read_text()):
         network = Link(**one["network"]) if "network" in one else None
         sizes = {"machines": one["machines"], "per_machine": one["per_machine"]}
-        found[one["name"]] = describe("dp_replicate", **sizes, inside=Link(**one["inside"]), network=network)
+        found[one["name"]] = describe(
+            "dp_replicate", **sizes, inside=Link(**one["inside"]), network=network
+        )
     return found
 
 
@@ -48,16 +50,27 @@ def table() -> str:
                     choice.algorithm,
                     format_bytes(choice.bucket_bytes),
                     _milliseconds(choice.seconds),
-                    _milliseconds(dict(choice.others)["all-reduce"]) if choice.algorithm != "all-reduce" else "",
+                    _milliseconds(dict(choice.others)["all-reduce"])
+                    if choice.algorithm != "all-reduce"
+                    else "",
                     _milliseconds(int8.seconds),
                     choice.why,
                 )
             )
-    return markdown(("cluster", "gradients", "chosen", "bucket", "time", "one call", "int8 would take", "why"), rows)
+    return markdown(
+        ("cluster", "gradients", "chosen", "bucket", "time", "one call", "int8 would take", "why"),
+        rows,
+    )
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return (
+        f"{seconds * 1e6:.0f} us"
+        if seconds < 1e-3
+        else f"{seconds * 1e3:.3g} ms"
+        if seconds < 1
+        else f"{seconds:.3g} s"
+    )
 
 
 def written(text: str) -> str:

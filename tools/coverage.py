@@ -66,22 +66,46 @@ def outcomes(path: Path) -> dict[str, str]:
     found = {}
     for case in ElementTree.parse(path).iter("testcase"):
         file = case.get("file", "")
-        owner = case.get("classname", "").removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".").replace(".", "::")
+        owner = (
+            case.get("classname", "")
+            .removeprefix(file.removesuffix(".py").replace("/", "."))
+            .strip(".")
+            .replace(".", "::")
+        )
         name = "::".join(part for part in (file, owner, case.get("name", "")) if part)
         children = {child.tag for child in case}
-        found[name] = "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
+        found[name] = (
+            "failed"
+            if children & {"failure", "error"}
+            else "skipped"
+            if "skipped" in children
+            else "passed"
+        )
     return found
 
 
 def count(test: str, found: dict[str, str]) -> dict[str, int] | None:
     """Outcomes of the tests that `test` (a file, a class, a function) stands for; None when none ran."""
-    mine = [outcome for name, outcome in found.items() if name == test or name.startswith((f"{test}::", f"{test}["))]
+    mine = [
+        outcome
+        for name, outcome in found.items()
+        if name == test or name.startswith((f"{test}::", f"{test}["))
+    ]
     return {kind: mine.count(kind) for kind in ("passed", "failed", "skipped")} if mine else None
 
 
-def update(results: Results, names: Iterable[str], found: dict[str, str], source: dict[str, str]) -> Results:
+def update(
+    results: Results, names: Iterable[str], found: dict[str, str], source: dict[str, str]
+) -> Results:
     """The results with those of one run in place of older ones of the same tests."""
-    return {**results, **{name: {**counts, **source} for name in names if (counts := count(name, found)) is not None}}
+    return {
+        **results,
+        **{
+            name: {**counts, **source}
+            for name in names
+            if (counts := count(name, found)) is not None
+        },
+    }
 
 
 def passed_levels(row: Row, results: Results) -> list[str]:
@@ -89,7 +113,11 @@ def passed_levels(row: Row, results: Results) -> list[str]:
     return [
         level
         for level, tests in row.tests.items()
-        if tests and all(test in results and results[test]["passed"] and not results[test]["failed"] for test in tests)
+        if tests
+        and all(
+            test in results and results[test]["passed"] and not results[test]["failed"]
+            for test in tests
+        )
     ]
 
 
@@ -126,7 +154,9 @@ def page(statements: list[Row], results: Results) -> str:
 def _result(result: dict[str, Any] | None) -> str:
     if result is None:
         return "never run"
-    counts = ", ".join(f"{result[kind]} {kind}" for kind in ("failed", "passed", "skipped") if result[kind])
+    counts = ", ".join(
+        f"{result[kind]} {kind}" for kind in ("failed", "passed", "skipped") if result[kind]
+    )
     return f"{counts} ({result['date']}, {result['commit']}, torch {result['torch']}, {result['machine']})"
 
 
@@ -137,7 +167,9 @@ def missing(statements: list[Row], root: Path) -> list[str]:
         for test in (test for level in row.tests.values() for test in level):
             file, *names = test.split("[")[0].split("::")
             text = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else None
-            if text is None or not all(f"def {name}(" in text or f"class {name}" in text for name in names):
+            if text is None or not all(
+                f"def {name}(" in text or f"class {name}" in text for name in names
+            ):
                 gone.append(f"{row.id}: {test}")
     return gone
 
@@ -152,26 +184,53 @@ def _source(path: Path) -> dict[str, str]:
 
     suite = next(ElementTree.parse(path).iter("testsuite"))
     described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.strip()
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
-    return {"date": suite.get("timestamp", "")[:10], "commit": described or "no commit", "torch": torch.__version__, "machine": device}
+    device = (
+        torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
+    )
+    return {
+        "date": suite.get("timestamp", "")[:10],
+        "commit": described or "no commit",
+        "torch": torch.__version__,
+        "machine": device,
+    }
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Write or check the page; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="*", type=Path, help="junit files of pytest runs; of a test in several the last run counts")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when something is out of date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results",
+        nargs="*",
+        type=Path,
+        help="junit files of pytest runs; of a test in several the last run counts",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 when something is out of date",
+    )
     given = parser.parse_args(arguments)
     folder = root / "docs" / "development"
     statements = rows(folder / "mission.yaml")
     store, target = folder / "results.json", folder / "coverage.md"
     results: Results = json.loads(store.read_text()) if store.exists() else {}
-    wrong = [f"docs/development/mission.yaml names a test that is not there: {test}" for test in missing(statements, root)]
+    wrong = [
+        f"docs/development/mission.yaml names a test that is not there: {test}"
+        for test in missing(statements, root)
+    ]
     if given.check:
         if not target.exists() or target.read_text(encoding="utf-8") != page(statements, results):
-            wrong.append("docs/development/coverage.md is not what mission.yaml and results.json make; run `make coverage-docs`")
+            wrong.append(
+                "docs/development/coverage.md is not what mission.yaml and results.json make; run `make coverage-docs`"
+            )
     elif not wrong:
         named = [test for row in statements for level in row.tests.values() for test in level]
         for path in sorted(given.results, key=_time):

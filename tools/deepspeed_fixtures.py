@@ -35,7 +35,13 @@ class Model(torch.nn.Module):
 
 
 def work(rank: int, stage: int, port: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     import deepspeed
 
     torch.manual_seed(0)
@@ -59,7 +65,9 @@ def work(rank: int, stage: int, port: int) -> None:
     for _ in range(3):
         engine.backward(engine(rows[2 * rank : 2 * rank + 2]))
         engine.step()
-    engine.save_checkpoint(OUT / f"zero{stage}", tag="step3", client_state={"epoch": 2, "name": "x"})
+    engine.save_checkpoint(
+        OUT / f"zero{stage}", tag="step3", client_state={"epoch": 2, "name": "x"}
+    )
 
 
 if __name__ == "__main__":
@@ -70,4 +78,8 @@ if __name__ == "__main__":
         for path in OUT.rglob("*"):  # a copy of DeepSpeed's own script
             if path.name.endswith(".py"):
                 path.unlink()
-    sys.stdout.write("".join(f"{path.stat().st_size:8} {path}\n" for path in sorted(OUT.rglob("*")) if path.is_file()))
+    sys.stdout.write(
+        "".join(
+            f"{path.stat().st_size:8} {path}\n" for path in sorted(OUT.rglob("*")) if path.is_file()
+        )
+    )

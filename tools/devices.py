@@ -68,7 +68,9 @@ def document_of(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise WrongFile(f"{path.name}: not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise WrongFile(f"{path.name}: not a document of format {FORMAT}, which `plait doctor --validate` writes")
+        raise WrongFile(
+            f"{path.name}: not a document of format {FORMAT}, which `plait doctor --validate` writes"
+        )
     if document["simulated"]:
         raise WrongFile(f"{path.name}: the result of a simulated device; the page lists real ones")
     return document
@@ -92,20 +94,35 @@ def page(documents: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the text of the page."""
     if not documents:
         return HEAD + NONE
-    table = ["| devices | date | Plait | torch | passed | failed | not run |", "|---|---|---|---|---|---|---|"]
+    table = [
+        "| devices | date | Plait | torch | passed | failed | not run |",
+        "|---|---|---|---|---|---|---|",
+    ]
     table += [_line(document) for document in documents.values()]
-    return "\n".join([HEAD, *table, "", *(section(name, document) for name, document in documents.items())]).rstrip() + "\n"
+    return (
+        "\n".join(
+            [HEAD, *table, "", *(section(name, document) for name, document in documents.items())]
+        ).rstrip()
+        + "\n"
+    )
 
 
 def _devices(document: Mapping[str, Any]) -> str:
     used = document["devices"][: document["gpus_used"]]
-    kinds = dict.fromkeys(f"{device['name']}, {format_bytes(device['memory_bytes'])}" for device in used)
+    kinds = dict.fromkeys(
+        f"{device['name']}, {format_bytes(device['memory_bytes'])}" for device in used
+    )
     return f"{len(used)} x {' and '.join(kinds)}"
 
 
 def _line(document: Mapping[str, Any]) -> str:
     counts = document["counts"]
-    cells = [_devices(document), document["at"][:10], _version(document), document["versions"]["torch"]]
+    cells = [
+        _devices(document),
+        document["at"][:10],
+        _version(document),
+        document["versions"]["torch"],
+    ]
     cells += [str(counts[outcome]) for outcome in ("passed", "failed", "not run")]
     return f"| {' | '.join(cells)} |"
 
@@ -128,9 +145,15 @@ def section(name: str, document: Mapping[str, Any]) -> str:
         f"{machine['processor']}, {machine['cores']} cores",
         f"{document['seconds'] / 60:.0f} minutes",
     ]
-    rows = ["| row | result | seconds, of planned | |", "|---|---|---|---|", *map(_row, document["rows"])]
+    rows = [
+        "| row | result | seconds, of planned | |",
+        "|---|---|---|---|",
+        *map(_row, document["rows"]),
+    ]
     only = [f"Only the rows {', '.join(document['only'])} were run."] if document["only"] else []
-    return "\n".join([f"## {_devices(document)}", "", f"`{name}`: {', '.join(about)}.", *only, "", *rows, ""])
+    return "\n".join(
+        [f"## {_devices(document)}", "", f"`{name}`: {', '.join(about)}.", *only, "", *rows, ""]
+    )
 
 
 def _row(row: Mapping[str, Any]) -> str:
@@ -143,8 +166,15 @@ def _row(row: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page differs")
-    parser.add_argument("--add", nargs=2, metavar=("FILE", "NAME"), help="add this document to the folder under this name")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if the page differs"
+    )
+    parser.add_argument(
+        "--add",
+        nargs=2,
+        metavar=("FILE", "NAME"),
+        help="add this document to the folder under this name",
+    )
     options = parser.parse_args(arguments)
     try:
         if options.add:
@@ -157,7 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
             return 0
-        print(f"{PAGE.relative_to(ROOT)} differs from what the files give; run python -m tools.devices", file=sys.stderr)
+        print(
+            f"{PAGE.relative_to(ROOT)} differs from what the files give; run python -m tools.devices",
+            file=sys.stderr,
+        )
         return 1
     PAGE.write_text(text, encoding="utf-8")
     return 0

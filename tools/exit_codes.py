@@ -54,7 +54,11 @@ dist.destroy_process_group()
 
 def script(way: str, stage: int) -> str:
     """The user's."""
-    return RAW if way == "raw" else PLAIT.format(stage=stage, end="engine.close()" if way == "close" else "")
+    return (
+        RAW
+        if way == "raw"
+        else PLAIT.format(stage=stage, end="engine.close()" if way == "close" else "")
+    )
 
 
 def forked(text: str) -> list[int] | str:
@@ -66,8 +70,16 @@ def forked(text: str) -> list[int] | str:
     for rank in range(2):
         child = os.fork()
         if child == 0:
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+            places = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": 2,
+                "LOCAL_WORLD_SIZE": 2,
+                "MASTER_PORT": port,
+            }
+            os.environ.update(
+                {name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1"
+            )
             return text
         children.append(child)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -146,4 +158,6 @@ def main() -> str | None:
 if __name__ == "__main__":
     SCRIPT = main()
     if SCRIPT is not None:
-        exec(SCRIPT)  # at the module's level, as the user's: what it makes lives until the interpreter ends
+        exec(
+            SCRIPT
+        )  # at the module's level, as the user's: what it makes lives until the interpreter ends

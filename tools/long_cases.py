@@ -27,11 +27,15 @@ def durations(results: Iterable[Path]) -> dict[str, float]:
     for path in results:
         for case in ElementTree.parse(path).iter("testcase"):
             parts = case.get("classname", "").split(".")
-            last = next((index for index, part in enumerate(parts) if part.startswith("test_")), None)
+            last = next(
+                (index for index, part in enumerate(parts) if part.startswith("test_")), None
+            )
             if last is None:  # a file that was skipped whole
                 continue
             file = "/".join(parts[: last + 1]) + ".py"
-            found["::".join([file, *parts[last + 1 :], case.get("name", "")])] = float(case.get("time", "0"))
+            found["::".join([file, *parts[last + 1 :], case.get("name", "")])] = float(
+                case.get("time", "0")
+            )
     return found
 
 
@@ -43,7 +47,13 @@ def chosen(seconds: dict[str, float], staying: frozenset[str]) -> list[str]:
     found: list[str] = []
     for cases in functions.values():
         cases.sort(key=lambda case: -seconds[case])
-        long = [case for case in cases if seconds[case] >= SECONDS and case not in staying and not case.startswith("tests/architecture/")]
+        long = [
+            case
+            for case in cases
+            if seconds[case] >= SECONDS
+            and case not in staying
+            and not case.startswith("tests/architecture/")
+        ]
         found += long[: len(cases) // 2]
     return found
 

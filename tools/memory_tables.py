@@ -41,7 +41,13 @@ from tests.measured.memory import measure_activations, measure_in_flight, measur
 SAMPLES, LENGTH = 2, 128
 MODES = ("none", "selective", "full")
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "llama": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
     "qwen3": {
         "hidden_size": 256,
         "intermediate_size": 688,
@@ -58,7 +64,12 @@ def model_of(kind: str, *, device: str, **more: Any) -> nn.Module:
     """A causal language model without a cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind, vocab_size=1024, use_cache=False, **{"bos_token_id": 0, "eos_token_id": 0, **SHAPES[kind], **more})
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=1024,
+        use_cache=False,
+        **{"bos_token_id": 0, "eos_token_id": 0, **SHAPES[kind], **more},
+    )
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config)
 
@@ -82,8 +93,15 @@ def predicted_and_measured() -> Iterator[list[str]]:
                 continue
             for mode in MODES:
                 with fake_world(tp):
-                    parallel = {"tp": tp, "sequence_parallel": sequence, "recompute": {"mode": mode}}
-                    resolved = resolve(load({"train_micro_batch_size_per_gpu": SAMPLES, "parallel": parallel}), world_size=tp)
+                    parallel = {
+                        "tp": tp,
+                        "sequence_parallel": sequence,
+                        "recompute": {"mode": mode},
+                    }
+                    resolved = resolve(
+                        load({"train_micro_batch_size_per_gpu": SAMPLES, "parallel": parallel}),
+                        world_size=tp,
+                    )
                     model = model_of(kind, device="meta")
                     split = TensorParallel(sequence_parallel=sequence)
                     (rank,) = rank_activations(
@@ -97,21 +115,37 @@ def predicted_and_measured() -> Iterator[list[str]]:
                     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
                     held = measure_activations(engine, {"input_ids": ids, "labels": ids})
                     modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
-                    layout = "1 process" if tp == 1 else f"tp {tp}" + (", sequence parallel" if sequence else "")
-                    figures = (facts.kept(modes), held["activations"], facts.modes["none"].head, held["logits"])
+                    layout = (
+                        "1 process"
+                        if tp == 1
+                        else f"tp {tp}" + (", sequence parallel" if sequence else "")
+                    )
+                    figures = (
+                        facts.kept(modes),
+                        held["activations"],
+                        facts.modes["none"].head,
+                        held["logits"],
+                    )
                     yield [kind, layout, mode, *(f"{figure:,}" for figure in figures)]
 
 
 PEAKS: list[tuple[str, dict[str, Any]]] = [
     # model, and layout: ZeRO stage, tp, pp, recompute, bf16, micro-batches
-    *(("llama", {"stage": stage, "bf16": True, "count": count}) for stage in (0, 1, 2, 3) for count in (1, 2)),
+    *(
+        ("llama", {"stage": stage, "bf16": True, "count": count})
+        for stage in (0, 1, 2, 3)
+        for count in (1, 2)
+    ),
     *(("llama", {"stage": 3, "mode": mode}) for mode in MODES),
     ("llama", {"stage": 3, "tp": 2, "bf16": True}),
     *(("qwen3", {"stage": stage, "mode": "selective"}) for stage in (0, 3)),
     *(("gpt2", {"stage": stage, "tp": tp, "mode": "full"}) for stage in (0, 3) for tp in (1, 2)),
     *(("llama", {"stage": stage, "pp": 2, "schedule": "1f1b", "count": 4}) for stage in (0, 3)),
     ("llama", {"stage": 2, "pp": 2, "schedule": "interleaved-1f1b", "count": 4}),
-    *(("llama", {"stage": 2, "pp": 2, "schedule": "zbv", "count": 4, "mode": mode}) for mode in MODES),
+    *(
+        ("llama", {"stage": 2, "pp": 2, "schedule": "zbv", "count": 4, "mode": mode})
+        for mode in MODES
+    ),
 ]
 BUDGETS = ("1f1b", "interleaved-1f1b", "zbv")
 
@@ -119,9 +153,17 @@ BUDGETS = ("1f1b", "interleaved-1f1b", "zbv")
 def peaks() -> Iterator[list[str]]:
     """Rows: the model, the layout, the peak of rank 0, predicted and measured, and its moment."""
     for kind, chosen in PEAKS:
-        stage, tp, pp, count = (chosen.get(name, default) for name, default in (("stage", 0), ("tp", 1), ("pp", 1), ("count", 1)))
+        stage, tp, pp, count = (
+            chosen.get(name, default)
+            for name, default in (("stage", 0), ("tp", 1), ("pp", 1), ("count", 1))
+        )
         mode, bf16 = chosen.get("mode", "none"), chosen.get("bf16", False)
-        parallel = {"tp": tp, "pp": pp, "recompute": {"mode": mode}, "pipeline": {"schedule": chosen.get("schedule", "1f1b")}}
+        parallel = {
+            "tp": tp,
+            "pp": pp,
+            "recompute": {"mode": mode},
+            "pipeline": {"schedule": chosen.get("schedule", "1f1b")},
+        }
         file = {
             "train_micro_batch_size_per_gpu": SAMPLES,
             "gradient_accumulation_steps": count,
@@ -135,16 +177,38 @@ def peaks() -> Iterator[list[str]]:
         model = model_of(kind, device="meta")
         ids = torch.arange(SAMPLES * count * LENGTH).view(-1, LENGTH) % 1024
         with fake_world(world), delivered_at_once():
-            found = predict_peak_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH).peak
+            found = predict_peak_on(
+                build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH
+            ).peak
             engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
             batch = {"input_ids": ids, "labels": ids.clone()}
             if engine.sharded.pipeline is not None:
-                predict_messages(engine.model, engine.parts, engine.sharded.pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
+                predict_messages(
+                    engine.model,
+                    engine.parts,
+                    engine.sharded.pipeline,
+                    {name: x[:SAMPLES] for name, x in batch.items()},
+                )
             measured = measure_peak(engine, batch).torch_bytes
-        words = [f"ZeRO {stage}", *([f"tp {tp}"] if tp > 1 else []), *([f"pp 2, {chosen['schedule']}"] if pp > 1 else [])]
-        words += [*([f"recompute {mode}"] if mode != "none" else []), "bf16" if bf16 else "fp32", f"{count} micro-batches"]
+        words = [
+            f"ZeRO {stage}",
+            *([f"tp {tp}"] if tp > 1 else []),
+            *([f"pp 2, {chosen['schedule']}"] if pp > 1 else []),
+        ]
+        words += [
+            *([f"recompute {mode}"] if mode != "none" else []),
+            "bf16" if bf16 else "fp32",
+            f"{count} micro-batches",
+        ]
         difference = f"{100 * (found.peak_bytes / measured - 1):+.2f} %"
-        yield [kind, ", ".join(words), f"{found.peak_bytes:,}", f"{measured:,}", difference, found.moment]
+        yield [
+            kind,
+            ", ".join(words),
+            f"{found.peak_bytes:,}",
+            f"{measured:,}",
+            difference,
+            found.moment,
+        ]
 
 
 def budgets() -> Iterator[list[str]]:
@@ -162,7 +226,9 @@ def budgets() -> Iterator[list[str]]:
             model = model_of("llama", device="meta")
             with fake_world(2, rank), delivered_at_once():
                 resolved = resolve(load(file), world_size=2)
-                pipeline = resolved.pipeline.check(resolved.context(model=model, blocks=find_blocks(model)))
+                pipeline = resolved.pipeline.check(
+                    resolved.context(model=model, blocks=find_blocks(model))
+                )
                 assert pipeline is not None
                 ranks = rank_activations(
                     model,
@@ -180,14 +246,26 @@ def budgets() -> Iterator[list[str]]:
                 at = ranks[rank]
                 plain, least = at.most(("none",) * at.blocks), at.least()[0]
                 budget = max((plain + least) // 2, *(one.least()[0] for one in ranks))
-                file["parallel"]["recompute"] = {"budget_gib": budget / GIB, "sequence_length": LENGTH}  # type: ignore[index]
+                file["parallel"]["recompute"] = {
+                    "budget_gib": budget / GIB,
+                    "sequence_length": LENGTH,
+                }  # type: ignore[index]
                 engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
                 assert engine.sharded.pipeline is not None
                 batch = {"input_ids": ids, "labels": ids.clone()}
-                predict_messages(engine.model, engine.parts, engine.sharded.pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
+                predict_messages(
+                    engine.model,
+                    engine.parts,
+                    engine.sharded.pipeline,
+                    {name: x[:SAMPLES] for name, x in batch.items()},
+                )
                 measured = max(held for _, held in measure_in_flight(engine, batch).after)
             modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
-            chosen = ", ".join(f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes)
+            chosen = ", ".join(
+                f"{modes.count(mode)} {mode}"
+                for mode in ("full", "selective", "none")
+                if mode in modes
+            )
             held = max(held for _, held in at.held_after(modes))
             row = [plain, least, budget, at.most(modes), held, measured]
             yield [
@@ -205,15 +283,29 @@ def large_peak() -> tuple[list[str], Iterator[list[str]]]:
     found = {}
     for name, more in {
         "ZeRO 3": {"zero_optimization": {"stage": 3}},
-        "ZeRO 2, tp 8": {"zero_optimization": {"stage": 2}, "parallel": {"tp": 8, "sequence_parallel": True}},
+        "ZeRO 2, tp 8": {
+            "zero_optimization": {"stage": 2},
+            "parallel": {"tp": 8, "sequence_parallel": True},
+        },
     }.items():
         for mode in ("none", "full"):
             parallel = {**more.get("parallel", {}), "recompute": {"mode": mode}}
-            file = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **more, "parallel": parallel}
+            file = {
+                "train_micro_batch_size_per_gpu": 1,
+                "bf16": {"enabled": True},
+                **more,
+                "parallel": parallel,
+            }
             resolved = resolve(load(file), world_size=64)
-            found[f"{name}, recompute {mode}"] = predict_peak(llama_8b(), resolved, rank=0, samples=1, length=4096).peak
+            found[f"{name}, recompute {mode}"] = predict_peak(
+                llama_8b(), resolved, rank=0, samples=1, length=4096
+            ).peak
     shown = list(found.values())
-    rows = [[said, *(f"{peak.kinds[kind] / GIB:.2f}" for peak in shown)] for kind, said in PEAK_KINDS.items() if kind != "messages"]
+    rows = [
+        [said, *(f"{peak.kinds[kind] / GIB:.2f}" for peak in shown)]
+        for kind, said in PEAK_KINDS.items()
+        if kind != "messages"
+    ]
     rows.append(["**peak**", *(f"**{peak.peak_bytes / GIB:.2f}**" for peak in shown)])
     rows.append(["timeline point", *(peak.moment for peak in shown)])
     return ["GiB", *found], iter(rows)
@@ -225,10 +317,14 @@ def time_for_memory() -> Iterator[list[str]]:
     for mode in MODES:
         torch.manual_seed(0)
         model = model_of("llama", device="cpu", hidden_size=512, intermediate_size=1376)
-        Recompute(mode=mode).apply(Parts(model=model, blocks=find_blocks(model)), build_mesh(Layout()))  # type: ignore[arg-type]
+        Recompute(mode=mode).apply(
+            Parts(model=model, blocks=find_blocks(model)), build_mesh(Layout())
+        )  # type: ignore[arg-type]
         models[mode] = model
     plain = model_of("llama", device="meta", hidden_size=512, intermediate_size=1376)
-    (rank,) = rank_activations(plain, blocks=find_blocks(plain), mesh=build_mesh(Layout()), batch=token_batch(2, 256))
+    (rank,) = rank_activations(
+        plain, blocks=find_blocks(plain), mesh=build_mesh(Layout()), batch=token_batch(2, 256)
+    )
     facts = rank.stages[0].modes
     ids = torch.arange(512).view(2, 256)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -239,9 +335,16 @@ def time_for_memory() -> Iterator[list[str]]:
             if turn >= 0:
                 seconds[mode].append(time.perf_counter() - began)
     for mode in MODES:
-        ratio = statistics.median(a / b for a, b in zip(seconds[mode], seconds["none"], strict=True))
+        ratio = statistics.median(
+            a / b for a, b in zip(seconds[mode], seconds["none"], strict=True)
+        )
         found = facts[mode]  # type: ignore[index]
-        yield [mode, f"{sum(found.kept) / MIB:.1f} MiB", f"{found.flops / facts['none'].flops:.3f}", f"{ratio:.2f}"]
+        yield [
+            mode,
+            f"{sum(found.kept) / MIB:.1f} MiB",
+            f"{found.flops / facts['none'].flops:.3f}",
+            f"{ratio:.2f}",
+        ]
 
 
 def llama_8b() -> nn.Module:
@@ -293,14 +396,43 @@ def main() -> None:
     """Write the page."""
     torch.set_num_threads(1)
     first = table(
-        ["model", "layout", "recompute", "blocks, predicted", "measured", "head and loss, predicted", "measured"], predicted_and_measured()
+        [
+            "model",
+            "layout",
+            "recompute",
+            "blocks, predicted",
+            "measured",
+            "head and loss, predicted",
+            "measured",
+        ],
+        predicted_and_measured(),
     )
     dist.is_initialized() and dist.destroy_process_group()
     second = table(["recompute", "blocks keep", "operations", "time"], time_for_memory())
     if dist.is_initialized():
         dist.destroy_process_group()
-    third = table(["layout", "recompute", "blocks", "head and loss", "recomputed block", "peak of forward and backward"], large())
-    fourth = table(["model", "layout (2 data-parallel ranks)", "peak, predicted", "measured", "", "timeline point"], peaks())
+    third = table(
+        [
+            "layout",
+            "recompute",
+            "blocks",
+            "head and loss",
+            "recomputed block",
+            "peak of forward and backward",
+        ],
+        large(),
+    )
+    fourth = table(
+        [
+            "model",
+            "layout (2 data-parallel ranks)",
+            "peak, predicted",
+            "measured",
+            "",
+            "timeline point",
+        ],
+        peaks(),
+    )
     fifth = table(*large_peak())
     columns = [
         "schedule",

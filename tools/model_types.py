@@ -26,7 +26,16 @@ from typing import Any
 from benchmarks.common.table import markdown
 from plait.verify.model_under_test import TestedModel
 from tests.measured.loaded_types import FOLDER, load_cell
-from tests.measured.model_types import LATE, LAYOUTS, PROCESSES, CellFailed, Small, make_small, model_types, run_cell
+from tests.measured.model_types import (
+    LATE,
+    LAYOUTS,
+    PROCESSES,
+    CellFailed,
+    Small,
+    make_small,
+    model_types,
+    run_cell,
+)
 from tests.pool import Pool, WorkerFailed
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +56,12 @@ def small(rank: int, world: int, name: str) -> Small:
 def last_line(failure: WorkerFailed) -> str:
     """What a worker's exception says, without its traceback."""
     lines = [line for line in str(failure).splitlines() if line.strip()]
-    starts = [line for line in lines if line[:1].isalpha() and ("Error" in line or "Exception" in line or CellFailed.__name__ in line)]
+    starts = [
+        line
+        for line in lines
+        if line[:1].isalpha()
+        and ("Error" in line or "Exception" in line or CellFailed.__name__ in line)
+    ]
     text = (starts or lines)[-1]
     return text.removeprefix(f"{CellFailed.__module__}.{CellFailed.__name__}: ")[:600]
 
@@ -61,7 +75,9 @@ def prepare(pool: Pool, name: str, version: str) -> Entry:
     return {
         "transformers": version,
         "tested": made.tested.model_dump(),
-        "parameters": next(line for line in made.lines if line.endswith(" parameters")).rpartition(" -> ")[2],
+        "parameters": next(line for line in made.lines if line.endswith(" parameters")).rpartition(
+            " -> "
+        )[2],
         "lines": list(made.lines),
         "split": round(made.split, 4),
         "cells": {},
@@ -78,7 +94,11 @@ def cell(pool: Pool, entry: Entry, layout: str) -> Entry:
         found = pool.run(PROCESSES, run_cell, tested, layout, timeout=SECONDS)
     except WorkerFailed as failure:
         reason = last_line(failure)
-        return {"outcome": "refused" if reason.startswith(LATE) else "failed", "error": None, "reason": reason}
+        return {
+            "outcome": "refused" if reason.startswith(LATE) else "failed",
+            "error": None,
+            "reason": reason,
+        }
     if len({one.outcome == "refused" for one in found}) > 1:
         return {"outcome": "failed", "error": None, "reason": f"refused on one rank only: {found}"}
     return asdict(found[0])
@@ -86,11 +106,19 @@ def cell(pool: Pool, entry: Entry, layout: str) -> Entry:
 
 def revision() -> str:
     """Of what runs; a table may come from several."""
-    found = subprocess.run(["git", "describe", "--always", "--tags", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["git", "describe", "--always", "--tags", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return found.stdout.strip()
 
 
-def sweep(types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str], jobs: int) -> None:
+def sweep(
+    types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str], jobs: int
+) -> None:
     """Fill what is missing or asked for again."""
     import transformers
 
@@ -115,12 +143,20 @@ def sweep(types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str]
 
     def make(pool: Pool, name: str) -> None:
         entry = state.get(name)
-        if entry is None or entry["transformers"] != transformers.__version__ or ("not_small" in entry and "failed" in again):
+        if (
+            entry is None
+            or entry["transformers"] != transformers.__version__
+            or ("not_small" in entry and "failed" in again)
+        ):
             state[name] = prepare(pool, name, transformers.__version__)
             before = written["types"].get(name, {})
             if "cells" in state[name] and written.get("transformers") == transformers.__version__:
-                state[name]["cells"] = before.get("cells", {})  # a fresh clone goes on where the page ends
-            print(f"{name}: {state[name].get('not_small') or state[name]['parameters']}", flush=True)
+                state[name]["cells"] = before.get(
+                    "cells", {}
+                )  # a fresh clone goes on where the page ends
+            print(
+                f"{name}: {state[name].get('not_small') or state[name]['parameters']}", flush=True
+            )
 
     def run(pool: Pool, name: str) -> None:
         entry = state[name]
@@ -129,9 +165,16 @@ def sweep(types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str]
             if before is None or before["outcome"] in again:
                 after = {**cell(pool, entry, layout), "commit": commit}
                 entry["cells"] = {**entry["cells"], layout: after}
-                change = f" (before: {before['outcome']})" if before and before["outcome"] != after["outcome"] else ""
+                change = (
+                    f" (before: {before['outcome']})"
+                    if before and before["outcome"] != after["outcome"]
+                    else ""
+                )
                 error = f" {after['error']:.1e}" if after["error"] is not None else ""
-                print(f"{name}: {layout}: {after['outcome']}{error} {after['reason']}{change}", flush=True)
+                print(
+                    f"{name}: {layout}: {after['outcome']}{error} {after['reason']}{change}",
+                    flush=True,
+                )
 
     try:
         with ThreadPoolExecutor(jobs) as threads:
@@ -178,25 +221,54 @@ def page(data: Mapping[str, Any]) -> str:
         if found["outcome"] == "exact":
             split = f", {100 * entry['split']:.0f} % split" if layout == "tp 2" else ""
             return f"{found['error']:.0e}{'' if entry['exact'] else '*'}{split}"
-        number = reasons.setdefault(found["reason"].replace(f"plan of {name} has", "plan of it has"), len(reasons) + 1)
+        number = reasons.setdefault(
+            found["reason"].replace(f"plan of {name} has", "plan of it has"), len(reasons) + 1
+        )
         return f"{'refused' if found['outcome'] == 'refused' else '**failed**'} ({number})"
 
-    layouts = [layout for layout in LAYOUTS if any(layout in entry["cells"] for entry in built.values())]
+    layouts = [
+        layout for layout in LAYOUTS if any(layout in entry["cells"] for entry in built.values())
+    ]
     rows = [
-        (name, entry["parameters"].removesuffix(" parameters"), *(shown(name, entry, column) for column in (*layouts, FOLDER)))
+        (
+            name,
+            entry["parameters"].removesuffix(" parameters"),
+            *(shown(name, entry, column) for column in (*layouts, FOLDER)),
+        )
         for name, entry in built.items()
     ]
     counts = {
-        layout: Counter(entry["cells"][layout]["outcome"] for entry in built.values() if layout in entry["cells"]) for layout in layouts
+        layout: Counter(
+            entry["cells"][layout]["outcome"]
+            for entry in built.values()
+            if layout in entry["cells"]
+        )
+        for layout in layouts
     }
     summary = markdown(
-        ("layout", "exact", "refused", "failed"), [(one, *(str(counts[one][o]) for o in ("exact", "refused", "failed"))) for one in layouts]
+        ("layout", "exact", "refused", "failed"),
+        [(one, *(str(counts[one][o]) for o in ("exact", "refused", "failed"))) for one in layouts],
     )
-    loaded = Counter(entry["cells"][FOLDER]["outcome"] for entry in built.values() if FOLDER in entry["cells"])
-    read = ", ".join(f"{loaded[outcome]} {outcome}" for outcome in ("slices", "in full", "refused", "failed"))
-    parts = [HEAD.format(**data), f"{len(types)} types; {len(built)} build small.\n", summary, "", f"From a folder: {read}."]
+    loaded = Counter(
+        entry["cells"][FOLDER]["outcome"] for entry in built.values() if FOLDER in entry["cells"]
+    )
+    read = ", ".join(
+        f"{loaded[outcome]} {outcome}" for outcome in ("slices", "in full", "refused", "failed")
+    )
+    parts = [
+        HEAD.format(**data),
+        f"{len(types)} types; {len(built)} build small.\n",
+        summary,
+        "",
+        f"From a folder: {read}.",
+    ]
     parts += ["", markdown(("type", "parameters", *layouts, FOLDER), rows)]
-    parts += ["", "## Reasons", "", *(f"{number}. {_flat(reason)}" for reason, number in reasons.items())]
+    parts += [
+        "",
+        "## Reasons",
+        "",
+        *(f"{number}. {_flat(reason)}" for reason, number in reasons.items()),
+    ]
     rest = [(name, entry["not_small"]) for name, entry in types.items() if "cells" not in entry]
     if rest:
         parts += [
@@ -206,7 +278,12 @@ def page(data: Mapping[str, Any]) -> str:
             *(f"- `{name}`: {_flat(why)}" for name, why in rest),
         ]
     if data["not_run"]:
-        parts += ["", "## Not run yet", "", f"`make model-types` goes on with them: {', '.join(data['not_run'])}."]
+        parts += [
+            "",
+            "## Not run yet",
+            "",
+            f"`make model-types` goes on with them: {', '.join(data['not_run'])}.",
+        ]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -221,7 +298,9 @@ def write() -> None:
 
     state: dict[str, Entry] = json.loads(STATE.read_text())
     written = json.loads(DATA.read_text()) if DATA.exists() else {}
-    types: dict[str, Entry] = written["types"] if written.get("transformers") == transformers.__version__ else {}
+    types: dict[str, Entry] = (
+        written["types"] if written.get("transformers") == transformers.__version__ else {}
+    )
     for name in sorted(state):
         entry = state[name]
         if "tested" not in entry:
@@ -251,13 +330,28 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--types", default="")
     parser.add_argument("--layouts", default=",".join(COLUMNS))
     parser.add_argument("--again", default="", help="all, or outcomes with commas between")
-    parser.add_argument("--jobs", type=int, default=1, help="types at a time, of two processes each")
-    parser.add_argument("--write", action="store_true", help="write the page from what was run before, and run nothing")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="types at a time, of two processes each"
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write the page from what was run before, and run nothing",
+    )
     given = parser.parse_args(arguments)
     if not given.write:
         wanted = tuple(column for column in COLUMNS if column in given.layouts.split(","))
-        again = frozenset(("exact", "slices", "in full", "refused", "failed") if given.again == "all" else given.again.split(","))
-        sweep(tuple(given.types.split(",")) if given.types else model_types(), wanted, again=again, jobs=given.jobs)
+        again = frozenset(
+            ("exact", "slices", "in full", "refused", "failed")
+            if given.again == "all"
+            else given.again.split(",")
+        )
+        sweep(
+            tuple(given.types.split(",")) if given.types else model_types(),
+            wanted,
+            again=again,
+            jobs=given.jobs,
+        )
     write()
 
 

@@ -89,12 +89,35 @@ def page(rows: dict[str, Any]) -> str:
     for name, row in rows.items():
         packages = row["packages"]
         tests = [row["tests"], *(str(row[outcome]) for outcome in ("passed", "failed", "skipped"))]
-        runs.append([name, row["date"], row["python"], packages["torch"], packages.get("transformers", ""), *tests])
-    header = ["run", "date", "Python", "torch", "Transformers", "tests", "passed", "failed", "skipped"]
+        runs.append(
+            [
+                name,
+                row["date"],
+                row["python"],
+                packages["torch"],
+                packages.get("transformers", ""),
+                *tests,
+            ]
+        )
+    header = [
+        "run",
+        "date",
+        "Python",
+        "torch",
+        "Transformers",
+        "tests",
+        "passed",
+        "failed",
+        "skipped",
+    ]
     parts = [INTRODUCTION, markdown(header, runs)]
 
     # Releases of torch are on another page.
-    bounds = {requirement.name: str(requirement.specifier) for requirement in requirements() if requirement.name != "torch"}
+    bounds = {
+        requirement.name: str(requirement.specifier)
+        for requirement in requirements()
+        if requirement.name != "torch"
+    }
     sets = [name for name in ("lowest", "newest") if name in rows]
     versions = []
     for package, bound in sorted(bounds.items(), key=lambda entry: entry[0].lower()):
@@ -111,15 +134,24 @@ def page(rows: dict[str, Any]) -> str:
 
 def main() -> None:
     """Record a run if a name is passed, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", nargs="?", help="name of the run in the table")
     parser.add_argument("results", nargs="*", type=Path, help="JUnit files")
-    parser.add_argument("--tests", default="those of tools/packages.sh", help="description of the tests that ran")
+    parser.add_argument(
+        "--tests", default="those of tools/packages.sh", help="description of the tests that ran"
+    )
     arguments = parser.parse_args()
 
     rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     if arguments.name:
-        environment = {"date": today(), "python": platform.python_version(), "packages": installed(), "tests": arguments.tests}
+        environment = {
+            "date": today(),
+            "python": platform.python_version(),
+            "packages": installed(),
+            "tests": arguments.tests,
+        }
         rows[arguments.name] = environment | counts(arguments.results)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(rows), encoding="utf-8")

@@ -36,7 +36,13 @@ def llama_8b() -> ModelFacts:
     """Shapes only: the model is built on meta."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8)
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return model_facts(model, find_blocks(model))
@@ -50,7 +56,11 @@ def main() -> None:
     for stage, axis in enumerate(axes):
         shard = RANKS if stage else np.ones_like(RANKS)
         start = Ledger.start(dp_replicate=RANKS // shard, dp_shard=shard, accumulation=2)
-        ledger = account_all((Precision(compute="bfloat16"), DataParallel.sweep(stage=np.full_like(RANKS, stage))), start, facts)
+        ledger = account_all(
+            (Precision(compute="bfloat16"), DataParallel.sweep(stage=np.full_like(RANKS, stage))),
+            start,
+            facts,
+        )
         for kind, (label, color, style) in KINDS.items():
             values = ledger.memory[kind] / GIB
             if values.any():
@@ -61,7 +71,9 @@ def main() -> None:
     axes[0].set_ylabel("GiB per rank")
     handles, labels = axes[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=5, frameon=False)
-    figure.suptitle(f"Model states per rank, Llama-3.1-8B ({facts.numel / 1e9:.2f} B parameters), bfloat16 compute, float32 master weights")
+    figure.suptitle(
+        f"Model states per rank, Llama-3.1-8B ({facts.numel / 1e9:.2f} B parameters), bfloat16 compute, float32 master weights"
+    )
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     target = Path(__file__).parent.parent / "docs" / "figures" / "zero_memory.svg"
     figure.savefig(target, metadata={"Date": None})

@@ -36,7 +36,9 @@ def rows(results: Iterable[Path]) -> list[Row]:
     found = []
     for path in results:
         for case in ElementTree.parse(path).iter("testcase"):
-            kept = {entry.get("name", ""): entry.get("value", "") for entry in case.iter("property")}
+            kept = {
+                entry.get("name", ""): entry.get("value", "") for entry in case.iter("property")
+            }
             failed = case.find("failure") is not None or case.find("error") is not None
             if "configuration" not in kept and not failed:
                 continue
@@ -56,13 +58,21 @@ def rows(results: Iterable[Path]) -> list[Row]:
 def newest(results: Iterable[Path]) -> str:
     """Return the date of the last of these runs, or "an unknown date" where no file has one."""
     suites = (suite for path in results for suite in ElementTree.parse(path).iter("testsuite"))
-    return max((suite.get("timestamp", "")[:10] for suite in suites), default="") or "an unknown date"
+    return (
+        max((suite.get("timestamp", "")[:10] for suite in suites), default="") or "an unknown date"
+    )
 
 
 def page(found: list[Row], date: str) -> str:
     """Return the text of the page for tests that ran on `date`."""
-    worst = max((row.difference for row in found if row.compared_with.startswith("one process")), default=float("nan"))
-    counts = ", ".join(f"{sum(row.devices == count for row in found)} on {count}" for count in sorted({row.devices for row in found}))
+    worst = max(
+        (row.difference for row in found if row.compared_with.startswith("one process")),
+        default=float("nan"),
+    )
+    counts = ", ".join(
+        f"{sum(row.devices == count for row in found)} on {count}"
+        for count in sorted({row.devices for row in found})
+    )
     lines = [
         "# On simulated GPUs",
         "",

@@ -57,7 +57,10 @@ def defects(only: list[str]) -> dict[str, str]:
         if mutant.author == "stale" and (not only or mutant.id in only):
             result = run_mutant(mutant, copy, TESTS, limit=900, log=BUILD / f"{mutant.id}.log")
             found[mutant.id] = result.caught_by
-            print(f"{mutant.id}: {result.caught_by or 'NOT NOTICED'} ({result.seconds:.0f} s)", flush=True)
+            print(
+                f"{mutant.id}: {result.caught_by or 'NOT NOTICED'} ({result.seconds:.0f} s)",
+                flush=True,
+            )
     return found
 
 
@@ -69,8 +72,14 @@ def main(arguments: list[str]) -> int:
         saved = thousand()
         known |= {"saves": sum(saved.values()), "stale": 0, "by_kind": saved}
     if "--saves" not in arguments:
-        noticed = known.get("noticed_by", {}) | defects([name for name in arguments if not name.startswith("--")])
-        known |= {"defects": len(noticed), "noticed": sum(map(bool, noticed.values())), "noticed_by": noticed}
+        noticed = known.get("noticed_by", {}) | defects(
+            [name for name in arguments if not name.startswith("--")]
+        )
+        known |= {
+            "defects": len(noticed),
+            "noticed": sum(map(bool, noticed.values())),
+            "noticed_by": noticed,
+        }
     RESULT.write_text(json.dumps(known, indent=1) + "\n")
     print(json.dumps({name: value for name, value in known.items() if not isinstance(value, dict)}))
     return 0 if known.get("noticed") == known.get("defects") else 1

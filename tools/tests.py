@@ -18,7 +18,13 @@ from threading import Thread
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
 PARTS = {
-    "alone": ("tests/unit", "tests/fake", "tests/integration", "tests/security", "--ignore=tests/unit/cli"),
+    "alone": (
+        "tests/unit",
+        "tests/fake",
+        "tests/integration",
+        "tests/security",
+        "--ignore=tests/unit/cli",
+    ),
     "together": ("tests/parity", "tests/reports", "tests/architecture", "tests/unit/cli"),
 }
 """Tests in one process, and tests between ranks with as many others as make both parts equally long."""
@@ -26,7 +32,18 @@ SEPARATE = ("tests/simulated_device",)
 """Run by `make simulated`, which `.ci/run` runs too: they need a compiler, and both cores for themselves."""
 NOTHING_CHOSEN = 5
 """pytest's exit code; no failure where the other part has tests."""
-BY_HAND = {"--pdb", "--trace", "-s", "--capture=no", "--co", "--collect-only", "--fixtures", "--markers", "-h", "--help"}
+BY_HAND = {
+    "--pdb",
+    "--trace",
+    "-s",
+    "--capture=no",
+    "--co",
+    "--collect-only",
+    "--fixtures",
+    "--markers",
+    "-h",
+    "--help",
+}
 """Options for somebody who sits before it."""
 
 
@@ -38,18 +55,29 @@ def is_path(argument: str) -> bool:
 def command(part: str, paths: tuple[str, ...], arguments: list[str]) -> list[str]:
     """pytest for a part; a cache each, since `--lf` would find the other's failures."""
     name = f"-{part}" if part else ""
-    places = [f"--junitxml={RESULTS / f'test{name}.xml'}", *(["-o", f"cache_dir=.pytest_cache/{part}"] if part else [])]
+    places = [
+        f"--junitxml={RESULTS / f'test{name}.xml'}",
+        *(["-o", f"cache_dir=.pytest_cache/{part}"] if part else []),
+    ]
     return [sys.executable, "-m", "pytest", *places, *paths, *arguments]
 
 
 def side_by_side(arguments: list[str]) -> int:
     """Both parts; the exit code."""
     running = {
-        part: subprocess.Popen(command(part, paths, arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        part: subprocess.Popen(
+            command(part, paths, arguments),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for part, paths in PARTS.items()
     }
     failures: list[str] = []
-    readers = [Thread(target=show, args=(part, process, failures)) for part, process in running.items()]
+    readers = [
+        Thread(target=show, args=(part, process, failures)) for part, process in running.items()
+    ]
     for reader in readers:
         reader.start()
     try:
@@ -68,7 +96,11 @@ def left_out() -> list[str]:
     from tests.simulated_device.build import why_not
 
     reason = why_not()
-    return [f"not run here: {path} (make simulated)" + (f", which would skip them: {reason}" if reason else "") for path in SEPARATE]
+    return [
+        f"not run here: {path} (make simulated)"
+        + (f", which would skip them: {reason}" if reason else "")
+        for path in SEPARATE
+    ]
 
 
 def exit_code(codes: list[int]) -> int:

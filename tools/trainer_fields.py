@@ -18,14 +18,19 @@ END = "<!-- end -->\n"
 def tables() -> dict[str, str]:
     """Return the tables as markdown, keyed by the line that stands before each in the document."""
     trainer = _table(FIELDS | SEQ2SEQ)
-    return {"<!-- tools/trainer_fields.py -->\n": trainer, "<!-- tools/trainer_fields.py: TRL -->\n": _table(TRL)}
+    return {
+        "<!-- tools/trainer_fields.py -->\n": trainer,
+        "<!-- tools/trainer_fields.py: TRL -->\n": _table(TRL),
+    }
 
 
 def _table(known: dict[str, Field]) -> str:
     rows = []
     for name, entry in known.items():
         what = "" if entry.what in ("as in Transformers", "as in TRL") else entry.what
-        rows.append((f"`{name}`", entry.effect, f"{what}; {entry.remedy}" if entry.remedy else what))
+        rows.append(
+            (f"`{name}`", entry.effect, f"{what}; {entry.remedy}" if entry.remedy else what)
+        )
     return markdown(("field", "effect", "what it does, or why not and what to do instead"), rows)
 
 

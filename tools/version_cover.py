@@ -42,7 +42,10 @@ from plait.parallel.schedules.schedule import SCHEDULES
 from tests.parity import cases
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "versions", ROOT / "docs" / "development" / "versions.md"
+RESULTS, PAGE = (
+    ROOT / "benchmarks" / "results" / "versions",
+    ROOT / "docs" / "development" / "versions.md",
+)
 
 SECONDS = 300
 GLOBAL = 4
@@ -54,19 +57,50 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-1": (2, {"zero_optimization": {"stage": 1}}),
     "zero-2": (2, {"zero_optimization": {"stage": 2}}),
     "zero-3": (2, {"zero_optimization": {"stage": 3}}),
-    "zero-3, torch's collectives": (2, {"zero_optimization": {"stage": 3}, "parallel": {"transport": "torch"}}),
-    "zero-3, hybrid": (4, {"zero_optimization": {"stage": 3}, "parallel": {"dp_replicate": 2, "dp_shard": 2}}),
+    "zero-3, torch's collectives": (
+        2,
+        {"zero_optimization": {"stage": 3}, "parallel": {"transport": "torch"}},
+    ),
+    "zero-3, hybrid": (
+        4,
+        {"zero_optimization": {"stage": 3}, "parallel": {"dp_replicate": 2, "dp_shard": 2}},
+    ),
     "tensor": (2, {"parallel": {"tp": 2}}),
     "tensor, sequence": (2, {"parallel": {"tp": 2, "sequence_parallel": True}}),
     "tensor, overlapped": (2, {"parallel": {"tp": 2, "tensor_overlap": 2}}),
     "tensor x zero-3": (4, {"zero_optimization": {"stage": 3}, "parallel": {"tp": 2}}),
-    **{f"pipeline, {name}": (2, {"parallel": {"pp": 2, "pipeline": {"schedule": name}}}) for name in SCHEDULES},
+    **{
+        f"pipeline, {name}": (2, {"parallel": {"pp": 2, "pipeline": {"schedule": name}}})
+        for name in SCHEDULES
+    },
     "pipeline x zero-2": (4, {"zero_optimization": {"stage": 2}, "parallel": {"pp": 2}}),
-    "recompute, full": (2, {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}}),
+    "recompute, full": (
+        2,
+        {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}},
+    ),
     "recompute, selective": (2, {"parallel": {"recompute": {"mode": "selective"}}}),
-    "activations on disk": (2, {"parallel": {"activation_offload": {"fraction": 1, "device": "disk", "path": "{folder}"}}}),
-    "optimizer on disk": (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "{folder}"}}}),
-    "parameters on disk": (2, {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "{folder}"}}}),
+    "activations on disk": (
+        2,
+        {"parallel": {"activation_offload": {"fraction": 1, "device": "disk", "path": "{folder}"}}},
+    ),
+    "optimizer on disk": (
+        2,
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "{folder}"},
+            }
+        },
+    ),
+    "parameters on disk": (
+        2,
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "{folder}"},
+            }
+        },
+    ),
     "optimizer in the backward": (
         4,
         {
@@ -79,17 +113,32 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-2, after a step that failed": (2, {"zero_optimization": {"stage": 2}}),
     "zero-2, unused parameters": (2, {"zero_optimization": {"stage": 2}}),
     "compile": (2, {"compile": {"enabled": True, "backend": "aot_eager"}}),
-    "checkpoint of zero-3, then tensor": (2, {"zero_optimization": {"stage": 3}, "then": {"parallel": {"tp": 2}}}),
-    "checkpoint of a pipeline, then zero-2": (2, {"parallel": {"pp": 2}, "then": {"zero_optimization": {"stage": 2}}}),
+    "checkpoint of zero-3, then tensor": (
+        2,
+        {"zero_optimization": {"stage": 3}, "then": {"parallel": {"tp": 2}}},
+    ),
+    "checkpoint of a pipeline, then zero-2": (
+        2,
+        {"parallel": {"pp": 2}, "then": {"zero_optimization": {"stage": 2}}},
+    ),
     "bf16": (2, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}),
-    "fp16": (2, {"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 2}}),
+    "fp16": (
+        2,
+        {"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 2}},
+    ),
     "gradients in int8": (2, {"parallel": {"compress_gradients": "int8"}}),
     "gradients by PowerSGD": (2, {"parallel": {"compress_gradients": "powersgd"}}),
     "gradients and weights in int8": (
         2,
-        {"zero_optimization": {"stage": 3}, "parallel": {"compress_gradients": "int8", "compress_weights": "int8"}},
+        {
+            "zero_optimization": {"stage": 3},
+            "parallel": {"compress_gradients": "int8", "compress_weights": "int8"},
+        },
     ),
-    "states in int8": (2, {"zero_optimization": {"stage": 2}, "optimizer": {**cases.OPTIMIZER, "states": "int8"}}),
+    "states in int8": (
+        2,
+        {"zero_optimization": {"stage": 2}, "optimizer": {**cases.OPTIMIZER, "states": "int8"}},
+    ),
 }
 NAMES = "private names (tests/unit/test_torch_names.py)"
 LOSSY = ("bf16", "fp16", "gradients", "states")
@@ -115,14 +164,22 @@ def losses(world: int, more: dict[str, Any], folder: str, name: str) -> list[flo
 
     def train(engine: plait.Engine, step: list[dict[str, torch.Tensor]]) -> float:
         count = GLOBAL // engine.dp_size
-        return float(engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]).loss)
+        return float(
+            engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]).loss
+        )
 
     then = {name: value for name, value in more.items() if name != "then"}
     engine = build(then)
     found = [train(engine, step) for step in steps[: 1 if "failed" in name else 2]]
     if "failed" in name:  # in the middle of a forward, on all ranks
         with suppress(IndexError):
-            train(engine, [{**piece, "input_ids": piece["input_ids"] + cases.VOCABULARY} for piece in steps[2]])
+            train(
+                engine,
+                [
+                    {**piece, "input_ids": piece["input_ids"] + cases.VOCABULARY}
+                    for piece in steps[2]
+                ],
+            )
         found.append(train(engine, steps[1]))
     engine.save_checkpoint(f"{folder}/{world}")
     again = build(more.get("then", then))
@@ -143,13 +200,17 @@ def settings(world: int, more: dict[str, Any], folder: str) -> dict[str, Any]:
     return json.loads(json.dumps(base | more | {"parallel": parallel}).replace("{folder}", folder))
 
 
-def child(rank: int, world: int, name: str, more: dict[str, Any], folder: str, results: Any) -> None:
+def child(
+    rank: int, world: int, name: str, more: dict[str, Any], folder: str, results: Any
+) -> None:
     """One process of a case."""
     warnings.simplefilter("ignore")
     os.chdir(folder)
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+        )
         results.put((rank, losses(world, more, folder, name)))
     except BaseException:
         results.put((rank, traceback.format_exc(limit=-4)))
@@ -163,7 +224,10 @@ def run(name: str, world: int, more: dict[str, Any]) -> list[float] | str:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="plait-cover-") as folder:
         results = context.Queue()
-        processes = [context.Process(target=child, args=(rank, world, name, more, folder, results)) for rank in range(world)]
+        processes = [
+            context.Process(target=child, args=(rank, world, name, more, folder, results))
+            for rank in range(world)
+        ]
         for process in processes:
             process.start()
         found: dict[int, Any] = {}
@@ -216,9 +280,20 @@ def cover(wanted: str) -> int:
             rows[name] = outcome(run(name, world, more), expected, 3e-2 if lossy else 1e-10)
             print(f"torch {torch.__version__}  {name}: {rows[name]}", flush=True)
     if not wanted:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "unit" / "test_torch_names.py")]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            str(ROOT / "tests" / "unit" / "test_torch_names.py"),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        rows = {NAMES: "passed" if done.returncode == 0 else done.stdout.strip().splitlines()[-1], **rows}
+        rows = {
+            NAMES: "passed" if done.returncode == 0 else done.stdout.strip().splitlines()[-1],
+            **rows,
+        }
     before = recorded()
     earlier = before if wanted else {**before, "cases": {}, "seconds": 0}
     seconds = round(earlier["seconds"] + time.monotonic() - began)
@@ -277,7 +352,13 @@ def add_suite(files: list[str]) -> int:
 
 def revision() -> str:
     """Of what runs."""
-    return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
 
 
 HEAD = """# Versions of torch
@@ -337,7 +418,9 @@ def page() -> None:
             (
                 name,
                 *(
-                    cell if cell in ("passed", "not run") else f"**failed** ({reasons.setdefault(cell, len(reasons) + 1)})"
+                    cell
+                    if cell in ("passed", "not run")
+                    else f"**failed** ({reasons.setdefault(cell, len(reasons) + 1)})"
                     for cell in cells
                 ),
             )
@@ -348,14 +431,22 @@ def page() -> None:
     tested = [one for one in found if "suite" in one]
     if tested:
         text = text.rstrip() + "\n" + SUITE + suite_table(tested)
-    lines = [f"- torch {one['torch']}, Python {one['python']}, revision {one['plait']}, {one['date']}: {one['seconds']} s" for one in found]
+    lines = [
+        f"- torch {one['torch']}, Python {one['python']}, revision {one['plait']}, {one['date']}: {one['seconds']} s"
+        for one in found
+    ]
     PAGE.write_text(text.rstrip() + "\n" + DIFFERENCES + "\n## Runs\n\n" + "\n".join(lines) + "\n")
 
 
 def suite_table(tested: list[dict[str, Any]]) -> str:
     """Return the table of test results, one row per release and folder."""
     rows = [
-        (one["torch"], f"`{folder}`", *(str(count[key]) for key in ("passed", "failed", "skipped")), one["suite_plait"])
+        (
+            one["torch"],
+            f"`{folder}`",
+            *(str(count[key]) for key in ("passed", "failed", "skipped")),
+            one["suite_plait"],
+        )
         for one in tested
         for folder, count in sorted(one["suite"].items())
     ]

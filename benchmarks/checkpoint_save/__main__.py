@@ -37,7 +37,15 @@ def main() -> None:
     buffers = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     folder, writer = Path(tempfile.mkdtemp()), Writer(mesh)
     seconds: dict[str, list[float]] = {
-        what: [] for what in ("copy", "plait blocks", "plait writes", "dcp blocks", "dcp writes", "plait verifies")
+        what: []
+        for what in (
+            "copy",
+            "plait blocks",
+            "plait writes",
+            "dcp blocks",
+            "dcp writes",
+            "plait verifies",
+        )
     }
 
     def timed(what: str, began: float) -> float:
@@ -50,7 +58,11 @@ def main() -> None:
             for name, tensor in tensors.items():
                 buffers[name].copy_(tensor)
             began = timed("copy", began)
-            writer.begin(snapshot(folder, "plait", mesh=mesh, tensors=tensors, own={}, values={}, metadata={}))
+            writer.begin(
+                snapshot(
+                    folder, "plait", mesh=mesh, tensors=tensors, own={}, values={}, metadata={}
+                )
+            )
             began = timed("plait blocks", began)
             writer.wait()
             began = timed("plait writes", began)
@@ -69,8 +81,17 @@ def main() -> None:
     medians = {what: statistics.median(values[1:]) for what, values in seconds.items()}
     ratios = {what: medians[what] / medians["copy"] for what in ("plait blocks", "dcp blocks")}
     for what, value in medians.items():
-        print(f"{what:14} {value * 1e3:8.1f} ms" + (f", {ratios[what]:.2f} x the copy" if what in ratios else ""))
-    RESULT.write_text(json.dumps({"machine": facts("torch"), "median_seconds": medians, "ratio_to_copy": ratios}, indent=1) + "\n")
+        print(
+            f"{what:14} {value * 1e3:8.1f} ms"
+            + (f", {ratios[what]:.2f} x the copy" if what in ratios else "")
+        )
+    RESULT.write_text(
+        json.dumps(
+            {"machine": facts("torch"), "median_seconds": medians, "ratio_to_copy": ratios},
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

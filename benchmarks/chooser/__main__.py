@@ -83,10 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if nodes > 1 and found is None:
                 continue
             with _team(ranks, nodes, found, logs) as worker_group:
-                for rate in dict.fromkeys(scene.rate for scene in scenes if scene.worker_group == (ranks, nodes)):
+                for rate in dict.fromkeys(
+                    scene.rate for scene in scenes if scene.worker_group == (ranks, nodes)
+                ):
                     if rate is not None and found is not None:
                         found.shape(rate)
-                    views = [scene for scene in scenes if scene.worker_group == (ranks, nodes) and scene.rate == rate]
+                    views = [
+                        scene
+                        for scene in scenes
+                        if scene.worker_group == (ranks, nodes) and scene.rate == rate
+                    ]
                     points += _points(worker_group, views, options)
     if not points:
         return 2
@@ -108,9 +114,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("--quick and --only write nothing")
         return 0
     # The times of all algorithms stay out of the file. The table needs the selected one, the best one and one call of the backend.
-    stored = [{name: value for name, value in point.items() if name != "seconds"} for point in points]
-    write(RESULTS / "chooser.json", {"machine": facts("torch", "plait"), "share_within_5_percent": right, "points": stored})
-    (RESULTS / "chooser.md").write_text(f"# The adaptive choice against the best way\n\n{conclusion}\n\n{markdown(HEADER, rows)}")
+    stored = [
+        {name: value for name, value in point.items() if name != "seconds"} for point in points
+    ]
+    write(
+        RESULTS / "chooser.json",
+        {"machine": facts("torch", "plait"), "share_within_5_percent": right, "points": stored},
+    )
+    (RESULTS / "chooser.md").write_text(
+        f"# The adaptive choice against the best way\n\n{conclusion}\n\n{markdown(HEADER, rows)}"
+    )
     say(f"written: {RESULTS / 'chooser.json'} and chooser.md")
     return 0 if right >= SHARE else 1
 
@@ -121,16 +134,49 @@ def say(line: str) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chooser", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--fit-seconds", type=float, default=2.0, help="how long links are measured in a scene (default: 2)")
-    parser.add_argument("--refine-seconds", type=float, default=1.0, help="how long near ways are compared at a size (default: 1)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long a size is timed (default: 2)")
-    parser.add_argument("--rounds", type=int, nargs=2, default=(7, 60), metavar=("LEAST", "MOST"), help="rounds of a size (default: 7 60)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the scenes whose title has the text; writes nothing")
-    parser.add_argument("--quick", action="store_true", help="a minute, to see that everything runs; writes nothing")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chooser", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--fit-seconds",
+        type=float,
+        default=2.0,
+        help="how long links are measured in a scene (default: 2)",
+    )
+    parser.add_argument(
+        "--refine-seconds",
+        type=float,
+        default=1.0,
+        help="how long near ways are compared at a size (default: 1)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="how long a size is timed (default: 2)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        nargs=2,
+        default=(7, 60),
+        metavar=("LEAST", "MOST"),
+        help="rounds of a size (default: 7 60)",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only the scenes whose title has the text; writes nothing",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute, to see that everything runs; writes nothing"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
-        options.fit_seconds, options.refine_seconds, options.seconds, options.rounds = 0.5, 0.1, 0.2, (2, 5)
+        options.fit_seconds, options.refine_seconds, options.seconds, options.rounds = (
+            0.5,
+            0.1,
+            0.2,
+            (2, 5),
+        )
     return options
 
 
@@ -151,10 +197,14 @@ def _team(ranks: int, nodes: int, found: Lab | None, logs: Path) -> Iterator[Wor
         worker_group.stop()
 
 
-def _points(worker_group: WorkerGroup, views: Sequence[Scene], options: argparse.Namespace) -> list[dict[str, Any]]:
+def _points(
+    worker_group: WorkerGroup, views: Sequence[Scene], options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """The scenes of one worker group at one rate: one measurement and one check, of which each scene sees its algorithms."""
     say(f"{views[-1].title}: measuring")
-    fitted: GroupLinks = worker_group.ask(("fit", {"seconds": options.fit_seconds}), timeout_seconds=120)[0]
+    fitted: GroupLinks = worker_group.ask(
+        ("fit", {"seconds": options.fit_seconds}), timeout_seconds=120
+    )[0]
     points = []
     for nbytes in (size for size in SIZES if size <= views[0].largest):
         choices = [_chosen(worker_group, scene, nbytes, fitted, options) for scene in views]
@@ -164,24 +214,46 @@ def _points(worker_group: WorkerGroup, views: Sequence[Scene], options: argparse
         answers = worker_group.ask(("time_all", message), timeout_seconds=300)
         foreign = meter.stop()
         # A round lasts as long as its slowest rank.
-        times = {way: median(map(max, zip(*(answer[way] for answer in answers), strict=True))) for way in answers[0]}
-        points += [_point(scene, nbytes, *found, times) | {"foreign": foreign} for scene, found in zip(views, choices, strict=True)]
+        times = {
+            way: median(map(max, zip(*(answer[way] for answer in answers), strict=True)))
+            for way in answers[0]
+        }
+        points += [
+            _point(scene, nbytes, *found, times) | {"foreign": foreign}
+            for scene, found in zip(views, choices, strict=True)
+        ]
     return points
 
 
-def _chosen(worker_group: WorkerGroup, scene: Scene, nbytes: int, fitted: GroupLinks, options: argparse.Namespace) -> tuple[Choice, Choice]:
+def _chosen(
+    worker_group: WorkerGroup,
+    scene: Scene,
+    nbytes: int,
+    fitted: GroupLinks,
+    options: argparse.Namespace,
+) -> tuple[Choice, Choice]:
     """What the links say, and the choice after timing the algorithms that come near it."""
-    costs = {way: cost for way, cost in fitted.whole.costs.items() if scene.shared or way != "shared-memory"}
+    costs = {
+        way: cost
+        for way, cost in fitted.whole.costs.items()
+        if scene.shared or way != "shared-memory"
+    }
     links = GroupLinks(fitted.axis, fitted.machines, fitted.per_machine, Level(fitted.ranks, costs))
     first = choose_all_reduce(nbytes, links)
     if len(first.near) < 2:
         return first, first
     message = {"names": first.near, "nbytes": nbytes, "seconds": options.refine_seconds}
-    return first, refined(first, links, worker_group.ask(("compare", message), timeout_seconds=120)[0])
+    return first, refined(
+        first, links, worker_group.ask(("compare", message), timeout_seconds=120)[0]
+    )
 
 
-def _point(scene: Scene, nbytes: int, first: Choice, choice: Choice, times: dict[str, float]) -> dict[str, Any]:
-    seen = {way: seconds for way, seconds in times.items() if scene.shared or way != "shared-memory"}
+def _point(
+    scene: Scene, nbytes: int, first: Choice, choice: Choice, times: dict[str, float]
+) -> dict[str, Any]:
+    seen = {
+        way: seconds for way, seconds in times.items() if scene.shared or way != "shared-memory"
+    }
     best = min(seen, key=lambda way: seen[way])
     return {
         "scene": scene.title,

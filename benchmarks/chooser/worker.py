@@ -10,7 +10,9 @@ from typing import Any
 from benchmarks.two_nodes.network import ADDRESSES, INTERFACE, enter
 
 
-def start(argument: tuple[int, tuple[str, str] | None]) -> Callable[[tuple[str, dict[str, Any]]], Any]:
+def start(
+    argument: tuple[int, tuple[str, str] | None],
+) -> Callable[[tuple[str, dict[str, Any]]], Any]:
     """`argument`: ranks a node, and the names of the two nodes; None is this machine as it is."""
     per_node, nodes = argument
     rank = int(os.environ["RANK"])
@@ -29,13 +31,21 @@ def start(argument: tuple[int, tuple[str, str] | None]) -> Callable[[tuple[str, 
     assert group is not None
     # Two nodes that are one machine do share memory, which two machines would not.
     alone = nodes is None
-    levels = split_by_node(group, [r // per_node for r in range(group.size())]) if nodes is not None else None
+    levels = (
+        split_by_node(group, [r // per_node for r in range(group.size())])
+        if nodes is not None
+        else None
+    )
 
     def fit(*, seconds: float) -> Any:
-        return measure_ways("dp_replicate", group, levels, device=device, seconds=seconds, shared_memory=alone)
+        return measure_ways(
+            "dp_replicate", group, levels, device=device, seconds=seconds, shared_memory=alone
+        )
 
     def compare(*, names: Sequence[str], nbytes: int, seconds: float) -> dict[str, float]:
-        return compare_ways(names, nbytes, group, levels, device=device, seconds=seconds, shared_memory=alone)
+        return compare_ways(
+            names, nbytes, group, levels, device=device, seconds=seconds, shared_memory=alone
+        )
 
     def time_all(*, nbytes: int, seconds: float, rounds: tuple[int, int]) -> dict[str, list[float]]:
         """Way to its times, one a round; the order rotates. The first round is not counted."""
@@ -53,7 +63,9 @@ def start(argument: tuple[int, tuple[str, str] | None]) -> Callable[[tuple[str, 
                     times[name].append(time.perf_counter() - before)
             done += 1
             began = began or time.perf_counter()
-            going.fill_(done < rounds[0] or (done < rounds[1] and time.perf_counter() - began < seconds))
+            going.fill_(
+                done < rounds[0] or (done < rounds[1] and time.perf_counter() - began < seconds)
+            )
             dist.broadcast(going, 0)
         return times
 

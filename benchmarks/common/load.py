@@ -17,7 +17,9 @@ def busy_seconds() -> float:
     """Processor seconds, over all cores, that were not idle since boot. Stolen time counts: it was not ours."""
     times = psutil.cpu_times()
     # The kernel counts a guest's time in `user` as well.
-    return float(sum(times)) - sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
+    return float(sum(times)) - sum(
+        getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice")
+    )
 
 
 def own_seconds(pids: Iterable[int]) -> float:
@@ -43,7 +45,11 @@ class ForeignMeter:
 
     def start(self) -> None:
         """Take the first reading."""
-        self._wall, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds(self.pids)
+        self._wall, self._busy, self._own = (
+            time.perf_counter(),
+            busy_seconds(),
+            own_seconds(self.pids),
+        )
 
     def stop(self) -> float:
         """The foreign share since `start`: 0 is a machine of our own, 1 is every core taken by others."""

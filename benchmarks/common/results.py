@@ -33,7 +33,9 @@ def dumps(value: Any, depth: int = 0) -> str:
     inner = " " * (depth + 1)
     if isinstance(value, dict):
         opening, closing = "{", "}"
-        entries = [f"{json.dumps(str(key))}: {dumps(entry, depth + 1)}" for key, entry in value.items()]
+        entries = [
+            f"{json.dumps(str(key))}: {dumps(entry, depth + 1)}" for key, entry in value.items()
+        ]
     else:
         opening, closing = "[", "]"
         entries = [dumps(entry, depth + 1) for entry in value]

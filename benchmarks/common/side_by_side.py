@@ -17,7 +17,9 @@ AGREE = 1e-3
 """Relative difference of losses in float32 below which two ways compute the same step."""
 
 
-def side_by_side(steps: Mapping[str, Callable[[], float]], name: str, *, rounds: int, tokens: int) -> None:
+def side_by_side(
+    steps: Mapping[str, Callable[[], float]], name: str, *, rounds: int, tokens: int
+) -> None:
     """Run every way `rounds` times, the first one as the baseline; rank 0 prints and writes `results/NAME.json`. Collective. Raises
     ValueError where losses differ."""
     times: dict[str, list[float]] = {way: [] for way in steps}
@@ -37,7 +39,10 @@ def side_by_side(steps: Mapping[str, Callable[[], float]], name: str, *, rounds:
     baseline, results = next(iter(times.values())), {}
     for way, values in times.items():
         ratios = [ours / theirs for ours, theirs in zip(values, baseline, strict=True)]
-        results[way] = {"milliseconds": round(1e3 * statistics.median(values), 1), "ratio": round(statistics.median(ratios), 3)}
+        results[way] = {
+            "milliseconds": round(1e3 * statistics.median(values), 1),
+            "ratio": round(statistics.median(ratios), 3),
+        }
         print(f"{way:18s} {results[way]}")
     document = {
         "rounds": rounds,

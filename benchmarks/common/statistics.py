@@ -49,16 +49,25 @@ class Ratio:
 
 
 def paired_ratio(
-    above: Sequence[float | None], below: Sequence[float | None], *, level: float = 0.95, draws: int = 4000, seed: int = 0
+    above: Sequence[float | None],
+    below: Sequence[float | None],
+    *,
+    level: float = 0.95,
+    draws: int = 4000,
+    seed: int = 0,
 ) -> Ratio | None:
     """`above[i] / below[i]` over the rounds i in which both were measured (None marks a round that was not).
 
     The interval is the percentile bootstrap over rounds at `level`, seeded, hence the same on every call. None without a common round.
     """
-    ratios = np.array([a / b for a, b in zip(above, below, strict=True) if a is not None and b is not None])
+    ratios = np.array(
+        [a / b for a, b in zip(above, below, strict=True) if a is not None and b is not None]
+    )
     if not len(ratios):
         return None
     picks = np.random.default_rng(seed).integers(0, len(ratios), size=(draws, len(ratios)))
     medians = np.median(ratios[picks], axis=1)
     low, high = np.percentile(medians, [50 * (1 - level), 50 * (1 + level)])
-    return Ratio(median=float(np.median(ratios)), low=float(low), high=float(high), count=len(ratios))
+    return Ratio(
+        median=float(np.median(ratios)), low=float(low), high=float(high), count=len(ratios)
+    )

@@ -27,7 +27,9 @@ def failed_row(entry: Entry, columns: int) -> tuple[str, ...] | None:
 
 def ratio_cell(ratio: Mapping[str, float] | None) -> str:
     """Median and interval of a ratio."""
-    return "" if ratio is None else f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+    return (
+        "" if ratio is None else f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+    )
 
 
 def phase_row(title: str, seen: Mapping[str, float], phases: Sequence[str]) -> tuple[str, ...]:
@@ -39,10 +41,16 @@ def phase_row(title: str, seen: Mapping[str, float], phases: Sequence[str]) -> t
 
 def notes(entries: Mapping[str, Entry], pace: Mapping[str, Any]) -> list[str]:
     """Who failed, disagreed or was disturbed; `pace` has `rounds` and `foreign_share`, the limit of a turn."""
-    said = [note for name, entry in entries.items() for note in _notes_of_one(name, entry, pace["rounds"])]
+    said = [
+        note
+        for name, entry in entries.items()
+        for note in _notes_of_one(name, entry, pace["rounds"])
+    ]
     compared = [entry["agreement"] for entry in entries.values() if entry["agreement"]]
     if compared and all(each["holds"] for each in compared):
-        early, late, steps = (max(each[key] for each in compared) for key in ("early_loss", "late_loss", "steps"))
+        early, late, steps = (
+            max(each[key] for each in compared) for key in ("early_loss", "late_loss", "steps")
+        )
         said.append(
             f"losses of all {len(compared)} engines agree: by {early:.1e} in the first steps, by {late:.1e} over up to {steps} steps"
         )
@@ -72,6 +80,8 @@ def _notes_of_one(name: str, entry: Entry, rounds: int) -> list[str]:
 def all_good(entries: Mapping[str, Entry]) -> bool:
     """Whether every baseline ran, agreed with the reference where it is to (its agreement is not None), and had an undisturbed turn."""
     return all(
-        entry["failure"] is None and entry["spread_seconds"] is not None and (entry["agreement"] is None or entry["agreement"]["holds"])
+        entry["failure"] is None
+        and entry["spread_seconds"] is not None
+        and (entry["agreement"] is None or entry["agreement"]["holds"])
         for entry in entries.values()
     )

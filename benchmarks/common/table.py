@@ -20,7 +20,8 @@ def aligned(header: Sequence[str], rows: Rows) -> str:
 
     def line(row: Sequence[str]) -> str:
         return "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
 
     return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])

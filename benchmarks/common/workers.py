@@ -33,7 +33,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(start: Start, argument: Any, environment: Mapping[str, str], log: str, pipe: Connection) -> None:
+def _serve(
+    start: Start, argument: Any, environment: Mapping[str, str], log: str, pipe: Connection
+) -> None:
     """The life of one worker."""
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(target, 1)
@@ -53,7 +55,16 @@ def _serve(start: Start, argument: Any, environment: Mapping[str, str], log: str
 class WorkerGroup:
     """The worker processes of one baseline."""
 
-    def __init__(self, name: str, *, ranks: int, start: Start, argument: Any, logs: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        ranks: int,
+        start: Start,
+        argument: Any,
+        logs: Path,
+        environment: Mapping[str, str],
+    ) -> None:
         self.name = name
         self.logs = [logs / f"{name}.{rank}.log" for rank in range(ranks)]
         context = get_context("spawn")
@@ -73,7 +84,9 @@ class WorkerGroup:
                 "MASTER_PORT": str(self.port),
             }
             process = context.Process(
-                target=_serve, args=(start, argument, {**environment, **place}, str(self.logs[rank]), theirs), daemon=True
+                target=_serve,
+                args=(start, argument, {**environment, **place}, str(self.logs[rank]), theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -108,13 +121,19 @@ class WorkerGroup:
                 try:
                     said, value = pipe.recv()
                 except EOFError:
-                    raise WorkerGroupError(f"{self.name}: rank {rank} died{self._last_words(rank)}") from None
+                    raise WorkerGroupError(
+                        f"{self.name}: rank {rank} died{self._last_words(rank)}"
+                    ) from None
                 if said != kind:
-                    raise WorkerGroupError(f"{self.name}: rank {rank} failed\n{value}{self._last_words(rank)}")
+                    raise WorkerGroupError(
+                        f"{self.name}: rank {rank} failed\n{value}{self._last_words(rank)}"
+                    )
                 answers[rank] = value
             if left <= 0:
                 silent = sorted(set(range(len(self.pipes))) - set(answers))
-                raise WorkerGroupError(f"{self.name}: no answer from rank {silent} in {timeout_seconds:.0f} s{self._last_words(silent[0])}")
+                raise WorkerGroupError(
+                    f"{self.name}: no answer from rank {silent} in {timeout_seconds:.0f} s{self._last_words(silent[0])}"
+                )
         return [answers[rank] for rank in range(len(self.pipes))]
 
     def _last_words(self, rank: int, *, lines: int = 15) -> str:

@@ -9,10 +9,23 @@ from plait.parallel.context.kinds import Kind
 
 if __name__ == "__main__":
     kinds: tuple[Kind, ...] = get_args(Kind)
-    print(f"| tokens | cp | ring by hand | {' | '.join(kinds)} | ring, {LAYERS} layers |\n|{'---|' * (len(kinds) + 4)}")
-    for tokens, degrees in ((8192, (2, 4, 8)), (32768, (2, 8, 32)), (131072, (8, 32)), (1048576, (8, 32))):
+    print(
+        f"| tokens | cp | ring by hand | {' | '.join(kinds)} | ring, {LAYERS} layers |\n|{'---|' * (len(kinds) + 4)}"
+    )
+    for tokens, degrees in (
+        (8192, (2, 4, 8)),
+        (32768, (2, 8, 32)),
+        (131072, (8, 32)),
+        (1048576, (8, 32)),
+    ):
         for ranks in degrees:
             counts = [kernels_of_layer(kind, tokens, ranks, 0).total() for kind in kinds]
             by_hand = kernels_by_hand(tokens, ranks, 0).total()
-            columns = [f"{tokens:,}", ranks, by_hand, *counts, f"{counts[kinds.index('ring')] * LAYERS:,}"]
+            columns = [
+                f"{tokens:,}",
+                ranks,
+                by_hand,
+                *counts,
+                f"{counts[kinds.index('ring')] * LAYERS:,}",
+            ]
             print(f"| {' | '.join(str(column) for column in columns)} |")

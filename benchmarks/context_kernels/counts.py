@@ -20,7 +20,15 @@ from plait.parallel.context.layout import SequenceLayout
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 32
 """Of Llama-3-8B."""
-ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device")
+ALLOCATIONS = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "device",
+)
 
 
 class CountKernels(TorchDispatchMode):
@@ -38,7 +46,13 @@ class CountKernels(TorchDispatchMode):
 
 
 def kernels_of_layer(
-    kind: Kind, tokens: int, ranks: int, rank: int, *, window: int | None = None, kernel: Kernel = "flash"
+    kind: Kind,
+    tokens: int,
+    ranks: int,
+    rank: int,
+    *,
+    window: int | None = None,
+    kernel: Kernel = "flash",
 ) -> Counter[str]:
     """Count the kernels of a layer of Plait on one rank.
 
@@ -52,7 +66,12 @@ def kernels_of_layer(
     """
     layout = SequenceLayout(ranks, rank, zigzag=kind != "ulysses")
     rule = Rule(HEAD_DIM**-0.5, window, kernel=kernel)
-    return _counted(ranks, rank, tokens, lambda q, k, v: attention(kind, q, k, v, None, Place(layout, dist.group.WORLD), rule))
+    return _counted(
+        ranks,
+        rank,
+        tokens,
+        lambda q, k, v: attention(kind, q, k, v, None, Place(layout, dist.group.WORLD), rule),
+    )
 
 
 def kernels_by_hand(tokens: int, ranks: int, rank: int) -> Counter[str]:
@@ -60,13 +79,20 @@ def kernels_by_hand(tokens: int, ranks: int, rank: int) -> Counter[str]:
     return _counted(ranks, rank, tokens, lambda *tensors: RingByHand.apply(*tensors, ranks, rank))
 
 
-def _counted(ranks: int, rank: int, tokens: int, compute: Callable[..., torch.Tensor]) -> Counter[str]:
+def _counted(
+    ranks: int, rank: int, tokens: int, compute: Callable[..., torch.Tensor]
+) -> Counter[str]:
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         with FakeTensorMode():
             # As Transformers' projections make them: [batch, tokens, heads, head_dim] in memory.
-            shapes = [(1, tokens // ranks, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-            tensors = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2) for shape in shapes]
+            shapes = [
+                (1, tokens // ranks, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)
+            ]
+            tensors = [
+                torch.empty(shape, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
+                for shape in shapes
+            ]
             with CountKernels() as counted:
                 output = compute(*tensors)
                 output.backward(torch.empty_like(output))
@@ -82,7 +108,9 @@ class RingByHand(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, rank: int
+    ) -> torch.Tensor:
         width, half = key.shape[3], key.shape[2] // 2
         output, log_sum_exp, both = None, None, torch.cat([key, value], -1)
         for step in range(ranks):
@@ -91,12 +119,19 @@ class RingByHand(torch.autograd.Function):
             source = (rank - step) % ranks
             rows = slice(half, None) if source > rank else slice(None)
             keys = slice(0, half) if source < rank else slice(None)
-            part, part_log_sum_exp = _flash(query[:, :, rows], both[:, :, keys, :width], both[:, :, keys, width:], causal=step == 0)
+            part, part_log_sum_exp = _flash(
+                query[:, :, rows],
+                both[:, :, keys, :width],
+                both[:, :, keys, width:],
+                causal=step == 0,
+            )
             if output is None or log_sum_exp is None:
                 output, log_sum_exp = part.float(), part_log_sum_exp
             else:
                 total = log_sum_exp[:, :, rows]
-                output[:, :, rows].lerp_(part.float(), torch.sigmoid(part_log_sum_exp - total).unsqueeze(-1))
+                output[:, :, rows].lerp_(
+                    part.float(), torch.sigmoid(part_log_sum_exp - total).unsqueeze(-1)
+                )
                 torch.logaddexp(total, part_log_sum_exp, out=total)
             for work in works:
                 work.wait()
@@ -112,7 +147,10 @@ class RingByHand(torch.autograd.Function):
         query, key, value, output, log_sum_exp = ctx.saved_tensors
         ranks, rank, width, half = ctx.ranks, ctx.rank, key.shape[3], key.shape[2] // 2
         both = torch.cat([key, value], -1)
-        grad_query, travelling = torch.zeros_like(query, dtype=torch.float32), torch.zeros_like(both, dtype=torch.float32)
+        grad_query, travelling = (
+            torch.zeros_like(query, dtype=torch.float32),
+            torch.zeros_like(both, dtype=torch.float32),
+        )
         last = log_sum_exp[:, :, half:].contiguous()
         for step in range(ranks):
             arriving = torch.empty_like(both) if step < ranks - 1 else None
@@ -134,7 +172,13 @@ class RingByHand(torch.autograd.Function):
                 work.wait()
             both, travelling = both if arriving is None else arriving, arrived
         grad_both = travelling.to(key.dtype)
-        return grad_query.to(query.dtype), grad_both[..., :width], grad_both[..., width:], None, None
+        return (
+            grad_query.to(query.dtype),
+            grad_both[..., :width],
+            grad_both[..., width:],
+            None,
+            None,
+        )
 
 
 def _send(sent: torch.Tensor, received: torch.Tensor, ranks: int, rank: int) -> list[dist.Work]:
@@ -142,10 +186,14 @@ def _send(sent: torch.Tensor, received: torch.Tensor, ranks: int, rank: int) -> 
     return dist.batch_isend_irecv([dist.P2POp(*end) for end in ends])
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = [x.transpose(1, 2) for x in (query, key, value)]
     lengths = query.shape[2], key.shape[2]
-    output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(*tensors, None, None, *lengths, 0.0, causal, False)
+    output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
+        *tensors, None, None, *lengths, 0.0, causal, False
+    )
     return output.transpose(1, 2), log_sum_exp
 
 
@@ -162,4 +210,7 @@ def _flash_backward(
     tensors = [x.transpose(1, 2) for x in (grad, query, key, value, output)]
     random, lengths = query.new_empty(0), (query.shape[2], key.shape[2])
     backward = torch.ops.aten._flash_attention_backward
-    return [x.transpose(1, 2) for x in backward(*tensors, log_sum_exp, None, None, *lengths, 0.0, causal, random, random)]
+    return [
+        x.transpose(1, 2)
+        for x in backward(*tensors, log_sum_exp, None, None, *lengths, 0.0, causal, random, random)
+    ]

@@ -34,7 +34,9 @@ def model() -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", max_position_embeddings=2**20, **FIELDS))
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", max_position_embeddings=2**20, **FIELDS)
+    )
 
 
 class Exchange(torch.autograd.Function):
@@ -53,7 +55,15 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, *ctx.dims), None, None
 
 
-def attend(_module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any) -> Any:
+def attend(
+    _module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    scaling: float,
+    **__: Any,
+) -> Any:
     """Transformers' attention function by hand."""
     query, key, value = (Exchange.apply(x, 1, 2) for x in (query, key, value))
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -75,12 +85,18 @@ def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
 
     def step() -> float:
         logits = made(input_ids=ids[:, own], position_ids=positions).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / (ids.shape[1] - 1)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+        ) / (ids.shape[1] - 1)
         loss.backward()
         gradients = [p.grad for p in made.parameters() if p.grad is not None]
-        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), loss.detach().reshape(1)])
+        flat = torch.cat(
+            [*(gradient.reshape(-1) for gradient in gradients), loss.detach().reshape(1)]
+        )
         dist.all_reduce(flat)
-        for gradient, total in zip(gradients, flat[:-1].split([gradient.numel() for gradient in gradients]), strict=True):
+        for gradient, total in zip(
+            gradients, flat[:-1].split([gradient.numel() for gradient in gradients]), strict=True
+        ):
             gradient.copy_(total.view_as(gradient))
         torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
         optimizer.step()
@@ -105,8 +121,12 @@ def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], float]:
 def worker(rank: int, rounds: int, tokens: int, port: int) -> None:
     """Runs on every rank; rank 0 prints and writes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
+    ids = torch.randint(
+        0, FIELDS["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2)
+    )
     steps = {"torch by hand": by_hand(rank, ids), **{kind: by_plait(kind, ids) for kind in KINDS}}
     side_by_side(steps, "context_step", rounds=rounds, tokens=tokens)
     dist.barrier()

@@ -61,14 +61,19 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, *ctx.counts), None, None
 
 
-def routed(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def routed(
+    module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """A layer of experts, of which `module` has this rank's: [tokens, hidden], [tokens, k], [tokens, k]."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=EXPERTS)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
-    sent, received = counts.view(RANKS, HERE).sum(1).tolist(), theirs.view(RANKS, HERE).sum(1).tolist()
+    sent, received = (
+        counts.view(RANKS, HERE).sum(1).tolist(),
+        theirs.view(RANKS, HERE).sum(1).tolist(),
+    )
     arrived = Exchange.apply(hidden[order // TOP_K], sent, received)
     pieces = arrived.split(theirs.tolist())  # by rank, then by expert
     computed: list[Any] = [None] * len(pieces)
@@ -89,7 +94,11 @@ def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
     layers = [layer.mlp.experts for layer in made.model.layers]
     for module in layers:
         for name, parameter in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(parameter.detach()[rank * HERE : (rank + 1) * HERE].clone()))
+            setattr(
+                module,
+                name,
+                nn.Parameter(parameter.detach()[rank * HERE : (rank + 1) * HERE].clone()),
+            )
         module.forward = partial(routed, module)
     split = {parameter for module in layers for parameter in module.parameters()}
     shared = [parameter for parameter in made.parameters() if parameter not in split]
@@ -99,13 +108,20 @@ def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
     def step() -> float:
         logits = made(input_ids=ids).logits
         count = RANKS * (ids.shape[1] - 1)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / count
+        loss = (
+            F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+            )
+            / count
+        )
         loss.backward()
         gradients = [parameter.grad for parameter in shared if parameter.grad is not None]
         own = [parameter.grad for parameter in split if parameter.grad is not None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
-        for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        for gradient, total in zip(
+            gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+        ):
             gradient.copy_(total.view_as(gradient))
         sums = torch.stack([torch.nn.utils.get_total_norm(own).square(), loss.detach()])
         dist.all_reduce(sums)
@@ -133,9 +149,16 @@ def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], float]:
 def worker(rank: int, rounds: int, tokens: int, port: int) -> None:
     """Runs on every rank; rank 0 prints and writes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2 + rank))
-    steps = {"torch by hand": by_hand(rank, ids), **{f"plait, {kind}": by_plait(kind, ids) for kind in KINDS}}
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
+    ids = torch.randint(
+        0, FIELDS["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2 + rank)
+    )
+    steps = {
+        "torch by hand": by_hand(rank, ids),
+        **{f"plait, {kind}": by_plait(kind, ids) for kind in KINDS},
+    }
     side_by_side(steps, "expert_step", rounds=rounds, tokens=tokens)
     dist.barrier()
     dist.destroy_process_group()

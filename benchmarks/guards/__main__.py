@@ -34,7 +34,9 @@ def build_model() -> torch.nn.Module:
     """Return the model of examples/quickstart.json with random weights."""
     described = json.loads((ROOT / "examples" / "quickstart.json").read_text(encoding="utf-8"))
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**described["model"]["config"], vocab_size=described["data"]["vocab_size"])
+    config = AutoConfig.for_model(
+        **described["model"]["config"], vocab_size=described["data"]["vocab_size"]
+    )
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -85,7 +87,13 @@ def measured(stage: int) -> dict[str, float]:
         engine.close()
     low, _, high = quantiles([guarded / plain for guarded, plain in times], n=4)
     with_guards, without = (median(column) for column in zip(*times, strict=True))
-    return {"seconds": with_guards, "seconds_without": without, "ratio": with_guards / without, "low": low, "high": high}
+    return {
+        "seconds": with_guards,
+        "seconds_without": without,
+        "ratio": with_guards / without,
+        "low": low,
+        "high": high,
+    }
 
 
 def main() -> int:
@@ -96,7 +104,9 @@ def main() -> int:
         result = {"machine": facts("torch", "transformers"), "rounds": ROUNDS, "stages": stages}
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         for name, row in stages.items():
-            print(f"{name}: {row['ratio']:.3f} times (half of the pairs {row['low']:.3f} to {row['high']:.3f})")
+            print(
+                f"{name}: {row['ratio']:.3f} times (half of the pairs {row['low']:.3f} to {row['high']:.3f})"
+            )
     dist.destroy_process_group()
     return 0
 

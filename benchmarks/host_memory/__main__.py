@@ -51,8 +51,19 @@ def steps(keeps_freed: bool) -> dict[str, float]:
     """Training steps at ZeRO 2 on two ranks: seconds of a process, those of the kernel, and page faults per step."""
     # Plait leaves the allocator alone where the environment sets it; this value is glibc's default.
     environment = {**os.environ, **({} if keeps_freed else {"MALLOC_TOP_PAD_": "131072"})}
-    command = [sys.executable, "-m", "plait", "launch", "--nproc-per-node", "2", "-m", "benchmarks.host_memory.steps"]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "plait",
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "benchmarks.host_memory.steps",
+    ]
+    shown = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     line = next(line for line in shown.splitlines() if "system_seconds" in line)
     found: dict[str, float] = json.loads(line[line.index("{") :])
     return found
@@ -63,12 +74,18 @@ def main() -> int:
     found: dict[str, Any] = {
         "machine": facts("torch", "transformers"),
         "huge_pages": products(),
-        "freed_memory": {"returned": returned, "kept": kept, "saved": 1 - kept["seconds"] / returned["seconds"]},
+        "freed_memory": {
+            "returned": returned,
+            "kept": kept,
+            "saved": 1 - kept["seconds"] / returned["seconds"],
+        },
     }
     RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name in ("huge_pages", "freed_memory"):
         saved = found[name]["saved"]
-        print(f"{name}: {saved:.1%} of the time saved, {'worth it' if saved >= WORTH else 'less than 2 %'}")
+        print(
+            f"{name}: {saved:.1%} of the time saved, {'worth it' if saved >= WORTH else 'less than 2 %'}"
+        )
     return 0
 
 

@@ -22,7 +22,13 @@ UNCOUNTED, COUNTED = 3, 9
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    sizes = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
+    sizes = {
+        "vocab_size": 8000,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=256))
     engine = plait.initialize(model, SETTINGS, loss_fn=plait.causal_lm_loss)
     ids = torch.randint(0, 8000, (4, 128))
@@ -32,7 +38,9 @@ def main() -> None:
         engine.train_batch({"input_ids": ids, "labels": ids})
         after = resource.getrusage(resource.RUSAGE_SELF)
         system = after.ru_stime - before.ru_stime
-        found.append((after.ru_utime - before.ru_utime + system, system, after.ru_minflt - before.ru_minflt))
+        found.append(
+            (after.ru_utime - before.ru_utime + system, system, after.ru_minflt - before.ru_minflt)
+        )
     seconds, system, faults = (median(column) for column in zip(*found[UNCOUNTED:], strict=True))
     if engine.rank == 0:
         print(json.dumps({"seconds": seconds, "system_seconds": system, "page_faults": faults}))

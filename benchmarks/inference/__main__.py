@@ -80,7 +80,9 @@ def quickest(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     build = Path.cwd() / "build"
     build.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build) as place:
@@ -92,7 +94,9 @@ def main() -> None:
         rows = {
             "Transformers, in memory": quickest(theirs for theirs, _ in resident),
             "Plait, in memory": quickest(ours for _, ours in resident),
-            "accelerate, from disk": run(folder, "transformers", disk=str(disk), drop=True, rounds=2),
+            "accelerate, from disk": run(
+                folder, "transformers", disk=str(disk), drop=True, rounds=2
+            ),
             "Plait, files in the cache": run(folder, "plait", budget=budget),
             "accelerate, cpu_offload": run(folder, "transformers", host=True),
         }
@@ -102,42 +106,74 @@ def main() -> None:
         for _ in range(TURNS):  # a disk that others use has another rate at another time
             cold = run(folder, "plait", budget=budget, drop=True, rounds=2)
             both = run(folder, "plait", reads=cold["read_bytes"], drop=True, rounds=2)
-            turns.append((cold, both, *(disk_rate(folder, cold["read_bytes"], *how) for how in ((), SMALL))))
+            turns.append(
+                (cold, both, *(disk_rate(folder, cold["read_bytes"], *how) for how in ((), SMALL)))
+            )
         best = min(turns, key=lambda turn: turn[0]["seconds"])
         rows["Plait, from disk"], rows["Plait, in memory, beside reads of as many bytes"], *_ = best
         alone = [cold["read_bytes"] / cold["seconds"] / rate for cold, _, rate, _ in turns]
         overlapped = [both["seconds"] / cold["seconds"] for cold, both, *_ in turns]
-        shares = {"from disk, share of the disk's rate": alone, "from disk, share of its rate overlapped with computation": overlapped}
+        shares = {
+            "from disk, share of the disk's rate": alone,
+            "from disk, share of its rate overlapped with computation": overlapped,
+        }
         whole = run(folder, "plait", requests=OVERLAPPED)
-        first, later = whole["first_seconds"], (whole["seconds"] - whole["first_seconds"]) / (TOKENS - 1)
+        first, later = (
+            whole["first_seconds"],
+            (whole["seconds"] - whole["first_seconds"]) / (TOKENS - 1),
+        )
         wide = 2 * budget  # keys, values and activations of so many requests are part of it
-        read, overlaps = run(folder, "plait", budget=wide, rounds=1, requests=OVERLAPPED)["read_bytes"], {}
+        read, overlaps = (
+            run(folder, "plait", budget=wide, rounds=1, requests=OVERLAPPED)["read_bytes"],
+            {},
+        )
         for name, share in (("1:3", 1 / 3), ("1:1", 1.0), ("3:1", 3.0)):
             total = share * whole["seconds"]
-            found = run(folder, "plait", budget=wide, rate=read / total, rounds=2, requests=OVERLAPPED)
+            found = run(
+                folder, "plait", budget=wide, rate=read / total, rounds=2, requests=OVERLAPPED
+            )
             # The prompts are one pass over the weights and take longer than a token; all passes read the same bytes.
             longer = max(first, total / TOKENS) + (TOKENS - 1) * max(later, total / TOKENS)
             seconds = found["seconds"]
-            overlaps[name] = {"seconds": seconds, "of_the_longer": seconds / longer, "of_the_rate": total / seconds}
+            overlaps[name] = {
+                "seconds": seconds,
+                "of_the_longer": seconds / longer,
+                "of_the_rate": total / seconds,
+            }
         deep = Path(place) / "deep"
         deep_size = made(deep, DEEP)
         whole_deep = run(deep, "plait", rounds=1)
-        budgets = {round(deep_size * share): run(deep, "plait", budget=round(deep_size * share), rounds=1) for share in BUDGETS}
-    tokens = [{json.dumps(row.pop("tokens")) for row in group} for group in (rows.values(), (whole_deep, *budgets.values()))]
+        budgets = {
+            round(deep_size * share): run(deep, "plait", budget=round(deep_size * share), rounds=1)
+            for share in BUDGETS
+        }
+    tokens = [
+        {json.dumps(row.pop("tokens")) for row in group}
+        for group in (rows.values(), (whole_deep, *budgets.values()))
+    ]
     same = all(len(group) == 1 for group in tokens)
     ratios = {
-        "in memory, Transformers' time over Plait's": median(theirs["seconds"] / ours["seconds"] for theirs, ours in resident),
-        "from disk, accelerate's time over Plait's": rows["accelerate, from disk"]["seconds"] / rows["Plait, from disk"]["seconds"],
-        "host memory, accelerate's time over Plait's from the cache": rows["accelerate, cpu_offload"]["seconds"]
+        "in memory, Transformers' time over Plait's": median(
+            theirs["seconds"] / ours["seconds"] for theirs, ours in resident
+        ),
+        "from disk, accelerate's time over Plait's": rows["accelerate, from disk"]["seconds"]
+        / rows["Plait, from disk"]["seconds"],
+        "host memory, accelerate's time over Plait's from the cache": rows[
+            "accelerate, cpu_offload"
+        ]["seconds"]
         / rows["Plait, files in the cache"]["seconds"],
         **{what: median(found) for what, found in shares.items()},
-        "highest peak over its budget": max(row["peak_bytes"] / budget for budget, row in budgets.items()),
+        "highest peak over its budget": max(
+            row["peak_bytes"] / budget for budget, row in budgets.items()
+        ),
     }
     for name, row in rows.items():
         rate = f"{REQUESTS * TOKENS / row['seconds']:7.2f} tokens/s, first token {row['first_seconds']:.2f} s"
         print(f"{name:48} {rate}, peak {row['peak_bytes'] / 2**20:6.0f} MiB")
     for name, row in overlaps.items():
-        print(f"reads to computation {name}: {row['of_the_longer']:.2f} x the longer of the two, {row['of_the_rate']:.0%} of the rate")
+        print(
+            f"reads to computation {name}: {row['of_the_longer']:.2f} x the longer of the two, {row['of_the_rate']:.0%} of the rate"
+        )
     for name, value in ratios.items():
         print(f"{name}: {value:.2f}")
     print(f"tokens are the same everywhere: {same}")
@@ -155,7 +191,10 @@ def main() -> None:
         "budgets": {str(key): row for key, row in budgets.items()},
         "same_tokens": same,
     }
-    RESULT.write_text(json.dumps({"machine": facts("torch", "transformers", "accelerate"), **content}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"machine": facts("torch", "transformers", "accelerate"), **content}, indent=1)
+        + "\n"
+    )
     sys.exit(not same)
 
 

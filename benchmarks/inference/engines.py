@@ -84,22 +84,37 @@ def throttled(bytes_per_second: float) -> None:
     FileReader.read_block = slow  # type: ignore[method-assign]
 
 
-def plait(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], list[list[int]]], WeightStream | None]:
+def plait(
+    folder: Path, asked: dict[str, Any]
+) -> tuple[Callable[[int, int], list[list[int]]], WeightStream | None]:
     """(requests, tokens) -> tokens; and the stream, where weights are streamed."""
     source = open_source(folder)
     if asked.get("budget"):
         if asked.get("rate"):
             throttled(asked["rate"])
-        work = Work(source, source.model(), tokens=len(PROMPT) + asked["tokens"], requests=asked["requests"])
+        work = Work(
+            source, source.model(), tokens=len(PROMPT) + asked["tokens"], requests=asked["requests"]
+        )
         where = deploy_streamed(work, cpu_budget=asked["budget"])
-        sharded, _ = load_streamed(source, budget_bytes=asked["budget"], other_bytes=where.other_bytes)
+        sharded, _ = load_streamed(
+            source, budget_bytes=asked["budget"], other_bytes=where.other_bytes
+        )
     else:
         sharded = load_model(source)
     found = [hook.stream for hook in sharded.hooks.all if hasattr(hook, "stream")]
 
     def run(requests: int, tokens: int) -> list[list[int]]:
-        with reading(folder / "model.safetensors", asked["reads"] if tokens > 1 else 0) if "reads" in asked else nullcontext():
-            return [one.token_ids for one in generate(sharded, [PROMPT] * requests, max_new_tokens=tokens, temperature=0)]
+        with (
+            reading(folder / "model.safetensors", asked["reads"] if tokens > 1 else 0)
+            if "reads" in asked
+            else nullcontext()
+        ):
+            return [
+                one.token_ids
+                for one in generate(
+                    sharded, [PROMPT] * requests, max_new_tokens=tokens, temperature=0
+                )
+            ]
 
     return run, found[0] if found else None
 
@@ -129,26 +144,43 @@ def reading(path: Path, count: int, memory: int = PLACES, size: int = STRETCH) -
     os.close(file)
 
 
-def reads(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], list[list[int]]], None]:
+def reads(
+    folder: Path, asked: dict[str, Any]
+) -> tuple[Callable[[int, int], list[list[int]]], None]:
     """Nothing but `reading`."""
 
     def run(requests: int, tokens: int) -> list[list[int]]:
-        with reading(folder / "model.safetensors", asked["reads"] if tokens > 1 else 0, *asked.get("into", ())):
+        with reading(
+            folder / "model.safetensors",
+            asked["reads"] if tokens > 1 else 0,
+            *asked.get("into", ()),
+        ):
             return []
 
     return run, None
 
 
-def transformers(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], list[list[int]]], None]:
+def transformers(
+    folder: Path, asked: dict[str, Any]
+) -> tuple[Callable[[int, int], list[list[int]]], None]:
     """In memory, with accelerate's `cpu_offload`, or with its offload of all layers to disk."""
     if asked.get("disk"):
         from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-        places |= {f"model.layers.{index}": "disk" for index in range(model.config.num_hidden_layers)}
-        model = load_checkpoint_and_dispatch(model, str(folder / "model.safetensors"), places, offload_folder=asked["disk"])
+        places = {
+            "model.embed_tokens": "cpu",
+            "model.norm": "cpu",
+            "model.rotary_emb": "cpu",
+            "lm_head": "cpu",
+        }
+        places |= {
+            f"model.layers.{index}": "disk" for index in range(model.config.num_hidden_layers)
+        }
+        model = load_checkpoint_and_dispatch(
+            model, str(folder / "model.safetensors"), places, offload_folder=asked["disk"]
+        )
     else:
         model = AutoModelForCausalLM.from_pretrained(folder)
         if asked.get("host"):
@@ -160,29 +192,54 @@ def transformers(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, in
     def run(requests: int, tokens: int) -> list[list[int]]:
         ids = torch.tensor([PROMPT] * requests)
         with torch.no_grad():
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+            made = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
         return made[:, len(PROMPT) :].tolist()
 
     return run, None
 
 
-def deepspeed(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], list[list[int]]], None]:
+def deepspeed(
+    folder: Path, asked: dict[str, Any]
+) -> tuple[Callable[[int, int], list[list[int]]], None]:
     """ZeRO-Inference: stage 3 with parameters offloaded to host memory, or with `disk` to files there, on DeepSpeed's CPU accelerator."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ.setdefault("MASTER_PORT", "29611")
     import deepspeed as library
 
     library.init_distributed(dist_backend="gloo")
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.generation_config.eos_token_id = None
-    offload = {"device": "nvme", "nvme_path": asked["disk"]} if asked.get("disk") else {"device": "cpu"}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": offload}}
+    offload = (
+        {"device": "nvme", "nvme_path": asked["disk"]} if asked.get("disk") else {"device": "cpu"}
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_param": offload},
+    }
     engine = library.initialize(model=model, config=config)[0].module.eval()
 
     def run(requests: int, tokens: int) -> list[list[int]]:
         ids = torch.tensor([PROMPT] * requests)
         with torch.no_grad():
-            made = engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+            made = engine.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
         return made[:, len(PROMPT) :].tolist()
 
     return run, None
@@ -199,11 +256,19 @@ ENGINES: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
 def main() -> None:
     torch.set_num_threads(1)
     folder, engine, asked = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8))
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+        )
+    )
     base = memory_bytes()
     peak = [base]
     places = [Path(place) for place in (folder, asked.get("disk")) if place]
-    dropping = partial(every, 0.05, lambda: [dropped(place) for place in places]) if asked.get("drop") else nullcontext
+    dropping = (
+        partial(every, 0.05, lambda: [dropped(place) for place in places])
+        if asked.get("drop")
+        else nullcontext
+    )
     with every(0.02, lambda: peak.__setitem__(0, max(peak[0], memory_bytes()))):
         run, streaming = ENGINES[engine](folder, asked)
         with dropping():
@@ -214,13 +279,22 @@ def main() -> None:
             began = time.perf_counter()
             run(asked["requests"], 1)
             first.append(time.perf_counter() - began)
-            began, before = time.perf_counter(), streaming.bytes_read if streaming is not None else 0
+            began, before = (
+                time.perf_counter(),
+                streaming.bytes_read if streaming is not None else 0,
+            )
             assert run(asked["requests"], asked["tokens"]) == tokens
             seconds.append(time.perf_counter() - began)
             read = streaming.bytes_read - before if streaming is not None else 0
     print(
         json.dumps(
-            {"seconds": min(seconds), "first_seconds": min(first), "tokens": tokens, "peak_bytes": peak[0] - base, "read_bytes": read}
+            {
+                "seconds": min(seconds),
+                "first_seconds": min(first),
+                "tokens": tokens,
+                "peak_bytes": peak[0] - base,
+                "read_bytes": read,
+            }
         ),
         flush=True,
     )

@@ -30,8 +30,20 @@ from plait.planner.hardware import device as device_of
 from plait.units import GIB
 
 RESULTS = Path(__file__).parents[1] / "results"
-TITLES = {"torch": "torch, all on the device", "plait": "Plait, ZeRO 3 with offload", "deepspeed": "DeepSpeed, ZeRO 3 with offload"}
-HEADER = ("engine", "layers", "parameters", "tokens/s", "of peak", "tokens/s at {} layers", "peak GiB")
+TITLES = {
+    "torch": "torch, all on the device",
+    "plait": "Plait, ZeRO 3 with offload",
+    "deepspeed": "DeepSpeed, ZeRO 3 with offload",
+}
+HEADER = (
+    "engine",
+    "layers",
+    "parameters",
+    "tokens/s",
+    "of peak",
+    "tokens/s at {} layers",
+    "peak GiB",
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     on_gpu = torch.cuda.is_available()
     options = _parse(arguments, on_gpu=on_gpu)
-    names = [name for name in options.baselines if name != "deepspeed" or (on_gpu and find_spec("deepspeed") is not None)]
+    names = [
+        name
+        for name in options.baselines
+        if name != "deepspeed" or (on_gpu and find_spec("deepspeed") is not None)
+    ]
     for name in set(options.baselines) - set(names):
         say(f"{TITLES[name]} is left out: it needs a GPU, and to be installed")
     found: dict[str, dict[str, Any]] = {}
@@ -66,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def fits(layers: int, name: str = name, tried: dict[int, dict[str, Any]] = tried) -> bool:
             answer = _try(name, layers, options)
-            say(f"{TITLES[name]}: {layers} layers {'train' if answer is not None else 'do not fit'}")
+            say(
+                f"{TITLES[name]}: {layers} layers {'train' if answer is not None else 'do not fit'}"
+            )
             if answer is not None:
                 tried[layers] = answer
             return answer is not None
@@ -81,11 +99,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common = min((one["layers"] for one in found.values()), default=0)
     for name, one in found.items():
         one["at_common"] = _try(name, common, options) if one["layers"] != common else dict(one)
-    print(aligned([title.format(common) for title in HEADER], [_row(name, one, options) for name, one in found.items()]))
+    print(
+        aligned(
+            [title.format(common) for title in HEADER],
+            [_row(name, one, options) for name, one in found.items()],
+        )
+    )
     document = {
         "machine": facts("torch", "transformers", "deepspeed", "plait"),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "options": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(options).items()
+        },
         "common_layers": common,
         "found": found,
         "failures": failures,
@@ -103,21 +129,47 @@ def say(line: str) -> None:
 
 
 def _parse(arguments: Sequence[str] | None, *, on_gpu: bool) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.largest_model", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--baselines", nargs="+", choices=list(TITLES), default=list(TITLES), metavar="NAME")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.largest_model", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--baselines", nargs="+", choices=list(TITLES), default=list(TITLES), metavar="NAME"
+    )
     parser.add_argument("--hidden", type=int, default=8192 if on_gpu else 512)
     parser.add_argument("--sequence", type=int, default=2048 if on_gpu else 128)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, default=32000 if on_gpu else 4096)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a attempt, after two (default: 3)")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="timed steps of a attempt, after two (default: 3)"
+    )
     parser.add_argument("--most-layers", type=int, default=256 if on_gpu else 96)
-    parser.add_argument("--memory-gib", type=float, default=0 if on_gpu else 2.0, help="limit of anonymous memory of a attempt; 0: none")
-    parser.add_argument("--folder", type=Path, default=None, help="for Plait's files on CPUs (default: the temporary folder)")
-    parser.add_argument("--seconds", type=float, default=900, help="a attempt may take (default: 900)")
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that everything runs; writes nothing")
+    parser.add_argument(
+        "--memory-gib",
+        type=float,
+        default=0 if on_gpu else 2.0,
+        help="limit of anonymous memory of a attempt; 0: none",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="for Plait's files on CPUs (default: the temporary folder)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=900, help="a attempt may take (default: 900)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny, to see that everything runs; writes nothing"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
-        options.hidden, options.sequence, options.vocabulary, options.most_layers, options.steps = 64, 32, 256, 2, 1
+        options.hidden, options.sequence, options.vocabulary, options.most_layers, options.steps = (
+            64,
+            32,
+            256,
+            2,
+            1,
+        )
     return options
 
 
@@ -136,7 +188,9 @@ def _try(name: str, layers: int, options: argparse.Namespace) -> dict[str, Any] 
     }
     folder = str(options.folder) if options.folder else ""
     limit = int(options.memory_gib * GIB)
-    attempt = Attempt(name, model, options.micro_batch, options.sequence, options.steps, limit, folder)
+    attempt = Attempt(
+        name, model, options.micro_batch, options.sequence, options.steps, limit, folder
+    )
     content = json.dumps(asdict(attempt) | {"folder": attempt.folder or None})
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
     try:
@@ -153,7 +207,9 @@ def _try(name: str, layers: int, options: argparse.Namespace) -> dict[str, Any] 
     if ended.returncode == OUT_OF_MEMORY:
         return None
     if ended.returncode:
-        raise Failed(f"{layers} layers: exit code {ended.returncode}: {' | '.join(ended.stderr.strip().splitlines()[-3:])}")
+        raise Failed(
+            f"{layers} layers: exit code {ended.returncode}: {' | '.join(ended.stderr.strip().splitlines()[-3:])}"
+        )
     answer: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
     return answer
 

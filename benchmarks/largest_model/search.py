@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def largest(fits: Callable[[int], bool], *, least: int = 1, most: int, tolerance: float = 0.1) -> int:
+def largest(
+    fits: Callable[[int], bool], *, least: int = 1, most: int, tolerance: float = 0.1
+) -> int:
     """The largest size from `least` to `most` that fits, to within `tolerance` of it; 0 where not even `least` does. Doubles until it does
     not fit, then halves what is between. A size that fits is one that was tried."""
     good, bad = 0, most + 1

@@ -47,9 +47,16 @@ def _measured(attempt: dict[str, Any], folder: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     seconds, losses = [], []
     for _ in range(WARM + attempt["steps"]):
-        tokens = torch.randint(0, attempt["model"]["vocab_size"], (attempt["micro_batch"], attempt["sequence"]), generator=generator)
+        tokens = torch.randint(
+            0,
+            attempt["model"]["vocab_size"],
+            (attempt["micro_batch"], attempt["sequence"]),
+            generator=generator,
+        )
         began = time.perf_counter()
-        losses.append(step({"input_ids": tokens.to(device), "labels": tokens.to(device)}))  # reads the loss, so it waits for the step
+        losses.append(
+            step({"input_ids": tokens.to(device), "labels": tokens.to(device)})
+        )  # reads the loss, so it waits for the step
         seconds.append(time.perf_counter() - began)
     return {
         "parameters": parameters,
@@ -64,7 +71,9 @@ def _model(attempt: dict[str, Any], device: str) -> torch.nn.Module:
 
     with torch.device(device):
         fields = dict(attempt["model"])
-        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32)
+        built = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32
+        )
     model: torch.nn.Module = built.train()
     return model
 
@@ -107,7 +116,9 @@ def _plait(attempt: dict[str, Any], device: torch.device, folder: str) -> tuple[
 
     on_gpu = device.type == "cuda"
     tier: dict[str, Any] = {"device": "cpu"} if on_gpu else {"device": "nvme", "nvme_path": folder}
-    config = _config(attempt) | {"zero_optimization": {"stage": 3, "offload_optimizer": tier, "offload_param": tier}}
+    config = _config(attempt) | {
+        "zero_optimization": {"stage": 3, "offload_optimizer": tier, "offload_param": tier}
+    }
     config["parallel"] = {"recompute": {"mode": "full"}, "loss_chunk_tokens": 1024}
     model = _model(attempt, "meta")
     count = _numel(model)
@@ -127,7 +138,9 @@ def _deepspeed(attempt: dict[str, Any], device: torch.device, folder: str) -> tu
         model = _model(attempt, device.type)
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
 
     def step(batch: dict[str, torch.Tensor]) -> float:
         loss = engine(**batch).loss

@@ -17,7 +17,13 @@ import torch
 from benchmarks.common.machine import facts
 from benchmarks.common.statistics import paired_ratio, spread
 from benchmarks.offload import overlap
-from benchmarks.offload.baselines import Step, deepspeed_cpu_adam, parameters, plait_files, torch_fused
+from benchmarks.offload.baselines import (
+    Step,
+    deepspeed_cpu_adam,
+    parameters,
+    plait_files,
+    torch_fused,
+)
 
 TENSORS = 16
 MEMORY = Path("/dev/shm")
@@ -28,8 +34,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rounds", type=int, nargs="?", default=15)
     parser.add_argument("--parameters", type=int, default=32_000_000)
-    parser.add_argument("--overlap", action="store_true", help="only the overlap of a throttled disk and computation, in memory")
-    parser.add_argument("--folder", type=Path, help="where the files are besides memory; left out: a temporary folder")
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="only the overlap of a throttled disk and computation, in memory",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the files are besides memory; left out: a temporary folder",
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.overlap:
@@ -45,12 +59,22 @@ def main() -> None:
             try:
                 steps[name] = make(modules[name])  # type: ignore[operator]
             except Exception as error:  # an optional competitor that does not build here
-                print(f"{name}: left out ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
+                print(
+                    f"{name}: left out ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+                )
                 del modules[name]
 
         enter("torch", torch_fused)
-        enter("plait, files in memory", lambda module: plait_files(module, MEMORY, buffer_bytes=16 * count // 32))
-        enter("plait, files on disk", lambda module: plait_files(module, given.folder or Path(temporary), buffer_bytes=16 * count // 32))
+        enter(
+            "plait, files in memory",
+            lambda module: plait_files(module, MEMORY, buffer_bytes=16 * count // 32),
+        )
+        enter(
+            "plait, files on disk",
+            lambda module: plait_files(
+                module, given.folder or Path(temporary), buffer_bytes=16 * count // 32
+            ),
+        )
         enter("deepspeed", deepspeed_cpu_adam)
         seconds = measure(steps, given.rounds)
     results = {}
@@ -58,13 +82,21 @@ def main() -> None:
         ratio = paired_ratio(taken, seconds["torch"])
         rate = spread([count / each / 1e6 for each in taken])
         assert ratio is not None
-        results[name] = {"million_parameters_per_second": rate.as_dict(), "time_to_torch": ratio.as_dict()}
+        results[name] = {
+            "million_parameters_per_second": rate.as_dict(),
+            "time_to_torch": ratio.as_dict(),
+        }
         print(
             f"{name:24s} {rate.median:7.1f} M parameters/s ({rate.low:.1f} to {rate.high:.1f}), time / torch's {ratio.median:.3f} "
             f"({ratio.low:.3f} to {ratio.high:.3f})"
         )
-    errors = {name: largest_difference(modules["torch"], module) for name, module in modules.items()}
-    print("largest difference of a parameter from torch's:", {name: f"{error:.1e}" for name, error in errors.items()})
+    errors = {
+        name: largest_difference(modules["torch"], module) for name, module in modules.items()
+    }
+    print(
+        "largest difference of a parameter from torch's:",
+        {name: f"{error:.1e}" for name, error in errors.items()},
+    )
     keep(
         {
             "machine": facts("torch", "deepspeed"),
@@ -82,7 +114,9 @@ def overlaps(rounds: int) -> dict[str, dict[str, object]]:
     for phase in (overlap.optimizer_step, overlap.forward_and_backward):
         for name, ratio in overlap.RATIOS.items():
             taken = phase(MEMORY, ratio, rounds)
-            print(f"{phase.__name__:20s} {name:14s} time / max(I/O, compute) {min(taken):.3f} to {max(taken):.3f}")
+            print(
+                f"{phase.__name__:20s} {name:14s} time / max(I/O, compute) {min(taken):.3f} to {max(taken):.3f}"
+            )
             found.setdefault(phase.__name__, {})[name] = spread(taken).as_dict()
     return found
 

@@ -22,7 +22,9 @@ Step = Callable[[], None]
 def parameters(count: int, tensors: int) -> nn.ParameterList:
     """`count` numbers in equal tensors."""
     generator = torch.Generator().manual_seed(0)
-    return nn.ParameterList(nn.Parameter(torch.randn(count // tensors, generator=generator)) for _ in range(tensors))
+    return nn.ParameterList(
+        nn.Parameter(torch.randn(count // tensors, generator=generator)) for _ in range(tensors)
+    )
 
 
 def _gradients(module: nn.ParameterList) -> None:
@@ -34,7 +36,9 @@ def _gradients(module: nn.ParameterList) -> None:
 def torch_fused(module: nn.ParameterList) -> Step:
     """torch's fused AdamW, all in memory."""
     _gradients(module)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
+    )
     return lambda: optimizer.step() and None
 
 
@@ -47,7 +51,9 @@ def plait_files(module: nn.ParameterList, folder: Path, *, buffer_bytes: int) ->
         place = tier._gradients[parameter]
         assert parameter.grad is not None
         parameter.grad = place.copy_(parameter.grad)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
+    )
     tier.drive(optimizer)
     return lambda: optimizer.step() and None
 
@@ -57,5 +63,7 @@ def deepspeed_cpu_adam(module: nn.ParameterList) -> Step:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     _gradients(module)
-    optimizer = DeepSpeedCPUAdam(list(module.parameters()), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True)
+    optimizer = DeepSpeedCPUAdam(
+        list(module.parameters()), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True
+    )
     return lambda: optimizer.step() and None

@@ -109,7 +109,9 @@ def forward_and_backward(folder: Path, ratio: float, rounds: int) -> list[float]
         arena = SlowArena(folder)
         tier = DiskTier(None, buffer_bytes=1 << 20, shards=arena, pool_bytes=4 * 4 * 256 * 256)
         tier.adopt(model, states=0)
-        batch = torch.ones(1, 256, requires_grad=True)  # so that the first block's sleep is in backward too
+        batch = torch.ones(
+            1, 256, requires_grad=True
+        )  # so that the first block's sleep is in backward too
 
         def step() -> None:
             model(batch).sum().backward()
@@ -121,7 +123,9 @@ def forward_and_backward(folder: Path, ratio: float, rounds: int) -> list[float]
         dist.destroy_process_group()
 
 
-def _ratios(arena: SlowArena, step: object, ratio: float, compute: float, rounds: int) -> list[float]:
+def _ratios(
+    arena: SlowArena, step: object, ratio: float, compute: float, rounds: int
+) -> list[float]:
     assert callable(step)
     arena.moved = 0
     step()

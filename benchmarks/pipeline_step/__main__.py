@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         for layout in (one for one in LAYOUTS if one.name in options.layouts):
             try:
-                found = group.measure(layout, workload=_workload(options, layout), pace=pace, logs=Path(logs))
+                found = group.measure(
+                    layout, workload=_workload(options, layout), pace=pace, logs=Path(logs)
+                )
             except WorkerGroupError as error:
                 say(f"{layout.title} is left out: {error}")
                 good = False
@@ -57,19 +59,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [layout.name for layout in LAYOUTS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_step", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layouts", nargs="+", choices=names, default=names, help="default: all")
-    parser.add_argument("--profile", choices=list(BY_NAME), metavar="NAME", help=f"instead, profile one of {' '.join(BY_NAME)}")
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model and 2 rounds of 1 step, to see that everything runs; writes nothing"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline_step", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    parser.add_argument("--layouts", nargs="+", choices=names, default=names, help="default: all")
+    parser.add_argument(
+        "--profile",
+        choices=list(BY_NAME),
+        metavar="NAME",
+        help=f"instead, profile one of {' '.join(BY_NAME)}",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small model and 2 rounds of 1 step, to see that everything runs; writes nothing",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)"
+    )
     for field in fields(Pace):
         _add(parser, field.name, type(field.default), f"default: {field.default}")
     for field in fields(Workload):
         if field.name in SETTABLE:
             of_layout = field.name in ("micro_batch", "micro_batches")
-            _add(parser, field.name, type(field.default), "default: the layout's" if of_layout else f"default: {field.default}")
+            _add(
+                parser,
+                field.name,
+                type(field.default),
+                "default: the layout's" if of_layout else f"default: {field.default}",
+            )
     return parser.parse_args(arguments)
 
 
@@ -89,13 +107,24 @@ def _workload(options: argparse.Namespace, layout: Layout) -> Workload:
         "micro_batches": layout.micro_batches,
     }
     if options.quick:
-        sizes |= {"layers": 2, "hidden": 128, "intermediate": 352, "heads": 4, "vocabulary": 512, "sequence": 64}
+        sizes |= {
+            "layers": 2,
+            "hidden": 128,
+            "intermediate": 352,
+            "heads": 4,
+            "vocabulary": 512,
+            "sequence": 64,
+        }
     return Workload(**{**sizes, **_given(options, SETTABLE)})
 
 
 def _pace(options: argparse.Namespace) -> Pace:
     # In a quick run the numbers mean nothing, so nothing waits for a quiet machine.
-    short: dict[str, Any] = {"rounds": 2, "steps": 1, "foreign_share": 1.0, "wait_seconds": 0.0} if options.quick else {}
+    short: dict[str, Any] = (
+        {"rounds": 2, "steps": 1, "foreign_share": 1.0, "wait_seconds": 0.0}
+        if options.quick
+        else {}
+    )
     return Pace(**{**short, **_given(options, [field.name for field in fields(Pace)])})
 
 
@@ -104,7 +133,9 @@ def _write(folder: Path, found: dict[str, Any]) -> None:
     results.mkdir(parents=True, exist_ok=True)
     write(results / f"{found['layout']}.json", found, digits=7)
     paths = [results / f"{layout.name}.json" for layout in LAYOUTS]
-    (folder / "pipeline_step.md").write_text(report.page([json.loads(path.read_text()) for path in paths if path.exists()]))
+    (folder / "pipeline_step.md").write_text(
+        report.page([json.loads(path.read_text()) for path in paths if path.exists()])
+    )
     say(f"written to {results}/{found['layout']}.json and {folder}/pipeline_step.md")
 
 

@@ -25,10 +25,17 @@ class Layout:
     """The first one is the reference."""
 
 
-def _three(name: str, title: str, builder: str, options: dict[str, object], *, loss_is_global: bool) -> tuple[Baseline, ...]:
+def _three(
+    name: str, title: str, builder: str, options: dict[str, object], *, loss_is_global: bool
+) -> tuple[Baseline, ...]:
     reference, plait = f"torch-{name}", f"plait-{name}"
     return (
-        Baseline(reference, f"torch: {title}", f"{HERE}.torch_peers:{builder}", loss_is_global=loss_is_global),
+        Baseline(
+            reference,
+            f"torch: {title}",
+            f"{HERE}.torch_peers:{builder}",
+            loss_is_global=loss_is_global,
+        ),
         Baseline(
             f"{reference}-again",
             "the same, a second process group (control)",
@@ -36,7 +43,15 @@ def _three(name: str, title: str, builder: str, options: dict[str, object], *, l
             peer=reference,
             loss_is_global=loss_is_global,
         ),
-        Baseline(plait, "Plait", f"{HERE}.plait_entry:build", options, peer=reference, requires="plait", loss_is_global=True),
+        Baseline(
+            plait,
+            "Plait",
+            f"{HERE}.plait_entry:build",
+            options,
+            peer=reference,
+            requires="plait",
+            loss_is_global=True,
+        ),
     )
 
 
@@ -48,7 +63,9 @@ LAYOUTS = (
         slices=1,
         micro_batch=1,
         micro_batches=8,
-        baselines=_three("1f1b", "Schedule1F1B and PipelineStage", "one_f_one_b", {"pp": 2}, loss_is_global=True),
+        baselines=_three(
+            "1f1b", "Schedule1F1B and PipelineStage", "one_f_one_b", {"pp": 2}, loss_is_global=True
+        ),
     ),
     Layout(
         "2d",
@@ -58,7 +75,11 @@ LAYOUTS = (
         micro_batch=2,
         micro_batches=1,
         baselines=_three(
-            "2d", "fully_shard and parallelize_module", "two_dimensional", {"tp": 2, "dp_shard": 2, "stage": 2}, loss_is_global=False
+            "2d",
+            "fully_shard and parallelize_module",
+            "two_dimensional",
+            {"tp": 2, "dp_shard": 2, "stage": 2},
+            loss_is_global=False,
         ),
     ),
 )

@@ -32,7 +32,10 @@ def measure(layout: Layout, *, workload: Workload, pace: rounds.Pace, logs: Path
         for name, worker_group in worker_groups.items():
             if records[name].failure is None:
                 wait_for_quiet(share=pace.foreign_share, longest_seconds=pace.wait_seconds)
-                phases[name] = worker_group.ask(("phases", {"warm": 1, "steps": pace.steps}), timeout_seconds=pace.turn_timeout_seconds)
+                phases[name] = worker_group.ask(
+                    ("phases", {"warm": 1, "steps": pace.steps}),
+                    timeout_seconds=pace.turn_timeout_seconds,
+                )
     return report.document(
         layout,
         machine=facts(*PACKAGES),
@@ -51,13 +54,20 @@ def profile(baseline: Baseline, *, workload: Workload, pace: rounds.Pace, logs: 
 
 
 @contextmanager
-def _worker_groups(baselines: Sequence[Baseline], *, workload: Workload, logs: Path) -> Iterator[dict[str, WorkerGroup]]:
+def _worker_groups(
+    baselines: Sequence[Baseline], *, workload: Workload, logs: Path
+) -> Iterator[dict[str, WorkerGroup]]:
     worker_groups: dict[str, WorkerGroup] = {}
     environment = {"OMP_NUM_THREADS": str(workload.threads)}
     try:
         for one in baselines:
             worker_groups[one.name] = WorkerGroup(
-                one.name, ranks=workload.ranks, start=start, argument=(one, workload), logs=logs, environment=environment
+                one.name,
+                ranks=workload.ranks,
+                start=start,
+                argument=(one, workload),
+                logs=logs,
+                environment=environment,
             )
             worker_groups[one.name].ready(timeout_seconds=START_SECONDS)
         yield worker_groups

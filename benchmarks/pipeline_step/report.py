@@ -16,7 +16,15 @@ from benchmarks.training_step.agreement import Agreement
 from benchmarks.training_step.phases import PHASES
 from benchmarks.training_step.rounds import Pace, Record
 
-HEADER = ("engine", "ms/step", "quartiles", "vs raw torch", "cpu ms/rank", "peak MiB/rank", "rounds")
+HEADER = (
+    "engine",
+    "ms/step",
+    "quartiles",
+    "vs raw torch",
+    "cpu ms/rank",
+    "peak MiB/rank",
+    "rounds",
+)
 PHASE_HEADER = ("engine, rank", *PHASES, "of which waiting", "other threads", "total")
 
 
@@ -35,7 +43,11 @@ def document(
     for one in layout.baselines:
         record = records[one.name]
         peer = records[one.peer] if one.peer else None
-        ratio = paired_ratio(record.seconds, peer.seconds) if peer and not peer.failure and not record.failure else None
+        ratio = (
+            paired_ratio(record.seconds, peer.seconds)
+            if peer and not peer.failure and not record.failure
+            else None
+        )
         entries[one.name] = {
             "title": one.title,
             "spread_seconds": spread(record.clean).as_dict() if record.clean else None,
@@ -53,7 +65,11 @@ def document(
         "title": layout.title,
         "target": TARGET,
         "machine": dict(machine),
-        "workload": {**asdict(workload), "parameters": workload.parameters, "tokens_per_step": workload.tokens_per_step},
+        "workload": {
+            **asdict(workload),
+            "parameters": workload.parameters,
+            "tokens_per_step": workload.tokens_per_step,
+        },
         "pace": asdict(pace),
         "baselines": entries,
     }
@@ -95,7 +111,9 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     for name, entry in found["baselines"].items():
         if name.startswith("plait-") and entry["ratio"]:
             word = "within" if entry["ratio"]["median"] <= found["target"] else "ABOVE"
-            said.append(f"{name}: {entry['ratio']['median']:.3f} is {word} the target of {found['target']:.2f}")
+            said.append(
+                f"{name}: {entry['ratio']['median']:.3f} is {word} the target of {found['target']:.2f}"
+            )
     return [*said, *summary.notes(found["baselines"], found["pace"])]
 
 
@@ -128,7 +146,9 @@ def page(layouts: Sequence[Mapping[str, Any]]) -> str:
 
 def _section(found: Mapping[str, Any]) -> str:
     machine, work, pace = found["machine"], found["workload"], found["pace"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in machine["versions"].items() if version
+    )
     clipping = f"clipping at {work['clip']}" if work["clip"] else "no clipping"
     about = (
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "

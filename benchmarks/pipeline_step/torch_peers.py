@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.pipeline_step.workload import Workload
@@ -42,8 +48,12 @@ class LlamaStage(nn.Module):
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
         embeddings = self.rotary_emb(hidden, position_ids=positions)
         for layer in self.layers:
-            hidden = layer(hidden, attention_mask=None, position_embeddings=embeddings, position_ids=positions)
-        return hidden if self.norm is None or self.lm_head is None else self.lm_head(self.norm(hidden))
+            hidden = layer(
+                hidden, attention_mask=None, position_embeddings=embeddings, position_ids=positions
+            )
+        return (
+            hidden if self.norm is None or self.lm_head is None else self.lm_head(self.norm(hidden))
+        )
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -69,7 +79,9 @@ def one_f_one_b(workload: Workload) -> Step:
             schedule.step(batch["input_ids"], return_outputs=False)
         else:
             schedule.step(target=batch["labels"], losses=losses, return_outputs=False)
-        square = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True) ** 2
+        square = (
+            get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True) ** 2
+        )
         loss = torch.stack(losses).mean() if losses else torch.zeros(())
         totals = torch.stack([square, loss])
         dist.all_reduce(totals)
@@ -86,7 +98,8 @@ def one_f_one_b(workload: Workload) -> Step:
 TP_PLAN = {
     # Without these two, every column-split layer would all-reduce the gradient of the input they share on its own.
     "self_attn": PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": Replicate()}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        input_kwarg_layouts={"hidden_states": Replicate()},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
     ),
     "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
     "self_attn.q_proj": ColwiseParallel(),
@@ -102,7 +115,9 @@ TP_PLAN = {
 def two_dimensional(workload: Workload) -> Step:
     """Tensor parallelism inside pairs of ranks and `fully_shard` with parameters kept (ZeRO 2) across pairs; logits stay split."""
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (workload.slices, workload.ranks // workload.slices), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        "cpu", (workload.slices, workload.ranks // workload.slices), mesh_dim_names=("dp", "tp")
+    )
     model = build_model(workload)
     blocks = list(model.get_submodule("model.layers").children())
     ends = {
@@ -119,7 +134,9 @@ def two_dimensional(workload: Workload) -> Step:
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         groups.setdefault(parameter.device_mesh.ndim, []).append(parameter)
-    optimizer = torch.optim.AdamW([{"params": members} for members in groups.values()], **adamw_arguments(workload))
+    optimizer = torch.optim.AdamW(
+        [{"params": members} for members in groups.values()], **adamw_arguments(workload)
+    )
 
     def total_norm() -> Tensor:
         norms = []

@@ -29,19 +29,30 @@ PAGE = ROOT / "docs/planner_accuracy.md"
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--learn", action="store_true", help="learn the shipped constants from all sources")
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument(
+        "--learn", action="store_true", help="learn the shipped constants from all sources"
+    )
     given = arguments.parse_args()
     if given.learn:
         write(with_widths_of_others(learn(rows_of("runs", "sweeps"))), CONSTANTS)
     runs, sweep, memory = rows_of("runs"), rows_of("sweeps"), rows_of("oom")
-    tables = {"runs": [r for r in runs if r["tier"] == "A"], "sweep": sweep, "out of memory": [r for r in memory if r["status"] == "OOM"]}
+    tables = {
+        "runs": [r for r in runs if r["tier"] == "A"],
+        "sweep": sweep,
+        "out of memory": [r for r in memory if r["status"] == "OOM"],
+    }
     result: dict[str, Any] = {}
     for name, calibrated in (("left out", False), ("12 rows", True)):
         found = {table: left_out(rows, calibrated=calibrated) for table, rows in tables.items()}
         result[name] = {table: summary(evaluation) for table, evaluation in found.items()}
         fit = fit_of([p for evaluation in found.values() for p in evaluation.predictions])
-        result[name]["fit"] = asdict(fit) | {"false_fits": fit.false_fits, "false_alarms": fit.false_alarms}
+        result[name]["fit"] = asdict(fit) | {
+            "false_fits": fit.false_fits,
+            "false_alarms": fit.false_alarms,
+        }
         if not calibrated:
             result["slow"] = slow_runs(found["sweep"])
             experts = left_out([r for r in runs if r["moe"]], calibrated=False)
@@ -49,7 +60,12 @@ def main() -> None:
             result["not named"] = summary(left_out(tables["runs"], calibrated=False, named=False))
     result["published"] = published.rows()
     result["again"] = {
-        number: summary(left_out([row for row in rows_of(f"unseen_{number}") if row["tier"] == "A"], calibrated=False)) for number in "2345"
+        number: summary(
+            left_out(
+                [row for row in rows_of(f"unseen_{number}") if row["tier"] == "A"], calibrated=False
+            )
+        )
+        for number in "2345"
     }
     HELD.write_text(json.dumps(held(recorded.scores()), indent=1) + "\n", encoding="utf-8")
     recorded.store(result)

@@ -23,14 +23,22 @@ from plait.observe.files import write_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner_accuracy.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planner_accuracy.evaluate", description=__doc__
+    )
     parser.add_argument("runs", type=Path, metavar="RUNS.csv", help="measured runs, one a row")
-    parser.add_argument("--calibrate", type=Path, metavar="ROWS.csv", help="fit the constants to these rows first")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write every prediction and the summary")
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="ROWS.csv", help="fit the constants to these rows first"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="write every prediction and the summary"
+    )
     given = parser.parse_args(arguments)
     try:
         rows, refused = possible_rows(given.runs)
-        calibrating, others = possible_rows(given.calibrate) if given.calibrate is not None else ((), ())
+        calibrating, others = (
+            possible_rows(given.calibrate) if given.calibrate is not None else ((), ())
+        )
         for problem in (*refused, *others):
             print(f"refused: {problem}", file=sys.stderr)
         if not rows:
@@ -49,11 +57,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show(told: dict[str, Any]) -> None:
     """Errors by group, as tables."""
     console = Console(soft_wrap=True, highlight=False)
-    print(f"{told['rows']} rows, {told['predicted']} predicted, {told['used_to_calibrate']} used to calibrate")
+    print(
+        f"{told['rows']} rows, {told['predicted']} predicted, {told['used_to_calibrate']} used to calibrate"
+    )
     columns = ("", "", "rows", "median", "mean", "P90", "bias", "in 90 %")
-    for key, title in (("time", "step time"), ("time_experts", "step time, models with experts"), ("memory", "peak memory")):
+    for key, title in (
+        ("time", "step time"),
+        ("time_experts", "step time, models with experts"),
+        ("memory", "peak memory"),
+    ):
         rows = [
-            [group, name, str(e["rows"]), *(f"{e[k]:.1%}" for k in ("median", "mean", "p90", "bias", "coverage"))]
+            [
+                group,
+                name,
+                str(e["rows"]),
+                *(f"{e[k]:.1%}" for k in ("median", "mean", "p90", "bias", "coverage")),
+            ]
             for group, table in told[key].items()
             for name, e in table.items()
         ]
@@ -70,8 +89,14 @@ def show(told: dict[str, Any]) -> None:
             f"fit: of {fit['out_of_memory']} rows that ran out of memory {fit['called_fits']} were called fitting ({fit['false_fits']:.1%})"
         )
     if fit["ran"]:
-        print(f"fit: of {fit['ran']} rows that ran {fit['called_out_of_memory']} were called out of memory ({fit['false_alarms']:.1%})")
-    print_table(console, ("rows", "not priced because"), [[str(count), reason] for reason, count in told["not_priced"].items()])
+        print(
+            f"fit: of {fit['ran']} rows that ran {fit['called_out_of_memory']} were called out of memory ({fit['false_alarms']:.1%})"
+        )
+    print_table(
+        console,
+        ("rows", "not priced because"),
+        [[str(count), reason] for reason, count in told["not_priced"].items()],
+    )
 
 
 if __name__ == "__main__":

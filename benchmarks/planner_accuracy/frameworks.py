@@ -35,7 +35,14 @@ def _table() -> dict[str, Any]:
 
 
 @cache
-def framework(name: str, *, states: str | None = None, precision: str = "bf16", newer: bool = False, recent: bool = False) -> Framework:
+def framework(
+    name: str,
+    *,
+    states: str | None = None,
+    precision: str = "bf16",
+    newer: bool = False,
+    recent: bool = False,
+) -> Framework:
     """The entry that matches `name`; `states` names another recipe of model states than its usual one; `newer`
     takes the entry that stands for it today, where there is one, and so does a `recent` model for a framework that is known."""
     lower = name.lower()
@@ -52,13 +59,17 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
             entry |= changes
     apart = entry["apart"]
     wire = (4, 4) if precision == "fp32" else entry.get("wire_in", {}).get(precision, entry["wire"])
-    weights, gradients, optimizer, gathered = table["recipes"][states or entry.get("states_in", {}).get(precision) or entry["states"]]
+    weights, gradients, optimizer, gathered = table["recipes"][
+        states or entry.get("states_in", {}).get(precision) or entry["states"]
+    ]
     return Framework(
         name=found,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        gathered=0 if precision == "fp32" else gathered,  # weights are used in the dtype that they are kept in
+        gathered=0
+        if precision == "fp32"
+        else gathered,  # weights are used in the dtype that they are kept in
         wire_gather=wire[0],
         wire_reduce=wire[1],
         norms_apart=apart[0],
@@ -90,7 +101,11 @@ def unknown(framework: str) -> bool:
 
 
 def _entry_of(lower: str) -> str:
-    return next(key for key, entry in _table()["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
+    return next(
+        key
+        for key, entry in _table()["frameworks"].items()
+        if any(re.search(pattern, lower) for pattern in entry["match"])
+    )
 
 
 @cache
@@ -98,7 +113,9 @@ def open_kernels() -> frozenset[str]:
     """Constants of the kernels of frameworks that say little of them: those that are not known, and those around a model and kernels of the
     user's own. What one source measured says little of the next, so they are fitted beside the others and not learned."""
     entries = _table()["frameworks"].items()
-    return frozenset(f"stack.{name}" for name, entry in entries if name in UNKNOWN or entry.get("own_models"))
+    return frozenset(
+        f"stack.{name}" for name, entry in entries if name in UNKNOWN or entry.get("own_models")
+    )
 
 
 def without_name(framework: str) -> str:
@@ -108,7 +125,12 @@ def without_name(framework: str) -> str:
     'unknown, compile'
     """
     lower = framework.lower()
-    return ", ".join(["unknown", *(match[0] for pattern in _table()["kernels"] if (match := re.search(pattern, lower)))])
+    return ", ".join(
+        [
+            "unknown",
+            *(match[0] for pattern in _table()["kernels"] if (match := re.search(pattern, lower))),
+        ]
+    )
 
 
 def read_runs(rows: Sequence[Row]) -> runs.Runs:
@@ -126,13 +148,17 @@ def _with_stacks(base: Knowledge, names: Iterable[str]) -> dict[str, constants.C
 def unlearned() -> Knowledge:
     """Datasheets and the literature alone, for every framework of the table."""
     base = constants.unlearned()
-    return Knowledge(_with_stacks(base, _table()["frameworks"]), base.time_spread, base.memory_spread)
+    return Knowledge(
+        _with_stacks(base, _table()["frameworks"]), base.time_spread, base.memory_spread
+    )
 
 
 @cache
 def knowledge() -> Knowledge:
     """The constants that ship, and those of the table's frameworks."""
     shipped = constants.knowledge()
-    base = Knowledge(_with_stacks(shipped, _table()["frameworks"]), shipped.time_spread, shipped.memory_spread)
+    base = Knowledge(
+        _with_stacks(shipped, _table()["frameworks"]), shipped.time_spread, shipped.memory_spread
+    )
     learned = json.loads(STACKS.read_text(encoding="utf-8"))
     return constants.moved(base, learned["constants"])

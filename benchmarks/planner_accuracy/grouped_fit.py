@@ -45,7 +45,9 @@ def grouped_fit(
     indicator[np.arange(len(measured)), groups] = 1
     start = np.zeros(constants + count)
     if begin is not None:
-        start[:constants] = [math.log(float(begin[name]) / known[name].median) for name in moves.names]
+        start[:constants] = [
+            math.log(float(begin[name]) / known[name].median) for name in moves.names
+        ]
 
     def predict_at(theta: np.ndarray) -> np.ndarray:
         return predict(moves.rates(theta)) + indicator @ theta[constants:]
@@ -66,5 +68,7 @@ def grouped_fit(
         spread=spread,
         weights=weights,
     )
-    fitted = Fit(moves.names, moves.rates(theta), covariance[:constants, :constants], spread, len(measured))
+    fitted = Fit(
+        moves.names, moves.rates(theta), covariance[:constants, :constants], spread, len(measured)
+    )
     return fitted, theta[constants:]

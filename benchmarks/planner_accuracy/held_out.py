@@ -46,7 +46,11 @@ def _scored_families() -> tuple[tuple[str, ...], ...]:
 @cache
 def _scored() -> tuple[Row, ...]:
     """Also those that no constant is learned from: their errors are those of machines that nobody has seen."""
-    return tuple(row for row in rows_of("runs", "unseen_2") if row["tier"] == "A" and not row["moe"] and row["status"] == "ok")
+    return tuple(
+        row
+        for row in rows_of("runs", "unseen_2")
+        if row["tier"] == "A" and not row["moe"] and row["status"] == "ok"
+    )
 
 
 @cache
@@ -59,9 +63,17 @@ def _medians_without(sources: tuple[str, ...]) -> Knowledge:
     rows = rows_of("runs", "sweeps")
     taught = any(source_of(row) in sources for row in rows)
     found = learn(rows, without=sources, near=_from_all()) if taught else _from_all()
-    own_rows = [row for row in rows_of("runs", "sweeps", "unseen_2", "unseen_3") if source_of(row) in sources]
+    own_rows = [
+        row
+        for row in rows_of("runs", "sweeps", "unseen_2", "unseen_3")
+        if source_of(row) in sources
+    ]
     ran = {str(variant.framework.name) for variant in read_runs(own_rows).variants}
-    own = {f"stack.{name}": constant for name in ran if (constant := unlearned().constants.get(f"stack.{name}"))}
+    own = {
+        f"stack.{name}": constant
+        for name in ran
+        if (constant := unlearned().constants.get(f"stack.{name}"))
+    }
     return replace(found, constants={**found.constants, **own})
 
 
@@ -81,7 +93,10 @@ def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Ev
         where[source_of(row)].append(index)
     for source, indices in where.items():
         known = learned_without(family(source))
-        part = [rows[i] if named else {**rows[i], "framework": without_name(rows[i]["framework"])} for i in indices]
+        part = [
+            rows[i] if named else {**rows[i], "framework": without_name(rows[i]["framework"])}
+            for i in indices
+        ]
         given = first_rows(part, known) if calibrated else []
         found = evaluate(part, calibrate=given, known=known)
         used += len(given)
@@ -115,8 +130,14 @@ def first_rows(rows: Sequence[Row], known: Knowledge, *, most: int = MOST) -> li
         if measured_seconds(row) and row["status"] == "ok":
             one = read_runs([row])
             if one.variants:
-                groups[(str(one.variants[0].device.name), str(one.variants[0].framework.name))].append(row)
-    return [row for group in groups.values() for row in _informative(group, known, min(most, len(group) // 2))]
+                groups[
+                    (str(one.variants[0].device.name), str(one.variants[0].framework.name))
+                ].append(row)
+    return [
+        row
+        for group in groups.values()
+        for row in _informative(group, known, min(most, len(group) // 2))
+    ]
 
 
 def _informative(rows: Sequence[Row], known: Knowledge, count: int) -> list[Row]:
@@ -126,7 +147,9 @@ def _informative(rows: Sequence[Row], known: Knowledge, count: int) -> list[Row]
     base = fitting.uncalibrated(known)
     chosen = choose(runs, costs(runs, base))
     job = runs.job.take(np.array(list(chosen.values())))
-    slopes = fitting.sensitivity(fitting.time_of(job), base.time, fitting.relevant(base.time.names, job))
+    slopes = fitting.sensitivity(
+        fitting.time_of(job), base.time, fitting.relevant(base.time.names, job)
+    )
     covariance = base.time.covariance.copy()
     owners, picked = list(chosen), []
     for _ in range(count):

@@ -15,7 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner_accuracy.frameworks import DATA, STACKS, open_kernels, read_runs, unknown, unlearned
+from benchmarks.planner_accuracy.frameworks import (
+    DATA,
+    STACKS,
+    open_kernels,
+    read_runs,
+    unknown,
+    unlearned,
+)
 from benchmarks.planner_accuracy.grouped_fit import grouped_fit
 from benchmarks.planner_accuracy.predict import source_of
 from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_bytes, measured_seconds
@@ -30,7 +37,17 @@ source moves a constant, or becomes its framework's speed, alone."""
 _TIME_NOISE, _MEMORY_NOISE = 0.06, 0.08
 _NOISY = {"NANO": 0.15, "NANOBEST": 0.15}
 """Weight of sources whose repeated runs differ by more than an order of magnitude."""
-_UNTRUSTED_MEMORY = {"DSSDMA", "THUNDER", "LAMBDA", "COLOSSAL", "JZV100", "ALPA", "DLPONE", "DLPMEG", "MI325X"}
+_UNTRUSTED_MEMORY = {
+    "DSSDMA",
+    "THUNDER",
+    "LAMBDA",
+    "COLOSSAL",
+    "JZV100",
+    "ALPA",
+    "DLPONE",
+    "DLPMEG",
+    "MI325X",
+}
 """Sources whose memory is contradicted by their own model's size, whose tool is not said, whose pool is XLA's or OneFlow's, or that print
 what a process took and not what it needed."""
 
@@ -53,12 +70,23 @@ class _Measured:
     kinds: list[str]
 
 
-def learn(rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge | None = None) -> Knowledge:
+def learn(
+    rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge | None = None
+) -> Knowledge:
     """Constants from rows of tiers A and B without experts, of all sources but `without`. `near` is where the search starts: the result
     is the same, sooner."""
-    kept = [r for r in rows if r["tier"] in "AB" and r["status"] == "ok" and not r["moe"] and source_of(r) not in without]
+    kept = [
+        r
+        for r in rows
+        if r["tier"] in "AB"
+        and r["status"] == "ok"
+        and not r["moe"]
+        and source_of(r) not in without
+    ]
     kept = [r for r in kept if "limited" not in r["gpu"]]  # to a power that is not said
-    kept = [r for r in kept if not unknown(r["framework"])]  # whose kernels are not known teach nothing of a device
+    kept = [
+        r for r in kept if not unknown(r["framework"])
+    ]  # whose kernels are not known teach nothing of a device
     base = unlearned()
     time, memory = _measured(kept, base)
     names = tuple(name for name in fitting.relevant(base.time_names, time.job) if name != "overall")
@@ -96,7 +124,9 @@ def learn(rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge |
             index = found.names.index(name)
             # Half of what separated machines before stays: new machines are not those of the fit. What was not measured stays as wide.
             width = float(np.hypot(0.5 * constant.width, np.sqrt(found.covariance[index, index])))
-        constants[name] = replace(constant, median=float(found.rates[name]), width=min(width, constant.width))
+        constants[name] = replace(
+            constant, median=float(found.rates[name]), width=min(width, constant.width)
+        )
     return Knowledge(constants, 0.052, 0.14)
 
 
@@ -106,7 +136,9 @@ def _measured(rows: Sequence[Row], base: Knowledge) -> tuple[_Measured, _Measure
     chosen = choose(runs, costs(runs, fitting.uncalibrated(base)))
     timed = [(row, variant) for row, variant in chosen.items() if measured_seconds(rows[row])]
     sized = [
-        (row, variant) for row, variant in chosen.items() if measured_bytes(rows[row]) and source_of(rows[row]) not in _UNTRUSTED_MEMORY
+        (row, variant)
+        for row, variant in chosen.items()
+        if measured_bytes(rows[row]) and source_of(rows[row]) not in _UNTRUSTED_MEMORY
     ]
 
     def of(pairs: list[tuple[int, int]], values: list[float], kinds: list[str]) -> _Measured:
@@ -138,12 +170,23 @@ def _weights(sources: np.ndarray) -> np.ndarray:
 def write(learned: Knowledge, path: Path) -> None:
     """As the planner reads it, with the speeds of other frameworks' kernels in a file of their own."""
     shipped = constants.unlearned().constants
-    values = {name: [float(f"{c.median:.4g}"), round(c.width, 4)] for name, c in learned.constants.items()}
+    values = {
+        name: [float(f"{c.median:.4g}"), round(c.width, 4)] for name, c in learned.constants.items()
+    }
     how = "python -m benchmarks.planner_accuracy --learn, from benchmarks/planner_accuracy/data; [median, width of the logarithm]"
     source: dict[str, Any] = {"source": how}
     spreads = {"time_spread": learned.time_spread, "memory_spread": learned.memory_spread}
-    _write(path, source | spreads | {"constants": {name: value for name, value in values.items() if name in shipped}})
-    _write(STACKS, source | {"constants": {name: value for name, value in values.items() if name not in shipped}})
+    _write(
+        path,
+        source
+        | spreads
+        | {"constants": {name: value for name, value in values.items() if name in shipped}},
+    )
+    _write(
+        STACKS,
+        source
+        | {"constants": {name: value for name, value in values.items() if name not in shipped}},
+    )
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

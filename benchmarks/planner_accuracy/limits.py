@@ -22,7 +22,14 @@ def beyond_memory(held: float, device: Device) -> str | None:
 
 
 def beyond_peak(
-    seconds: float, model: Architecture, device: Device, precision: str, *, samples: float, sequence: float, devices: float
+    seconds: float,
+    model: Architecture,
+    device: Device,
+    precision: str,
+    *,
+    samples: float,
+    sequence: float,
+    devices: float,
 ) -> str | None:
     """Of a step of `samples`; None where its devices may compute it in `seconds`."""
     if device.on_cpu:

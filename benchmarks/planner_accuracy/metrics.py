@@ -38,7 +38,14 @@ def errors(predicted: Array, measured: Array, low: Array, high: Array) -> Errors
     inside = (low <= measured) & (measured <= high)
     outside = np.maximum(np.log(low / measured), 0) + np.maximum(np.log(measured / high), 0)
     score = np.log(high / low) + 20 * outside
-    told = (np.median(size), size.mean(), np.quantile(size, 0.9), np.median(signed), inside.mean(), score.mean())
+    told = (
+        np.median(size),
+        size.mean(),
+        np.quantile(size, 0.9),
+        np.median(signed),
+        inside.mean(),
+        score.mean(),
+    )
     return Errors(len(size), *(float(x) for x in told))
 
 
@@ -111,4 +118,6 @@ class Confusion:
 
 def confusion(fits: NDArray[np.bool_], ran: NDArray[np.bool_]) -> Confusion:
     """From what was predicted and what happened."""
-    return Confusion(int((~ran).sum()), int((fits & ~ran).sum()), int(ran.sum()), int((~fits & ran).sum()))
+    return Confusion(
+        int((~ran).sum()), int((fits & ~ran).sum()), int(ran.sum()), int((~fits & ran).sum())
+    )

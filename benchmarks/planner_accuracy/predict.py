@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
 from benchmarks.planner_accuracy.metrics import Confusion, confusion, errors, ranking
-from benchmarks.planner_accuracy.runs import Row, Runs, choose, costs, measured_bytes, measured_seconds
+from benchmarks.planner_accuracy.runs import (
+    Row,
+    Runs,
+    choose,
+    costs,
+    measured_bytes,
+    measured_seconds,
+)
 from benchmarks.planner_accuracy.runs import calibrate as fitted_to
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
 from plait.planner.choice import NINETY
@@ -90,7 +97,9 @@ def source_of(row: Row) -> str:
     return name or (row.get("source") or "unknown")
 
 
-def evaluate(rows: Sequence[Row], *, calibrate: Sequence[Row] = (), known: Knowledge | None = None) -> Evaluation:
+def evaluate(
+    rows: Sequence[Row], *, calibrate: Sequence[Row] = (), known: Knowledge | None = None
+) -> Evaluation:
     """Predict every row from `known` (by default what ships, and the table of frameworks). `calibrate` are measured rows; those of a row's
     device and framework move its constants."""
     known = known or knowledge()
@@ -107,7 +116,12 @@ def evaluate(rows: Sequence[Row], *, calibrate: Sequence[Row] = (), known: Knowl
     found: list[Prediction] = []
     for group, indices in groups.items():
         calibrated = group is not None
-        found += _predict(runs, np.array(indices), fits[group] if group is not None else uncalibrated(known), calibrated=calibrated)
+        found += _predict(
+            runs,
+            np.array(indices),
+            fits[group] if group is not None else uncalibrated(known),
+            calibrated=calibrated,
+        )
     found.sort(key=lambda prediction: prediction.row)
     return Evaluation(rows, tuple(found), runs.reasons, len(calibrate))
 
@@ -116,7 +130,9 @@ def _key(row: Row, framework: Any, device: Any) -> tuple[str, str]:
     return (str(device), str(framework))
 
 
-def _calibrations(rows: Sequence[Row], known: Knowledge) -> dict[tuple[str, str] | None, Calibration]:
+def _calibrations(
+    rows: Sequence[Row], known: Knowledge
+) -> dict[tuple[str, str] | None, Calibration]:
     by: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         one = read_runs([row])
@@ -125,7 +141,9 @@ def _calibrations(rows: Sequence[Row], known: Knowledge) -> dict[tuple[str, str]
     return {key: fitted_to(read_runs(group), known=known) for key, group in by.items()}
 
 
-def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *, calibrated: bool) -> list[Prediction]:
+def _predict(
+    runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *, calibrated: bool
+) -> list[Prediction]:
     assert runs.job is not None
     part = Runs(runs.rows, tuple(runs.variants[i] for i in indices), runs.job.take(indices), {})
     chosen = choose(part, costs(part, calibration))
@@ -142,14 +160,28 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *
     # What a row leaves open adds to the uncertainty of its prediction.
     open_questions = np.array([0.08 * min(len(notes), 2) for notes in assumed])
     time_spread = np.sqrt(time_spread**2 + open_questions**2)
-    memory_spread = np.sqrt(deviation(memory_of(job, kinds), calibration.memory, job) ** 2 + open_questions**2)
-    total_spread = np.sqrt(deviation(memory_of(job, ["total"] * len(rows)), calibration.memory, job) ** 2 + open_questions**2)
+    memory_spread = np.sqrt(
+        deviation(memory_of(job, kinds), calibration.memory, job) ** 2 + open_questions**2
+    )
+    total_spread = np.sqrt(
+        deviation(memory_of(job, ["total"] * len(rows)), calibration.memory, job) ** 2
+        + open_questions**2
+    )
     seconds = np.broadcast_to(np.asarray(result.seconds, float), shape)
-    memory = {kind: np.broadcast_to(np.asarray(getattr(result.memory, kind), float), shape) for kind in _KINDS}
+    memory = {
+        kind: np.broadcast_to(np.asarray(getattr(result.memory, kind), float), shape)
+        for kind in _KINDS
+    }
     device = np.broadcast_to(np.asarray(job.device.memory_bytes, float), shape)
     moment = np.broadcast_to(result.memory.moment, shape)
-    terms = {name: np.broadcast_to(np.asarray(value, float), shape) for name, value in result.step.terms.items()}
-    memory_terms = {name: np.broadcast_to(np.asarray(value, float), shape) for name, value in result.memory.terms.items()}
+    terms = {
+        name: np.broadcast_to(np.asarray(value, float), shape)
+        for name, value in result.step.terms.items()
+    }
+    memory_terms = {
+        name: np.broadcast_to(np.asarray(value, float), shape)
+        for name, value in result.memory.terms.items()
+    }
     found = []
     for i, row_index in enumerate(rows):
         row, kind = runs.rows[row_index], measured_memory[i]
@@ -189,7 +221,19 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *
 
 # ---- summaries -------------------------------------------------------------------------------------------------------------------------
 
-_SAME = ("n_layers", "hidden", "n_heads", "ffn_hidden", "vocab", "gpu", "gpus_total", "seq_len", "global_batch", "precision", "framework")
+_SAME = (
+    "n_layers",
+    "hidden",
+    "n_heads",
+    "ffn_hidden",
+    "vocab",
+    "gpu",
+    "gpus_total",
+    "seq_len",
+    "global_batch",
+    "precision",
+    "framework",
+)
 """Columns in which layouts that compete with each other agree."""
 
 
@@ -216,20 +260,34 @@ def summary(evaluation: Evaluation) -> dict[str, Any]:
 def fit_of(predictions: Sequence[Prediction]) -> Confusion:
     """Fit and no fit of the rows of which it is certain: they ran, or ran out of memory. Crashes may have other causes."""
     certain = [p for p in predictions if p.status in ("OOM", "ok")]
-    return confusion(np.array([p.fits for p in certain], dtype=bool), np.array([p.status == "ok" for p in certain], dtype=bool))
+    return confusion(
+        np.array([p.fits for p in certain], dtype=bool),
+        np.array([p.status == "ok" for p in certain], dtype=bool),
+    )
 
 
 def interval_of_time(p: Prediction) -> tuple[float, float, float, float] | None:
     """(predicted, measured, low, high), where seconds were measured."""
-    return None if p.measured_seconds is None else (p.seconds, p.measured_seconds, p.seconds_low, p.seconds_high)
+    return (
+        None
+        if p.measured_seconds is None
+        else (p.seconds, p.measured_seconds, p.seconds_low, p.seconds_high)
+    )
 
 
 def interval_of_memory(p: Prediction) -> tuple[float, float, float, float] | None:
     """(predicted, measured, low, high), where bytes were measured."""
-    return None if p.measured_bytes is None else (p.memory_bytes, p.measured_bytes, p.memory_low, p.memory_high)
+    return (
+        None
+        if p.measured_bytes is None
+        else (p.memory_bytes, p.measured_bytes, p.memory_low, p.memory_high)
+    )
 
 
-def _errors(predictions: Sequence[Prediction], values: Callable[[Prediction], tuple[float, float, float, float] | None]) -> dict[str, Any]:
+def _errors(
+    predictions: Sequence[Prediction],
+    values: Callable[[Prediction], tuple[float, float, float, float] | None],
+) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for title, key in (
         ("all", lambda p: "all"),
@@ -243,7 +301,8 @@ def _errors(predictions: Sequence[Prediction], values: Callable[[Prediction], tu
             if found is not None:
                 by[key(prediction)].append(found)
         tables[title] = {
-            name: asdict(errors(*(np.array(column) for column in zip(*rows, strict=True)))) for name, rows in sorted(by.items())
+            name: asdict(errors(*(np.array(column) for column in zip(*rows, strict=True))))
+            for name, rows in sorted(by.items())
         }
     return tables
 
@@ -253,8 +312,12 @@ def _groups(evaluation: Evaluation) -> list[tuple[Array, Array]]:
     for p in evaluation.predictions:
         if p.measured_seconds is not None and p.status.lower() == "ok":
             row = evaluation.rows[p.row]
-            by[(p.source, *(row.get(name) or "" for name in _SAME))].append((p.seconds, p.measured_seconds))
-    return [(np.array([x for x, _ in rows]), np.array([y for _, y in rows])) for rows in by.values()]
+            by[(p.source, *(row.get(name) or "" for name in _SAME))].append(
+                (p.seconds, p.measured_seconds)
+            )
+    return [
+        (np.array([x for x, _ in rows]), np.array([y for _, y in rows])) for rows in by.values()
+    ]
 
 
 def _count(reasons: Any) -> dict[str, int]:
@@ -268,6 +331,12 @@ def as_json(evaluation: Evaluation) -> dict[str, Any]:
     """Everything, for a file: `summary`, `predictions` with a row each, and `not_priced` rows with their reasons."""
     return {
         "summary": summary(evaluation),
-        "predictions": [asdict(p) | {"fits": p.fits, "memory_bytes": p.memory_bytes} for p in evaluation.predictions],
-        "not_priced": [{"row": row, "id": evaluation.rows[row].get("id"), "reason": reason} for row, reason in evaluation.reasons.items()],
+        "predictions": [
+            asdict(p) | {"fits": p.fits, "memory_bytes": p.memory_bytes}
+            for p in evaluation.predictions
+        ],
+        "not_priced": [
+            {"row": row, "id": evaluation.rows[row].get("id"), "reason": reason}
+            for row, reason in evaluation.reasons.items()
+        ],
     }

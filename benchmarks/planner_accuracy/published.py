@@ -27,7 +27,15 @@ from plait.planner.search import plan
 from plait.planner.step import TERMS
 from plait.units import GIB
 
-_MEGATRON = {"gated_mlp": "n", "n_kv_heads": "", "vocab": "51200", "moe": "", "tied_emb": "y", "gpu": "A100-80GB-SXM", "gpus_per_node": "8"}
+_MEGATRON = {
+    "gated_mlp": "n",
+    "n_kv_heads": "",
+    "vocab": "51200",
+    "moe": "",
+    "tied_emb": "y",
+    "gpu": "A100-80GB-SXM",
+    "gpus_per_node": "8",
+}
 _LLAMA3_405B = {
     "n_layers": "126",
     "hidden": "16384",
@@ -83,7 +91,12 @@ class Published:
 
 
 PUBLISHED = (
-    Published("llama-3-8b", "h100-hbm2e", "TITANLOG-0002", "torchtitan's log in torchao's tutorial, H100 of 500 W"),
+    Published(
+        "llama-3-8b",
+        "h100-hbm2e",
+        "TITANLOG-0002",
+        "torchtitan's log in torchao's tutorial, H100 of 500 W",
+    ),
     Published(
         "llama-3-8b",
         "h100",
@@ -130,21 +143,42 @@ PUBLISHED = (
     Published(
         "llama-3-405b",
         "h100",
-        {**_LLAMA3_405B, "gpus_total": "8192", "seq_len": "8192", "global_batch": "2048", "cp": "1", "dp": "64"},
+        {
+            **_LLAMA3_405B,
+            "gpus_total": "8192",
+            "seq_len": "8192",
+            "global_batch": "2048",
+            "cp": "1",
+            "dp": "64",
+        },
         "arXiv 2407.21783 table 4",
         430.0,
     ),
     Published(
         "llama-3-405b",
         "h100",
-        {**_LLAMA3_405B, "gpus_total": "16384", "seq_len": "8192", "global_batch": "2048", "cp": "1", "dp": "128"},
+        {
+            **_LLAMA3_405B,
+            "gpus_total": "16384",
+            "seq_len": "8192",
+            "global_batch": "2048",
+            "cp": "1",
+            "dp": "128",
+        },
         "arXiv 2407.21783 table 4",
         400.0,
     ),
     Published(
         "llama-3-405b",
         "h100",
-        {**_LLAMA3_405B, "gpus_total": "16384", "seq_len": "131072", "global_batch": "128", "cp": "16", "dp": "8"},
+        {
+            **_LLAMA3_405B,
+            "gpus_total": "16384",
+            "seq_len": "131072",
+            "global_batch": "128",
+            "cp": "16",
+            "dp": "8",
+        },
         "arXiv 2407.21783 table 4",
         380.0,
     ),
@@ -235,7 +269,10 @@ PUBLISHED = (
 def rows() -> list[dict[str, Any]]:
     """Every published layout beside the plan."""
     table = {row["id"]: row for row in rows_of("runs", "unseen_2")}
-    return [_beside(one, table[one.row] if isinstance(one.row, str) else dict(one.row)) for one in PUBLISHED]
+    return [
+        _beside(one, table[one.row] if isinstance(one.row, str) else dict(one.row))
+        for one in PUBLISHED
+    ]
 
 
 def _beside(one: Published, row: Row) -> dict[str, Any]:
@@ -245,7 +282,9 @@ def _beside(one: Published, row: Row) -> dict[str, Any]:
     if one.tflops is not None:
         row = {**row, "step_time_s": f"{flops / gpus / one.tflops / 1e12:.3f}"}
     # A row of the table is predicted without its source; the others are of sources that no constant was learned from.
-    found = left_out([row], calibrated=False) if row.get("id") else evaluate([row], known=knowledge())
+    found = (
+        left_out([row], calibrated=False) if row.get("id") else evaluate([row], known=knowledge())
+    )
     (predicted,) = found.predictions
     layout = Layouts.of([read_runs([row]).variants[0].layout]).at(0)
     precision = "fp16" if row["precision"] == "fp16" else "bf16"
@@ -268,7 +307,9 @@ def _beside(one: Published, row: Row) -> dict[str, Any]:
         "predicted_seconds": predicted.seconds,
         "low_90": predicted.seconds_low,
         "high_90": predicted.seconds_high,
-        "inside": None if measured is None else predicted.seconds_low <= measured <= predicted.seconds_high,
+        "inside": None
+        if measured is None
+        else predicted.seconds_low <= measured <= predicted.seconds_high,
         "plan": describe(ours.layout),
         "plan_seconds": ours.seconds,
         "theirs_seconds": theirs.seconds,

@@ -29,7 +29,12 @@ ERRORS = tuple(field.name for field in fields(Errors))
 def load() -> dict[str, Any]:
     """Return the recorded result, as `report.markdown` takes it."""
     result = _expanded(_read(RESULT))
-    return {**result, "12 rows": _expanded(_read(CALIBRATED)), "published": _read(PUBLISHED), "unseen": scores()}
+    return {
+        **result,
+        "12 rows": _expanded(_read(CALIBRATED)),
+        "published": _read(PUBLISHED),
+        "unseen": scores(),
+    }
 
 
 def scores() -> list[dict[str, Any]]:
@@ -50,7 +55,10 @@ def store(result: dict[str, Any]) -> None:
     kept["slow"] = result["slow"]
     kept["experts"] = {key: result["experts"][key] for key in ("time_experts", "not_priced")}
     kept["not named"] = {"time": _tables(result["not named"]["time"], "all", "source")}
-    kept["again"] = {number: {key: _tables(tables[key], "all") for key in ("time", "memory")} for number, tables in result["again"].items()}
+    kept["again"] = {
+        number: {key: _tables(tables[key], "all") for key in ("time", "memory")}
+        for number, tables in result["again"].items()
+    }
     write(CALIBRATED, _packed(kept.pop("12 rows")), DIGITS)
     write(RESULT, _packed(kept), DIGITS)
     write(PUBLISHED, result["published"], DIGITS)
@@ -63,7 +71,9 @@ def packed_score(score: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(entry, dict):
             kept[tier] = entry
             continue
-        kept[tier] = {key: value if key == "fit" else _tables(value, "all") for key, value in entry.items()}
+        kept[tier] = {
+            key: value if key == "fit" else _tables(value, "all") for key, value in entry.items()
+        }
         if tier == "tier A":
             kept[tier]["time"] = _tables(entry["time"], "all", "source")
     return rounded(_packed(kept), DIGITS)

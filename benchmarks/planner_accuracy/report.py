@@ -9,8 +9,16 @@ from benchmarks.planner_accuracy.frameworks import knowledge, open_kernels, unle
 from benchmarks.planner_accuracy.predict import LIKELY
 from benchmarks.planner_accuracy.sweep import paragraph
 
-_AIMS = {"left out": {"median": 0.09, "mean": 0.11, "p90": 0.21}, "12 rows": {"median": 0.04, "mean": 0.06}, "not named": {"median": 0.11}}
-_NAMES = {"left out": "full sources held out", "12 rows": "calibrated on 12 rows", "not named": "framework not named"}
+_AIMS = {
+    "left out": {"median": 0.09, "mean": 0.11, "p90": 0.21},
+    "12 rows": {"median": 0.04, "mean": 0.06},
+    "not named": {"median": 0.11},
+}
+_NAMES = {
+    "left out": "full sources held out",
+    "12 rows": "calibrated on 12 rows",
+    "not named": "framework not named",
+}
 _COVERAGE = {"left out": (0.87, 0.93), "12 rows": (0.85, 0.95), "not named": (0.85, 1.0)}
 _MEMORY, _EXPERTS = 0.10, 0.20
 
@@ -29,10 +37,16 @@ def markdown(result: dict[str, Any]) -> str:
         "The interval score is the mean of an interval's width in logarithms and of 20 times what a measurement lies outside of it.",
         "",
     ]
-    for name, title in (("left out", "Full sources held out"), ("12 rows", "Calibrated on at most 12 rows of the same GPU and framework")):
+    for name, title in (
+        ("left out", "Full sources held out"),
+        ("12 rows", "Calibrated on at most 12 rows of the same GPU and framework"),
+    ):
         lines += [f"## {title}", ""]
         part = result[name]
-        for table, what in (("runs", "step time, runs of tier A, models without experts"), ("sweep", "step time, the nanotron sweep")):
+        for table, what in (
+            ("runs", "step time, runs of tier A, models without experts"),
+            ("sweep", "step time, the nanotron sweep"),
+        ):
             lines += _table(part[table]["time"], what)
         lines += _table(part["runs"]["memory"], "peak memory, runs of tier A") + _table(
             part["sweep"]["memory"], "peak memory, the nanotron sweep"
@@ -40,7 +54,10 @@ def markdown(result: dict[str, Any]) -> str:
         lines += _ranking(part) + _fit(part["fit"])
         if name == "left out":
             unnamed = result["not named"]["time"]
-            lines += _table({key: unnamed[key] for key in ("all", "source")}, "step time, runs of tier A, the framework not named")
+            lines += _table(
+                {key: unnamed[key] for key in ("all", "source")},
+                "step time, runs of tier A, the framework not named",
+            )
             lines += [
                 "Nothing of a framework's own entry is used here: only what a row says of its kernels (attention, norms, compiled or not),",
                 "and whether its devices and precision are of the generation whose vendors ship fused kernels and overlap.",
@@ -53,9 +70,16 @@ def markdown(result: dict[str, Any]) -> str:
         "Routing, dispatch and recomputation are not in these tables, so this is a check of magnitude.",
         "",
     ]
-    lines += _table(result["experts"]["time_experts"], "step time, runs of models with experts, sources left out")
+    lines += _table(
+        result["experts"]["time_experts"],
+        "step time, runs of models with experts, sources left out",
+    )
     lines += (
-        _unseen(result["unseen"], result["again"]) + _published(result["published"]) + _constants() + _not_priced(result) + _aims(result)
+        _unseen(result["unseen"], result["again"])
+        + _published(result["published"])
+        + _constants()
+        + _not_priced(result)
+        + _aims(result)
     )
     return "\n".join(lines) + "\n"
 
@@ -72,18 +96,30 @@ def _table(tables: dict[str, Any], title: str) -> list[str]:
     ]
     for group, entries in tables.items():
         for name, e in entries.items():
-            cells = " | ".join(f"{e[key]:.1%}" for key in ("median", "mean", "p90", "bias", "coverage"))
-            lines.append(f"| {group} | {name} | {e['rows']} | {cells} | {e['interval_score']:.2f} |")
+            cells = " | ".join(
+                f"{e[key]:.1%}" for key in ("median", "mean", "p90", "bias", "coverage")
+            )
+            lines.append(
+                f"| {group} | {name} | {e['rows']} | {cells} | {e['interval_score']:.2f} |"
+            )
     return [*lines, ""]
 
 
 def _ranking(part: dict[str, Any]) -> list[str]:
     header = "| | groups | best of the predicted top 3 within 5 % of the best | mean regret, first | first three | rank correlation |"
-    lines = ["### Ranking of layouts that differ in nothing else", "", header, "|---|---|---|---|---|---|"]
+    lines = [
+        "### Ranking of layouts that differ in nothing else",
+        "",
+        header,
+        "|---|---|---|---|---|---|",
+    ]
     for table in ("runs", "sweep"):
         r = part[table]["ranking"]
         if r:
-            cells = " | ".join(f"{r[key]:.1%}" for key in ("top3_within_5_percent", "mean_regret_1", "mean_regret_3"))
+            cells = " | ".join(
+                f"{r[key]:.1%}"
+                for key in ("top3_within_5_percent", "mean_regret_1", "mean_regret_3")
+            )
             lines.append(f"| {table} | {r['groups']} | {cells} | {r['spearman']:.2f} |")
     return [*lines, ""]
 
@@ -157,16 +193,29 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
     for number, found in enumerate(scores, 1):
         for tier, key in parts:
             if e := found[tier][key]["all"].get("all"):
-                cells = " | ".join(f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage"))
-                lines.append(f"| {number}, {found['commit']} | {_PARTS[key]}, {tier} | {e['rows']} | {cells} |")
+                cells = " | ".join(
+                    f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage")
+                )
+                lines.append(
+                    f"| {number}, {found['commit']} | {_PARTS[key]}, {tier} | {e['rows']} | {cells} |"
+                )
         for key in ("time", "memory") if str(number) in again else ():
             e = again[str(number)][key]["all"]["all"]
-            cells = " | ".join(f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage"))
+            cells = " | ".join(
+                f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage")
+            )
             lines.append(f"| {number}, today | {_PARTS[key]}, tier A | {e['rows']} | {cells} |")
-    last = {name: entry for found in scores[-4:] for name, entry in found["tier A"]["time"]["source"].items()}
+    last = {
+        name: entry
+        for found in scores[-4:]
+        for name, entry in found["tier A"]["time"]["source"].items()
+    }
     lines += ["", *_table({"source": last}, "step time by source, tier A of the last four sets")]
     fits = [found["tier A"]["fit"] for found in scores[-4:]]
-    out, called, ran, alarms = (sum(fit[key] for fit in fits) for key in ("out_of_memory", "called_fits", "ran", "called_out_of_memory"))
+    out, called, ran, alarms = (
+        sum(fit[key] for fit in fits)
+        for key in ("out_of_memory", "called_fits", "ran", "called_out_of_memory")
+    )
     return [
         *lines,
         f"Of {out} rows of tier A of these sets that ran out of memory {called} were called fitting, and of {ran} that ran {alarms} were",
@@ -197,7 +246,9 @@ def _constants() -> list[str]:
         a, b = believed[name], found[name]
         most = "" if math.isinf(a.most) else f"{a.most:g}"
         bounds = f"{a.least:g} to {most}" if most else "above 0"
-        lines.append(f"| {name} | {a.meaning} | {bounds} | {a.median:.3g} | {a.width:.2f} | {b.median:.3g} | {b.width:.2f} |")
+        lines.append(
+            f"| {name} | {a.meaning} | {bounds} | {a.median:.3g} | {a.width:.2f} | {b.median:.3g} | {b.width:.2f} |"
+        )
     return [*lines, ""]
 
 
@@ -215,9 +266,16 @@ def _aims(result: dict[str, Any]) -> list[str]:
         lines.append(f"- {'holds' if holds else '**missed**'}: {what} {found:.1%}, aim {aim}")
 
     for name, aims in _AIMS.items():
-        found = (result[name] if name == "not named" else result[name]["runs"])["time"]["all"]["all"]
+        found = (result[name] if name == "not named" else result[name]["runs"])["time"]["all"][
+            "all"
+        ]
         for key, aim in aims.items():
-            line(f"step time, {_NAMES[name]}: {key}", found[key], f"at most {aim:.0%}", found[key] <= aim)
+            line(
+                f"step time, {_NAMES[name]}: {key}",
+                found[key],
+                f"at most {aim:.0%}",
+                found[key] <= aim,
+            )
         low, high = _COVERAGE[name]
         line(
             f"step time, {_NAMES[name]}: in the 90 % interval",
@@ -226,13 +284,28 @@ def _aims(result: dict[str, Any]) -> list[str]:
             low <= found["coverage"] <= high,
         )
     memory = result["left out"]["runs"]["memory"]["all"]["all"]
-    line("peak memory, full sources held out: median", memory["median"], f"at most {_MEMORY:.0%}", memory["median"] <= _MEMORY)
-    line("peak memory, full sources held out: in the 90 % interval", memory["coverage"], "at least 85 %", memory["coverage"] >= 0.85)
+    line(
+        "peak memory, full sources held out: median",
+        memory["median"],
+        f"at most {_MEMORY:.0%}",
+        memory["median"] <= _MEMORY,
+    )
+    line(
+        "peak memory, full sources held out: in the 90 % interval",
+        memory["coverage"],
+        "at least 85 %",
+        memory["coverage"] >= 0.85,
+    )
     experts = result["experts"]["time_experts"]["all"]["all"]["median"]
     line("models with experts: median", experts, f"at most {_EXPERTS:.0%}", experts <= _EXPERTS)
     for name in ("left out", "12 rows"):
         fit = result[name]["fit"]
-        for key, what in (("false_fits", "rows out of memory called fitting"), ("false_alarms", "rows that ran called out of memory")):
+        for key, what in (
+            ("false_fits", "rows out of memory called fitting"),
+            ("false_alarms", "rows that ran called out of memory"),
+        ):
             line(f"{what}, {_NAMES[name]}:", fit[key], "at most 5 %", fit[key] <= 0.05)
-    lines.append("- the nanotron sweep: see above; on more than four nodes times of layouts that are alike differ up to a hundredfold")
+    lines.append(
+        "- the nanotron sweep: see above; on more than four nodes times of layouts that are alike differ up to a hundredfold"
+    )
     return [*lines, ""]

@@ -49,10 +49,14 @@ FrameworkOf = Callable[..., Framework]
 """(name as a row has it, states=, precision=, newer=, recent=) to how that framework computes; raises NotPriced where it is not known."""
 
 
-def plait_only(name: str, *, states: str | None, precision: str, newer: bool, recent: bool) -> Framework:
+def plait_only(
+    name: str, *, states: str | None, precision: str, newer: bool, recent: bool
+) -> Framework:
     """Rows that name no framework, or Plait."""
     if not name.lower().startswith(("plait", "unknown")):
-        raise NotPriced(f"framework {name} is not Plait, and how it computes is not known here; keep the rows that Plait ran")
+        raise NotPriced(
+            f"framework {name} is not Plait, and how it computes is not known here; keep the rows that Plait ran"
+        )
     return plait(precision=precision, pure=states == "pure-16bit")
 
 
@@ -63,13 +67,19 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
     precision, states = precision_of(row)
     if np.isnan(device.flops.get(PRECISIONS[precision], np.nan)):
         raise NotPriced(f"{device.title} has no {PRECISIONS[precision]}")
-    newer = FAMILIES[device.family] in _NEW_FAMILIES or precision >= PRECISIONS.index("fp8") or (count_of(row, "year") or 0) >= 2023
+    newer = (
+        FAMILIES[device.family] in _NEW_FAMILIES
+        or precision >= PRECISIONS.index("fp8")
+        or (count_of(row, "year") or 0) >= 2023
+    )
     name = row.get("framework") or "unknown"
     sequence = count_of(row, "seq_len")
     if sequence is None:
         raise NotPriced("seq_len is not given")
     recent = count_of(row, "year") is None and _is_recent(model, sequence)
-    framework = framework_of(name, states=states, precision=PRECISIONS[precision], newer=newer, recent=recent)
+    framework = framework_of(
+        name, states=states, precision=PRECISIONS[precision], newer=newer, recent=recent
+    )
     layout, assumed = _layout(row, model)
     batch = count_of(row, "global_batch")
     micro = count_of(row, "micro_batch")
@@ -81,7 +91,11 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
         assumed.append(f"global_batch {batch}: one micro-batch a rank")
     found = []
     per_rank = batch / dp
-    micros = [micro] if micro is not None else [size for size in (1, 2, 4, 8, 16) if size <= per_rank] or [1]
+    micros = (
+        [micro]
+        if micro is not None
+        else [size for size in (1, 2, 4, 8, 16) if size <= per_rank] or [1]
+    )
     for size in micros:
         for vpp in _chunks(row, layout, model, max(per_rank / size, 1)):
             note = list(assumed)
@@ -90,8 +104,15 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
             if not row.get("vpp") and layout["pp"] > 1:
                 note.append(f"vpp {vpp}")
             schedule = _schedule(row, int(layout["pp"]), vpp)
-            full = layout | {"micro_batch": min(size, per_rank), "accumulation": max(per_rank / size, 1), "vpp": vpp, "schedule": schedule}
-            found.append(Variant(index, model, device, framework, full, sequence, precision, tuple(note)))
+            full = layout | {
+                "micro_batch": min(size, per_rank),
+                "accumulation": max(per_rank / size, 1),
+                "vpp": vpp,
+                "schedule": schedule,
+            }
+            found.append(
+                Variant(index, model, device, framework, full, sequence, precision, tuple(note))
+            )
     return found
 
 
@@ -101,18 +122,26 @@ def _is_recent(model: Architecture, sequence: int) -> bool:
     return bool(model.gated) or sequence >= 8192
 
 
-def _chunks(row: Row, layout: Mapping[str, float], model: Architecture, micro_batches: float) -> list[int]:
+def _chunks(
+    row: Row, layout: Mapping[str, float], model: Architecture, micro_batches: float
+) -> list[int]:
     given, pp = count_of(row, "vpp"), int(layout["pp"])
     if given is not None or pp == 1:
         return [given or 1]
     if "1f1b" in _text(row) and "1f1b-i" not in _text(row):
         return [1]
     per_stage = model.layers // pp
-    return [1] + [v for v in (2, 4) if per_stage % v == 0 and model.layers % (pp * v) == 0 and micro_batches >= pp]
+    return [1] + [
+        v
+        for v in (2, 4)
+        if per_stage % v == 0 and model.layers % (pp * v) == 0 and micro_batches >= pp
+    ]
 
 
 def _text(row: Row) -> str:
-    return " ".join(row.get(key) or "" for key in ("framework", "notes", "zero_or_fsdp", "model_name")).lower()
+    return " ".join(
+        row.get(key) or "" for key in ("framework", "notes", "zero_or_fsdp", "model_name")
+    ).lower()
 
 
 def _schedule(row: Row, pp: int, vpp: int) -> int:
@@ -140,7 +169,9 @@ def count_of(row: Row, key: str) -> int | None:
 
 def number_of(row: Row, key: str) -> float | None:
     """A positive number, with what a table writes behind it ignored (`8192 (packed)`, `128k`); None for anything else."""
-    match = re.match(r"\s*(\d+(?:[.,]?\d+)*(?:e[+-]?\d+)?)\s*(k?)", str(row.get(key) or ""), re.IGNORECASE)
+    match = re.match(
+        r"\s*(\d+(?:[.,]?\d+)*(?:e[+-]?\d+)?)\s*(k?)", str(row.get(key) or ""), re.IGNORECASE
+    )
     if not match:
         return None
     try:
@@ -152,20 +183,35 @@ def number_of(row: Row, key: str) -> float | None:
 
 def _yes(row: Row, key: str) -> bool | None:
     value = (row.get(key) or "").strip().lower()
-    return True if value in ("y", "yes", "1", "true") else False if value in ("n", "no", "0", "false") else None
+    return (
+        True
+        if value in ("y", "yes", "1", "true")
+        else False
+        if value in ("n", "no", "0", "false")
+        else None
+    )
 
 
 def model_of(row: Row) -> Architecture:
     """The model of a row. Raises NotPriced for one that is not modelled, or without its sizes."""
     text = _text(row)
     if "mamba" in text or "hybrid" in (row.get("moe") or ""):
-        raise NotPriced("the model mixes attention with other layers (Mamba), which is not modelled")
-    sizes = {key: count_of(row, column) for key, column in (("layers", "n_layers"), ("hidden", "hidden"), ("heads", "n_heads"))}
-    known = models.named(re.sub(r"\s*\(.*?\)|\s+truncated.*|\s+w/.*", "", row.get("model_name") or "").strip())
+        raise NotPriced(
+            "the model mixes attention with other layers (Mamba), which is not modelled"
+        )
+    sizes = {
+        key: count_of(row, column)
+        for key, column in (("layers", "n_layers"), ("hidden", "hidden"), ("heads", "n_heads"))
+    }
+    known = models.named(
+        re.sub(r"\s*\(.*?\)|\s+truncated.*|\s+w/.*", "", row.get("model_name") or "").strip()
+    )
     if None in sizes.values():
         if known is None:
             missing = [name for name, value in sizes.items() if value is None]
-            raise NotPriced(f"{', '.join(missing)} of the model not given, and {row.get('model_name') or 'it'} is not in the table")
+            raise NotPriced(
+                f"{', '.join(missing)} of the model not given, and {row.get('model_name') or 'it'} is not in the table"
+            )
         layers = sizes["layers"] or known.layers  # some tables cut a model's layers
         return replace(known, layers=layers, dense_layers=min(known.dense_layers, layers))
     layers, hidden, heads = (int(sizes[name] or 0) for name in ("layers", "hidden", "heads"))
@@ -192,7 +238,10 @@ def model_of(row: Row) -> Architecture:
         name=row.get("model_name"),
     )
     if tied is None and billions is not None:
-        both = {flag: abs(float(replace(found, tied=flag).parameters) - billions * 1e9) for flag in (0, 1)}
+        both = {
+            flag: abs(float(replace(found, tied=flag).parameters) - billions * 1e9)
+            for flag in (0, 1)
+        }
         found = replace(found, tied=min(both, key=lambda flag: both[flag]))
     if (row.get("moe") or "").strip() not in ("", "n", "0"):
         return _with_experts(row, found, known)
@@ -205,7 +254,11 @@ def _head_dim(row: Row, known: Architecture | None, hidden: int, heads: int) -> 
     if (given := count_of(row, "head_dim") or (int(told[1]) if told else None)) is not None:
         return given
     same = known is not None and (int(known.hidden), int(known.heads)) == (hidden, heads)
-    return int(known.head_dim) if known is not None and same and not known.latent_rank else max(hidden // heads, 1)
+    return (
+        int(known.head_dim)
+        if known is not None and same and not known.latent_rank
+        else max(hidden // heads, 1)
+    )
 
 
 def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> Architecture:
@@ -213,9 +266,13 @@ def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> 
         return known
     match = re.match(r"(\d+)\s*/\s*(\d+)(?:\s*\(\+(\d+)[^)]*\))?", row.get("moe") or "")
     if not match:
-        raise NotPriced(f"experts {row.get('moe')!r} give neither their number nor how many a token uses")
+        raise NotPriced(
+            f"experts {row.get('moe')!r} give neither their number nor how many a token uses"
+        )
     count, active, shared = int(match[1]), int(match[2]), int(match[3] or 0)
-    return replace(found, experts=count, active=active, expert_ffn=found.ffn, shared_ffn=shared * found.ffn)
+    return replace(
+        found, experts=count, active=active, expert_ffn=found.ffn, shared_ffn=shared * found.ffn
+    )
 
 
 def device_of(row: Row) -> Device:
@@ -230,7 +287,11 @@ def device_of(row: Row) -> Device:
     nic = network_bandwidth(row.get("interconnect") or "", per_node)
     if nic:
         found = replace(found, nic_bandwidth=nic)
-    return replace(found, network_step=_EFA_STEP) if "efa" in (row.get("interconnect") or "").lower() else found
+    return (
+        replace(found, network_step=_EFA_STEP)
+        if "efa" in (row.get("interconnect") or "").lower()
+        else found
+    )
 
 
 _EFA_STEP = 100e-6
@@ -263,7 +324,9 @@ def network_bandwidth(text: str, per_node: int) -> float | None:
 def precision_of(row: Row) -> tuple[int, str | None]:
     """(index into PRECISIONS, another recipe of states than the framework's)."""
     written = (row.get("precision") or "").lower()
-    text = re.sub(r"\(.*?\)", "", written).strip() or written  # in brackets is what the states or single operations have
+    text = (
+        re.sub(r"\(.*?\)", "", written).strip() or written
+    )  # in brackets is what the states or single operations have
     pure = "pure" in written or "pure bf16" in (row.get("notes") or "").lower()
     states = "pure-16bit" if pure else None
     if "fp4" in text:
@@ -331,7 +394,10 @@ def _zero(text: str, dp: int) -> tuple[int, int]:
         return 1, shard
     if re.search(r"zero-?0|none|ddp", text):
         return 0, 1
-    return 1 if dp > 1 else 0, shard  # tables that say nothing are of frameworks whose default it is
+    return (
+        1 if dp > 1 else 0,
+        shard,
+    )  # tables that say nothing are of frameworks whose default it is
 
 
 def _recompute(row: Row, model: Architecture) -> tuple[float, int, float, list[str]]:

@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.planner_accuracy.row import FrameworkOf, NotPriced, Row, Variant, number_of, plait_only, variants_of
+from benchmarks.planner_accuracy.row import (
+    FrameworkOf,
+    NotPriced,
+    Row,
+    Variant,
+    number_of,
+    plait_only,
+    variants_of,
+)
 from plait.errors import InputError
 from plait.planner import calibrate as calibration_of
 from plait.planner.calibrate import Calibration, merged, uncalibrated
@@ -66,7 +74,9 @@ def read_table(path: str | Path) -> tuple[tuple[int, Row], ...]:
         raise InputError(f"{path}: holds no rows; a CSV of runs has a header and a row a run")
     missing = [name for name in REQUIRED if name not in rows[0][1]]
     if missing:
-        raise InputError(f"{path}: lacks the columns {', '.join(missing)}; it needs at least {', '.join(REQUIRED)} and a model")
+        raise InputError(
+            f"{path}: lacks the columns {', '.join(missing)}; it needs at least {', '.join(REQUIRED)} and a model"
+        )
     return rows
 
 
@@ -79,7 +89,9 @@ def read_runs(rows: Sequence[Row], framework_of: FrameworkOf = plait_only) -> Ru
             variants += variants_of(index, row, framework_of)
         except NotPriced as reason:
             reasons[index] = str(reason)
-    return Runs(tuple(rows), tuple(variants), job_of_variants(variants) if variants else None, reasons)
+    return Runs(
+        tuple(rows), tuple(variants), job_of_variants(variants) if variants else None, reasons
+    )
 
 
 def job_of_variants(variants: Sequence[Variant]) -> Job:
@@ -100,7 +112,9 @@ def costs(runs: Runs, calibration: Calibration) -> tuple[Array, Array]:
     assert runs.job is not None
     found = estimate(runs.job, merged(calibration))
     shape = (len(runs.variants),)
-    return np.broadcast_to(np.asarray(found.seconds, float), shape), np.broadcast_to(np.asarray(found.memory.total, float), shape)
+    return np.broadcast_to(np.asarray(found.seconds, float), shape), np.broadcast_to(
+        np.asarray(found.memory.total, float), shape
+    )
 
 
 def choose(runs: Runs, cost: tuple[Array, Array]) -> dict[int, int]:
@@ -126,11 +140,19 @@ def calibrate(runs: Runs, *, known: Knowledge | None = None) -> Calibration:
     peaks = {row: measured_bytes(runs.rows[row]) for row in chosen}
     rows = [row for row in chosen if seconds[row] is not None or peaks[row] is not None]
     if runs.job is None or not rows:
-        reasons = "; ".join(f"row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3])
-        raise InputError(f"nothing to calibrate on: no row can be priced and has step_time_s, derived_step_time_s or tokens/s ({reasons})")
+        reasons = "; ".join(
+            f"row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3]
+        )
+        raise InputError(
+            f"nothing to calibrate on: no row can be priced and has step_time_s, derived_step_time_s or tokens/s ({reasons})"
+        )
     job = runs.job.take(np.array([chosen[row] for row in rows]))
-    times = np.array([np.nan if seconds[row] is None else seconds[row] for row in rows], dtype=float)
-    return calibration_of.calibrate(MeasuredRuns(job, times, [peaks[row] for row in rows]), known=known)
+    times = np.array(
+        [np.nan if seconds[row] is None else seconds[row] for row in rows], dtype=float
+    )
+    return calibration_of.calibrate(
+        MeasuredRuns(job, times, [peaks[row] for row in rows]), known=known
+    )
 
 
 def measured_seconds(row: Row) -> float | None:
@@ -139,7 +161,10 @@ def measured_seconds(row: Row) -> float | None:
         value = number_of(row, key)
         if value is not None:
             return value
-    rate, batch, sequence, gpus = (number_of(row, key) for key in ("tokens_per_s_per_gpu", "global_batch", "seq_len", "gpus_total"))
+    rate, batch, sequence, gpus = (
+        number_of(row, key)
+        for key in ("tokens_per_s_per_gpu", "global_batch", "seq_len", "gpus_total")
+    )
     return batch * sequence / (rate * gpus) if rate and batch and sequence and gpus else None
 
 
@@ -149,7 +174,11 @@ def measured_bytes(row: Row) -> tuple[float, str] | None:
     if value is None:
         return None
     text = (row.get("mem_def") or "").lower()
-    unit = 1024**3 if re.search(r"gib\b(?!.*(->|converted|bytes/1e9))", text) and "-> gb" not in text else 1e9
+    unit = (
+        1024**3
+        if re.search(r"gib\b(?!.*(->|converted|bytes/1e9))", text) and "-> gb" not in text
+        else 1e9
+    )
     if "nvidia-smi" in text:
         return value * unit, "total"
     if "reserved" in text and "allocated" not in text:

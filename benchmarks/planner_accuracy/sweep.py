@@ -16,7 +16,11 @@ SLOW = 3.0
 def slow_runs(evaluation: Evaluation) -> dict[str, Any]:
     """By number of GPUs: rows, those that took more than SLOW times the prediction, and the median error of the others. Of the slow rows
     with a pipeline: quartiles of seconds a micro-batch, by model."""
-    timed = [(evaluation.rows[p.row], p, p.measured_seconds) for p in evaluation.predictions if p.measured_seconds]
+    timed = [
+        (evaluation.rows[p.row], p, p.measured_seconds)
+        for p in evaluation.predictions
+        if p.measured_seconds
+    ]
     sizes: dict[str, dict[str, float]] = {}
     for gpus in sorted({int(row["gpus_total"]) for row, _, _ in timed}):
         found = [(p, took) for row, p, took in timed if int(row["gpus_total"]) == gpus]
@@ -29,7 +33,9 @@ def slow_runs(evaluation: Evaluation) -> dict[str, Any]:
     models: dict[str, dict[str, float]] = {}
     for model in sorted({row["model_name"] for row, _, _ in timed}):
         each = [
-            took / _micro_batches(row) for row, p, took in timed if _slow(p, took) and int(row["pp"]) > 1 and row["model_name"] == model
+            took / _micro_batches(row)
+            for row, p, took in timed
+            if _slow(p, took) and int(row["pp"]) > 1 and row["model_name"] == model
         ]
         if each:
             low, middle, high = (float(x) for x in np.quantile(each, (0.25, 0.5, 0.75)))
@@ -59,7 +65,17 @@ def paragraph(found: dict[str, Any]) -> list[str]:
         "| GPUs | rows | slow | median error of the others |",
         "|---|---|---|---|",
     ]
-    lines += [f"| {gpus} | {e['rows']} | {e['slow']} | {e['others_median']:.1%} |" for gpus, e in found["sizes"].items()]
-    lines += ["", "| slow rows with a pipeline | rows | seconds a micro-batch: quartiles |", "|---|---|---|"]
-    lines += [f"| {model} | {e['rows']} | {e['low']:.2f}, {e['median']:.2f}, {e['high']:.2f} |" for model, e in found["models"].items()]
+    lines += [
+        f"| {gpus} | {e['rows']} | {e['slow']} | {e['others_median']:.1%} |"
+        for gpus, e in found["sizes"].items()
+    ]
+    lines += [
+        "",
+        "| slow rows with a pipeline | rows | seconds a micro-batch: quartiles |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {model} | {e['rows']} | {e['low']:.2f}, {e['median']:.2f}, {e['high']:.2f} |"
+        for model, e in found["models"].items()
+    ]
     return [*lines, ""]

@@ -27,8 +27,13 @@ KEYS = ("time", "time_experts", "memory", "fit")
 def score(rows: Sequence[Row]) -> dict[str, Any]:
     """Errors of the rows of each tier, and of tier A without the framework's name."""
     tiers = {f"tier {tier}": [row for row in rows if row["tier"] == tier] for tier in ("A", "B")}
-    tiers["tier A, framework not named"] = [{**row, "framework": without_name(row["framework"])} for row in tiers["tier A"]]
-    found = {name: {key: value for key, value in summary(evaluate(part)).items() if key in KEYS} for name, part in tiers.items()}
+    tiers["tier A, framework not named"] = [
+        {**row, "framework": without_name(row["framework"])} for row in tiers["tier A"]
+    ]
+    found = {
+        name: {key: value for key, value in summary(evaluate(part)).items() if key in KEYS}
+        for name, part in tiers.items()
+    }
     return {"rows": len(rows), "sources": len({source_of(row) for row in rows}), **found}
 
 
@@ -38,24 +43,48 @@ def held(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in KEYS[:3]:
         entries = [entry for score in scores if (entry := score["tier A"][key]["all"].get("all"))]
         rows = sum(entry["rows"] for entry in entries)
-        found[key] = rows, round(sum(entry["rows"] * entry["coverage"] for entry in entries) / rows, 4)
-    return {"source": "benchmarks/results/planner_unseen_*.json: [rows, share in the 90 % interval]", "held": found}
+        found[key] = (
+            rows,
+            round(sum(entry["rows"] * entry["coverage"] for entry in entries) / rows, 4),
+        )
+    return {
+        "source": "benchmarks/results/planner_unseen_*.json: [rows, share in the 90 % interval]",
+        "held": found,
+    }
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("rows", type=Path, metavar="ROWS.csv")
-    arguments.add_argument("--json", type=Path, required=True, metavar="OUT", help="an existing file is kept: a score is made once")
+    arguments.add_argument(
+        "--json",
+        type=Path,
+        required=True,
+        metavar="OUT",
+        help="an existing file is kept: a score is made once",
+    )
     given = arguments.parse_args()
     if given.json.exists():
-        arguments.error(f"{given.json} exists: these rows were scored, and a second score would not be of rows that nobody has seen")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        arguments.error(
+            f"{given.json} exists: these rows were scored, and a second score would not be of rows that nobody has seen"
+        )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     found = {"commit": commit, **score(read_rows(given.rows))}
     write_text("--json", given.json, dumps(packed_score(found)) + "\n")
     for tier in ("tier A", "tier B"):
         for key in KEYS[:3]:
             if entry := found[tier][key]["all"].get("all"):
-                print(f"{tier}, {key}: {entry['rows']} rows, median {entry['median']:.1%}, coverage {entry['coverage']:.0%}")
+                print(
+                    f"{tier}, {key}: {entry['rows']} rows, median {entry['median']:.1%}, coverage {entry['coverage']:.0%}"
+                )
 
 
 if __name__ == "__main__":

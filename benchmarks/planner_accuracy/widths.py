@@ -37,7 +37,8 @@ class Scales:
 
 _SCALES = tuple(
     chain(
-        (Scales(kernels=factor) for factor in np.arange(0.3, 1.0, 0.01)), (Scales(constants=factor) for factor in np.arange(1.0, 3.0, 0.01))
+        (Scales(kernels=factor) for factor in np.arange(0.3, 1.0, 0.01)),
+        (Scales(constants=factor) for factor in np.arange(1.0, 3.0, 0.01)),
     )
 )
 """From the narrowest to the widest. The rows that show whether intervals hold are of frameworks that were left out with their source, so
@@ -56,20 +57,40 @@ class Residuals:
 
     def inside(self, scales: Scales) -> float:
         """How many rows lie in their intervals."""
-        deviation = np.sqrt((scales.constants * self.constants) ** 2 + (scales.kernels * self.kernels) ** 2 + self.noise**2)
+        deviation = np.sqrt(
+            (scales.constants * self.constants) ** 2
+            + (scales.kernels * self.kernels) ** 2
+            + self.noise**2
+        )
         return float((self.size <= NINETY * deviation).sum())
 
 
 def residuals(rows: Sequence[Row], known: Knowledge) -> Residuals:
     """Of the seconds of `rows`, predicted by `known`, which was learned without them."""
     narrowed = (Scales(), Scales(constants=_NARROW), Scales(kernels=_NARROW))
-    found = [[one for p in evaluate(rows, known=scaled(known, scales)).predictions if (one := interval_of_time(p))] for scales in narrowed]
+    found = [
+        [
+            one
+            for p in evaluate(rows, known=scaled(known, scales)).predictions
+            if (one := interval_of_time(p))
+        ]
+        for scales in narrowed
+    ]
     size = np.array([abs(math.log(measured / predicted)) for predicted, measured, _, _ in found[0]])
     whole, without_constants, without_kernels = (
-        np.array([math.log(high / low) / 2 / NINETY for _, _, low, high in values]) ** 2 for values in found
+        np.array([math.log(high / low) / 2 / NINETY for _, _, low, high in values]) ** 2
+        for values in found
     )
-    constants, kernels = np.maximum(whole - without_constants, 0), np.maximum(whole - without_kernels, 0)
-    return Residuals(size, np.sqrt(constants), np.sqrt(kernels), np.sqrt(np.maximum(whole - constants - kernels, 0)))
+    constants, kernels = (
+        np.maximum(whole - without_constants, 0),
+        np.maximum(whole - without_kernels, 0),
+    )
+    return Residuals(
+        size,
+        np.sqrt(constants),
+        np.sqrt(kernels),
+        np.sqrt(np.maximum(whole - constants - kernels, 0)),
+    )
 
 
 def scales_of(families: Iterable[Residuals]) -> Scales:
@@ -79,7 +100,10 @@ def scales_of(families: Iterable[Residuals]) -> Scales:
     weights = [min(1.0, 40 / len(part.size)) ** 0.7 for part in parts]
     total = sum(weight * len(part.size) for weight, part in zip(weights, parts, strict=True))
     for scales in _SCALES:
-        if sum(weight * part.inside(scales) for weight, part in zip(weights, parts, strict=True)) >= COVERAGE * total:
+        if (
+            sum(weight * part.inside(scales) for weight, part in zip(weights, parts, strict=True))
+            >= COVERAGE * total
+        ):
             return scales
     return _SCALES[-1]
 

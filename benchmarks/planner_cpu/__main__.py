@@ -36,38 +36,77 @@ _WAIT_SECONDS = 5.0
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--quick", action="store_true", help="five layouts, one round, however noisy; writes nothing")
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument(
+        "--quick",
+        action="store_true",
+        help="five layouts, one round, however noisy; writes nothing",
+    )
     arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--steps", type=int, default=2, help="steps of a turn, after one that does not count")
-    arguments.add_argument("--seconds", type=float, default=440, help="no round begins that would end later")
-    arguments.add_argument("--foreign", type=float, default=0.05, help="share of the machine that others may take during a turn")
+    arguments.add_argument(
+        "--steps", type=int, default=2, help="steps of a turn, after one that does not count"
+    )
+    arguments.add_argument(
+        "--seconds", type=float, default=440, help="no round begins that would end later"
+    )
+    arguments.add_argument(
+        "--foreign",
+        type=float,
+        default=0.05,
+        help="share of the machine that others may take during a turn",
+    )
     arguments.add_argument("--out", type=Path, default=RESULT)
     given = arguments.parse_args()
     cases = [case for case in CASES if not given.quick or case.name in QUICK]
     rounds, foreign = (1, 1.0) if given.quick else (given.rounds, given.foreign)
     with tempfile.TemporaryDirectory() as logs:
-        turns = _measure(cases, rounds=rounds, steps=given.steps, foreign=foreign, budget_seconds=given.seconds, logs=Path(logs))
+        turns = _measure(
+            cases,
+            rounds=rounds,
+            steps=given.steps,
+            foreign=foreign,
+            budget_seconds=given.seconds,
+            logs=Path(logs),
+        )
     disturbed = [case.name for case in cases if not turns[case.name]["seconds"]]
     if disturbed:
-        print(f"no undisturbed turn of: {'; '.join(disturbed)}. Run it again on a quiet machine", file=sys.stderr)
+        print(
+            f"no undisturbed turn of: {'; '.join(disturbed)}. Run it again on a quiet machine",
+            file=sys.stderr,
+        )
         raise SystemExit(1)
     seconds = {name: median(found["seconds"]) for name, found in turns.items()}
-    result = report.compare(cases, seconds) | {"machine": facts("torch", "transformers"), "steps": given.steps}
+    result = report.compare(cases, seconds) | {
+        "machine": facts("torch", "transformers"),
+        "steps": given.steps,
+    }
     print(report.markdown(result))
     if not given.quick:
         write(given.out, result, digits=7)
         PAGE.write_text(report.markdown(result), encoding="utf-8")
 
 
-def _measure(cases: list[Case], *, rounds: int, steps: int, foreign: float, budget_seconds: float, logs: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {case.name: {"seconds": [], "foreign": [], "processor_seconds": []} for case in cases}
+def _measure(
+    cases: list[Case], *, rounds: int, steps: int, foreign: float, budget_seconds: float, logs: Path
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {
+        case.name: {"seconds": [], "foreign": [], "processor_seconds": []} for case in cases
+    }
     by_name = {case.name: case for case in cases}
     environment = {"OMP_NUM_THREADS": "1"}
     worker_groups: dict[int, WorkerGroup] = {}
     try:
         for n in sorted({case.processes for case in cases}):
-            worker_groups[n] = WorkerGroup(f"{n}-processes", ranks=n, start=start, argument=n, logs=logs, environment=environment)
+            worker_groups[n] = WorkerGroup(
+                f"{n}-processes",
+                ranks=n,
+                start=start,
+                argument=n,
+                logs=logs,
+                environment=environment,
+            )
             worker_groups[n].ready(timeout_seconds=180)
         began, longest = time.perf_counter(), 0.0
         for index in range(rounds):
@@ -76,16 +115,28 @@ def _measure(cases: list[Case], *, rounds: int, steps: int, foreign: float, budg
                 print(f"{index} rounds, the time is used up", file=sys.stderr)
                 break
             for name in order(list(by_name), index=index):
-                _turn(worker_groups[by_name[name].processes], by_name[name], found[name], steps=steps, foreign=foreign)
+                _turn(
+                    worker_groups[by_name[name].processes],
+                    by_name[name],
+                    found[name],
+                    steps=steps,
+                    foreign=foreign,
+                )
             longest = max(longest, time.perf_counter() - round_began)
-            print(f"round {index + 1}: {time.perf_counter() - round_began:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"round {index + 1}: {time.perf_counter() - round_began:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     finally:
         for worker_group in worker_groups.values():
             worker_group.stop()
     return found
 
 
-def _turn(worker_group: WorkerGroup, case: Case, found: dict[str, Any], *, steps: int, foreign: float) -> None:
+def _turn(
+    worker_group: WorkerGroup, case: Case, found: dict[str, Any], *, steps: int, foreign: float
+) -> None:
     for _ in range(1 + _REPEATS):
         if foreign < 1:
             wait_for_quiet(share=foreign, longest_seconds=_WAIT_SECONDS, window_seconds=0.25)

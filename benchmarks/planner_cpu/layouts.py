@@ -29,7 +29,13 @@ class Case:
 def request(processes: int) -> Request:
     """A Llama of 17 M parameters, 8 sequences of 128 tokens a step, float32."""
     model = Model(from_config(dict(ON_CPU), source="benchmark"), {"config": dict(ON_CPU)})
-    return Request(model, cluster("cpu", processes, devices_per_node=processes), BATCH, int(ON_CPU["max_position_embeddings"]), "fp32")
+    return Request(
+        model,
+        cluster("cpu", processes, devices_per_node=processes),
+        BATCH,
+        int(ON_CPU["max_position_embeddings"]),
+        "fp32",
+    )
 
 
 def _case(processes: int, *, seen: bool = False, micro: int, stage: int = 0, tp: int = 1, sp: int = 0, pp: str = "none",
@@ -45,7 +51,10 @@ def _case(processes: int, *, seen: bool = False, micro: int, stage: int = 0, tp:
         f"pp 2 {pp}" if stages > 1 else "",
         f"dp {dp} ZeRO {stage}" if dp > 1 else "",
     ]
-    words += [f"{micro} x {BATCH // dp // micro}", {"none": "", "full": "recompute full", "operators": "recompute selective"}[recompute]]
+    words += [
+        f"{micro} x {BATCH // dp // micro}",
+        {"none": "", "full": "recompute full", "operators": "recompute selective"}[recompute],
+    ]
     return Case(", ".join(word for word in words if word), processes, layout, seen)
 
 

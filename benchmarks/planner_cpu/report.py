@@ -18,7 +18,9 @@ AIM = 0.10
 
 def compare(cases: Sequence[Case], seconds: Mapping[str, float]) -> dict[str, Any]:
     """Calibrated on the seen cases: every case's prediction, and the errors of the unseen."""
-    calibration = calibrate(runs_of(_measured(case, seconds[case.name]) for case in cases if case.seen))
+    calibration = calibrate(
+        runs_of(_measured(case, seconds[case.name]) for case in cases if case.seen)
+    )
     rows = []
     for case in cases:
         before, after = (_predicted(case, one) for one in (uncalibrated(), calibration))
@@ -38,12 +40,19 @@ def compare(cases: Sequence[Case], seconds: Mapping[str, float]) -> dict[str, An
 
 def _errors(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, float]:
     found = np.abs([row[key] for row in rows if not row["seen"]])
-    return {"rows": len(found), "median": float(np.median(found)), "max": float(found.max()), "within_10": float((found <= AIM).mean())}
+    return {
+        "rows": len(found),
+        "median": float(np.median(found)),
+        "max": float(found.max()),
+        "within_10": float((found <= AIM).mean()),
+    }
 
 
 def _predicted(case: Case, calibration: Calibration) -> float:
     asked = request(case.processes)
-    return walked(asked, price(asked, [case.layout], calibration=calibration), calibration)[0].seconds
+    return walked(asked, price(asked, [case.layout], calibration=calibration), calibration)[
+        0
+    ].seconds
 
 
 def _measured(case: Case, seconds: float) -> Measured:

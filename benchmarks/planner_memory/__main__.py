@@ -35,12 +35,21 @@ so the planner does not propose it.
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--small", action="store_true", help="only the small layouts")
     given = arguments.parse_args()
-    result: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8")) if given.small and RESULT.exists() else {}
+    result: dict[str, Any] = (
+        json.loads(RESULT.read_text(encoding="utf-8")) if given.small and RESULT.exists() else {}
+    )
     result["small"] = [
-        {"layout": describe(one.case), "stage": one.run.stage, "predicted": one.run.predicted["peak"], "dry_run": one.run.found.peak}
+        {
+            "layout": describe(one.case),
+            "stage": one.run.stage,
+            "predicted": one.run.predicted["peak"],
+            "dry_run": one.run.found.peak,
+        }
         for case in CASES
         for one in compare(case)
     ]
@@ -55,12 +64,23 @@ def markdown(result: dict[str, Any]) -> str:
     ratios = [row["predicted"] / row["dry_run"] for row in result["small"]]
     worst = max(abs(ratio - 1) for ratio in ratios)
     lines = [_INTRODUCTION, "## Small models of three families", ""]
-    lines += [f"{len({row['layout'] for row in result['small']})} layouts, {len(ratios)} ranks; the largest error is {worst:.2%}.", ""]
+    lines += [
+        f"{len({row['layout'] for row in result['small']})} layouts, {len(ratios)} ranks; the largest error is {worst:.2%}.",
+        "",
+    ]
     lines += ["| layout | rank | predicted MiB | dry run MiB | error |", "|---|---|---|---|---|"]
     for row, ratio in zip(result["small"], ratios, strict=True):
-        lines.append(f"| {row['layout']} | {row['stage']} | {row['predicted'] / MIB:.2f} | {row['dry_run'] / MIB:.2f} | {ratio - 1:+.2%} |")
+        lines.append(
+            f"| {row['layout']} | {row['stage']} | {row['predicted'] / MIB:.2f} | {row['dry_run'] / MIB:.2f} | {ratio - 1:+.2%} |"
+        )
     if "tried" in result:
-        lines += ["", "## The plan's layout, one rank of it run", "", "The first that recomputes no blocks by a budget of bytes.", ""]
+        lines += [
+            "",
+            "## The plan's layout, one rank of it run",
+            "",
+            "The first that recomputes no blocks by a budget of bytes.",
+            "",
+        ]
         lines += [
             "| model | cluster | layout | rank | micro-batches run | predicted GiB | dry run GiB | ratio | seconds |",
             "|" + "---|" * 9,
@@ -68,7 +88,9 @@ def markdown(result: dict[str, Any]) -> str:
         for row in result["tried"]:
             where = f"{row['rank']:,} ({row['stage']}) | {row['run']} of {row['accumulation']}"
             sizes = f"{row['predicted'] / GIB:.2f} | {row['dry_run'] / GIB:.2f} | {row['ratio']:.3f} | {row['seconds']:.0f}"
-            lines.append(f"| {row['model']} | {row['gpus']:,} {row['gpu']} | {row['layout']} | {where} | {sizes} |")
+            lines.append(
+                f"| {row['model']} | {row['gpus']:,} {row['gpu']} | {row['layout']} | {where} | {sizes} |"
+            )
     return "\n".join(lines) + "\n"
 
 

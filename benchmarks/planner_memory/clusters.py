@@ -29,8 +29,14 @@ TRIED = [
 def _request(model: str, gpu: str, gpus: int, batch: int, sequence: int) -> Request:
     found = find_model(model, sequence=sequence)
     section, architecture = dict(found.section), found.architecture
-    if section["config"]["model_type"] == "gpt2":  # as the published runs' kernels do: without masks of attention in memory
-        section["config"] = section["config"] | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    if (
+        section["config"]["model_type"] == "gpt2"
+    ):  # as the published runs' kernels do: without masks of attention in memory
+        section["config"] = section["config"] | {
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+        }
         architecture = replace(architecture, **dict.fromkeys(DROPOUTS, 0))
     return Request(Model(architecture, section), cluster(gpu, gpus), batch, sequence)
 

@@ -15,8 +15,20 @@ LENGTH = 320
 _LLAMA = {"num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096, "hidden_size": 512}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LLAMA, "intermediate_size": 1792, "num_key_value_heads": 8},
-    "qwen3": {"model_type": "qwen3", **_LLAMA, "intermediate_size": 1536, "num_key_value_heads": 4, "head_dim": 128},
-    "qwen2": {"model_type": "qwen2", **_LLAMA, "intermediate_size": 1536, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3": {
+        "model_type": "qwen3",
+        **_LLAMA,
+        "intermediate_size": 1536,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        **_LLAMA,
+        "intermediate_size": 1536,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "n_embd": 512,
@@ -39,9 +51,22 @@ _OPT = {
     "word_embed_proj_dim": 512,
 }
 MODELS |= {
-    "gpt2 with dropout": MODELS["gpt2"] | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
-    "opt": {**_OPT, "vocab_size": 4096, "max_position_embeddings": 512, "pad_token_id": 1, "dropout": 0.0},
-    "opt with dropout": {**_OPT, "vocab_size": 4096, "max_position_embeddings": 512, "pad_token_id": 1, "dropout": 0.1},
+    "gpt2 with dropout": MODELS["gpt2"]
+    | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    "opt": {
+        **_OPT,
+        "vocab_size": 4096,
+        "max_position_embeddings": 512,
+        "pad_token_id": 1,
+        "dropout": 0.0,
+    },
+    "opt with dropout": {
+        **_OPT,
+        "vocab_size": 4096,
+        "max_position_embeddings": 512,
+        "pad_token_id": 1,
+        "dropout": 0.1,
+    },
 }
 """Beside CASES: families whose blocks drop, and those with another activation function."""
 Case = tuple[str, dict[str, Any], bool]
@@ -53,7 +78,11 @@ CASES: list[Case] = [
     ("llama", {"micro": 2, "chunk": 128}, False),
     ("llama", {"micro": 2, "tp": 4, "sp": True, "steps": 2, "chunk": 64}, False),
     ("llama", {"micro": 4, "pp": 2, "steps": 4, "schedule": "gpipe", "chunk": 128}, False),
-    ("llama", {"micro": 4, "pp": 2, "steps": 6, "schedule": "interleaved-zero-bubble", "chunk": 128}, False),
+    (
+        "llama",
+        {"micro": 4, "pp": 2, "steps": 6, "schedule": "interleaved-zero-bubble", "chunk": 128},
+        False,
+    ),
     ("qwen2", {"micro": 4, "shard": 4, "stage": 3, "chunk": 512}, False),
     ("llama", {"micro": 2, "tp": 2}, False),
     ("llama", {"micro": 2, "tp": 4, "sp": True}, False),
@@ -73,7 +102,11 @@ CASES: list[Case] = [
     ("llama", {"micro": 2, "pp": 4, "steps": 8}, False),
     ("llama", {"micro": 2, "pp": 4, "steps": 4, "shard": 2, "stage": 1}, False),
     ("llama", {"micro": 2, "pp": 2, "steps": 4, "shard": 2, "stage": 2}, False),
-    ("llama", {"micro": 2, "pp": 2, "steps": 4, "shard": 4, "stage": 3, "tp": 2, "sp": True}, False),
+    (
+        "llama",
+        {"micro": 2, "pp": 2, "steps": 4, "shard": 4, "stage": 3, "tp": 2, "sp": True},
+        False,
+    ),
     ("llama", {"micro": 2, "pp": 2, "steps": 4, "schedule": "gpipe"}, False),
     ("llama", {"micro": 2, "pp": 2, "steps": 4, "schedule": "interleaved-1f1b"}, False),
     ("llama", {"micro": 4, "pp": 2, "steps": 6, "schedule": "interleaved-zero-bubble"}, True),
@@ -84,7 +117,11 @@ CASES: list[Case] = [
     ("qwen3", {"micro": 8, "tp": 4, "recompute": "selective"}, True),
     ("qwen3", {"micro": 2, "pp": 2, "steps": 4, "tp": 2, "shard": 2, "stage": 1}, False),
     ("qwen2", {"micro": 4, "tp": 8, "sp": True}, False),
-    ("qwen2", {"micro": 1, "pp": 4, "steps": 8, "tp": 2, "sp": True, "stage": 1, "shard": 16}, False),
+    (
+        "qwen2",
+        {"micro": 1, "pp": 4, "steps": 8, "tp": 2, "sp": True, "stage": 1, "shard": 16},
+        False,
+    ),
     ("qwen2", {"micro": 2, "shard": 4, "stage": 3, "recompute": "full"}, False),
     ("gpt2", {"micro": 2}, False),
     ("gpt2", {"micro": 4, "tp": 2}, False),
@@ -114,10 +151,19 @@ def compare(case: Case) -> list[Compared]:
     """The only rank, or the first and the last of a pipeline."""
     name, what, small = case
     fields = MODELS[name] | ({"vocab_size": 512} if small else {})
-    pp, tp, dp = what.get("pp", 1), what.get("tp", 1), what.get("shard", 1) * what.get("replicate", 1)
+    pp, tp, dp = (
+        what.get("pp", 1),
+        what.get("tp", 1),
+        what.get("shard", 1) * what.get("replicate", 1),
+    )
     cp, length = what.get("cp", 1), what.get("length", LENGTH)
     world, micro, steps = pp * tp * cp * dp, what["micro"], what.get("steps", 1)
-    parallel: dict[str, Any] = {"pp": pp, "tp": tp, "dp_shard": what.get("shard", 1), "dp_replicate": what.get("replicate", 1)}
+    parallel: dict[str, Any] = {
+        "pp": pp,
+        "tp": tp,
+        "dp_shard": what.get("shard", 1),
+        "dp_replicate": what.get("replicate", 1),
+    }
     parallel |= {"cp": cp, "context": what.get("context", "all-gather-kv")}
     parallel["sequence_parallel"] = what.get("sp", False)
     if pp > 1:
@@ -136,13 +182,23 @@ def compare(case: Case) -> list[Compared]:
         "model": {"config": fields},
         "data": {"sequence_length": length},
     }
-    request = Request(Model(from_config(fields), {"config": fields}), cluster("cpu", world), micro * steps * dp, length)
+    request = Request(
+        Model(from_config(fields), {"config": fields}),
+        cluster("cpu", world),
+        micro * steps * dp,
+        length,
+    )
     ranks = [0] if pp == 1 else [0, world // pp * (pp - 1)]
-    return [Compared(case, dry_run(request, tree, rank=rank, full_step=True, quiet=True)) for rank in ranks]
+    return [
+        Compared(case, dry_run(request, tree, rank=rank, full_step=True, quiet=True))
+        for rank in ranks
+    ]
 
 
 def describe(case: Case) -> str:
     """A description of a case."""
     name, what, small = case
-    words = [f"{key} {value}" if not isinstance(value, bool) else key for key, value in what.items()]
+    words = [
+        f"{key} {value}" if not isinstance(value, bool) else key for key, value in what.items()
+    ]
     return f"{name}{', vocabulary 512' if small else ''}: {', '.join(words)}"

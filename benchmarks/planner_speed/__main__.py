@@ -38,7 +38,9 @@ def main() -> None:
         request = Request(find_model("llama-3-405b"), cluster("h100", 16384), batch, sequence)
         found = plan(request, best=25)  # also warms caches
         timed = {
-            "closed form": _timed(lambda asked=request: price_space(asked, space_of(asked), calibration)),
+            "closed form": _timed(
+                lambda asked=request: price_space(asked, space_of(asked), calibration)
+            ),
             "five best": _timed(lambda asked=request: plan(asked)),
             "25 best": _timed(lambda asked=request: plan(asked, best=25)),
         }
@@ -55,9 +57,15 @@ def main() -> None:
                     "aim": aim,
                 }
             )
-            print(f"batch {batch} x {sequence}: {found.candidates:,} layouts, {what}: {wall:.2f} s, {processor:.2f} s of processor")
+            print(
+                f"batch {batch} x {sequence}: {found.candidates:,} layouts, {what}: {wall:.2f} s, {processor:.2f} s of processor"
+            )
     print(f"imports: {imports:.2f} s of processor")
-    RESULT.write_text(json.dumps({"machine": facts("numpy"), "imports_seconds": imports, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    RESULT.write_text(
+        json.dumps({"machine": facts("numpy"), "imports_seconds": imports, "rows": rows}, indent=1)
+        + "\n",
+        encoding="utf-8",
+    )
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:

@@ -31,8 +31,16 @@ PAGE = ROOT / "docs/development/step_counts.md"
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_counts", description=__doc__)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="only these, with the differences")
-    parser.add_argument("--as", dest="name", default="after", choices=("before", "after"), help="where it is recorded")
+    parser.add_argument(
+        "--layouts", nargs="+", choices=LAYOUTS, help="only these, with the differences"
+    )
+    parser.add_argument(
+        "--as",
+        dest="name",
+        default="after",
+        choices=("before", "after"),
+        help="where it is recorded",
+    )
     arguments = parser.parse_args()
 
     names = arguments.layouts or list(LAYOUTS)
@@ -54,7 +62,10 @@ def write(side: str, name: str, row: dict[str, Any]) -> None:
     ordered = {layout: earlier[layout] for layout in LAYOUTS if layout in earlier}
     record[side] = {"machine": facts("torch", "transformers"), "layouts": ordered}
     RESULT.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if all(len(record.get(each, {"layouts": ()})["layouts"]) == len(LAYOUTS) for each in ("before", "after")):
+    if all(
+        len(record.get(each, {"layouts": ()})["layouts"]) == len(LAYOUTS)
+        for each in ("before", "after")
+    ):
         PAGE.write_text(page(record), encoding="utf-8")
 
 
@@ -65,7 +76,12 @@ def counted(pool: SimulatedPool, layout: Layout, *, shows: bool) -> dict[str, An
     plait = [counts for counts, _ in ours]
     torch = pool.run(layout.ranks, worker.peer_step, layout, sharding)
     row = {"title": layout.title, "plait": totals(plait), "torch": totals(torch)}
-    print(aligned((layout.title, *COUNTS), [(side, *(str(row[side][name]) for name in COUNTS)) for side in ("plait", "torch")]))
+    print(
+        aligned(
+            (layout.title, *COUNTS),
+            [(side, *(str(row[side][name]) for name in COUNTS)) for side in ("plait", "torch")],
+        )
+    )
     if shows:
         for name, count in difference(plait, torch).most_common():
             print(f"  {count:+5d} {name}")

@@ -62,7 +62,9 @@ class _OperatorCounter(TorchDispatchMode):
         super().__init__()
         self.operators: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             # DTensor then runs the operators on local tensors, and those come here too.
@@ -78,7 +80,9 @@ def _launches_a_kernel(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     namespace = func._schema.name.partition("::")[0]
     if namespace in _COLLECTIVES or func._opname in _WITHOUT_A_KERNEL or func.is_view:
         return False
-    tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+    tensors = [
+        leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)
+    ]
     devices = {tensor.device.type for tensor in tensors}
     # An operator with tensors of two devices is a copy between them.
     return devices == {"cuda"}

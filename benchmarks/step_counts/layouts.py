@@ -43,17 +43,37 @@ class Layout:
         return config
 
 
-_STAGES = {"pipeline": {"schedule": "1f1b", "blocks_per_stage": [LAYERS // 2, LAYERS - LAYERS // 2]}}
+_STAGES = {
+    "pipeline": {"schedule": "1f1b", "blocks_per_stage": [LAYERS // 2, LAYERS - LAYERS // 2]}
+}
 
 LAYOUTS = {
     "zero-0": Layout("ZeRO 0, 2 ranks", 2, "replicated", parallel={"dp_replicate": 2}),
     "zero-1": Layout("ZeRO 1, 2 ranks", 2, "sharded", stage=1, parallel={"dp_shard": 2}),
     "zero-2": Layout("ZeRO 2, 2 ranks", 2, "sharded", stage=2, parallel={"dp_shard": 2}),
     "zero-3": Layout("ZeRO 3, 2 ranks", 2, "sharded", stage=3, parallel={"dp_shard": 2}),
-    "zero-3-bf16": Layout("ZeRO 3 in bf16, 2 ranks", 2, "sharded", stage=3, parallel={"dp_shard": 2}, bf16=True),
-    "zero-3-accumulation": Layout("ZeRO 3, 4 micro-batches, 2 ranks", 2, "sharded", stage=3, parallel={"dp_shard": 2}, accumulation=4),
-    "hybrid": Layout("ZeRO 3 in 2 x 2 ranks", 4, "sharded", stage=3, parallel={"dp_replicate": 2, "dp_shard": 2}),
+    "zero-3-bf16": Layout(
+        "ZeRO 3 in bf16, 2 ranks", 2, "sharded", stage=3, parallel={"dp_shard": 2}, bf16=True
+    ),
+    "zero-3-accumulation": Layout(
+        "ZeRO 3, 4 micro-batches, 2 ranks",
+        2,
+        "sharded",
+        stage=3,
+        parallel={"dp_shard": 2},
+        accumulation=4,
+    ),
+    "hybrid": Layout(
+        "ZeRO 3 in 2 x 2 ranks", 4, "sharded", stage=3, parallel={"dp_replicate": 2, "dp_shard": 2}
+    ),
     "tp": Layout("tp 2", 2, "tensor_parallel", parallel={"tp": 2}),
-    "tp-sequence": Layout("tp 2 with sequence parallelism", 2, "tensor_parallel", parallel={"tp": 2, "sequence_parallel": True}),
-    "pp": Layout("pp 2 (1F1B), 4 micro-batches", 2, "pipeline", parallel={"pp": 2, **_STAGES}, accumulation=4),
+    "tp-sequence": Layout(
+        "tp 2 with sequence parallelism",
+        2,
+        "tensor_parallel",
+        parallel={"tp": 2, "sequence_parallel": True},
+    ),
+    "pp": Layout(
+        "pp 2 (1F1B), 4 micro-batches", 2, "pipeline", parallel={"pp": 2, **_STAGES}, accumulation=4
+    ),
 }

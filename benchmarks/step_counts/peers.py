@@ -46,7 +46,10 @@ class Sharding:
 def replicated(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
     """Build DistributedDataParallel."""
     model = DistributedDataParallel(
-        build_model().to(device), device_ids=[device.index], gradient_as_bucket_view=True, broadcast_buffers=False
+        build_model().to(device),
+        device_ids=[device.index],
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
     )
     return _data_parallel_step(model, layout, device)
 
@@ -55,12 +58,18 @@ def sharded(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
     """Build `fully_shard` over one or two mesh dimensions."""
     model = build_model().to(device)
     if "dp_replicate" in layout.parallel:
-        mesh = init_device_mesh("cuda", (2, layout.ranks // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            "cuda", (2, layout.ranks // 2), mesh_dim_names=("replicate", "shard")
+        )
     else:
         mesh = init_device_mesh("cuda", (layout.ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=sharding.param_dtype, reduce_dtype=sharding.reduce_dtype)
+    policy = MixedPrecisionPolicy(
+        param_dtype=sharding.param_dtype, reduce_dtype=sharding.reduce_dtype
+    )
     for name, frees in sharding.units.items():
-        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
+        fully_shard(
+            model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=policy
+        )
     return _data_parallel_step(model, layout, device)
 
 
@@ -111,7 +120,9 @@ def _plan(layers: int, *, sequence: bool) -> dict[str, Any]:
         block |= dict.fromkeys(norms, SequenceParallel(use_local_output=True))
     plan: dict[str, Any] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-        "lm_head": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+        "lm_head": ColwiseParallel(
+            input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     if sequence:
         plan["model.norm"] = SequenceParallel(use_local_output=True)
@@ -175,7 +186,9 @@ def pipeline(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
             schedule.step(inputs["input_ids"], return_outputs=False)
         else:
             schedule.step(target=inputs["labels"], losses=losses, return_outputs=False)
-        square = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True) ** 2
+        square = (
+            get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True) ** 2
+        )
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
         # The norm and the logged loss are those of all stages.
         totals = torch.stack([square, loss.detach()])
@@ -190,14 +203,24 @@ def pipeline(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
 
 
 def _micro_batches(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    return [{name: tensor.narrow(0, index * SAMPLES, SAMPLES) for name, tensor in batch.items()} for index in range(count)]
+    return [
+        {name: tensor.narrow(0, index * SAMPLES, SAMPLES) for name, tensor in batch.items()}
+        for index in range(count)
+    ]
 
 
 def _on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {
+        name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()
+    }
 
 
 def units_of(model: nn.Module) -> dict[str, bool]:
     """Return the modules of a model that are sharding units, children first, and whether each frees after its forward."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    return {name: any(group.post_forward_mesh_info for group in parameter_groups(module)) for name, module in reversed(found)}
+    found = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    ]
+    return {
+        name: any(group.post_forward_mesh_info for group in parameter_groups(module))
+        for name, module in reversed(found)
+    }

@@ -42,9 +42,23 @@ def page(record: Mapping[str, Any]) -> str:
     now = record["after"]
     earlier = record.get("before", {"layouts": {}})["layouts"]
     rows = [_row(row, earlier.get(name)) for name, row in now["layouts"].items()]
-    header = ("layout", "kernels", "torch's", "ratio", "earlier", "copies", "torch's", "collectives", "torch's", "waits", "torch's")
+    header = (
+        "layout",
+        "kernels",
+        "torch's",
+        "ratio",
+        "earlier",
+        "copies",
+        "torch's",
+        "collectives",
+        "torch's",
+        "waits",
+        "torch's",
+    )
     within = sum(ratio(row) <= AIM for row in now["layouts"].values())
-    versions = ", ".join(f"{name} {version}" for name, version in now["machine"]["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in now["machine"]["versions"].items()
+    )
     return (
         f"{_ABOUT}{markdown(header, rows)}\n"
         f"{within} of {len(rows)} layouts launch at most {AIM} times the kernels of plain torch, which is the aim. "
@@ -62,7 +76,14 @@ def _row(row: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> tuple[str
     ours, theirs = row["plait"], row["torch"]
     before = f"{ratio(earlier):.3f}" if earlier is not None else ""
     others = [str(side[name]) for name in COUNTS[1:] for side in (ours, theirs)]
-    return (row["title"], str(ours["kernels"]), str(theirs["kernels"]), f"{ratio(row):.3f}", before, *others)
+    return (
+        row["title"],
+        str(ours["kernels"]),
+        str(theirs["kernels"]),
+        f"{ratio(row):.3f}",
+        before,
+        *others,
+    )
 
 
 def _notes(layouts: Mapping[str, Any]) -> str:

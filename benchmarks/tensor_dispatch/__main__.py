@@ -37,14 +37,25 @@ def main(rounds: int) -> None:
                 for _ in range(REPEATS):
                     step(model, sequence=sequence)
                 times[name].append((time.perf_counter() - began) / REPEATS)
-        ratios = [ours / theirs for ours, theirs in zip(times["plait"], times["torch"], strict=True)]
+        ratios = [
+            ours / theirs for ours, theirs in zip(times["plait"], times["torch"], strict=True)
+        ]
         low, middle, high = statistics.quantiles(ratios, n=4)
         kind = "sequence parallel" if sequence else "tensor parallel"
-        milliseconds = {name: round(1e3 * statistics.median(values), 3) for name, values in times.items()}
-        results[kind] = {"milliseconds": milliseconds, "ratio": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
+        milliseconds = {
+            name: round(1e3 * statistics.median(values), 3) for name, values in times.items()
+        }
+        results[kind] = {
+            "milliseconds": milliseconds,
+            "ratio": round(middle, 3),
+            "quartiles": [round(low, 3), round(high, 3)],
+        }
         print(f"{kind:18s} {milliseconds} ms, plait / torch {middle:.3f} ({low:.3f} to {high:.3f})")
     target = Path(__file__).parents[1] / "results" / "tensor_dispatch.json"
-    target.write_text(json.dumps({"rounds": rounds, "torch": torch.__version__, "results": results}, indent=1) + "\n")
+    target.write_text(
+        json.dumps({"rounds": rounds, "torch": torch.__version__, "results": results}, indent=1)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

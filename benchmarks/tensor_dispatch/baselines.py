@@ -8,7 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import plait
 from plait.parallel.tensor.styles import Region
@@ -19,12 +25,17 @@ RANKS, LENGTH, WIDTH = 2, 8, 32
 def by_plait(*, sequence: bool) -> nn.Module:
     """Split through a configuration."""
     model = llama("meta")
-    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"tp": RANKS, "sequence_parallel": sequence}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "parallel": {"tp": RANKS, "sequence_parallel": sequence},
+    }
     engine = plait.initialize(model, config)
     region = engine.parts.noted(Region)
     assert region is not None
     region.length = LENGTH  # the input of the first block sets it; here a block runs alone
-    model.model.layers[0]._forward_pre_hooks.clear()  # that gather belongs to the model, not to a block
+    model.model.layers[
+        0
+    ]._forward_pre_hooks.clear()  # that gather belongs to the model, not to a block
     return model
 
 
@@ -32,9 +43,16 @@ def llama(device: str) -> nn.Module:
     """Widths that 2 divides: torch's own styles cannot split others."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=WIDTH, intermediate_size=64, **sizes))
+        return AutoModelForCausalLM.from_config(
+            LlamaConfig(hidden_size=WIDTH, intermediate_size=64, **sizes)
+        )
 
 
 def by_hand(*, sequence: bool) -> nn.Module:
@@ -42,7 +60,9 @@ def by_hand(*, sequence: bool) -> nn.Module:
     model = llama("cpu")
     hidden = "hidden_states"
     shards = Shard(1) if sequence else Replicate()
-    gathers = PrepareModuleInput(input_kwarg_layouts={hidden: shards}, desired_input_kwarg_layouts={hidden: Replicate()})
+    gathers = PrepareModuleInput(
+        input_kwarg_layouts={hidden: shards}, desired_input_kwarg_layouts={hidden: Replicate()}
+    )
     plan: dict[str, Any] = {
         "self_attn": gathers,
         "self_attn.q_proj": ColwiseParallel(),
@@ -55,7 +75,10 @@ def by_hand(*, sequence: bool) -> nn.Module:
         "mlp.down_proj": RowwiseParallel(output_layouts=shards),
     }
     if sequence:
-        plan |= {"input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel()}
+        plan |= {
+            "input_layernorm": SequenceParallel(),
+            "post_attention_layernorm": SequenceParallel(),
+        }
     parallelize_module(model.model.layers[0], init_device_mesh("cpu", (RANKS,)), plan)
     return model
 
@@ -67,5 +90,7 @@ def step(model: nn.Module, *, sequence: bool) -> None:
     positions = model.model.rotary_emb(torch.ones(2, LENGTH, WIDTH), torch.arange(LENGTH)[None])
     block(hidden, position_embeddings=positions).sum().backward()
     for parameter in block.parameters():
-        if isinstance(parameter.grad, DTensor):  # torch leaves the norms' gradients to be summed by whoever reads them
+        if isinstance(
+            parameter.grad, DTensor
+        ):  # torch leaves the norms' gradients to be summed by whoever reads them
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)

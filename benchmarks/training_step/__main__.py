@@ -32,12 +32,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{name} is left out: {why}")
     with tempfile.TemporaryDirectory(prefix="training_step_") as logs:
         if options.profile:
-            return 1 if skipped else group.profile(BY_NAME[options.profile], workload=workload, pace=pace, logs=Path(logs))
+            return (
+                1
+                if skipped
+                else group.profile(
+                    BY_NAME[options.profile], workload=workload, pace=pace, logs=Path(logs)
+                )
+            )
         good = True
         for stage in options.stages:
-            named = [one for one in of_stage(stage, names=options.baselines) if one.name not in skipped]
-            left_out = {one.name: skipped[one.name] for one in of_stage(stage, names=options.baselines) if one.name in skipped}
-            found = group.measure(stage, named, workload=workload, pace=pace, logs=Path(logs), skipped=left_out)
+            named = [
+                one for one in of_stage(stage, names=options.baselines) if one.name not in skipped
+            ]
+            left_out = {
+                one.name: skipped[one.name]
+                for one in of_stage(stage, names=options.baselines)
+                if one.name in skipped
+            }
+            found = group.measure(
+                stage, named, workload=workload, pace=pace, logs=Path(logs), skipped=left_out
+            )
             good = good and found is not None and report.is_good(found)
             if found is not None:
                 print(report.terminal(found), flush=True)
@@ -48,19 +62,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [baseline.name for baseline in ALL]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_step", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=list(STAGES), help="ZeRO stages to measure (default: all)")
-    parser.add_argument("--baselines", nargs="+", choices=names, default=names, metavar="NAME", help="default: all of " + " ".join(names))
-    parser.add_argument("--profile", choices=names, metavar="NAME", help="instead of rounds, profile one baseline")
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model and 2 rounds of 1 step, to see that everything runs; writes nothing"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training_step", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    parser.add_argument(
+        "--stages",
+        nargs="+",
+        type=int,
+        choices=STAGES,
+        default=list(STAGES),
+        help="ZeRO stages to measure (default: all)",
+    )
+    parser.add_argument(
+        "--baselines",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help="default: all of " + " ".join(names),
+    )
+    parser.add_argument(
+        "--profile", choices=names, metavar="NAME", help="instead of rounds, profile one baseline"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small model and 2 rounds of 1 step, to see that everything runs; writes nothing",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)"
+    )
     for owner in (rounds.Pace, Workload):
         for field in fields(owner):
             if isinstance(field.default, int | float):
                 flag = "--" + field.name.replace("_", "-")
-                parser.add_argument(flag, type=type(field.default), default=None, help=f"default: {field.default}")
+                parser.add_argument(
+                    flag, type=type(field.default), default=None, help=f"default: {field.default}"
+                )
     options = parser.parse_args(arguments)
     if options.profile:
         options.baselines = [options.profile]
@@ -68,24 +106,49 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _given(options: argparse.Namespace, owner: type) -> dict[str, Any]:
-    return {f.name: getattr(options, f.name) for f in fields(owner) if getattr(options, f.name, None) is not None}
+    return {
+        f.name: getattr(options, f.name)
+        for f in fields(owner)
+        if getattr(options, f.name, None) is not None
+    }
 
 
 def _workload(options: argparse.Namespace) -> Workload:
-    small = {"layers": 2, "hidden": 128, "intermediate": 352, "heads": 4, "vocabulary": 512, "sequence": 64} if options.quick else {}
+    small = (
+        {
+            "layers": 2,
+            "hidden": 128,
+            "intermediate": 352,
+            "heads": 4,
+            "vocabulary": 512,
+            "sequence": 64,
+        }
+        if options.quick
+        else {}
+    )
     return Workload(**{**small, **_given(options, Workload)})
 
 
 def _pace(options: argparse.Namespace) -> rounds.Pace:
     # In a quick run the numbers mean nothing, so nothing waits for a quiet machine.
-    short: dict[str, Any] = {"rounds": 2, "steps": 1, "foreign_share": 1.0, "wait_seconds": 0.0} if options.quick else {}
+    short: dict[str, Any] = (
+        {"rounds": 2, "steps": 1, "foreign_share": 1.0, "wait_seconds": 0.0}
+        if options.quick
+        else {}
+    )
     return rounds.Pace(**{**short, **_given(options, rounds.Pace)})
 
 
 def _unavailable(wanted: Sequence[Baseline]) -> dict[str, str]:
     """Which baselines cannot run here, and why."""
-    skipped = {one.name: f"{one.missing} is not installed (pip install '.[bench]')" for one in wanted if one.missing}
-    deepspeed = [one.name for one in wanted if one.requires == "deepspeed" and one.name not in skipped]
+    skipped = {
+        one.name: f"{one.missing} is not installed (pip install '.[bench]')"
+        for one in wanted
+        if one.missing
+    }
+    deepspeed = [
+        one.name for one in wanted if one.requires == "deepspeed" and one.name not in skipped
+    ]
     if deepspeed:
         say("compiling DeepSpeed's operators (a minute the first time)")
         if problem := deepspeed_peer.prepare():

@@ -34,7 +34,12 @@ class Agreement:
     @property
     def holds(self) -> bool:
         """Whether every difference is below its bar."""
-        return self.steps > 0 and self.early_loss <= EARLY_LOSS and self.late_loss <= LATE_LOSS and self.early_norm <= EARLY_NORM
+        return (
+            self.steps > 0
+            and self.early_loss <= EARLY_LOSS
+            and self.late_loss <= LATE_LOSS
+            and self.early_norm <= EARLY_NORM
+        )
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -44,7 +49,10 @@ class Agreement:
 def compare(record: Record, reference: Record) -> Agreement:
     """Largest differences over the steps that both did; infinite where a loss is not a number."""
     steps = min(len(record.losses), len(reference.losses))
-    losses = [_distance(a, b) for a, b in zip(record.losses[:steps], reference.losses[:steps], strict=True)]
+    losses = [
+        _distance(a, b)
+        for a, b in zip(record.losses[:steps], reference.losses[:steps], strict=True)
+    ]
     pairs = zip(record.norms[:EARLY_STEPS], reference.norms[:EARLY_STEPS], strict=False)
     norms = [_distance(a, b) / b for a, b in pairs if a is not None and b]
     return Agreement(
@@ -62,4 +70,8 @@ def _distance(a: float, b: float) -> float:
 
 def check(records: Mapping[str, Record], *, reference: str) -> dict[str, Agreement]:
     """Every baseline that ran, against the reference."""
-    return {name: compare(record, records[reference]) for name, record in records.items() if record.losses}
+    return {
+        name: compare(record, records[reference])
+        for name, record in records.items()
+        if record.losses
+    }

@@ -63,10 +63,29 @@ RAW_TORCH = ("ddp", "zero-redundancy", "fsdp-kept", "fsdp-freed")
 
 ALL = (
     Baseline("ddp", "DDP", f"{HERE}.torch_peers:ddp", stages=STAGES),
-    Baseline("ddp-again", "DDP, a second process group (control)", f"{HERE}.torch_peers:ddp", stages=(0,)),
-    Baseline("zero-redundancy", "DDP + ZeroRedundancyOptimizer", f"{HERE}.torch_peers:zero_redundancy", stages=(1,)),
-    Baseline("fsdp-kept", "fully_shard, kept", f"{HERE}.torch_peers:fully_sharded", {"freed": False}, stages=(2,)),
-    Baseline("fsdp-freed", "fully_shard, freed", f"{HERE}.torch_peers:fully_sharded", {"freed": True}, stages=(3,)),
+    Baseline(
+        "ddp-again", "DDP, a second process group (control)", f"{HERE}.torch_peers:ddp", stages=(0,)
+    ),
+    Baseline(
+        "zero-redundancy",
+        "DDP + ZeroRedundancyOptimizer",
+        f"{HERE}.torch_peers:zero_redundancy",
+        stages=(1,),
+    ),
+    Baseline(
+        "fsdp-kept",
+        "fully_shard, kept",
+        f"{HERE}.torch_peers:fully_sharded",
+        {"freed": False},
+        stages=(2,),
+    ),
+    Baseline(
+        "fsdp-freed",
+        "fully_shard, freed",
+        f"{HERE}.torch_peers:fully_sharded",
+        {"freed": True},
+        stages=(3,),
+    ),
     *(
         Baseline(
             f"deepspeed-{stage}",
@@ -110,4 +129,6 @@ BY_NAME = {baseline.name: baseline for baseline in ALL}
 
 def of_stage(stage: int, *, names: Collection[str]) -> list[Baseline]:
     """The named baselines that belong to a stage, after the reference, which belongs to all."""
-    return [one for one in ALL if stage in one.stages and (one.name in names or one.name == REFERENCE)]
+    return [
+        one for one in ALL if stage in one.stages and (one.name in names or one.name == REFERENCE)
+    ]

@@ -51,7 +51,13 @@ def configuration(workload: Workload, *, stage: int) -> dict[str, Any]:
     }
 
 
-def build(workload: Workload, *, stage: int, zero: dict[str, Any] | None = None, client_optimizer: bool = False) -> Step:
+def build(
+    workload: Workload,
+    *,
+    stage: int,
+    zero: dict[str, Any] | None = None,
+    client_optimizer: bool = False,
+) -> Step:
     """The engine's three calls."""
     import deepspeed
 
@@ -66,7 +72,9 @@ def build(workload: Workload, *, stage: int, zero: dict[str, Any] | None = None,
         del config["optimizer"]
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
         optimizer = torch.optim.AdamW(model.parameters(), **adamw_arguments(workload))
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, optimizer=optimizer)
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, optimizer=optimizer
+    )
 
     def step(batch: dict[str, Tensor]) -> tuple[float, float | None]:
         loss = engine(**batch).loss
@@ -99,7 +107,10 @@ def prepare(*, timeout_seconds: float = 900) -> str | None:
             f"below {folder}, which blocks every later one: remove it and run again"
         )
     if build.returncode:
-        return "DeepSpeed's operators do not compile: " + (said.strip().splitlines() or ["no message"])[-1]
+        return (
+            "DeepSpeed's operators do not compile: "
+            + (said.strip().splitlines() or ["no message"])[-1]
+        )
     return None
 
 

@@ -65,7 +65,9 @@ def measure(
             pace=pace,
             baselines=by_name,
             records=records,
-            agreements=agreement.check({k: v for k, v in records.items() if not by_name[k].floor}, reference=REFERENCE),
+            agreements=agreement.check(
+                {k: v for k, v in records.items() if not by_name[k].floor}, reference=REFERENCE
+            ),
             phases=_phases(worker_groups, records, pace=pace),
             skipped=skipped,
         )
@@ -91,12 +93,22 @@ def profile(baseline: Baseline, *, workload: Workload, pace: rounds.Pace, logs: 
 def show_profile(worker_group: WorkerGroup, *, pace: rounds.Pace) -> None:
     """Print the phases of every rank, and the collectives and operators of rank 0. Raises WorkerGroupError."""
     timeout = pace.turn_timeout_seconds
-    for rank, seen in enumerate(worker_group.ask(("phases", {"warm": 2, "steps": pace.steps}), timeout_seconds=timeout)):
-        rows = [(phase, f"{seen[phase]:.1f}", f"{seen[f'{phase} waiting']:.1f}") for phase in PHASES]
-        print(f"{worker_group.name}, rank {rank}: {seen['total']:.1f} ms/step; other threads {seen['threads']:.1f} ms")
+    for rank, seen in enumerate(
+        worker_group.ask(("phases", {"warm": 2, "steps": pace.steps}), timeout_seconds=timeout)
+    ):
+        rows = [
+            (phase, f"{seen[phase]:.1f}", f"{seen[f'{phase} waiting']:.1f}") for phase in PHASES
+        ]
+        print(
+            f"{worker_group.name}, rank {rank}: {seen['total']:.1f} ms/step; other threads {seen['threads']:.1f} ms"
+        )
         print(aligned(("phase", "ms/step", "of which waiting"), rows), end="\n\n")
-    tables = worker_group.ask(("operators", {"warm": 0, "steps": pace.steps, "rows": 25}), timeout_seconds=timeout)[0]
-    print(f"collectives on rank 0, profiler attached\n{tables['collectives']}\n\n{tables['operators']}")
+    tables = worker_group.ask(
+        ("operators", {"warm": 0, "steps": pace.steps, "rows": 25}), timeout_seconds=timeout
+    )[0]
+    print(
+        f"collectives on rank 0, profiler attached\n{tables['collectives']}\n\n{tables['operators']}"
+    )
 
 
 def _too_large(worker_groups: int, workload: Workload) -> str | None:
@@ -110,7 +122,13 @@ def _too_large(worker_groups: int, workload: Workload) -> str | None:
     )
 
 
-def _start(baselines: Mapping[str, Baseline], worker_groups: dict[str, WorkerGroup], *, workload: Workload, logs: Path) -> dict[str, str]:
+def _start(
+    baselines: Mapping[str, Baseline],
+    worker_groups: dict[str, WorkerGroup],
+    *,
+    workload: Workload,
+    logs: Path,
+) -> dict[str, str]:
     """Start the worker groups one after the other into `worker_groups`; returns the failures."""
     failures = {}
     for name, baseline in baselines.items():
@@ -143,7 +161,10 @@ def _stop(worker_groups: Mapping[str, WorkerGroup]) -> None:
 
 
 def _phases(
-    worker_groups: Mapping[str, WorkerGroup], records: dict[str, rounds.Record], *, pace: rounds.Pace
+    worker_groups: Mapping[str, WorkerGroup],
+    records: dict[str, rounds.Record],
+    *,
+    pace: rounds.Pace,
 ) -> dict[str, dict[str, float]]:
     """Rank 0's milliseconds a phase, of every worker group that is still running."""
     found = {}
@@ -152,7 +173,10 @@ def _phases(
             continue
         wait_for_quiet(share=pace.foreign_share, longest_seconds=pace.wait_seconds)
         try:
-            found[name] = worker_group.ask(("phases", {"warm": 1, "steps": pace.steps}), timeout_seconds=pace.turn_timeout_seconds)[0]
+            found[name] = worker_group.ask(
+                ("phases", {"warm": 1, "steps": pace.steps}),
+                timeout_seconds=pace.turn_timeout_seconds,
+            )[0]
         except WorkerGroupError as error:
             records[name].failure = str(error)
     return found

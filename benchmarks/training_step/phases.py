@@ -69,7 +69,9 @@ def _attached(clock: Clock, is_root: Callable[[nn.Module], bool]) -> Iterator[No
     backward = torch.autograd.backward
     handles = [
         module_hooks.register_module_forward_pre_hook(before),
-        module_hooks.register_module_forward_hook(after, always_call=True),  # a pipeline stage may leave by an exception
+        module_hooks.register_module_forward_hook(
+            after, always_call=True
+        ),  # a pipeline stage may leave by an exception
         optimizer_hooks.register_optimizer_step_pre_hook(lambda *_: clock.begin("optimizer")),
         optimizer_hooks.register_optimizer_step_post_hook(lambda *_: clock.end()),
     ]
@@ -93,7 +95,11 @@ def measure(step: Callable[[], object], *, steps: int, roots: Collection[str]) -
             clock.begin("other")
             step()
             clock.end()
-    wall, busy, process = time.perf_counter() - wall, time.thread_time() - busy, time.process_time() - process
+    wall, busy, process = (
+        time.perf_counter() - wall,
+        time.thread_time() - busy,
+        time.process_time() - process,
+    )
     found = {"total": wall, "threads": process - busy}
     for phase in PHASES:
         found[phase] = clock.wall[phase]

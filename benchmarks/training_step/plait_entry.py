@@ -33,7 +33,9 @@ def build(workload: Workload, *, stage: int) -> Step:
     """One `train_batch` a step; its loss is already the mean over all ranks."""
     import plait
 
-    engine = plait.initialize(build_model(workload), configuration(workload, stage=stage), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        build_model(workload), configuration(workload, stage=stage), loss_fn=plait.causal_lm_loss
+    )
 
     def step(batch: dict[str, Tensor]) -> tuple[float, float]:
         result = engine.train_batch(batch)

@@ -16,7 +16,17 @@ from benchmarks.training_step.phases import PHASES
 from benchmarks.training_step.rounds import Pace, Record
 from benchmarks.training_step.workload import Workload
 
-HEADER = ("engine", "ms/step", "quartiles", "vs DDP", "vs raw torch", "vs DeepSpeed", "cpu ms/rank", "peak MiB/rank", "rounds")
+HEADER = (
+    "engine",
+    "ms/step",
+    "quartiles",
+    "vs DDP",
+    "vs raw torch",
+    "vs DeepSpeed",
+    "cpu ms/rank",
+    "peak MiB/rank",
+    "rounds",
+)
 PHASE_HEADER = ("engine", *PHASES, "of which waiting", "other threads", "total")
 
 
@@ -37,13 +47,17 @@ def document(
     for name, record in records.items():
         one = baselines[name]
         against = {"ddp": REFERENCE, "raw_torch": one.peer, "deepspeed": one.rival}
-        ratios = {key: _against(record, records.get(other)) for key, other in against.items() if other}
+        ratios = {
+            key: _against(record, records.get(other)) for key, other in against.items() if other
+        }
         entries[name] = {
             "title": one.title,
             "spread_seconds": spread(record.clean).as_dict() if record.clean else None,
             "ratios": {key: ratio.as_dict() for key, ratio in ratios.items() if ratio is not None},
             "processor_seconds_per_step": record.processor_seconds,
-            "tokens_per_second": workload.tokens_per_step / spread(record.clean).median if record.clean else None,
+            "tokens_per_second": workload.tokens_per_step / spread(record.clean).median
+            if record.clean
+            else None,
             "peak_bytes": record.peak_bytes,
             "foreign_share": record.foreign,
             "agreement": agreements[name].as_dict() if name in agreements else None,
@@ -54,7 +68,11 @@ def document(
         "benchmark": "training_step",
         "stage": stage,
         "machine": dict(machine),
-        "workload": {**asdict(workload), "parameters": workload.parameters, "tokens_per_step": workload.tokens_per_step},
+        "workload": {
+            **asdict(workload),
+            "parameters": workload.parameters,
+            "tokens_per_step": workload.tokens_per_step,
+        },
         "pace": asdict(pace),
         "baselines": entries,
         "skipped": dict(skipped),
@@ -91,7 +109,11 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 def phase_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Milliseconds a step and phase on rank 0, as text."""
     entries = found["baselines"].values()
-    return [phase_row(entry["title"], entry["phases_ms"], PHASES) for entry in entries if entry["phases_ms"]]
+    return [
+        phase_row(entry["title"], entry["phases_ms"], PHASES)
+        for entry in entries
+        if entry["phases_ms"]
+    ]
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
@@ -129,7 +151,9 @@ def page(stages: Sequence[Mapping[str, Any]]) -> str:
 
 def _section(found: Mapping[str, Any]) -> str:
     machine, work, pace = found["machine"], found["workload"], found["pace"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in machine["versions"].items() if version
+    )
     about = (
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"Python {machine['python']}, {versions}.",

@@ -63,7 +63,13 @@ def order(names: Sequence[str], *, index: int) -> list[str]:
     return rotated[::-1] if index % 2 else rotated
 
 
-def run(worker_groups: Mapping[str, WorkerGroup], baselines: Mapping[str, Baseline], *, pace: Pace, say: Say) -> dict[str, Record]:
+def run(
+    worker_groups: Mapping[str, WorkerGroup],
+    baselines: Mapping[str, Baseline],
+    *,
+    pace: Pace,
+    say: Say,
+) -> dict[str, Record]:
     """All rounds. A worker group that fails is stopped and noted in its record; the others go on."""
     records = {name: Record() for name in worker_groups}
     for index in range(pace.rounds):
@@ -76,7 +82,10 @@ def run(worker_groups: Mapping[str, WorkerGroup], baselines: Mapping[str, Baseli
                 records[name].failure = str(error)
                 worker_groups[name].stop()
                 say(f"{name}: failed in round {index + 1}; the others go on\n{error}")
-        say(f"round {index + 1}/{pace.rounds}: " + ", ".join(_latest(name, record) for name, record in records.items()))
+        say(
+            f"round {index + 1}/{pace.rounds}: "
+            + ", ".join(_latest(name, record) for name, record in records.items())
+        )
     return records
 
 
@@ -86,12 +95,21 @@ def _turn(worker_group: WorkerGroup, baseline: Baseline, record: Record, *, pace
         wait_for_quiet(share=pace.foreign_share, longest_seconds=pace.wait_seconds)
         meter = ForeignMeter((*worker_group.pids, os.getpid()))
         meter.start()
-        answers = worker_group.ask(("turn", {"warm": pace.warm, "steps": pace.steps}), timeout_seconds=pace.turn_timeout_seconds)
+        answers = worker_group.ask(
+            ("turn", {"warm": pace.warm, "steps": pace.steps}),
+            timeout_seconds=pace.turn_timeout_seconds,
+        )
         record.foreign.append(meter.stop())
         by_rank = [answer["losses"] for answer in answers]
-        record.losses += by_rank[0] if baseline.loss_is_global else [sum(each) / len(each) for each in zip(*by_rank, strict=True)]
+        record.losses += (
+            by_rank[0]
+            if baseline.loss_is_global
+            else [sum(each) / len(each) for each in zip(*by_rank, strict=True)]
+        )
         record.norms += answers[0]["norms"]
-        record.processor_seconds.append(sum(answer["processor_seconds"] for answer in answers) / len(answers))
+        record.processor_seconds.append(
+            sum(answer["processor_seconds"] for answer in answers) / len(answers)
+        )
         record.peak_bytes = max([record.peak_bytes, *(answer["peak_bytes"] for answer in answers)])
         if record.foreign[-1] <= pace.foreign_share:
             value = max(answer["seconds"] for answer in answers)

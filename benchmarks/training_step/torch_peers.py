@@ -21,7 +21,9 @@ from benchmarks.training_step.workload import Workload, adamw_arguments, build_m
 def ddp(workload: Workload) -> Step:
     """DistributedDataParallel: replicated states, gradients reduced in buckets while backward runs."""
     model = _replicated(workload)
-    return _step(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload)
+    return _step(
+        model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload
+    )
 
 
 def zero_redundancy(workload: Workload, *, parameters_as_bucket_view: bool = False) -> Step:
@@ -44,19 +46,28 @@ def fully_sharded(workload: Workload, *, freed: bool) -> Step:
     for block in model.get_submodule("model.layers").children():
         fully_shard(block, reshard_after_forward=freed)
     fully_shard(model, reshard_after_forward=False)
-    return _step(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload)
+    return _step(
+        model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload
+    )
 
 
 def alone(workload: Workload) -> Step:
     """Every rank trains a model of its own: the same computation at the same time, and nothing is sent in a step."""
     dist.init_process_group("gloo")
     model = build_model(workload)
-    return _step(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload)
+    return _step(
+        model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload
+    )
 
 
 def _replicated(workload: Workload) -> nn.Module:
     dist.init_process_group("gloo")
-    return DistributedDataParallel(build_model(workload), gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
+    return DistributedDataParallel(
+        build_model(workload),
+        gradient_as_bucket_view=True,
+        static_graph=True,
+        broadcast_buffers=False,
+    )
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload) -> Step:

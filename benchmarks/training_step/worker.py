@@ -30,7 +30,11 @@ def start(argument: tuple[Baseline, Workload]) -> Callable[[tuple[str, dict[str,
 
 def answers(runner: Runner) -> Callable[[tuple[str, dict[str, Any]]], Any]:
     """What answers messages with the methods of `runner`."""
-    verbs: dict[str, Callable[..., Any]] = {"turn": runner.turn, "phases": runner.phases, "operators": runner.operators}
+    verbs: dict[str, Callable[..., Any]] = {
+        "turn": runner.turn,
+        "phases": runner.phases,
+        "operators": runner.operators,
+    }
 
     def handle(message: tuple[str, dict[str, Any]]) -> Any:
         verb, arguments = message
@@ -96,12 +100,18 @@ class Runner:
             for _ in range(steps):
                 self.step(next(batches))
         averages = profile.key_averages()
-        collectives = [each for each in averages if each.key.startswith(("c10d::", "gloo:", "nccl:"))]
+        collectives = [
+            each for each in averages if each.key.startswith(("c10d::", "gloo:", "nccl:"))
+        ]
         lines = [
             f"{each.key:<48}{each.count / steps:>8.1f} calls/step {each.cpu_time_total / steps / 1000:>10.2f} ms/step"
             for each in sorted(collectives, key=lambda each: -each.cpu_time_total)
         ]
         return {
-            "operators": str(averages.table(sort_by="self_cpu_time_total", row_limit=rows, max_name_column_width=60)),
+            "operators": str(
+                averages.table(
+                    sort_by="self_cpu_time_total", row_limit=rows, max_name_column_width=60
+                )
+            ),
             "collectives": "\n".join(lines),
         }

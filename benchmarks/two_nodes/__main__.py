@@ -61,8 +61,17 @@ def say(line: str) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [one.name for one in ALL]
     usual = [one.name for one in ALL if not one.tensor]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.two_nodes", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--baselines", nargs="+", choices=names, default=usual, metavar="NAME", help="default: " + " ".join(usual))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.two_nodes", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--baselines",
+        nargs="+",
+        choices=names,
+        default=usual,
+        metavar="NAME",
+        help="default: " + " ".join(usual),
+    )
     parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn (default: 2)")
@@ -74,7 +83,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _measure(found: Lab, chosen: Sequence[Baseline], workload: Workload, options: argparse.Namespace, logs: Path) -> int:
+def _measure(
+    found: Lab,
+    chosen: Sequence[Baseline],
+    workload: Workload,
+    options: argparse.Namespace,
+    logs: Path,
+) -> int:
     worker_groups: dict[str, WorkerGroup] = {}
     failures: dict[str, str] = {}
     try:
@@ -98,11 +113,20 @@ def _measure(found: Lab, chosen: Sequence[Baseline], workload: Workload, options
                     )
                     _warm(worker_groups[one.name], failures)
                 found.shape(None)
-            said[rate] = {one.name: _said(worker_groups[one.name]) for one in chosen if one.adapts and one.name not in failures}
+            said[rate] = {
+                one.name: _said(worker_groups[one.name])
+                for one in chosen
+                if one.adapts and one.name not in failures
+            }
             found.shape(RATES[rate])
             if not set(worker_groups) - set(failures):
                 return 1
-            rates[rate] = _rounds(found, {n: t for n, t in worker_groups.items() if n not in failures}, failures, options)
+            rates[rate] = _rounds(
+                found,
+                {n: t for n, t in worker_groups.items() if n not in failures},
+                failures,
+                options,
+            )
             print(_table(rate, rates[rate], workload), flush=True)
             for name, words in said[rate].items():
                 print(f"{name}: {words}", flush=True)
@@ -139,7 +163,12 @@ def _said(worker_group: WorkerGroup) -> str:
     return " ".join(line for line in lines if line.startswith("gradients "))
 
 
-def _rounds(found: Lab, worker_groups: Mapping[str, WorkerGroup], failures: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+def _rounds(
+    found: Lab,
+    worker_groups: Mapping[str, WorkerGroup],
+    failures: dict[str, str],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
     """Baseline to its turns: slowest rank's seconds a step, and bytes a step of the node that sent more. Turns rotate by one a round."""
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in worker_groups}
     order = list(worker_groups)
@@ -150,16 +179,28 @@ def _rounds(found: Lab, worker_groups: Mapping[str, WorkerGroup], failures: dict
             try:
                 worker_groups[name].ask(("turn", {"warm": 0, "steps": 1}), timeout_seconds=300)
                 before = found.sent_bytes()
-                answers = worker_groups[name].ask(("turn", {"warm": 0, "steps": options.steps}), timeout_seconds=600)
+                answers = worker_groups[name].ask(
+                    ("turn", {"warm": 0, "steps": options.steps}), timeout_seconds=600
+                )
                 after = found.sent_bytes()
             except WorkerGroupError as error:
                 failures[name] = str(error)
                 say(f"{name} failed: {error}")
                 continue
             sent = max(now - then for now, then in zip(after, before, strict=True)) / options.steps
-            turns[name].append({"seconds": max(a["seconds"] for a in answers), "bytes": sent, "loss": answers[0]["losses"][-1]})
+            turns[name].append(
+                {
+                    "seconds": max(a["seconds"] for a in answers),
+                    "bytes": sent,
+                    "loss": answers[0]["losses"][-1],
+                }
+            )
     return {
-        name: {"seconds": statistics.median(t["seconds"] for t in own), "bytes": statistics.median(t["bytes"] for t in own), "turns": own}
+        name: {
+            "seconds": statistics.median(t["seconds"] for t in own),
+            "bytes": statistics.median(t["bytes"] for t in own),
+            "turns": own,
+        }
         for name, own in turns.items()
         if own
     }
@@ -167,14 +208,20 @@ def _rounds(found: Lab, worker_groups: Mapping[str, WorkerGroup], failures: dict
 
 def _of_ddp(own: Sequence[Mapping[str, float]], ddp: Sequence[Mapping[str, float]]) -> float:
     """The median of the ratios within each round: machines are faster in one minute than in the next."""
-    return statistics.median(mine["seconds"] / theirs["seconds"] for mine, theirs in zip(own, ddp, strict=False))
+    return statistics.median(
+        mine["seconds"] / theirs["seconds"] for mine, theirs in zip(own, ddp, strict=False)
+    )
 
 
 def _medians(found: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """Return the numbers of the table for each baseline, without the single turns."""
     reference = found.get("ddp", {}).get("turns", [])
     return {
-        name: {"seconds": one["seconds"], "bytes": one["bytes"], "of_ddp": _of_ddp(one["turns"], reference) if reference else None}
+        name: {
+            "seconds": one["seconds"],
+            "bytes": one["bytes"],
+            "of_ddp": _of_ddp(one["turns"], reference) if reference else None,
+        }
         for name, one in found.items()
     }
 
@@ -191,7 +238,9 @@ def _table(rate: str, found: Mapping[str, Any], workload: Workload) -> str:
         for name, one in sorted(found.items(), key=lambda item: item[1]["seconds"])
     ]
     title = f"link: {rate}; {workload.parameters / 1e6:.1f} M parameters, one rank a node; median of the turns"
-    return f"\n{title}\n" + aligned(("engine", "ms/step", "MB/step of a node", "of DDP's time"), rows)
+    return f"\n{title}\n" + aligned(
+        ("engine", "ms/step", "MB/step of a node", "of DDP's time"), rows
+    )
 
 
 if __name__ == "__main__":

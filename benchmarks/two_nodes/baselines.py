@@ -64,21 +64,46 @@ ALL = (
         options={"stage": 2, "compress_gradients": "auto"},
         adapts=True,
     ),
-    Baseline("plait-tp", "Plait tensor parallel, no overlap", tensor=True, options={"stage": 0, "tp": 2}),
     Baseline(
-        "plait-tp-overlap", "Plait tensor parallel, all-reduces overlapped", tensor=True, options={"stage": 0, "tp": 2, "tensor_overlap": 4}
+        "plait-tp", "Plait tensor parallel, no overlap", tensor=True, options={"stage": 0, "tp": 2}
     ),
-    Baseline("plait-0-bf16", "Plait ZeRO 0, bf16 on the wire", compressed=True, options={"stage": 0, "communication_data_type": "bf16"}),
-    Baseline("plait-0-int8", "Plait ZeRO 0, int8", compressed=True, options={"stage": 0, "compress_gradients": "int8"}),
-    Baseline("plait-0-int4", "Plait ZeRO 0, int4", compressed=True, options={"stage": 0, "compress_gradients": "int4"}),
     Baseline(
-        "plait-0-powersgd", "Plait ZeRO 0, PowerSGD of rank 4", compressed=True, options={"stage": 0, "compress_gradients": "powersgd"}
+        "plait-tp-overlap",
+        "Plait tensor parallel, all-reduces overlapped",
+        tensor=True,
+        options={"stage": 0, "tp": 2, "tensor_overlap": 4},
+    ),
+    Baseline(
+        "plait-0-bf16",
+        "Plait ZeRO 0, bf16 on the wire",
+        compressed=True,
+        options={"stage": 0, "communication_data_type": "bf16"},
+    ),
+    Baseline(
+        "plait-0-int8",
+        "Plait ZeRO 0, int8",
+        compressed=True,
+        options={"stage": 0, "compress_gradients": "int8"},
+    ),
+    Baseline(
+        "plait-0-int4",
+        "Plait ZeRO 0, int4",
+        compressed=True,
+        options={"stage": 0, "compress_gradients": "int4"},
+    ),
+    Baseline(
+        "plait-0-powersgd",
+        "Plait ZeRO 0, PowerSGD of rank 4",
+        compressed=True,
+        options={"stage": 0, "compress_gradients": "powersgd"},
     ),
 )
 BY_NAME = {one.name: one for one in ALL}
 
 
-def start(argument: tuple[Baseline, Any, tuple[str, str]]) -> Callable[[tuple[str, dict[str, Any]]], Any]:
+def start(
+    argument: tuple[Baseline, Any, tuple[str, str]],
+) -> Callable[[tuple[str, dict[str, Any]]], Any]:
     """In a worker: enter the node, build the baseline, and answer messages."""
     baseline, workload, nodes = argument
     rank = int(os.environ["RANK"])
@@ -115,7 +140,9 @@ def _build(baseline: Baseline, workload: Any) -> Any:
     return torch_peers.ddp(workload) if baseline.name == "ddp" else _ddp_powersgd(workload)
 
 
-def _plait(workload: Any, *, stage: int, communication_data_type: str | None = None, **parallel: Any) -> Any:
+def _plait(
+    workload: Any, *, stage: int, communication_data_type: str | None = None, **parallel: Any
+) -> Any:
     import plait
     from benchmarks.training_step.plait_entry import configuration
     from benchmarks.training_step.workload import build_model
@@ -139,7 +166,10 @@ def _plait(workload: Any, *, stage: int, communication_data_type: str | None = N
 def _ddp_powersgd(workload: Any) -> Any:
     import torch
     import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+        PowerSGDState,
+        powerSGD_hook,
+    )
     from torch.nn.parallel import DistributedDataParallel
 
     from benchmarks.training_step.torch_peers import _step
@@ -147,5 +177,9 @@ def _ddp_powersgd(workload: Any) -> Any:
 
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build_model(workload), broadcast_buffers=False)
-    model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10), powerSGD_hook)
-    return _step(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload)
+    model.register_comm_hook(
+        PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10), powerSGD_hook
+    )
+    return _step(
+        model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload
+    )

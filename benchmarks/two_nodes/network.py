@@ -42,7 +42,19 @@ class Lab:
             if rate is not None:
                 # The bucket holds a few milliseconds, as a switch does; latency bounds the queue.
                 limit = ["rate", rate, "burst", "256kb", "latency", "50ms"]
-                _ip("netns", "exec", node, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
+                _ip(
+                    "netns",
+                    "exec",
+                    node,
+                    "tc",
+                    "qdisc",
+                    "add",
+                    "dev",
+                    INTERFACE,
+                    "root",
+                    "tbf",
+                    *limit,
+                )
 
     def sent_bytes(self) -> tuple[int, int]:
         """Bytes that each node has put on the wire, counted by the kernel, headers included."""
@@ -53,7 +65,9 @@ class Lab:
 def lab() -> Iterator[Lab]:
     """Set up, and remove at the end. Raises NoLab."""
     if os.geteuid() != 0:
-        raise NoLab("network namespaces need root: run as root, or in a container with --cap-add NET_ADMIN,SYS_ADMIN")
+        raise NoLab(
+            "network namespaces need root: run as root, or in a container with --cap-add NET_ADMIN,SYS_ADMIN"
+        )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise NoLab(f"`{tool}` is not installed: install iproute2")
@@ -63,7 +77,20 @@ def lab() -> Iterator[Lab]:
         for node in nodes:
             _ip("netns", "add", node)
             _ip("-n", node, "link", "set", "lo", "up")
-        _ip("link", "add", INTERFACE, "netns", nodes[0], "type", "veth", "peer", "name", INTERFACE, "netns", nodes[1])
+        _ip(
+            "link",
+            "add",
+            INTERFACE,
+            "netns",
+            nodes[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            nodes[1],
+        )
         for node, address in zip(nodes, ADDRESSES, strict=True):
             _ip("-n", node, "addr", "add", f"{address}/24", "dev", INTERFACE)
             _ip("-n", node, "link", "set", INTERFACE, "up")

@@ -1,4 +1,6 @@
-"""Plait trains large models over many devices, from one JSON file, with any Hugging Face or plain PyTorch model."""
+"""Plait trains large models over many devices, from one JSON file, with any Hugging Face or plain
+PyTorch model.
+"""
 
 from __future__ import annotations
 

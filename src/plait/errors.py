@@ -1,7 +1,8 @@
-"""Every error a user can meet, in one form: the field and its value, the rule with its numbers, the remedy.
+"""Every error a user can meet, in one form: the field and its value, the rule with its numbers, the
+remedy.
 
-The command prints the message of a PlaitError without a traceback and exits with its `exit_code`. Anything else that escapes is a
-defect of Plait and keeps its traceback.
+The command prints the message of a PlaitError without a traceback and exits with its `exit_code`.
+Anything else that escapes is a defect of Plait and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _LONGEST_MESSAGE = 10_000
 class PlaitError(Exception):
     """A mistake or a condition outside Plait, told in a sentence that a user can act on.
 
-    The message has no control characters besides line breaks and tabs: a name in a file could otherwise
-    change what a terminal shows.
+    The message has no control characters besides line breaks and tabs: a name in a file could
+    otherwise change what a terminal shows.
     """
 
     exit_code = 1
@@ -56,10 +57,17 @@ class PlaitError(Exception):
 
 def printable(text: str) -> str:
     """Return a text that is bounded, and whose control characters are escaped."""
-    cut = text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}... ({len(text):,} characters)"
+    cut = (
+        text
+        if len(text) <= _LONGEST_MESSAGE
+        else f"{text[:_LONGEST_MESSAGE]}... ({len(text):,} characters)"
+    )
     if cut.isprintable():
         return cut
-    return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else ascii(char)[1:-1] for char in cut)
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) != "Cc" else ascii(char)[1:-1]
+        for char in cut
+    )
 
 
 class ConfigError(PlaitError):
@@ -116,7 +124,9 @@ class DeviceError(PlaitError):
 
 
 class NumbersError(PlaitError):
-    """Numbers that cannot be trained on: a loss or gradient that is not finite, or replicas that differ."""
+    """Numbers that cannot be trained on: a loss or gradient that is not finite, or replicas that
+    differ.
+    """
 
     exit_code = 7
     of_batch = True
@@ -138,7 +148,9 @@ def first_line(error: BaseException) -> str:
 
 
 def half_of_a_character(text: str) -> str | None:
-    """The first lone surrogate of a text, as Python writes it: JSON and command lines can have one, tokenizers and UTF-8 cannot."""
+    """The first lone surrogate of a text, as Python writes it: JSON and command lines can have one,
+    tokenizers and UTF-8 cannot.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -147,9 +159,15 @@ def half_of_a_character(text: str) -> str | None:
 
 
 def warn(message: str) -> None:
-    """A warning at the line of the user's own code that called Plait, however deep in Plait it is found."""
+    """A warning at the line of the user's own code that called Plait, however deep in Plait it is
+    found.
+    """
     here = os.path.dirname(__file__) + os.sep
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and (frame.f_code.co_filename.startswith(here) or frame.f_globals.get("__name__") == "contextlib"):
-        frame, level = frame.f_back, level + 1
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(here) or frame.f_globals.get("__name__") == "contextlib"
+    ):
+        frame = frame.f_back
+        level = level + 1
     warnings.warn(message, stacklevel=level)

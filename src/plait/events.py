@@ -1,4 +1,5 @@
-"""What happens during a run, as frozen facts. The engine and the training loop emit them; `observe` only listens.
+"""What happens during a run, as frozen facts. The engine and the training loop emit them; `observe`
+only listens.
 
 Emitting must never change a number, so events carry plain Python values that were read anyway.
 """
@@ -29,8 +30,10 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step over all ranks. `loss` is the global weighted mean; `weight` its denominator (target tokens for a language model);
-    `grad_norm` is global, unscaled and before clipping; `memory_bytes` is this rank's."""
+    """One optimizer step over all ranks. `loss` is the global weighted mean; `weight` its
+    denominator (target tokens for a language model); `grad_norm` is global, unscaled and before
+    clipping; `memory_bytes` is this rank's.
+    """
 
     step: int
     loss: float
@@ -46,7 +49,9 @@ class StepDone:
 
 @dataclass(frozen=True)
 class CommunicationDecided:
-    """What the first steps decided about the exchange of gradients, from the step after this one on."""
+    """What the first steps decided about the exchange of gradients, from the step after this one
+    on.
+    """
 
     step: int
     communication: str
@@ -90,5 +95,7 @@ class RunEnded:
     folder: str
 
 
-Event = RunStarted | StepDone | CommunicationDecided | Validated | CheckpointSaved | Sampled | RunEnded
+Event = (
+    RunStarted | StepDone | CommunicationDecided | Validated | CheckpointSaved | Sampled | RunEnded
+)
 Listener = Callable[[Event], None]

@@ -1,4 +1,6 @@
-"""Modules that a user names as `package.module:name`, and packages that belong to Plait's optional extras."""
+"""Modules that a user names as `package.module:name`, and packages that belong to Plait's optional
+extras.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,24 @@ def require_extra(what: str, extra: str, **packages: str) -> None:
         extra: The extra of Plait that installs them.
         packages: Titles of the packages for the message, keyed by the name that is imported.
 
-    Raises:
-        MissingExtraError: A package is not installed. The message contains the command that installs the
+    Raises: MissingExtraError: A package is not installed. The message contains the command that
+        installs the
             extra.
     """
     missing = [title for name, title in packages.items() if find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
-        raise MissingExtraError(f"{what}: needs {' and '.join(missing)}, which {verb} not installed; run {install_line(extra)}")
+        raise MissingExtraError(
+            f"{what}: needs {' and '.join(missing)}, which {verb} not installed; run"
+            f" {install_line(extra)}"
+        )
 
 
 def install_line(extra: str) -> str:
     """Return the command that installs an optional extra of Plait.
 
-    Plait is not on a package index, so the command names the folder that Plait was installed from, if
-    the folder still exists.
+    Plait is not on a package index, so the command names the folder that Plait was installed from,
+    if the folder still exists.
     """
     try:
         origin = json.loads(distribution("plait").read_text("direct_url.json") or "{}")
@@ -57,13 +62,16 @@ class NotImportable(Exception):
 
     def __init__(self, rule: str, remedy: str) -> None:
         super().__init__(f"{rule}; {remedy}")
-        self.rule, self.remedy = rule, remedy
+        self.rule = rule
+        self.remedy = remedy
 
 
 def module_of(named: str, *, form: str, example: str) -> tuple[ModuleType, str]:
-    """The module, imported, and the name in it. `form` is the rule for a text of another form, and `example` one of this.
+    """The module, imported, and the name in it. `form` is the rule for a text of another form, and
+    `example` one of this.
 
-    Raises NotImportable for such a text and for a module that is not there; an error inside of the module is its own.
+    Raises NotImportable for such a text and for a module that is not there; an error inside of the
+    module is its own.
     """
     path, _, attribute = named.partition(":")
     if not path or path.startswith(".") or not attribute:
@@ -72,5 +80,7 @@ def module_of(named: str, *, form: str, example: str) -> tuple[ModuleType, str]:
         return importlib.import_module(path), attribute
     except ModuleNotFoundError as error:
         if error.name is not None and (path == error.name or path.startswith(f"{error.name}.")):
-            raise NotImportable(f"there is no module {error.name!r} here", "run from its folder, or install it") from None
+            raise NotImportable(
+                f"there is no module {error.name!r} here", "run from its folder, or install it"
+            ) from None
         raise

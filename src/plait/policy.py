@@ -11,4 +11,6 @@ from pydantic import BaseModel, ConfigDict
 class Policy(BaseModel):
     """Frozen, strict about unknown names, documented by its field docstrings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True
+    )

@@ -1,4 +1,6 @@
-"""Units and how they are printed. Names carry their unit everywhere else: `_bytes`, `_seconds`, `_tokens`."""
+"""Units and how they are printed. Names carry their unit everywhere else: `_bytes`, `_seconds`,
+`_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The floating types that a configuration may name."""
 
-SHORT_NAMES: dict[str, str] = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SHORT_NAMES: dict[str, str] = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -79,5 +86,7 @@ def bytes_of(text: str, name: str) -> int:
         base = 1000 if match[3] == "b" else 1024
         size = int(float(match[1]) * base ** (" kmgt".index(match[2]) if match[2] else 0))
     if size < 1:
-        raise InputError(f"{name} {text}: give a size such as 2GiB, 512MiB, 2GB or a number of bytes")
+        raise InputError(
+            f"{name} {text}: give a size such as 2GiB, 512MiB, 2GB or a number of bytes"
+        )
     return size

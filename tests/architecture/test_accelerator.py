@@ -16,7 +16,10 @@ ELSEWHERE = {
     "config/resolving/resolve.py": (2, "reads these fields"),
     "config/dialects/deepspeed.py": (2, "what fields of DeepSpeed's files mean"),
     "config/convert/megatron_flags.py": (1, "what flags of Megatron-LM mean"),
-    "_torch/attention.py": (7, "torch's own names of the switches and operators of fused attention"),
+    "_torch/attention.py": (
+        7,
+        "torch's own names of the switches and operators of fused attention",
+    ),
     "validation/catalogue.py": (5, "rows about NCCL"),
     "validation/profile.py": (6, "names of CUDA's calls and of NCCL's kernels in a profile"),
     "validation/summary.py": (1, "the rows about NCCL"),
@@ -28,10 +31,19 @@ ELSEWHERE = {
 
 def uses(tree: ast.Module) -> Iterator[str]:
     """Names, attributes, arguments and texts of a module that name it. What a docstring or a comment says is prose."""
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    prose = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.keyword(arg=str(text)):
+            case (
+                ast.Name(id=text)
+                | ast.Attribute(attr=text)
+                | ast.arg(arg=text)
+                | ast.keyword(arg=str(text))
+            ):
                 pass
             case ast.FunctionDef(name=text) | ast.ClassDef(name=text):
                 pass
@@ -50,12 +62,25 @@ def test_one_file_names_the_accelerator() -> None:
         for path in sorted(SOURCE.rglob("*.py"))
         if (named := list(uses(ast.parse(path.read_text()))))
     }
-    elsewhere = Counter({file: len(named) for file, named in found.items() if file not in ONE_PLACE})
+    elsewhere = Counter(
+        {file: len(named) for file, named in found.items() if file not in ONE_PLACE}
+    )
     expected = Counter({file: count for file, (count, _) in ELSEWHERE.items()})
-    wrong = {file: found.get(file, []) for file in elsewhere.keys() | expected.keys() if elsewhere[file] != expected[file]}
+    wrong = {
+        file: found.get(file, [])
+        for file in elsewhere.keys() | expected.keys()
+        if elsewhere[file] != expected[file]
+    }
     assert not wrong, f"use plait.cluster.accelerator: {wrong}"
 
 
 def test_what_counts() -> None:
     """A use in code does, prose does not."""
-    assert len(list(uses(ast.parse('"""CUDA."""\nx = torch.cuda.is_available()  # CUDA\ny = "cuda:0"')))) == 2
+    assert (
+        len(
+            list(
+                uses(ast.parse('"""CUDA."""\nx = torch.cuda.is_available()  # CUDA\ny = "cuda:0"'))
+            )
+        )
+        == 2
+    )

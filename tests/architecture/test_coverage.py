@@ -20,7 +20,9 @@ JUNIT = """<?xml version="1.0"?><testsuites><testsuite timestamp="2026-01-02T03:
 
 @pytest.fixture(scope="module")
 def coverage() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plait_coverage_tool", ROOT / "tools" / "coverage.py")
+    spec = importlib.util.spec_from_file_location(
+        "plait_coverage_tool", ROOT / "tools" / "coverage.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -55,7 +57,9 @@ def test_names_are_pytests(coverage: ModuleType, project: Path) -> None:
     }
 
 
-def test_a_level_is_passed_only_when_all_its_tests_ran_and_none_failed(coverage: ModuleType, project: Path) -> None:
+def test_a_level_is_passed_only_when_all_its_tests_ran_and_none_failed(
+    coverage: ModuleType, project: Path
+) -> None:
     assert coverage.main([str(project / "run.xml")], project) == 0
     first, second = (project / "docs" / "development" / "coverage.md").read_text().splitlines()[-2:]
     assert "1 passed, 1 skipped (2026-01-02" in first
@@ -79,7 +83,9 @@ def test_never_run_is_not_passed(coverage: ModuleType, project: Path) -> None:
     assert first.endswith("| never run<br>never run |  |")
 
 
-def test_a_page_that_says_more_is_found(coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_says_more_is_found(
+    coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     coverage.main([], project)
     page = project / "docs" / "development" / "coverage.md"
     page.write_text(page.read_text().replace("never run |  |", "never run | L4 |"))
@@ -87,8 +93,13 @@ def test_a_page_that_says_more_is_found(coverage: ModuleType, project: Path, cap
     assert "docs/development/coverage.md is not what" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("gone", ["tests/a/test_y.py", "tests/a/test_x.py::test_three", "tests/a/test_x.py::TestIt::test_no"])
-def test_tests_that_are_gone_are_found(coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str], gone: str) -> None:
+@pytest.mark.parametrize(
+    "gone",
+    ["tests/a/test_y.py", "tests/a/test_x.py::test_three", "tests/a/test_x.py::TestIt::test_no"],
+)
+def test_tests_that_are_gone_are_found(
+    coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str], gone: str
+) -> None:
     mission = project / "docs" / "development" / "mission.yaml"
     mission.write_text(mission.read_text().replace("tests/a/test_x.py::TestIt", gone))
     assert coverage.main([], project) == 1

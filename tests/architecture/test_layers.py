@@ -60,16 +60,27 @@ def _dotted(node: ast.AST) -> str:
 def test_imports_go_down_only_and_in_no_circle() -> None:
     tool = Path(sys.executable).with_name("lint-imports")
     if not tool.exists():
-        assert importlib.util.find_spec("importlinter") is None, "import-linter is installed without its command"
+        assert importlib.util.find_spec("importlinter") is None, (
+            "import-linter is installed without its command"
+        )
         pytest.skip("import-linter is not installed")
-    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout[done.stdout.find("Contracts") :]
 
 
 def test_nothing_imports_the_root_package_for_its_names() -> None:
     """`from plait import X` with a public name would pull upper layers into lower ones past the layer rule."""
-    packages = {path.stem for path in SOURCE.glob("*.py")} | {path.name for path in SOURCE.iterdir() if path.is_dir()}
-    bad = [_at(path, node) for path in FILES for node, module, name in _imports(path) if module == "plait" and name not in packages]
+    packages = {path.stem for path in SOURCE.glob("*.py")} | {
+        path.name for path in SOURCE.iterdir() if path.is_dir()
+    }
+    bad = [
+        _at(path, node)
+        for path in FILES
+        for node, module, name in _imports(path)
+        if module == "plait" and name not in packages
+    ]
     assert not bad
 
 
@@ -99,15 +110,46 @@ def _hidden_by_torch() -> frozenset[str]:
 
     parameter = torch.nn.Parameter(torch.ones(1))
     schedule = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([parameter]))
-    things: list[object] = [torch, dist, torch.nn, torch.optim, torch.Tensor, parameter, torch.UntypedStorage, torch.nn.Module()]
-    things += [torch.ops.aten.add_.Tensor, DeviceMesh, DTensor, FakeWork, dist.ProcessGroup, dist.distributed_c10d, torch.autograd.Variable]
-    things += [torch.optim.Optimizer, schedule, torch.optim.lr_scheduler.SequentialLR, torch.Generator, torch.nn.modules.dropout]
-    things += [torch.nn.MultiheadAttention, torch.distributed.pipelining.schedules.Schedule1F1B, torch._C]
+    things: list[object] = [
+        torch,
+        dist,
+        torch.nn,
+        torch.optim,
+        torch.Tensor,
+        parameter,
+        torch.UntypedStorage,
+        torch.nn.Module(),
+    ]
+    things += [
+        torch.ops.aten.add_.Tensor,
+        DeviceMesh,
+        DTensor,
+        FakeWork,
+        dist.ProcessGroup,
+        dist.distributed_c10d,
+        torch.autograd.Variable,
+    ]
+    things += [
+        torch.optim.Optimizer,
+        schedule,
+        torch.optim.lr_scheduler.SequentialLR,
+        torch.Generator,
+        torch.nn.modules.dropout,
+    ]
+    things += [
+        torch.nn.MultiheadAttention,
+        torch.distributed.pipelining.schedules.Schedule1F1B,
+        torch._C,
+    ]
     for module in (_fsdp_state, _fsdp_param_group, _fsdp_param):
-        things += [thing for name, thing in vars(module).items() if name.startswith(("FSDP", "_FSDP"))]
+        things += [
+            thing for name, thing in vars(module).items() if name.startswith(("FSDP", "_FSDP"))
+        ]
         written = re.findall(r"self\.(_[a-z]\w*)", Path(str(module.__file__)).read_text())
         things += [SimpleNamespace(**dict.fromkeys(written))]
-    return frozenset(name for thing in things for name in dir(thing) if re.match(r"_[a-zA-Z]", name))
+    return frozenset(
+        name for thing in things for name in dir(thing) if re.match(r"_[a-zA-Z]", name)
+    )
 
 
 DOCUMENTED = ("_monitor_workers", "_shutdown")
@@ -118,19 +160,37 @@ BY_NAME = ("getattr", "hasattr", "setattr")
 
 
 def _private_names_of_torch(path: Path) -> Iterator[str]:
-    own = {node.name for node in ast.walk(_tree(path)) if isinstance(node, ast.FunctionDef | ast.ClassDef)} - {*DOCUMENTED}
-    own |= {node.attr for node in ast.walk(_tree(path)) if isinstance(node, ast.Attribute) and _dotted(node.value) in ("self", "cls")}
+    own = {
+        node.name
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    } - {*DOCUMENTED}
+    own |= {
+        node.attr
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Attribute) and _dotted(node.value) in ("self", "cls")
+    }
     for node, module, name in _imports(path):
-        if module.split(".")[0] == "torch" and any(re.match(r"_[a-z]", part) for part in [*module.split("."), name]):
+        if module.split(".")[0] == "torch" and any(
+            re.match(r"_[a-z]", part) for part in [*module.split("."), name]
+        ):
             yield _at(path, node)
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Attribute):
             name, of = node.attr, _dotted(node.value)
-        elif isinstance(node, ast.Call) and _dotted(node.func) in BY_NAME and isinstance(node.args[1], ast.Constant):
+        elif (
+            isinstance(node, ast.Call)
+            and _dotted(node.func) in BY_NAME
+            and isinstance(node.args[1], ast.Constant)
+        ):
             name, of = str(node.args[1].value), ""
         else:
             continue
-        if name in _hidden_by_torch() - own - {*DOCUMENTED} and of not in ("self", "cls", "os", "sys") and not of.startswith(OPERATORS):
+        if (
+            name in _hidden_by_torch() - own - {*DOCUMENTED}
+            and of not in ("self", "cls", "os", "sys")
+            and not of.startswith(OPERATORS)
+        ):
             yield f"{_at(path, node)} {name}"
 
 
@@ -139,8 +199,20 @@ OPERATORS = ("torch.ops", "_aten")
 
 
 def test_private_names_of_torch_are_only_in_their_package() -> None:
-    assert {"_parameters", "_flatten", "_local_tensor", "_cdata", "_version", "_last_lr"} <= _hidden_by_torch()
-    bad = [found for path in FILES if not _name(path).startswith("_torch/") for found in _private_names_of_torch(path)]
+    assert {
+        "_parameters",
+        "_flatten",
+        "_local_tensor",
+        "_cdata",
+        "_version",
+        "_last_lr",
+    } <= _hidden_by_torch()
+    bad = [
+        found
+        for path in FILES
+        if not _name(path).startswith("_torch/")
+        for found in _private_names_of_torch(path)
+    ]
     assert not bad
 
 
@@ -162,7 +234,15 @@ def test_a_private_name_of_torch_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 PURE_PACKAGES = ("config", "planner", "model")
-IMPURE_MODULES = ("torch.distributed", "torch.cuda", "socket", "subprocess", "urllib", "requests", "huggingface_hub")
+IMPURE_MODULES = (
+    "torch.distributed",
+    "torch.cuda",
+    "socket",
+    "subprocess",
+    "urllib",
+    "requests",
+    "huggingface_hub",
+)
 
 
 def test_configuration_planner_and_model_facts_are_pure() -> None:
@@ -197,11 +277,19 @@ def test_optional_dependencies_are_imported_where_they_are_used() -> None:
     for path in FILES:
         if _name(path).startswith("hf/"):
             continue
-        bad += [f"{_at(path, node)} imports plait.hf" for node, module, _ in _imports(path) if module.startswith("plait.hf")]
+        bad += [
+            f"{_at(path, node)} imports plait.hf"
+            for node, module, _ in _imports(path)
+            if module.startswith("plait.hf")
+        ]
         for node in _tree(path).body:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            bad += [f"{_at(path, node)} imports {module}" for module in modules if module.split(".")[0] in OPTIONAL]
+            bad += [
+                f"{_at(path, node)} imports {module}"
+                for module in modules
+                if module.split(".")[0] in OPTIONAL
+            ]
     assert not bad
 
 
@@ -212,8 +300,13 @@ def _documented(body: list[ast.stmt], owner: str, bases: bool) -> Iterator[tuple
             if ast.get_docstring(node) is None:
                 yield node, f"{owner}{node.name}"
             yield from _documented(node.body, f"{owner}{node.name}.", bool(node.bases))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
-            overload = any("overload" in ast.dump(decorator) or "setter" in ast.dump(decorator) for decorator in node.decorator_list)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+            "_"
+        ):
+            overload = any(
+                "overload" in ast.dump(decorator) or "setter" in ast.dump(decorator)
+                for decorator in node.decorator_list
+            )
             if ast.get_docstring(node) is None and not overload and not (owner and bases):
                 yield node, f"{owner}{node.name}"
 
@@ -237,6 +330,9 @@ def test_a_file_says_nothing_of_where_it_was_written() -> None:
     """Absolute paths of a developer's machine have no place in a product."""
     pattern = re.compile(r"/(work|home|root|Users)/[a-z]")
     bad = [
-        f"{_name(path)}:{number}" for path in FILES for number, line in enumerate(path.read_text().splitlines(), 1) if pattern.search(line)
+        f"{_name(path)}:{number}"
+        for path in FILES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line)
     ]
     assert not bad

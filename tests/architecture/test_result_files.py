@@ -13,13 +13,28 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_files_are_small() -> None:
-    sizes = {str(path.relative_to(FOLDER)): path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()}
+    sizes = {
+        str(path.relative_to(FOLDER)): path.stat().st_size
+        for path in FOLDER.rglob("*")
+        if path.is_file()
+    }
     large = {name: size for name, size in sizes.items() if size > MOST_BYTES}
-    assert not large, f"at most {MOST_BYTES} bytes: leave out what no page, test or reader needs, and write with benchmarks.common.results"
+    assert not large, (
+        f"at most {MOST_BYTES} bytes: leave out what no page, test or reader needs, and write with benchmarks.common.results"
+    )
 
 
 @pytest.mark.parametrize(
-    "value", [1, "a", [], {}, [1, [2, {"a": None}]], {"a": {"b": [0.5] * 99}, "c": list(range(99))}, [[list(range(50))] * 3]]
+    "value",
+    [
+        1,
+        "a",
+        [],
+        {},
+        [1, [2, {"a": None}]],
+        {"a": {"b": [0.5] * 99}, "c": list(range(99))},
+        [[list(range(50))] * 3],
+    ],
 )
 def test_text_is_json(value: object) -> None:
     assert json.loads(dumps(value)) == value
@@ -32,4 +47,7 @@ def test_short_values_are_on_one_line() -> None:
 
 
 def test_floats_are_rounded() -> None:
-    assert rounded({"a": [1.23456789, 123456789, "x"], "b": (1e-9 / 3,)}) == {"a": [1.2346, 123456789, "x"], "b": [3.3333e-10]}
+    assert rounded({"a": [1.23456789, 123456789, "x"], "b": (1e-9 / 3,)}) == {
+        "a": [1.2346, 123456789, "x"],
+        "b": [3.3333e-10],
+    }

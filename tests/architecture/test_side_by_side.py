@@ -25,42 +25,77 @@ def tests() -> ModuleType:
 def test_every_test_is_in_one_part(tests: ModuleType) -> None:
     """Or has a command of its own."""
     for file in (ROOT / "tests").rglob("test_*.py"):
-        assert sum(is_given(file, paths) for paths in (*tests.PARTS.values(), tests.SEPARATE)) == 1, file
+        assert (
+            sum(is_given(file, paths) for paths in (*tests.PARTS.values(), tests.SEPARATE)) == 1
+        ), file
 
 
 def is_given(file: Path, arguments: tuple[str, ...]) -> bool:
     """Whether pytest with these arguments runs `file`."""
-    ignored = [ROOT / one.removeprefix("--ignore=") for one in arguments if one.startswith("--ignore=")]
-    return any(ROOT / one in file.parents for one in arguments) and not any(one in file.parents for one in ignored)
+    ignored = [
+        ROOT / one.removeprefix("--ignore=") for one in arguments if one.startswith("--ignore=")
+    ]
+    return any(ROOT / one in file.parents for one in arguments) and not any(
+        one in file.parents for one in ignored
+    )
 
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [([0, 0], 0), ([0, 1], 1), ([1, 0], 1), ([5, 0], 0), ([0, 5], 0), ([5, 5], 5), ([5, 1], 1), ([2, 5], 2), ([-9, 0], 1)],
+    [
+        ([0, 0], 0),
+        ([0, 1], 1),
+        ([1, 0], 1),
+        ([5, 0], 0),
+        ([0, 5], 0),
+        ([5, 5], 5),
+        ([5, 1], 1),
+        ([2, 5], 2),
+        ([-9, 0], 1),
+    ],
 )
-def test_a_failure_of_any_part_is_one_of_all(tests: ModuleType, codes: list[int], expected: int) -> None:
+def test_a_failure_of_any_part_is_one_of_all(
+    tests: ModuleType, codes: list[int], expected: int
+) -> None:
     assert tests.exit_code(codes) == expected
 
 
-def test_paths_and_what_needs_a_terminal_are_one_pytest(tests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_what_needs_a_terminal_are_one_pytest(
+    tests: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[list[str]] = []
     monkeypatch.setattr(tests.subprocess, "call", lambda command, **_: calls.append(command) or 0)
     monkeypatch.setattr(tests, "side_by_side", lambda arguments: 7)
     assert tests.main(["-k", "topology"]) == tests.main(["--durations=50"]) == tests.main([]) == 7
-    assert tests.main(["tests/unit/test_covers.py::test_the_rest_is_proof", "-x"]) == tests.main(["--pdb"]) == 0
-    assert calls[0][-2:] == ["tests/unit/test_covers.py::test_the_rest_is_proof", "-x"] and calls[1][-1] == "--pdb"
+    assert (
+        tests.main(["tests/unit/test_covers.py::test_the_rest_is_proof", "-x"])
+        == tests.main(["--pdb"])
+        == 0
+    )
+    assert (
+        calls[0][-2:] == ["tests/unit/test_covers.py::test_the_rest_is_proof", "-x"]
+        and calls[1][-1] == "--pdb"
+    )
 
 
 def test_what_is_left_out_is_said(tests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     (line,) = tests.left_out()
-    assert line.startswith("not run here: tests/simulated_device (make simulated), which would skip them: there is no C++ compiler")
+    assert line.startswith(
+        "not run here: tests/simulated_device (make simulated), which would skip them: there is no C++ compiler"
+    )
 
 
-def test_lines_of_a_part_bear_its_name(tests: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_part_bear_its_name(
+    tests: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     failures: list[str] = []
     program = "print('FAILED a.py::b - c'); print('.FAILED')"
-    tests.show("alone", subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True), failures)
+    tests.show(
+        "alone",
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True),
+        failures,
+    )
     assert capsys.readouterr().out == "alone    | FAILED a.py::b - c\nalone    | .FAILED\n"
     assert failures == ["alone    | FAILED a.py::b - c"]
 

@@ -19,7 +19,9 @@ from tests.parity import cases
 LENGTH, LAYERS = 16, 4
 
 
-def foretold(config: dict[str, Any], world: int, dtype: torch.dtype = torch.float32) -> tuple[RankActivations, ...]:
+def foretold(
+    config: dict[str, Any], world: int, dtype: torch.dtype = torch.float32
+) -> tuple[RankActivations, ...]:
     """Of every rank of the pipeline."""
     resolved = resolve(load(config), world_size=world)
     model = cases.build("llama", tied=True, dtype=dtype, layers=LAYERS)

@@ -20,11 +20,15 @@ def write_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     reduce_scatter, all_to_all = dist.reduce_scatter_tensor, dist.all_to_all_single
 
-    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def reduce_scatter_tensor(
+        output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         output.copy_(input.view(-1)[: output.numel()].view(output.shape))
         return reduce_scatter(output, input, *args, **kwargs)
 
-    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def all_to_all_single(
+        output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         output.zero_()
         return all_to_all(output, input, *args, **kwargs)
 

@@ -21,9 +21,22 @@ SAMPLES, LENGTH = 2, 32
 TOLERANCE = 0.02
 
 
-def settings(*, stage: int, tp: int = 1, accumulation: int = 1, bf16: bool = False, recompute: str = "none", **more: Any) -> dict[str, Any]:
+def settings(
+    *,
+    stage: int,
+    tp: int = 1,
+    accumulation: int = 1,
+    bf16: bool = False,
+    recompute: str = "none",
+    **more: Any,
+) -> dict[str, Any]:
     """Two data-parallel ranks."""
-    parallel = {"tp": tp, "dp_replicate": 1 if stage else 2, "dp_shard": 2 if stage else 1, "recompute": {"mode": recompute}}
+    parallel = {
+        "tp": tp,
+        "dp_replicate": 1 if stage else 2,
+        "dp_shard": 2 if stage else 1,
+        "recompute": {"mode": recompute},
+    }
     return {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": accumulation,
@@ -51,7 +64,9 @@ def predicted_and_measured(
     start(world)
     resolved = resolve(load(config), world_size=world)
     model = cases.build(kind, tied=tied, dtype=torch.float32)
-    predicted = predict_peak_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
+    predicted = predict_peak_on(
+        build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH
+    )
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     return predicted, measure_peak(engine, data(config["gradient_accumulation_steps"]))
 

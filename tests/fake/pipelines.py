@@ -30,7 +30,9 @@ def build(
     model = cases.build("llama", tied=True, dtype=torch.float32, layers=layers or layers_of(config))
     resolved = resolve(load(config), world_size=world)
     blocks, tp = find_blocks(model), resolved.layout.tp
-    facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
+    facts = model_facts(
+        model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None
+    )
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     found = engine.parts.noted(PipelineParts)
     assert found is not None and engine.sharded.pipeline is not None
@@ -52,7 +54,12 @@ def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelineParts, ra
     itemsize = 2 if resolved.precision.compute else 4
     part = layout.tp if resolved.tensor_parallel.sequence_parallel else 1
     counts = stage_counts(
-        pipeline.schedule, at["pp"], cut=pipeline.cut, facts=facts, boundary_bytes=2 * LENGTH * HIDDEN * itemsize // part, ledger=ledger
+        pipeline.schedule,
+        at["pp"],
+        cut=pipeline.cut,
+        facts=facts,
+        boundary_bytes=2 * LENGTH * HIDDEN * itemsize // part,
+        ledger=ledger,
     )
     own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
     techniques = resolved.techniques

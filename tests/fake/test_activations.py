@@ -41,14 +41,22 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def foretold(kind: str, config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, RankActivations, Ledger]:
+def foretold(
+    kind: str, config: dict[str, Any], dtype: torch.dtype
+) -> tuple[Any, Any, RankActivations, Ledger]:
     """(model, resolved, facts, ledger) before anything is applied."""
-    world = config["parallel"]["tp"] * config["parallel"]["dp_replicate"] * config["parallel"]["dp_shard"]
+    world = (
+        config["parallel"]["tp"]
+        * config["parallel"]["dp_replicate"]
+        * config["parallel"]["dp_shard"]
+    )
     resolved = resolve(load(config), world_size=world)
     model = cases.build(kind, tied=False, dtype=dtype)
     chunk = resolved.loss_chunk_tokens
     blocks = find_blocks(model)
-    compute = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}[resolved.precision.compute]
+    compute = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}[
+        resolved.precision.compute
+    ]
     (measured,) = rank_activations(
         model,
         blocks=blocks,
@@ -58,13 +66,25 @@ def foretold(kind: str, config: dict[str, Any], dtype: torch.dtype) -> tuple[Any
         tiled_mlp=resolved.tiled_mlp,
         recompute=resolved.recompute,
         compute_dtype=compute,
-        **({"loss_fn": ChunkedCausalLMLoss(chunk_tokens=chunk), "forward": deferred(default_forward, model)} if chunk else {}),
+        **(
+            {
+                "loss_fn": ChunkedCausalLMLoss(chunk_tokens=chunk),
+                "forward": deferred(default_forward, model),
+            }
+            if chunk
+            else {}
+        ),
     )
     at = resolved.layout
     plan = make_plan(model, tp=at.tp, blocks=blocks) if at.tp > 1 else None
     start = Ledger.of_rank(at, accumulation=1, tokens=SAMPLES * LENGTH, activations=measured)
     techniques = resolved.techniques
-    return model, resolved, measured, account_all(techniques, start, model_facts(model, blocks, tensor_plan=plan))
+    return (
+        model,
+        resolved,
+        measured,
+        account_all(techniques, start, model_facts(model, blocks, tensor_plan=plan)),
+    )
 
 
 CASES = [
@@ -92,12 +112,22 @@ WHOLE = [
     for stage in (0, 1, 2, 3)
     for mode in RECOMPUTE
     for dtype in (None, "bf16")
-    if not (kind == "gpt2" and sequence) and not (dtype and stage == 0) and not (mode == "sliced" and (tp == 1 or sequence))
+    if not (kind == "gpt2" and sequence)
+    and not (dtype and stage == 0)
+    and not (mode == "sliced" and (tp == 1 or sequence))
 ]
 
 
 @pytest.mark.parametrize(("kind", "tp", "sequence", "stage", "mode", "dtype"), CASES)
-def test_foretold_is_measured(fake_world: FakeWorld, kind: str, tp: int, sequence: bool, stage: int, mode: str, dtype: str | None) -> None:
+def test_foretold_is_measured(
+    fake_world: FakeWorld,
+    kind: str,
+    tp: int,
+    sequence: bool,
+    stage: int,
+    mode: str,
+    dtype: str | None,
+) -> None:
     """A cover of the matrix."""
     check(fake_world, kind, tp, sequence, stage, mode, dtype)
 
@@ -105,7 +135,13 @@ def test_foretold_is_measured(fake_world: FakeWorld, kind: str, tp: int, sequenc
 @pytest.mark.proof
 @pytest.mark.parametrize(("kind", "tp", "sequence", "stage", "mode", "dtype"), WHOLE)
 def test_foretold_is_measured_everywhere(
-    fake_world: FakeWorld, kind: str, tp: int, sequence: bool, stage: int, mode: str, dtype: str | None
+    fake_world: FakeWorld,
+    kind: str,
+    tp: int,
+    sequence: bool,
+    stage: int,
+    mode: str,
+    dtype: str | None,
 ) -> None:
     """The matrix."""
     check(fake_world, kind, tp, sequence, stage, mode, dtype)
@@ -115,14 +151,31 @@ def test_foretold_is_measured_everywhere(
 @pytest.mark.parametrize("tp", [1, 2])
 def test_with_the_loss_in_pieces(fake_world: FakeWorld, tp: int, loss_parallel: bool) -> None:
     """The head's input takes the place of the logits; the loss's collectives go out twice."""
-    check(fake_world, "llama", tp, tp == 2 and loss_parallel, 3, "selective", None, loss_chunk_tokens=6, loss_parallel=loss_parallel)
+    check(
+        fake_world,
+        "llama",
+        tp,
+        tp == 2 and loss_parallel,
+        3,
+        "selective",
+        None,
+        loss_chunk_tokens=6,
+        loss_parallel=loss_parallel,
+    )
 
 
 @pytest.mark.parametrize(
     ("tp", "sequence", "mode", "dtype"),
-    [(1, False, "none", "bf16"), (1, False, "half", None), (2, True, "none", None), (2, False, "full", None)],
+    [
+        (1, False, "none", "bf16"),
+        (1, False, "half", None),
+        (2, True, "none", None),
+        (2, False, "full", None),
+    ],
 )
-def test_with_the_mlp_in_tiles(fake_world: FakeWorld, tp: int, sequence: bool, mode: str, dtype: str | None) -> None:
+def test_with_the_mlp_in_tiles(
+    fake_world: FakeWorld, tp: int, sequence: bool, mode: str, dtype: str | None
+) -> None:
     """What is wide is not kept, and nothing is sent again."""
     check(fake_world, "llama", tp, sequence, 3, mode, dtype, mlp_tile_tokens=6)
 
@@ -133,7 +186,15 @@ def test_a_tile_keeps_nothing_wide(fake_world: FakeWorld, mode: str) -> None:
     fake_world(1)
     kept = []
     for tokens in (0, 4):
-        config = settings(1, 1, 0, 1, 1, False, recompute=RECOMPUTE[mode] | ({"keep": ["matmul"]} if mode == "selective" else {}))
+        config = settings(
+            1,
+            1,
+            0,
+            1,
+            1,
+            False,
+            recompute=RECOMPUTE[mode] | ({"keep": ["matmul"]} if mode == "selective" else {}),
+        )
         config["parallel"]["mlp_tile_tokens"] = tokens
         kept.append(int(foretold("llama", config, torch.float32)[3].memory["activations"][0]))
     model = cases.build("llama", tied=False)
@@ -141,13 +202,25 @@ def test_a_tile_keeps_nothing_wide(fake_world: FakeWorld, mode: str) -> None:
     assert kept[0] - kept[1] >= model.config.num_hidden_layers * wide
 
 
-def check(fake_world: FakeWorld, kind: str, tp: int, sequence: bool, stage: int, mode: str, dtype: str | None, **more: Any) -> None:
+def check(
+    fake_world: FakeWorld,
+    kind: str,
+    tp: int,
+    sequence: bool,
+    stage: int,
+    mode: str,
+    dtype: str | None,
+    **more: Any,
+) -> None:
     """Blocks, head and loss; and the traffic that recomputation repeats."""
     fake_world(2 * tp)
     recompute = dict(RECOMPUTE[mode])
     partition = recompute.pop("partition", False)
     config = settings(2 * tp, tp, stage, 1, 1, sequence, recompute=recompute, **more)
-    config |= {"bf16": {"enabled": dtype == "bf16"}, "activation_checkpointing": {"partition_activations": partition}}
+    config |= {
+        "bf16": {"enabled": dtype == "bf16"},
+        "activation_checkpointing": {"partition_activations": partition},
+    }
     model, resolved, _, ledger = foretold(kind, config, torch.float32)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     held = measure_activations(engine, batch())

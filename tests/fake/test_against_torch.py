@@ -30,12 +30,16 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(model: nn.Module, *, sequence: bool) -> tuple[dict[str, int], dict[str, int], Counter[str]]:
+def count(
+    model: nn.Module, *, sequence: bool
+) -> tuple[dict[str, int], dict[str, int], Counter[str]]:
     """(calls, bytes, operators) of one forward and backward of the first block."""
     for _ in range(2):  # DTensor's caches are warm in the second
         with count_traffic() as traffic, Operators() as operators:
             step(model, sequence=sequence)
-    calls = Counter("reduce_scatter" if call.kind == "all_to_all" else call.kind for call in traffic.calls)  # what gloo's is made of
+    calls = Counter(
+        "reduce_scatter" if call.kind == "all_to_all" else call.kind for call in traffic.calls
+    )  # what gloo's is made of
     return dict(calls), traffic.bytes(), operators.counts
 
 
@@ -48,4 +52,7 @@ def test_no_more_than_by_hand(fake_world: Callable[..., None], sequence: bool) -
     for kind in ("all_gather", "reduce_scatter", "all_reduce") if sequence else ("all_reduce",):
         assert our_calls[kind] <= their_calls[kind], (our_calls, their_calls)
         assert our_bytes[kind] <= their_bytes[kind], (our_bytes, their_bytes)
-    assert our_operators.total() <= 1.01 * their_operators.total(), (our_operators - their_operators, their_operators - our_operators)
+    assert our_operators.total() <= 1.01 * their_operators.total(), (
+        our_operators - their_operators,
+        their_operators - our_operators,
+    )

@@ -29,18 +29,41 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-LAYOUTS = [(4, 0, 1, 0), (1, 0, 1, 0), (2, 1, 1, 0), (5, 2, 1, 4), (7, 3, 1, 6), (8, 1, 2, 0), (8, 2, 2, 0), (8, 3, 2, 0)]
+LAYOUTS = [
+    (4, 0, 1, 0),
+    (1, 0, 1, 0),
+    (2, 1, 1, 0),
+    (5, 2, 1, 4),
+    (7, 3, 1, 6),
+    (8, 1, 2, 0),
+    (8, 2, 2, 0),
+    (8, 3, 2, 0),
+]
 
 
 @pytest.mark.parametrize(
     ("world", "stage", "replicas", "rank", "kind", "accumulation", "precision"),
     cover(
-        ((*layout, *others) for layout in LAYOUTS for others in product(("llama", "frozen"), (1, 3), PRECISIONS)),
-        features=lambda world, stage, replicas, rank, *others: ((world, stage, replicas, rank), *others),
+        (
+            (*layout, *others)
+            for layout in LAYOUTS
+            for others in product(("llama", "frozen"), (1, 3), PRECISIONS)
+        ),
+        features=lambda world, stage, replicas, rank, *others: (
+            (world, stage, replicas, rank),
+            *others,
+        ),
     ),
 )
 def test_memory_and_traffic(
-    fake_world: FakeWorld, kind: str, world: int, stage: int, replicas: int, rank: int, accumulation: int, precision: str
+    fake_world: FakeWorld,
+    kind: str,
+    world: int,
+    stage: int,
+    replicas: int,
+    rank: int,
+    accumulation: int,
+    precision: str,
 ) -> None:
     """Every kind, exact."""
     fake_world(world, rank)
@@ -66,7 +89,9 @@ def test_bytes_of_1_to_1024_ranks(fake_world: FakeWorld, stage: int) -> None:
         fake_world(world)
         engine, resolved, facts = build("llama", settings(world, stage, 1, 1), world)
         held = measure_step(engine, batch(1))
-        assert held == {kind: int(count[0]) for kind, count in predicted(resolved, facts, 0).memory.items()}, world
+        assert held == {
+            kind: int(count[0]) for kind, count in predicted(resolved, facts, 0).memory.items()
+        }, world
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -98,23 +123,39 @@ def test_accumulation_divides_the_traffic_of_a_sample(fake_world: FakeWorld) -> 
 
 def test_100_000_candidates_in_one_call() -> None:
     """The ledger prices a whole search space at once, and an entry of it is the single candidate's figure."""
-    facts = model_facts(cases.build("llama", tied=True, dtype=torch.float32), ("model.layers.0", "model.layers.1"))
+    facts = model_facts(
+        cases.build("llama", tied=True, dtype=torch.float32), ("model.layers.0", "model.layers.1")
+    )
     generator = np.random.default_rng(0)
     many = 100_000
     stage = generator.integers(0, 4, many)
     shard = np.where(stage == 0, 1, 2 ** generator.integers(0, 11, many))
-    ledger = Ledger.start(dp_replicate=2 ** generator.integers(0, 4, many), dp_shard=shard, accumulation=generator.integers(1, 9, many))
+    ledger = Ledger.start(
+        dp_replicate=2 ** generator.integers(0, 4, many),
+        dp_shard=shard,
+        accumulation=generator.integers(1, 9, many),
+    )
     whole = account_all((Precision(), DataParallel.sweep(stage=stage)), ledger, facts)
     for index in range(0, many, 9973):
-        one = Ledger.start(dp_replicate=ledger.dp_replicate[index], dp_shard=shard[index], accumulation=ledger.accumulation[index])
+        one = Ledger.start(
+            dp_replicate=ledger.dp_replicate[index],
+            dp_shard=shard[index],
+            accumulation=ledger.accumulation[index],
+        )
         single = account_all((Precision(), DataParallel.sweep(stage=stage[index])), one, facts)
         for table, wanted in ((whole.memory, single.memory), (whole.traffic, single.traffic)):
-            assert {kind: int(count[index]) for kind, count in table.items()} == {kind: int(count[0]) for kind, count in wanted.items()}
+            assert {kind: int(count[index]) for kind, count in table.items()} == {
+                kind: int(count[0]) for kind, count in wanted.items()
+            }
 
 
-@pytest.mark.parametrize(("world", "stage", "kind"), [(1, 0, "llama"), (3, 1, "gpt2"), (2, 2, "llama"), (4, 3, "qwen3")])
+@pytest.mark.parametrize(
+    ("world", "stage", "kind"), [(1, 0, "llama"), (3, 1, "gpt2"), (2, 2, "llama"), (4, 3, "qwen3")]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_updates_in_the_backward(fake_world: FakeWorld, world: int, stage: int, kind: str, precision: str) -> None:
+def test_updates_in_the_backward(
+    fake_world: FakeWorld, world: int, stage: int, kind: str, precision: str
+) -> None:
     """The gradients of one unit, of one parameter where nothing is sharded; everything else as without."""
     fake_world(world)
     found = []
@@ -127,7 +168,9 @@ def test_updates_in_the_backward(fake_world: FakeWorld, world: int, stage: int, 
         engine, resolved, facts = build(kind, config, world)
         held = measure_step(engine, batch(1))
         ledger = predicted(resolved, facts, 0)
-        assert held == {name: int(ledger.memory[name][0]) if name in ledger.memory else 0 for name in held}
+        assert held == {
+            name: int(ledger.memory[name][0]) if name in ledger.memory else 0 for name in held
+        }
         found.append(held)
     at_end, inside = found
     assert inside["gradients"] < at_end["gradients"]

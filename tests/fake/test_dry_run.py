@@ -69,41 +69,68 @@ def test_the_winner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["flops"] > 0 and found["operators"][0]["calls"] > 0
 
 
-def test_what_is_fixed_changes_the_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "--model", config(tmp_path), *PLAN, "--fix", "tp=2,pp=1,stage=3,dp_shard=4")
+def test_what_is_fixed_changes_the_traffic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = told(
+        capsys, "--model", config(tmp_path), *PLAN, "--fix", "tp=2,pp=1,stage=3,dp_shard=4"
+    )
     axes = {(entry["axis"], entry["kind"]): entry["ranks"] for entry in found["traffic"]}
     assert axes["dp_shard", "all_gather"] == 4 and {axis for axis, _ in axes} >= {"tp", "dp_shard"}
 
 
-def test_a_file_that_fixes_its_layout_is_run_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_fixes_its_layout_is_run_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = run_file(tmp_path, pp=2, tp=2)
     arguments = (file, "--world-size", "8", "--gpu", "h100")
     first = told(capsys, *arguments, "--rank", "0")
     last = told(capsys, *arguments, "--rank", "4")
-    assert (first["stage"], last["stage"]) == ("rank 0 of 2 in the pipeline", "rank 1 of 2 in the pipeline")
+    assert (first["stage"], last["stage"]) == (
+        "rank 0 of 2 in the pipeline",
+        "rank 1 of 2 in the pipeline",
+    )
     assert first["micro_batches_of_a_step"] == 2
     assert first["bytes"]["parameters"]["dry_run"] != last["bytes"]["parameters"]["dry_run"]
     assert first["bytes"]["peak"]["ratio"] == pytest.approx(1, abs=0.03)
     assert run(*arguments) == 0
     printed = capsys.readouterr()
-    assert "fixes its layout" in printed.out and "ratio" in printed.out and "building rank" in printed.err
+    assert (
+        "fixes its layout" in printed.out
+        and "ratio" in printed.out
+        and "building rank" in printed.err
+    )
 
 
-def test_a_whole_step_has_more_calls_and_the_same_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ("--model", config(tmp_path), *PLAN, "--fix", "tp=1,pp=1,stage=3,dp_shard=2,dp_replicate=4,micro_batch=1")
+def test_a_whole_step_has_more_calls_and_the_same_peak(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = (
+        "--model",
+        config(tmp_path),
+        *PLAN,
+        "--fix",
+        "tp=1,pp=1,stage=3,dp_shard=2,dp_replicate=4,micro_batch=1",
+    )
     common = tuple("32" if text == "16" else text for text in common)
     part, whole = told(capsys, *common), told(capsys, *common, "--full-step")
     assert (part["micro_batches_run"], whole["micro_batches_run"]) == (2, 4)
-    assert part["bytes"]["peak"]["dry_run"] == pytest.approx(whole["bytes"]["peak"]["dry_run"], rel=0.01)
+    assert part["bytes"]["peak"]["dry_run"] == pytest.approx(
+        whole["bytes"]["peak"]["dry_run"], rel=0.01
+    )
     assert part["flops"] * 2 == whole["flops"]
 
 
-def test_a_rank_that_the_layout_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_the_layout_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--model", config(tmp_path), *PLAN, *FIXED, "--rank", "8") == 2
     assert "the layout has ranks 0 to 7" in capsys.readouterr().err
 
 
-def test_a_model_that_transformers_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_transformers_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--model", config(tmp_path, model_type="llamma"), *PLAN, *FIXED) == 2
     assert "did you mean llama" in capsys.readouterr().err
 
@@ -118,5 +145,8 @@ def test_kernels_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not run anywhere yet: no GPU was at hand when it was written."""
     found = told(capsys, "--model", config(tmp_path), *PLAN, "--on-device")
-    assert found["step_seconds"] > 0 and sum(entry["device_seconds"] for entry in found["operators"]) > 0
+    assert (
+        found["step_seconds"] > 0
+        and sum(entry["device_seconds"] for entry in found["operators"]) > 0
+    )
     assert found["bytes"]["peak"]["dry_run"] > found["bytes"]["parameters"]["dry_run"]

@@ -37,13 +37,17 @@ SMALL = {
 }
 
 
-def single_rank_run(sizes: dict[str, Any], degrees: dict[str, int], *, stage: int, rank: int, length: int) -> tuple[SingleRankRun, Ledger]:
+def single_rank_run(
+    sizes: dict[str, Any], degrees: dict[str, int], *, stage: int, rank: int, length: int
+) -> tuple[SingleRankRun, Ledger]:
     """One step of two micro-batches of a DeepSeek-V3, and its ledger."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         config = AutoConfig.for_model("deepseek_v3", use_cache=False, **sizes)
-        model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm" if stage else "batched_mm")
+        model = AutoModelForCausalLM.from_config(
+            config, experts_implementation="grouped_mm" if stage else "batched_mm"
+        )
     file = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
@@ -52,19 +56,27 @@ def single_rank_run(sizes: dict[str, Any], degrees: dict[str, int], *, stage: in
         "optimizer": {"type": "AdamW"},
         "parallel": degrees,
     }
-    resolved = resolve(load(file), world_size=prod(degree for axis, degree in degrees.items() if axis != "ep"))
+    resolved = resolve(
+        load(file), world_size=prod(degree for axis, degree in degrees.items() if axis != "ep")
+    )
     layout, blocks = resolved.layout, find_blocks(model)
     plan = make_plan(model, tp=layout.tp, blocks=blocks) if layout.tp > 1 else None
     own, at = model_facts(model, blocks, tensor_plan=plan), layout.coordinates(rank)
     pipeline = resolved.pipeline.check(resolved.context(model=model, blocks=blocks))
     if pipeline is not None:
         own = facts_of_rank(own, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
-    ledger = account_all(resolved.techniques, Ledger.of_rank(layout, at, accumulation=2, tokens=length), own)
+    ledger = account_all(
+        resolved.techniques, Ledger.of_rank(layout, at, accumulation=2, tokens=length), own
+    )
     return run_single_rank(model, resolved, rank=rank, samples=1, length=length), ledger
 
 
 def check(found: SingleRankRun, ledger: Ledger, *, ep: int) -> None:
-    measured = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+    measured = {
+        "parameters": found.parameters,
+        "gradients": found.gradients,
+        "optimizer": found.optimizer,
+    }
     assert measured == {kind: int(ledger.memory[kind][0]) for kind in measured}
     assert {sent.ranks for sent in found.traffic if sent.axis == "ep"} == {ep}
 
@@ -97,8 +109,14 @@ def test_holds_and_sends_its_account(degrees: dict[str, int], stage: int, rank: 
 def test_deepseek_v3(rank: int) -> None:
     """671 billion parameters in the published layout: 16 stages, 64 ranks with different experts, ZeRO stage 1 (arXiv:2412.19437); and what
     is recorded of it."""
-    found, ledger = single_rank_run({}, {"pp": 16, "dp_shard": 128, "ep": 64}, stage=1, rank=rank, length=4096)
-    measured = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+    found, ledger = single_rank_run(
+        {}, {"pp": 16, "dp_shard": 128, "ep": 64}, stage=1, rank=rank, length=4096
+    )
+    measured = {
+        "parameters": found.parameters,
+        "gradients": found.gradients,
+        "optimizer": found.optimizer,
+    }
     assert measured == {kind: int(ledger.memory[kind][0]) for kind in measured}
     sent: Counter[str] = Counter()
     for one in found.traffic:
@@ -112,7 +130,12 @@ def test_grouped_products_in_float32() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **SMALL), experts_implementation="grouped_mm")
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("deepseek_v3", **SMALL), experts_implementation="grouped_mm"
+        )
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1}), world_size=2)
-    with pytest.raises(ModelError, match="computes its experts in float32 by torch's grouped products, .* set bf16.enabled = true"):
+    with pytest.raises(
+        ModelError,
+        match="computes its experts in float32 by torch's grouped products, .* set bf16.enabled = true",
+    ):
         run_single_rank(model, resolved, rank=0, samples=1, length=8)

@@ -40,7 +40,12 @@ def check(start: FakeWorld, world: int, rank: int, config: dict[str, Any], share
     at = ranks[resolve(load(config), world_size=world).layout.coordinates(rank)["pp"]]
     least, plain = at.least()[0], at.most(("none",) * at.blocks)
     budget = round(least + share * (plain - least))
-    engine, *_ = pipelines.build(with_budget(config, max(budget, *(one.least()[0] for one in ranks))), world, layers=LAYERS, length=LENGTH)
+    engine, *_ = pipelines.build(
+        with_budget(config, max(budget, *(one.least()[0] for one in ranks))),
+        world,
+        layers=LAYERS,
+        length=LENGTH,
+    )
     chosen = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
     assert at.most(chosen) <= engine.config.recompute.budget_bytes
     with delivered_at_once():
@@ -59,7 +64,11 @@ def check(start: FakeWorld, world: int, rank: int, config: dict[str, Any], share
 @pytest.mark.parametrize(
     ("schedule", "rank"),
     [
-        pytest.param(schedule, rank, marks=[] if schedule in ("1f1b", "zbv") and (index + rank) % 2 else pytest.mark.proof)
+        pytest.param(
+            schedule,
+            rank,
+            marks=[] if schedule in ("1f1b", "zbv") and (index + rank) % 2 else pytest.mark.proof,
+        )
         for index, schedule in enumerate(SCHEDULES)
         for rank in (0, 1)
     ],
@@ -73,12 +82,16 @@ def test_every_schedule(fake_world: FakeWorld, schedule: str, rank: int) -> None
     ("world", "rank", "config"),
     [
         (4, 0, settings(0, 4, "1f1b", pp=2, tp=2)),
-        pytest.param(4, 2, settings(0, 4, "zbv", pp=2, tp=2, sequence_parallel=True), marks=pytest.mark.proof),
+        pytest.param(
+            4, 2, settings(0, 4, "zbv", pp=2, tp=2, sequence_parallel=True), marks=pytest.mark.proof
+        ),
         pytest.param(4, 1, settings(0, 4, "1f1b", pp=4), marks=pytest.mark.proof),
     ],
     ids=["tp", "sp", "pp 4"],
 )
-def test_with_other_axes(fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]) -> None:
+def test_with_other_axes(
+    fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]
+) -> None:
     check(fake_world, world, rank, config, 0.4)
 
 
@@ -99,13 +112,18 @@ def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world: FakeWorld) -> 
     config = settings(0, 4, "1f1b", pp=2)
     first, last = (rank.least()[0] for rank in foretold(config, 2))
     assert first < last, "the head and its loss"
-    with pytest.raises(ConfigError, match="rank 1 of the pipeline .* at least .2 full.*1 micro-batches are in flight there with 1f1b"):
+    with pytest.raises(
+        ConfigError,
+        match="rank 1 of the pipeline .* at least .2 full.*1 micro-batches are in flight there with 1f1b",
+    ):
         pipelines.build(with_budget(config, first), 2, layers=LAYERS)
     with pytest.raises(ConfigError, match=f"rank 0 of the pipeline .*use {last / GIB:.4g} or more"):
         pipelines.build(with_budget(config, first - 1), 2, layers=LAYERS)
 
 
-@pytest.mark.parametrize(("schedule", "rank"), [pytest.param("interleaved-1f1b", 1, marks=pytest.mark.proof), ("zbv", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "rank"), [pytest.param("interleaved-1f1b", 1, marks=pytest.mark.proof), ("zbv", 1)]
+)
 def test_with_a_store(fake_world: FakeWorld, tmp_path: Path, schedule: str, rank: int) -> None:
     """Half of the blocks put what they save into files; the budget is solved for the others and for what stays of those."""
     offload = {"fraction": 0.5, "device": "disk", "path": str(tmp_path)}

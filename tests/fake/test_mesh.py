@@ -12,12 +12,18 @@ from plait.cluster.layout import TOKEN_AXES, Layout
 from plait.cluster.mesh import Groups, build_mesh
 
 
-def test_no_group_is_made_after_the_mesh(fake_world: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_group_is_made_after_the_mesh(
+    fake_world: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B5: making one is collective over all ranks, and in a pipeline only some stages may want that of gradients split twice."""
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)
     fake_world(layout.world_size)
     both = frozenset({0, 1})
-    mesh = build_mesh(layout, groups=Groups(axes=(("dp_shard", "tp"),), stages=(both,), levels=("dp_shard",)) + Groups(stages=(both,)))
+    mesh = build_mesh(
+        layout,
+        groups=Groups(axes=(("dp_shard", "tp"),), stages=(both,), levels=("dp_shard",))
+        + Groups(stages=(both,)),
+    )
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a group is made")
@@ -35,18 +41,34 @@ def test_no_group_is_made_after_the_mesh(fake_world: Callable[..., None], monkey
     for axes, size in sizes.items():
         group = mesh.group(*axes)
         assert group is not None and group.size() == size
-    assert dist.get_process_group_ranks(mesh.group("pp", "dp_shard", "tp")) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert dist.get_process_group_ranks(mesh.group("pp", "dp_shard", "tp")) == [
+        0,
+        1,
+        2,
+        3,
+        8,
+        9,
+        10,
+        11,
+    ]
     tied = mesh.stages[both]
     assert tied is not None and dist.get_process_group_ranks(tied) == [0, 8]
     assert mesh.levels("dp_shard") is None and mesh.machines("dp_shard") == 1  # of one machine
-    for ask in (lambda: mesh.group("pp", "tp"), lambda: mesh.levels("dp_replicate"), lambda: mesh.machines("dp_replicate")):
+    for ask in (
+        lambda: mesh.group("pp", "tp"),
+        lambda: mesh.levels("dp_replicate"),
+        lambda: mesh.machines("dp_replicate"),
+    ):
         with pytest.raises(KeyError):
             ask()
 
 
 def test_cp_has_groups_and_none_where_its_degree_is_1(fake_world: Callable[..., None]) -> None:
     """The batch is summed over cp too, and the norm, and a layout without cp has the groups that it had."""
-    for layout, ranks in ((Layout(dp_shard=2, cp=2, tp=2), [0, 2, 4, 6]), (Layout(dp_replicate=2, dp_shard=2), [0, 1, 2, 3])):
+    for layout, ranks in (
+        (Layout(dp_shard=2, cp=2, tp=2), [0, 2, 4, 6]),
+        (Layout(dp_replicate=2, dp_shard=2), [0, 1, 2, 3]),
+    ):
         fake_world(layout.world_size)
         mesh = build_mesh(layout)
         assert dist.get_process_group_ranks(mesh.group(*TOKEN_AXES)) == ranks

@@ -15,7 +15,15 @@ from plait.engine.single_rank import run_single_rank
 from plait.errors import InputError
 from tests.covers import cover
 from tests.fake import pipelines
-from tests.fake.peaks import LENGTH, SAMPLES, TOLERANCE, check, data, predicted_and_measured, settings
+from tests.fake.peaks import (
+    LENGTH,
+    SAMPLES,
+    TOLERANCE,
+    check,
+    data,
+    predicted_and_measured,
+    settings,
+)
 from tests.fake.worlds import FakeWorld
 from tests.measured.memory import measure_peak
 from tests.parity import cases
@@ -53,7 +61,9 @@ FIELDS = ("kind", "stage", "tp", "accumulation", "bf16", "mode")
 
 
 @pytest.mark.parametrize(FIELDS, COVER)
-def test_peak(fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str) -> None:
+def test_peak(
+    fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str
+) -> None:
     """A cover of the matrix."""
     config = settings(stage=stage, tp=tp, accumulation=accumulation, bf16=bf16, recompute=mode)
     check(*predicted_and_measured(fake_world, kind, config))
@@ -61,7 +71,9 @@ def test_peak(fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulatio
 
 @pytest.mark.proof
 @pytest.mark.parametrize(FIELDS, WHOLE)
-def test_peak_everywhere(fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str) -> None:
+def test_peak_everywhere(
+    fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str
+) -> None:
     """The matrix."""
     config = settings(stage=stage, tp=tp, accumulation=accumulation, bf16=bf16, recompute=mode)
     check(*predicted_and_measured(fake_world, kind, config))
@@ -75,9 +87,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bf16 on the wire": settings(stage=0, communication_data_type="bf16"),
     "loss in pieces": settings(stage=3, parallel={"loss_chunk_tokens": 8}),
     "MLP in tiles": settings(stage=3, parallel={"mlp_tile_tokens": 4}),
-    "MLP in tiles, recomputed": settings(stage=2, tp=2, recompute="full", parallel={"mlp_tile_tokens": 4, "sequence_parallel": True}),
+    "MLP in tiles, recomputed": settings(
+        stage=2, tp=2, recompute="full", parallel={"mlp_tile_tokens": 4, "sequence_parallel": True}
+    ),
     "SGD": settings(stage=2, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}),
-    "Adam without a fused kernel": settings(stage=0, optimizer={"type": "Adam", "params": {"lr": 0.1, "fused": False, "foreach": True}}),
+    "Adam without a fused kernel": settings(
+        stage=0, optimizer={"type": "Adam", "params": {"lr": 0.1, "fused": False, "foreach": True}}
+    ),
     "sequence parallel": settings(stage=3, tp=2, bf16=True, parallel={"sequence_parallel": True}),
     "three ranks": settings(stage=3, parallel={"dp_shard": 3}),
 }
@@ -93,7 +109,9 @@ def test_the_optimizers_temporaries_are_counted(fake_world: FakeWorld) -> None:
     """They are the peak where the activations are small."""
     config = OTHERS["Adam without a fused kernel"]
     predicted, _ = predicted_and_measured(fake_world, "llama", config)
-    fused, _ = predicted_and_measured(fake_world, "llama", {**config, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    fused, _ = predicted_and_measured(
+        fake_world, "llama", {**config, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    )
     assert predicted.peak.phases["optimizer step"] > fused.peak.phases["optimizer step"]
 
 
@@ -107,7 +125,18 @@ PIPELINES = [
     (4, 2, pipeline_settings(2, 4, "dualpipev", pp=2, dp_shard=2)),
     (4, 1, pipeline_settings(0, 4, "1f1b", pp=2, dp_replicate=2)),
     (4, 2, pipeline_settings(2, 4, "zbv", pp=2, dp_shard=2, recompute={"mode": "full"})),
-    (4, 0, pipeline_settings(0, 4, "1f1b", pp=2, dp_replicate=2, recompute={"budget_gib": 6.5e-4, "sequence_length": LENGTH})),
+    (
+        4,
+        0,
+        pipeline_settings(
+            0,
+            4,
+            "1f1b",
+            pp=2,
+            dp_replicate=2,
+            recompute={"budget_gib": 6.5e-4, "sequence_length": LENGTH},
+        ),
+    ),
     (16, 13, pipeline_settings(1, 4, "zbv", pp=2, dp_shard=4, tp=2)),
     (12, 0, pipeline_settings(3, 4, "1f1b", pp=2, dp_shard=3, tp=2, sequence_parallel=True)),
 ]
@@ -119,7 +148,11 @@ PIPELINES = [
         PIPELINES,
         strength=1,
         features=lambda world, rank, config: frozenset(
-            {config["parallel"]["pipeline"]["schedule"], config["zero_optimization"]["stage"], *config["parallel"]}
+            {
+                config["parallel"]["pipeline"]["schedule"],
+                config["zero_optimization"]["stage"],
+                *config["parallel"],
+            }
         ),
         cost=lambda world, rank, config: world,
         name=lambda world, rank, config: f"rank{rank}-{named(config)}",
@@ -130,7 +163,9 @@ def test_pipelines(fake_world: FakeWorld, world: int, rank: int, config: dict[st
     fake_world(world, rank)
     resolved = resolve(load(config), world_size=world)
     model = cases.build("llama", tied=True, dtype=torch.float32, layers=LAYERS)
-    predicted = predict_peak_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
+    predicted = predict_peak_on(
+        build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH
+    )
     engine, *_ = pipelines.build(config, world, layers=LAYERS, length=LENGTH)
     with delivered_at_once():
         check(predicted, measure_peak(engine, data(config["gradient_accumulation_steps"])))
@@ -143,7 +178,11 @@ def test_a_rehearsal_finds_the_same(stage: int, pp: int) -> None:
     config = pipeline_settings(stage, 2, "1f1b", pp=pp, dp_shard=shard)
     resolved = resolve(load(config), world_size=pp * shard)
     found = predict_peak(
-        cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS // 2), resolved, rank=0, samples=2, length=LENGTH
+        cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS // 2),
+        resolved,
+        rank=0,
+        samples=2,
+        length=LENGTH,
     )
     model = cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS // 2)
     single_rank_run = run_single_rank(model, resolved, rank=0, samples=2, length=LENGTH)

@@ -22,8 +22,17 @@ BF16 = {"enabled": True, "check_grad_overflow": False}
 
 
 CASES = [
-    *((4, rank, settings(stage, 4, schedule, pp=2, dp_shard=2)) for stage in (1, 2) for schedule in SCHEDULES for rank in (0, 2)),
-    *((4, rank, settings(3, 4, schedule, pp=2, dp_shard=2)) for schedule in SCHEDULES[:4] for rank in (0, 2)),
+    *(
+        (4, rank, settings(stage, 4, schedule, pp=2, dp_shard=2))
+        for stage in (1, 2)
+        for schedule in SCHEDULES
+        for rank in (0, 2)
+    ),
+    *(
+        (4, rank, settings(3, 4, schedule, pp=2, dp_shard=2))
+        for schedule in SCHEDULES[:4]
+        for rank in (0, 2)
+    ),
     (12, 4, settings(3, 6, "1f1b", pp=4, dp_shard=3)),
     (12, 7, settings(2, 6, "1f1b", pp=4, dp_shard=3, bf16=BF16)),
     (8, 6, settings(2, 4, "zbv", pp=2, dp_shard=4, bf16=BF16)),
@@ -39,17 +48,35 @@ CASES = [
 
 def features(world: int, rank: int, config: dict[str, Any]) -> frozenset[Hashable]:
     """What decides the bytes of a pipeline's rank."""
-    degrees, schedule, stage = config["parallel"], config["parallel"]["pipeline"]["schedule"], config["zero_optimization"]["stage"]
+    degrees, schedule, stage = (
+        config["parallel"],
+        config["parallel"]["pipeline"]["schedule"],
+        config["zero_optimization"]["stage"],
+    )
     end = rank == 0, rank == world // 2
-    return frozenset({(schedule, min(stage, 2)), (schedule, end), (stage, end), *((axis, stage) for axis in degrees if axis != "pipeline")})
+    return frozenset(
+        {
+            (schedule, min(stage, 2)),
+            (schedule, end),
+            (stage, end),
+            *((axis, stage) for axis in degrees if axis != "pipeline"),
+        }
+    )
 
 
 def few(cases: list[tuple[int, int, dict[str, Any]]]) -> list[Any]:
-    return cover(cases, strength=1, features=features, name=lambda world, rank, config: f"rank{rank}-{named(config)}")
+    return cover(
+        cases,
+        strength=1,
+        features=features,
+        name=lambda world, rank, config: f"rank{rank}-{named(config)}",
+    )
 
 
 @pytest.mark.parametrize(("world", "rank", "config"), few(CASES))
-def test_states_and_traffic(fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]) -> None:
+def test_states_and_traffic(
+    fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]
+) -> None:
     """Exact, every kind."""
     fake_world(world, rank)
     engine, resolved, facts, pipeline = build(config, world)
@@ -59,16 +86,24 @@ def test_states_and_traffic(fake_world: FakeWorld, world: int, rank: int, config
         engine.train_batch(data)
     ledger = predicted(resolved, facts, pipeline, rank)
     states = ("parameters", "gradients", "optimizer")
-    assert {kind: held[kind] for kind in states} == {kind: int(ledger.memory[kind][0]) for kind in states}
+    assert {kind: held[kind] for kind in states} == {
+        kind: int(ledger.memory[kind][0]) for kind in states
+    }
     sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
     assert sent == {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
 
 
-SHARDED = [case for case in CASES if case[2]["zero_optimization"]["stage"] and "tp" not in case[2]["parallel"]]
+SHARDED = [
+    case
+    for case in CASES
+    if case[2]["zero_optimization"]["stage"] and "tp" not in case[2]["parallel"]
+]
 
 
 @pytest.mark.parametrize(("world", "rank", "config"), few(SHARDED))
-def test_what_is_unsharded_after_every_computation(fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]) -> None:
+def test_what_is_unsharded_after_every_computation(
+    fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]
+) -> None:
     """ZeRO's meaning in bytes, which a pipeline must not lose: between micro-batches stage 2 holds no whole gradients, stage 3 no whole
     blocks."""
     fake_world(world, rank)
@@ -78,13 +113,22 @@ def test_what_is_unsharded_after_every_computation(fake_world: FakeWorld, world:
 
     def look(action: Action, done: bool) -> None:
         if done:
-            found.append(Held(action, unsharded_parameter_bytes(engine.model), unsharded_gradient_bytes(engine.model)))
+            found.append(
+                Held(
+                    action,
+                    unsharded_parameter_bytes(engine.model),
+                    unsharded_gradient_bytes(engine.model),
+                )
+            )
 
     engine.sharded.pipeline.runtime.observers.append(look)
     engine.train_batch(batch(config["gradient_accumulation_steps"]))
     n = resolved.layout.dp_shard
     compute, reduce = (2, 4) if resolved.precision.compute else (4, 4)
-    rows = {p.name: (-(-p.shape[0] // n) * n, p.shape[0], p.numel // p.shape[0]) for p in facts.parameters}
+    rows = {
+        p.name: (-(-p.shape[0] // n) * n, p.shape[0], p.numel // p.shape[0])
+        for p in facts.parameters
+    }
     expected = held_after(
         pipeline.schedule,
         resolved.layout.coordinates(rank)["pp"],
@@ -97,4 +141,8 @@ def test_what_is_unsharded_after_every_computation(fake_world: FakeWorld, world:
     assert found == expected
     if resolved.data_parallel.stage >= 2:
         blocks_only = [held for held in found if held.unsharded_gradients]
-        assert not blocks_only or pipeline.schedule.splits_backward or engine.mesh.coordinates["pp"] in (0, resolved.layout.pp - 1)
+        assert (
+            not blocks_only
+            or pipeline.schedule.splits_backward
+            or engine.mesh.coordinates["pp"] in (0, resolved.layout.pp - 1)
+        )

@@ -21,17 +21,49 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LLAMA = {"vocab_size": 32000, "max_position_embeddings": 4096}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Brown et al. 2020, arXiv:2005.14165, table 2.1
-    "GPT-3 175B": ("gpt2", {"vocab_size": 51200, "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048, **NO_DROPOUT}),
+    "GPT-3 175B": (
+        "gpt2",
+        {
+            "vocab_size": 51200,
+            "n_embd": 12288,
+            "n_layer": 96,
+            "n_head": 96,
+            "n_positions": 2048,
+            **NO_DROPOUT,
+        },
+    ),
     # Smith et al. 2022, arXiv:2201.11990, section 2
-    "Turing-NLG 530B": ("gpt2", {"vocab_size": 51200, "n_embd": 20480, "n_layer": 105, "n_head": 128, "n_positions": 2048, **NO_DROPOUT}),
+    "Turing-NLG 530B": (
+        "gpt2",
+        {
+            "vocab_size": 51200,
+            "n_embd": 20480,
+            "n_layer": 105,
+            "n_head": 128,
+            "n_positions": 2048,
+            **NO_DROPOUT,
+        },
+    ),
     # Touvron et al. 2023, arXiv:2307.09288, table 1 and the released configurations
     "LLaMA-2 7B": (
         "llama",
-        {**LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+        {
+            **LLAMA,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
     ),
     "LLaMA-2 13B": (
         "llama",
-        {**LLAMA, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+        {
+            **LLAMA,
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+        },
     ),
     "LLaMA-2 70B": (
         "llama",
@@ -45,7 +77,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-PARAMETERS = {"GPT-3 175B": 175e9, "Turing-NLG 530B": 530e9, "LLaMA-2 7B": 6.74e9, "LLaMA-2 13B": 13.0e9, "LLaMA-2 70B": 69.0e9}
+PARAMETERS = {
+    "GPT-3 175B": 175e9,
+    "Turing-NLG 530B": 530e9,
+    "LLaMA-2 7B": 6.74e9,
+    "LLaMA-2 13B": 13.0e9,
+    "LLaMA-2 70B": 69.0e9,
+}
 
 Case = tuple[str, dict[str, Any], int, int, int]
 CASES: list[Case] = [
@@ -83,10 +121,18 @@ def single_rank_run(case: Case) -> tuple[SingleRankRun, Ledger, int]:
         world *= degrees.get(axis, 1)
     resolved = resolve(load(file), world_size=world)
     layout, blocks = resolved.layout, find_blocks(model)
-    facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=layout.tp, blocks=blocks) if layout.tp > 1 else None)
+    facts = model_facts(
+        model,
+        blocks,
+        tensor_plan=make_plan(model, tp=layout.tp, blocks=blocks) if layout.tp > 1 else None,
+    )
     pipeline = resolved.pipeline.check(resolved.context(model=model, blocks=blocks))
     at = layout.coordinates(rank)
-    own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"])) if pipeline is not None else facts
+    own = (
+        facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
+        if pipeline is not None
+        else facts
+    )
     ledger = Ledger.of_rank(layout, at, accumulation=1)
     ledger = account_all(resolved.techniques, ledger, own)
     found = run_single_rank(model, resolved, rank=rank, samples=1, length=2048)
@@ -97,7 +143,10 @@ def named(case: Case) -> str:
     return f"{case[0]}-zero{case[2]}-rank{case[4]}"
 
 
-FEW = [pytest.param(case, id=named(case), marks=() if case[0] == "LLaMA-2 7B" else pytest.mark.proof) for case in CASES]
+FEW = [
+    pytest.param(case, id=named(case), marks=() if case[0] == "LLaMA-2 7B" else pytest.mark.proof)
+    for case in CASES
+]
 
 
 @pytest.mark.parametrize("case", FEW)
@@ -116,5 +165,9 @@ def test_with_all_micro_batches(case: Case) -> None:
 def check(case: Case) -> None:
     found, ledger, parameters = single_rank_run(case)
     assert parameters == pytest.approx(PARAMETERS[case[0]], rel=0.02)
-    measured = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+    measured = {
+        "parameters": found.parameters,
+        "gradients": found.gradients,
+        "optimizer": found.optimizer,
+    }
     assert measured == {kind: int(ledger.memory[kind][0]) for kind in measured}

@@ -45,23 +45,45 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     ("world", "tp", "stage", "replicas", "rank", "precision", "states"),
     cover(
-        ((*layout, precision, states) for layout in LAYOUTS for precision in ("fp32", "bf16") for states in FORMS),
+        (
+            (*layout, precision, states)
+            for layout in LAYOUTS
+            for precision in ("fp32", "bf16")
+            for states in FORMS
+        ),
         features=lambda *case: (case[:5], *case[5:]),
     ),
 )
-def test_as_priced(fake_world: FakeWorld, world: int, tp: int, stage: int, replicas: int, rank: int, precision: str, states: str) -> None:
+def test_as_priced(
+    fake_world: FakeWorld,
+    world: int,
+    tp: int,
+    stage: int,
+    replicas: int,
+    rank: int,
+    precision: str,
+    states: str,
+) -> None:
     """Every kind, to the byte: uneven shards, ranks without a row, heads and rows split over tp."""
     fake_world(world, rank)
-    config = {**settings(world, tp, stage, replicas, 1), "bf16": {"enabled": precision == "bf16"}, "optimizer": optimizer(states)}
+    config = {
+        **settings(world, tp, stage, replicas, 1),
+        "bf16": {"enabled": precision == "bf16"},
+        "optimizer": optimizer(states),
+    }
     model = cases.build("wide", tied=True, dtype=torch.float32)
     blocks = find_blocks(model)
-    facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
+    facts = model_facts(
+        model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None
+    )
     resolved = resolve(load(config), world_size=world)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     ids = torch.arange(16).view(2, 8)
     held = measure_step(engine, {"input_ids": ids, "labels": ids})
     at = resolved.layout.coordinates(rank)
-    ledger = Ledger.of_rank(resolved.layout, at, accumulation=1, tokens=16, optimizer_states=resolved.optimizer.states)
+    ledger = Ledger.of_rank(
+        resolved.layout, at, accumulation=1, tokens=16, optimizer_states=resolved.optimizer.states
+    )
     techniques = resolved.techniques
     found = account_all(techniques, ledger, facts).memory
     assert held == {name: int(count[0]) for name, count in found.items()}
@@ -97,11 +119,21 @@ def test_in_a_pipeline(fake_world: FakeWorld, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "tp", "bf16", "states"),
-    cover(((*case, states) for case in ((0, 1, False), (1, 2, True), (3, 1, True)) for states in ("int8", "float8")), strength=1),
+    cover(
+        (
+            (*case, states)
+            for case in ((0, 1, False), (1, 2, True), (3, 1, True))
+            for states in ("int8", "float8")
+        ),
+        strength=1,
+    ),
 )
 def test_peak(fake_world: FakeWorld, stage: int, tp: int, bf16: bool, states: str) -> None:
     """Within 2 % of a real step's, and the states in it to the byte."""
-    config = peak.settings(stage=stage, tp=tp, bf16=bf16) | {"optimizer": optimizer(states), "communication_data_type": "fp32"}
+    config = peak.settings(stage=stage, tp=tp, bf16=bf16) | {
+        "optimizer": optimizer(states),
+        "communication_data_type": "fp32",
+    }
     predicted, measured = peak.predicted_and_measured(fake_world, "wide", config)
     peak.check(predicted, measured)
 
@@ -123,8 +155,15 @@ def test_planner() -> None:
             layouts = Layouts(tp=np.array([tp]), dp_shard=shard, stage=stage)
             found = states_of(request, job_of(request, layouts)).first["optimizer"][0]
             ledger = Ledger.start(tp=tp, dp_shard=shard, optimizer_states=states)
-            techniques = (TensorParallel(), Precision(compute="bfloat16"), DataParallel(stage=stage))
-            assert found == account_all(techniques, ledger, real_facts("llama", tp)).memory["optimizer"][0]
+            techniques = (
+                TensorParallel(),
+                Precision(compute="bfloat16"),
+                DataParallel(stage=stage),
+            )
+            assert (
+                found
+                == account_all(techniques, ledger, real_facts("llama", tp)).memory["optimizer"][0]
+            )
 
 
 def test_blocks_that_tensor_parallelism_would_cut(fake_world: FakeWorld) -> None:
@@ -140,7 +179,10 @@ def test_blocks_that_tensor_parallelism_would_cut(fake_world: FakeWorld) -> None
         if states == "bf16":
             plait.initialize(model, made, loss_fn=plait.causal_lm_loss)
             continue
-        with pytest.raises(ConfigError, match="rows of 384 elements in blocks of 16, and 16 processes would cut a block"):
+        with pytest.raises(
+            ConfigError,
+            match="rows of 384 elements in blocks of 16, and 16 processes would cut a block",
+        ):
             plait.initialize(model, made, loss_fn=plait.causal_lm_loss)
 
 

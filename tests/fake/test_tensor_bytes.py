@@ -30,11 +30,19 @@ def step(
     kind: str, config: dict[str, Any], *, samples: int = SAMPLES, length: int = LENGTH
 ) -> tuple[dict[str, int], dict[str, int], Ledger]:
     """(memory, traffic, ledger) of rank 0 for one step."""
-    world = config["parallel"]["tp"] * config["parallel"]["dp_replicate"] * config["parallel"]["dp_shard"]
+    world = (
+        config["parallel"]["tp"]
+        * config["parallel"]["dp_replicate"]
+        * config["parallel"]["dp_shard"]
+    )
     model = cases.build(kind, tied=False, dtype=torch.float32)
     blocks = find_blocks(model)
-    facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=config["parallel"]["tp"], blocks=blocks))
-    resolved = resolve(load({**config, "train_micro_batch_size_per_gpu": samples}), world_size=world)
+    facts = model_facts(
+        model, blocks, tensor_plan=make_plan(model, tp=config["parallel"]["tp"], blocks=blocks)
+    )
+    resolved = resolve(
+        load({**config, "train_micro_batch_size_per_gpu": samples}), world_size=world
+    )
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     accumulation = config["gradient_accumulation_steps"]
     ids = torch.arange(samples * accumulation * length).view(-1, length) % cases.VOCABULARY
@@ -55,12 +63,26 @@ LAYOUTS = [(2, 2, 0, 1), (4, 2, 0, 1), (4, 2, 1, 1), (4, 2, 3, 1), (8, 2, 2, 2)]
 @pytest.mark.parametrize(
     ("world", "tp", "stage", "replicas", "kind", "sequence", "accumulation"),
     cover(
-        ((*layout, *others) for layout in LAYOUTS for others in product(("llama", "qwen3"), (False, True), (1, 2))),
-        features=lambda world, tp, stage, replicas, *others: ((world, tp, stage, replicas), *others),
+        (
+            (*layout, *others)
+            for layout in LAYOUTS
+            for others in product(("llama", "qwen3"), (False, True), (1, 2))
+        ),
+        features=lambda world, tp, stage, replicas, *others: (
+            (world, tp, stage, replicas),
+            *others,
+        ),
     ),
 )
 def test_memory_and_traffic(
-    fake_world: FakeWorld, kind: str, world: int, tp: int, stage: int, replicas: int, sequence: bool, accumulation: int
+    fake_world: FakeWorld,
+    kind: str,
+    world: int,
+    tp: int,
+    stage: int,
+    replicas: int,
+    sequence: bool,
+    accumulation: int,
 ) -> None:
     """Exact, for every kind and collective."""
     fake_world(world)
@@ -70,9 +92,12 @@ def test_memory_and_traffic(
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "stage", "sequence"), [("gpt2", 2, 0, False), ("llama", 4, 1, True), ("qwen3", 4, 2, False), ("llama", 4, 3, True)]
+    ("kind", "world", "stage", "sequence"),
+    [("gpt2", 2, 0, False), ("llama", 4, 1, True), ("qwen3", 4, 2, False), ("llama", 4, 3, True)],
 )
-def test_updates_in_the_backward(fake_world: FakeWorld, kind: str, world: int, stage: int, sequence: bool) -> None:
+def test_updates_in_the_backward(
+    fake_world: FakeWorld, kind: str, world: int, stage: int, sequence: bool
+) -> None:
     """The gradients of one unit's slices, of one parameter's where tp alone splits; everything else as at the end."""
     fake_world(world)
     found = []
@@ -114,6 +139,8 @@ def test_traffic_grows_with_activations_only(fake_world: FakeWorld, sequence: bo
     _, once, _ = step("llama", config)
     _, twice, _ = step("llama", config, samples=2 * SAMPLES)
     _, longer, _ = step("llama", config, length=2 * LENGTH)
-    norms = 2 * 5 * 32 * 4 // 2 if sequence else 0  # five norms of 32 float32 gradients, all-reduced over 2 ranks
+    norms = (
+        2 * 5 * 32 * 4 // 2 if sequence else 0
+    )  # five norms of 32 float32 gradients, all-reduced over 2 ranks
     for doubled in (twice, longer):
         assert sum(doubled.values()) - norms == 2 * (sum(once.values()) - norms)

@@ -19,7 +19,13 @@ RUN: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "model": llama(num_attention_heads=4, max_position_embeddings=64),
-    "data": {"source": "files", "paths": ["text.txt"], "vocab_size": 300, "sequence_length": 16, "cache": "cache"},
+    "data": {
+        "source": "files",
+        "paths": ["text.txt"],
+        "vocab_size": 300,
+        "sequence_length": 16,
+        "cache": "cache",
+    },
     "run": {"folder": "run", "steps": 2, "processes": 2},
 }
 _PLAN = "plan --model llama-3-8b --gpu h100 --world-size 8"
@@ -48,7 +54,13 @@ def cases() -> list[Case]:
 
 
 def _model(**changes: Any) -> str:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "intermediate_size": 64,
+    }
     return json.dumps({"model_type": "llama", **sizes, **changes})
 
 
@@ -144,7 +156,11 @@ def write_files(folder: Path) -> None:
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (folder / "folder").mkdir()
     os.symlink("loop", folder / "loop")
-    for name, text in (("badmodel", "{}"), ("badmodel2", "{"), ("badmodel3", '{"model_type": "llama", "hidden_size": "x"}')):
+    for name, text in (
+        ("badmodel", "{}"),
+        ("badmodel2", "{"),
+        ("badmodel3", '{"model_type": "llama", "hidden_size": "x"}'),
+    ):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(text)
         (folder / name / "model.safetensors").write_bytes(b"junk")

@@ -82,7 +82,9 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 """Files of the states in pieces of 12 MB, of the parameters with a pool for five blocks."""
 
 
-def run(folder: str, where: str, *, width: int, blocks: int, watch: Watch | None = None) -> dict[str, Any]:
+def run(
+    folder: str, where: str, *, width: int, blocks: int, watch: Watch | None = None
+) -> dict[str, Any]:
     """Build, train and evaluate, and what that gave."""
     generator = torch.Generator().manual_seed(0)
     batch = (torch.randn(4, width, generator=generator), torch.randn(4, width, generator=generator))
@@ -92,11 +94,16 @@ def run(folder: str, where: str, *, width: int, blocks: int, watch: Watch | None
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, **{name: {**section, "nvme_path": folder} for name, section in OFFLOADS[where].items()}},
+        "zero_optimization": {
+            "stage": 3,
+            **{name: {**section, "nvme_path": folder} for name, section in OFFLOADS[where].items()},
+        },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "communication_data_type": "fp32",
     }
-    loss = plait.per_sample(lambda output, batch: F.mse_loss(output.float(), batch[1], reduction="sum"))
+    loss = plait.per_sample(
+        lambda output, batch: F.mse_loss(output.float(), batch[1], reduction="sum")
+    )
     begin("building")
     engine = plait.initialize(model, config, loss_fn=loss)
     losses = []
@@ -106,7 +113,12 @@ def run(folder: str, where: str, *, width: int, blocks: int, watch: Watch | None
         begin("evaluation")
         losses.append(engine.eval_batch(batch)[0])
     parameters = 4 * sum(p.numel() for p in engine.model.parameters())
-    found = {"resident": watch.end() if watch else {}, "parameters": parameters, "states": 4 * parameters, "losses": losses}
+    found = {
+        "resident": watch.end() if watch else {},
+        "parameters": parameters,
+        "states": 4 * parameters,
+        "losses": losses,
+    }
     engine.close()
     return found
 

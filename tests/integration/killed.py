@@ -58,7 +58,12 @@ def rank(index: int, port: int, arguments: list[str], place: tuple[str, int] | N
     if pid:
         return pid
     try:
-        os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {
+            "RANK": str(index),
+            "LOCAL_RANK": str(index),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if place is not None:
             path, name = place[0].rsplit(".", 1)
@@ -82,14 +87,22 @@ def owner_of(path: str) -> Any:
 
 
 def attempt(
-    arguments: list[str], metrics: Path, *, place: tuple[str, int] | None = None, victim: int = 0, seconds: float = SECONDS
+    arguments: list[str],
+    metrics: Path,
+    *,
+    place: tuple[str, int] | None = None,
+    victim: int = 0,
+    seconds: float = SECONDS,
 ) -> bool:
     """Whether the run ended well. `seconds` after it first wrote to `metrics` both processes are killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     before, began = written(metrics), 0.0
-    waiting = {rank(index, port, arguments, place if index == victim else None): index for index in range(2)}
+    waiting = {
+        rank(index, port, arguments, place if index == victim else None): index
+        for index in range(2)
+    }
     statuses = [0, 0]
     while waiting:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -101,7 +114,9 @@ def attempt(
             for other in waiting:
                 os.kill(other, signal.SIGKILL)
         time.sleep(0.005)
-    assert signal.SIGKILL in statuses or not any(statuses), statuses  # who lost its peer may end with an error of its own
+    assert signal.SIGKILL in statuses or not any(statuses), (
+        statuses
+    )  # who lost its peer may end with an error of its own
     return not any(statuses)
 
 
@@ -112,9 +127,14 @@ def written(metrics: Path) -> int:
 
 def run(places: int, kills: int, folder: str, arguments: list[str]) -> list[str]:
     """Deaths at the first `places`, then at `kills` random times, and the run to its end. Returns those that came before its end."""
-    chance, arguments, metrics = random.Random(kills), [*arguments, "--set", f"run.folder={folder}"], Path(folder) / "metrics.jsonl"
+    chance, arguments, metrics = (
+        random.Random(kills),
+        [*arguments, "--set", f"run.folder={folder}"],
+        Path(folder) / "metrics.jsonl",
+    )
     planned: list[tuple[str, dict[str, Any]]] = [
-        (f"{place[0]} {place[1]}", {"place": place, "victim": 0 if place[0] in FIRST_ONLY else 1}) for place in PLACES[:places]
+        (f"{place[0]} {place[1]}", {"place": place, "victim": 0 if place[0] in FIRST_ONLY else 1})
+        for place in PLACES[:places]
     ]
     for _ in range(kills):
         seconds = chance.uniform(0.05, 2.0)

@@ -70,7 +70,12 @@ def work(model: nn.Module, folder: Path) -> dict[str, Any]:
         start = engine.mesh.dp_index * ACCUMULATION
         result = engine.train_batch(batches()[start : start + ACCUMULATION])
     engine.save_checkpoint(folder / "checkpoints", client_state={"ranks": RANKS})
-    found = {"loss": float(result.loss), "norm": float(result.grad_norm), "steps": engine.global_steps, **engine.mesh.coordinates}
+    found = {
+        "loss": float(result.loss),
+        "norm": float(result.grad_norm),
+        "steps": engine.global_steps,
+        **engine.mesh.coordinates,
+    }
     engine.close()
     return {**found, "bytes": own_bytes()}
 
@@ -84,7 +89,13 @@ def own_bytes() -> int:
 
 def rank(index: int, port: int, model: nn.Module, folder: Path) -> None:
     """Runs in a forked process and never returns."""
-    place = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    place = {
+        "RANK": index,
+        "LOCAL_RANK": index,
+        "WORLD_SIZE": RANKS,
+        "LOCAL_WORLD_SIZE": RANKS,
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     code = 1
     try:
@@ -123,7 +134,10 @@ def main(folder: Path) -> int:
     failed = {index: code for index, code in sorted(codes.items()) if code}
     if failed:
         own = {index: code for index, code in failed.items() if code != -signal.SIGKILL}
-        print(f"{len(failed)} ranks failed; exit codes of those that were not killed, by rank: {own}", file=sys.stderr)
+        print(
+            f"{len(failed)} ranks failed; exit codes of those that were not killed, by rank: {own}",
+            file=sys.stderr,
+        )
         return 1
     used = sum(json.loads(path.read_text())["bytes"] for path in folder.glob("rank-*.json"))
     print(f"{RANKS} processes, {time.monotonic() - began:.1f} s, {used / 2**30:.2f} GiB")

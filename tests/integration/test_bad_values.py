@@ -73,12 +73,30 @@ def test_every_bad_value(case: Case, here: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "words"),
     [
         (["train", "x" * 300 + ".json"], "cannot be read (File name too long)"),
-        (["train", "run.json", "--set", "run.folder=" + "x" * 300], "must be a path of at most 4095 bytes"),
-        (["plan", "--model", "llama-3-8b", "--gpu", "h100", "--world-size", "8", "--out", "a" * 300 + ".json"], "cannot be written"),
+        (
+            ["train", "run.json", "--set", "run.folder=" + "x" * 300],
+            "must be a path of at most 4095 bytes",
+        ),
+        (
+            [
+                "plan",
+                "--model",
+                "llama-3-8b",
+                "--gpu",
+                "h100",
+                "--world-size",
+                "8",
+                "--out",
+                "a" * 300 + ".json",
+            ],
+            "cannot be written",
+        ),
         (["launch", "x" * 300], "no such script"),
     ],
 )
-def test_names_that_no_file_can_have(arguments: list[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_no_file_can_have(
+    arguments: list[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     refused(Case(arguments, words, True), capsys)
 
 
@@ -87,7 +105,9 @@ def test_nothing_is_written_over(here: Path) -> None:
     before = sorted(path.name for path in here.iterdir())
     with pytest.raises(SystemExit):
         main(["train", "run.json", "--set", "run.folder=text.txt"])
-    assert sorted(path.name for path in here.iterdir() if path.name != "cache") == [name for name in before if name != "cache"]
+    assert sorted(path.name for path in here.iterdir() if path.name != "cache") == [
+        name for name in before if name != "cache"
+    ]
     assert (here / "text.txt").read_text().startswith("It was")
 
 
@@ -96,21 +116,41 @@ PLAIT = [sys.executable, "-m", "plait"]
 
 def test_a_closed_and_a_full_standard_output() -> None:
     """As of `plait --help | head -1`: the signal's code and not a word; a full disk is told."""
-    with subprocess.Popen([*PLAIT, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*PLAIT, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
     assert (process.returncode, said) == (128 + signal.SIGPIPE, b"")
     if Path("/dev/full").exists():
         with open("/dev/full", "w") as full:
-            done = subprocess.run([*PLAIT, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-        assert done.returncode == 1 and done.stderr.startswith("plait: standard output cannot be written")
+            done = subprocess.run(
+                [*PLAIT, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
+        assert done.returncode == 1 and done.stderr.startswith(
+            "plait: standard output cannot be written"
+        )
 
 
 @pytest.mark.proof
 def test_ctrl_c_while_something_is_computed(folder: Path) -> None:
-    run = [*PLAIT, "plan", "--model", "llama-3-70b", "--world-size", "1024", "--gpu", "h100", "--all", "--top", "1000"]
-    with subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder) as process:
+    run = [
+        *PLAIT,
+        "plan",
+        "--model",
+        "llama-3-70b",
+        "--world-size",
+        "1024",
+        "--gpu",
+        "h100",
+        "--all",
+        "--top",
+        "1000",
+    ]
+    with subprocess.Popen(
+        run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder
+    ) as process:
         assert process.stderr is not None
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=1.5)

@@ -21,19 +21,49 @@ def conversations(count: int) -> list[dict[str, Any]]:
     found = []
     for number in range(count):
         turns = [
-            [("user", f"{number} + {turn}?"), ("assistant", f"It is {number + turn}. " * (1 + number % 3))]
+            [
+                ("user", f"{number} + {turn}?"),
+                ("assistant", f"It is {number + turn}. " * (1 + number % 3)),
+            ]
             for turn in range(1 + number % 2)
         ]
-        found.append({"messages": [{"role": role, "content": text} for turn in turns for role, text in turn]})
+        found.append(
+            {"messages": [{"role": role, "content": text} for turn in turns for role, text in turn]}
+        )
     return found
 
 
-def losses(folder: Path, config: dict[str, Any], *, processes: int, steps: int, run: str) -> list[float]:
+def losses(
+    folder: Path, config: dict[str, Any], *, processes: int, steps: int, run: str
+) -> list[float]:
     """By step, of everything that the run's folder has."""
     file = folder / f"{run}-{steps}.json"
-    file.write_text(json.dumps({**config, "run": {"folder": str(folder / run), "steps": steps, "processes": processes, "sample": None}}))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PLAIT_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-m", "plait", "train", str(file)], env=environment, capture_output=True, text=True, timeout=300)
+    file.write_text(
+        json.dumps(
+            {
+                **config,
+                "run": {
+                    "folder": str(folder / run),
+                    "steps": steps,
+                    "processes": processes,
+                    "sample": None,
+                },
+            }
+        )
+    )
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PLAIT_CACHE": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "plait", "train", str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["event"] == "step"]
@@ -42,7 +72,9 @@ def losses(folder: Path, config: dict[str, Any], *, processes: int, steps: int, 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     tokenizer().save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations(40)))
+    (tmp_path / "chat.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in conversations(40))
+    )
     return {
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 2,
@@ -80,7 +112,11 @@ def test_a_run_goes_on_with_other_processes(tmp_path: Path, config: dict[str, An
     ],
 )
 def test_other_sequences_are_another_run(
-    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    config: dict[str, Any],
+    changes: dict[str, Any],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     losses(tmp_path, config, processes=1, steps=1, run="one")
     config["data"] |= changes
@@ -94,9 +130,15 @@ def test_other_sequences_are_another_run(
 def test_a_model_that_may_see_other_documents_is_refused(
     tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config["model"] = {"config": {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 2}}
+    config["model"] = {
+        "config": {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 2}
+    }
     config["run"] = {"folder": str(tmp_path / "one"), "steps": 2, "processes": 1}
     (tmp_path / "run.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit) as end:
         main(["train", str(tmp_path / "run.json")])
-    assert end.value.code == 2 and "data.packing = 'documents': whether bloom keeps attention within" in capsys.readouterr().err
+    assert (
+        end.value.code == 2
+        and "data.packing = 'documents': whether bloom keeps attention within"
+        in capsys.readouterr().err
+    )

@@ -15,8 +15,20 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.proof
 @pytest.mark.timeout(300)
 def test_kills_of_saves_and_damages() -> None:
-    command = [sys.executable, "-m", "tools.faults", "small", "--part", "saves", "--part", "damage", "--no-write"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.faults",
+        "small",
+        "--part",
+        "saves",
+        "--part",
+        "damage",
+        "--no-write",
+    ]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "lost 0, mixed 0" in done.stdout

@@ -46,19 +46,32 @@ def answers(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_file_of_prompts_and_one_within_a_budget(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_prompts_and_one_within_a_budget(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import LlamaForCausalLM
 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
-    common = ["--model", str(folder), "--prompts", str(prompts), "--temperature", "0", "--max-new-tokens", "6"]
+    common = [
+        "--model",
+        str(folder),
+        "--prompts",
+        str(prompts),
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "6",
+    ]
     run(*common, "--out", str(tmp_path / "one.jsonl"), "--batch-size", "2")
     assert "it fits on one device" in capsys.readouterr().err
     run(*common, "--out", str(tmp_path / "two.jsonl"), "--cpu-budget", "250KiB")
     assert re.search(r"[3456] layers \(.*\) are read for every token", capsys.readouterr().err)
     found = answers(tmp_path / "one.jsonl")
     assert found == answers(tmp_path / "two.jsonl")
-    assert found[0].keys() == {"prompt", "id", "text", "token_ids", "finish_reason"} and found[1].keys() == {
+    assert found[0].keys() == {"prompt", "id", "text", "token_ids", "finish_reason"} and found[
+        1
+    ].keys() == {
         "text",
         "token_ids",
         "finish_reason",
@@ -68,12 +81,30 @@ def test_a_file_of_prompts_and_one_within_a_budget(folder: Path, tmp_path: Path,
     )
     assert found[1]["token_ids"] == expected[0, 3:].tolist()
     run(*common, "--out", str(tmp_path / "two.jsonl"), code=2)
-    assert "exists; give another name" in capsys.readouterr().err and answers(tmp_path / "two.jsonl") == found
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "prompts.jsonl", "two.jsonl"]
+    assert (
+        "exists; give another name" in capsys.readouterr().err
+        and answers(tmp_path / "two.jsonl") == found
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "one.jsonl",
+        "prompts.jsonl",
+        "two.jsonl",
+    ]
 
 
-def test_one_prompt_and_a_chat(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    common = ["--model", str(folder), "--max-new-tokens", "8", "--seed", "3", "--temperature", "0.9"]
+def test_one_prompt_and_a_chat(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = [
+        "--model",
+        str(folder),
+        "--max-new-tokens",
+        "8",
+        "--seed",
+        "3",
+        "--temperature",
+        "0.9",
+    ]
     run(*common, "--prompt", "def read")
     told = capsys.readouterr().out
     assert len(told) > 1
@@ -95,9 +126,15 @@ def test_a_chat_takes_bytes_that_are_no_text(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompt", "a", "--cpu-budget", "9KiB"], "--cpu-budget|budget of 9.0 KiB is too small: .* give at least"),
+        (
+            ["--prompt", "a", "--cpu-budget", "9KiB"],
+            "--cpu-budget|budget of 9.0 KiB is too small: .* give at least",
+        ),
         (["--prompt", "a", "--cpu-budget", "lots"], "--cpu-budget lots: give a size such as 2GiB"),
-        (["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"], "--tp = 2: chooses a layout of several devices, and a budget"),
+        (
+            ["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"],
+            "--tp = 2: chooses a layout of several devices, and a budget",
+        ),
         (["--prompt", "a", "--tp", "3"], "--tp 3: must divide the model's 4 attention heads"),
         (["--prompt", "a", "--tp", "x"], "--tp x: give a number of devices, or auto"),
         (["--prompt", "a", "--pp", "\u00b2"], "--pp \u00b2: give a number of devices, or auto"),
@@ -106,12 +143,20 @@ def test_a_chat_takes_bytes_that_are_no_text(folder: Path) -> None:
         (["--prompt", "a", "--max-new-tokens", "400"], "the model's positions end at 256"),
         (["--prompt", "a", "--prompts", "b", "--out", "c"], "give one of them"),
         (["--out", "c"], "belong together"),
-        (["--prompts", __file__, "--out", "x" * 300], "'x{100}': File name too long; give another path"),
-        (["--prompt", "a", "--adapter", "x" * 300], "'x{100}': File name too long; give another path"),
+        (
+            ["--prompts", __file__, "--out", "x" * 300],
+            "'x{100}': File name too long; give another path",
+        ),
+        (
+            ["--prompt", "a", "--adapter", "x" * 300],
+            "'x{100}': File name too long; give another path",
+        ),
         (["--prompts", __file__, "--out", "no/c"], "--out no/c: no is no folder; make it first"),
     ],
 )
-def test_a_wrong_input(arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_input(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("--model", str(folder), *arguments, code=2)
     assert re.search(words, capsys.readouterr().err)
 
@@ -127,15 +172,28 @@ def test_a_wrong_input(arguments: list[str], words: str, folder: Path, capsys: p
         ('{"token_ids": []}', "token_ids must be a list of token ids"),
         ('{"token_ids": [true]}', "must be a list of token ids"),
         ('{"messages": ["x"]}', "messages must be a list of objects with role and content"),
-        ('{"messages": [{"role": "user", "contents": "x"}]}', "messages must be a list of objects with role and content"),
+        (
+            '{"messages": [{"role": "user", "contents": "x"}]}',
+            "messages must be a list of objects with role and content",
+        ),
         ('{"prompt": "a\\ud800"}', "line 2: holds '\\ud800', half of a character"),
         ('{"prompt": "a", "name": "\\udfff"}', "line 2: holds '\\udfff', half of a character"),
         ("[" * 100_000, "line 2: is nested too deeply"),
     ],
 )
-def test_a_wrong_line(line: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_line(
+    line: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
-    run("--model", str(folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl"), code=2)
+    run(
+        "--model",
+        str(folder),
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--out",
+        str(tmp_path / "out.jsonl"),
+        code=2,
+    )
     assert words in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
 
 
@@ -143,17 +201,37 @@ def test_line_separators_in_a_text_end_no_line(folder: Path, tmp_path: Path) -> 
     """U+2028, U+0085 and form feeds may stand in a JSON text; --out writes them as they are."""
     texts = ["a\u2028b", "a\u0085b", "a\x0bb"]
     given, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    given.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts), encoding="utf-8")
-    run("--model", str(folder), "--prompts", str(given), "--out", str(out), "--max-new-tokens", "2", code=0)
-    assert [json.loads(line)["prompt"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]] == texts
+    given.write_text(
+        "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts),
+        encoding="utf-8",
+    )
+    run(
+        "--model",
+        str(folder),
+        "--prompts",
+        str(given),
+        "--out",
+        str(out),
+        "--max-new-tokens",
+        "2",
+        code=0,
+    )
+    assert [
+        json.loads(line)["prompt"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]
+    ] == texts
 
 
-def test_a_folder_that_is_none(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_none(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("--model", str(tmp_path / "no"), "--prompt", "a", code=2)
     assert "is no folder" in capsys.readouterr().err
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     run("--model", str(tmp_path), "--prompt", "a", code=4)
-    assert "neither model.safetensors.index.json nor model.safetensors is there" in capsys.readouterr().err
+    assert (
+        "neither model.safetensors.index.json nor model.safetensors is there"
+        in capsys.readouterr().err
+    )
 
 
 def _cut(path: Path) -> None:
@@ -166,7 +244,10 @@ def _miscounted(path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a shard that is cut off": (lambda path: _cut(path / "model.safetensors"), "model.safetensors is no readable safetensors file"),
+    "a shard that is cut off": (
+        lambda path: _cut(path / "model.safetensors"),
+        "model.safetensors is no readable safetensors file",
+    ),
     "a shard of other bytes": (
         lambda path: (path / "model.safetensors").write_bytes(b"\xa5" * 5000),
         "model.safetensors is no readable safetensors file",
@@ -187,27 +268,46 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "names files that are not there: model-9.safetensors",
     ),
-    "a tokenizer": (lambda path: (path / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
+    "a tokenizer": (
+        lambda path: (path / "tokenizer.json").write_text("{}"),
+        "its tokenizer cannot be loaded",
+    ),
     "generation settings": (
         lambda path: (path / "generation_config.json").write_text("{"),
         "generation settings of generation_config.json, or of config.json where there is none, cannot be read",
     ),
-    "a configuration": (_miscounted, "Transformers cannot build it: TypeError: Field 'num_attention_heads' expected int"),
+    "a configuration": (
+        _miscounted,
+        "Transformers cannot build it: TypeError: Field 'num_attention_heads' expected int",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", list(BROKEN))
-def test_a_broken_folder(what: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_folder(
+    what: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A message, and no traceback, with and without a budget."""
     broken = shutil.copytree(folder, tmp_path / "model")
     change, words = BROKEN[what]
     change(broken)
     for more in ([], ["--cpu-budget", "300KiB"]):
-        run("--model", str(broken), "--prompt", "a", "--max-new-tokens", "2", *more, code=4 if "index" in what or "shard" in what else 2)
+        run(
+            "--model",
+            str(broken),
+            "--prompt",
+            "a",
+            "--max-new-tokens",
+            "2",
+            *more,
+            code=4 if "index" in what or "shard" in what else 2,
+        )
         assert words in capsys.readouterr().err, more
 
 
-def test_an_index_of_wrong_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_of_wrong_files(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = shutil.copytree(folder, tmp_path / "model")
     names = stored_tensors(broken / "model.safetensors")
     (broken / "model.safetensors").rename(broken / "first.safetensors")
@@ -215,19 +315,35 @@ def test_an_index_of_wrong_files(folder: Path, tmp_path: Path, capsys: pytest.Ca
     table = dict.fromkeys(names, "first.safetensors") | {"lm_head.weight": "second.safetensors"}
     (broken / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
     run("--model", str(broken), "--prompt", "a", code=4)
-    assert "second.safetensors is no readable safetensors file (File does not contain tensor lm_head.weight" in capsys.readouterr().err
+    assert (
+        "second.safetensors is no readable safetensors file (File does not contain tensor lm_head.weight"
+        in capsys.readouterr().err
+    )
 
 
-def test_the_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    block, scores, hand_over, to_files, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    engine = plait.initialize(AutoModelForCausalLM.from_pretrained(folder), {"train_micro_batch_size_per_gpu": 1})
+    block, scores, hand_over, to_files, _ = re.findall(
+        r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE
+    )
+    engine = plait.initialize(
+        AutoModelForCausalLM.from_pretrained(folder), {"train_micro_batch_size_per_gpu": 1}
+    )
     exec(block, {"engine": engine, "tokenizer": AutoTokenizer.from_pretrained(folder)})
     assert len(re.findall(r"(stop|length)$", capsys.readouterr().out, re.MULTILINE)) == 2
     exec(scores, {"engine": engine})
     assert float(capsys.readouterr().out) < 1e-5
-    names = {"plait": plait, "engine": engine, "model": AutoModelForCausalLM.from_pretrained(folder)}
+    names = {
+        "plait": plait,
+        "engine": engine,
+        "model": AutoModelForCausalLM.from_pretrained(folder),
+    }
     exec(hand_over, names)
     assert capsys.readouterr().out == "1\n"
     names["generator"].close()
@@ -251,14 +367,40 @@ def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     }.items():
         prompts, out = tmp_path / "prompts.jsonl", tmp_path / f"{name}.jsonl"
         prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
-        run(*options, "--prompts", str(prompts), "--out", str(out), "--temperature", "0", "--max-new-tokens", "6")
+        run(
+            *options,
+            "--prompts",
+            str(prompts),
+            "--out",
+            str(out),
+            "--temperature",
+            "0",
+            "--max-new-tokens",
+            "6",
+        )
         said[name] = answers(out)
-        assert name != "streamed" or re.search(r"[23456] layers \(.*\) are read for every token", capsys.readouterr().err)
+        assert name != "streamed" or re.search(
+            r"[23456] layers \(.*\) are read for every token", capsys.readouterr().err
+        )
     assert said["one"] == said["its own folder"] == said["tp"] == said["streamed"] != said["base"]
     run("--model", str(folder), "--adapter", adapter, "--adapter", adapter, "--prompt", "a", code=2)
     assert "--adapter: 2 were given, and one may be" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["plan", "infer", "--model", adapter, "--prompt-tokens", "8", "--new-tokens", "4", "--cpu-budget", "300KiB", "--json"])
+        main(
+            [
+                "plan",
+                "infer",
+                "--model",
+                adapter,
+                "--prompt-tokens",
+                "8",
+                "--new-tokens",
+                "4",
+                "--cpu-budget",
+                "300KiB",
+                "--json",
+            ]
+        )
     account = json.loads(capsys.readouterr().out)["bytes"]
     elements = sum(p.numel() for p in open_source(Path(adapter)).model().parameters())
     assert account["weights"] + account["in_files"] == 4 * elements
@@ -286,15 +428,36 @@ main(sys.argv[1:])
     ("what", "words"),
     [
         ("fails", r"model.safetensors cannot be read at byte [\d,]+: Input/output error"),
-        ("hangs", r"model.safetensors: the weights of model.layers.\d are waited for, and no bytes have come for 2 s from byte [\d,]+ on"),
+        (
+            "hangs",
+            r"model.safetensors: the weights of model.layers.\d are waited for, and no bytes have come for 2 s from byte [\d,]+ on",
+        ),
     ],
 )
 def test_a_disk_in_the_middle(what: str, words: str, folder: Path) -> None:
     """The message names the file and the byte, and the process ends, whatever its reads do."""
-    command = ["generate", "--model", str(folder), "--prompt", "a", "--max-new-tokens", "60", "--cpu-budget", "420KiB"]
+    command = [
+        "generate",
+        "--model",
+        str(folder),
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "60",
+        "--cpu-budget",
+        "420KiB",
+    ]
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", DISK, what, *command], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 4 and re.search(words, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", DISK, what, *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (
+        done.returncode == 4 and re.search(words, done.stderr) and "Traceback" not in done.stderr
+    ), done.stderr
     assert time.monotonic() - began < 30
 
 
@@ -303,31 +466,47 @@ def test_a_rank_that_is_killed(folder: Path, tmp_path: Path, layout: str) -> Non
     """The command ends within ten seconds with an error that names the process; finished answers are kept, and nothing is left in the
     folder of temporary files."""
     (tmp_path / "temporary").mkdir()
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "def read"}) + "\n" for _ in range(4000)), encoding="utf-8")
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": "def read"}) + "\n" for _ in range(4000)), encoding="utf-8"
+    )
     files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     partial = tmp_path / "out.jsonl.partial"
     options = [layout, "2", "--max-new-tokens", "200", "--temperature", "0", "--batch-size", "2"]
     command = [sys.executable, "-m", "plait", "generate", "--model", str(folder), *files, *options]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
         ranks = []
         end = time.monotonic() + 60
         while not (partial.exists() and partial.stat().st_size):  # answers are written
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.1)
-        ranks = [one for one in psutil.Process(process.pid).children(recursive=True) if "plait.cli.generate" in " ".join(one.cmdline())]
+        ranks = [
+            one
+            for one in psutil.Process(process.pid).children(recursive=True)
+            if "plait.cli.generate" in " ".join(one.cmdline())
+        ]
         assert len(ranks) == 2
         ranks[1].kill()
         killed = time.monotonic()
         _, said = process.communicate(timeout=30)
         assert time.monotonic() - killed < 10 and process.returncode not in (0, None)
         assert re.search(r"rank 1", said) and "SIGKILL" in said
-        assert not [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-        assert not (tmp_path / "out.jsonl").exists() and not list((tmp_path / "temporary").iterdir())
+        assert not [
+            one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+        ]
+        assert not (tmp_path / "out.jsonl").exists() and not list(
+            (tmp_path / "temporary").iterdir()
+        )
         kept = partial.read_text(encoding="utf-8")
-        assert kept.endswith("\n") and all(json.loads(line)["finish_reason"] for line in kept.splitlines())
-        assert f"{len(kept.splitlines())} of 4000 answers are finished, and kept in {partial}" in said
+        assert kept.endswith("\n") and all(
+            json.loads(line)["finish_reason"] for line in kept.splitlines()
+        )
+        assert (
+            f"{len(kept.splitlines())} of 4000 answers are finished, and kept in {partial}" in said
+        )
     finally:
         process.kill()
         process.wait()
@@ -340,30 +519,81 @@ def exported(tmp_path: Path) -> Path:
     return tmp_path / "exported"
 
 
-def test_the_folder_of_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its config.json is the run's, and its weights are those of the newest checkpoint."""
     run_file = tmp_path / "run.json"
     model = {
-        "config": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+        }
     }
-    data = {"source": "files", "paths": [str(Path(plait.__file__).parent / "units.py")], "sequence_length": 32, "vocab_size": 300}
-    section = {"folder": str(tmp_path / "run"), "steps": 1, "processes": 1, "sample": {"prompt": "def ", "tokens": 4, "temperature": 0}}
-    run_file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "model": model, "data": data, "run": section}), encoding="utf-8")
+    data = {
+        "source": "files",
+        "paths": [str(Path(plait.__file__).parent / "units.py")],
+        "sequence_length": 32,
+        "vocab_size": 300,
+    }
+    section = {
+        "folder": str(tmp_path / "run"),
+        "steps": 1,
+        "processes": 1,
+        "sample": {"prompt": "def ", "tokens": 4, "temperature": 0},
+    }
+    run_file.write_text(
+        json.dumps(
+            {"train_micro_batch_size_per_gpu": 2, "model": model, "data": data, "run": section}
+        ),
+        encoding="utf-8",
+    )
     with pytest.raises(SystemExit):
         main(["train", str(run_file)])
     said = capsys.readouterr().out
-    common = ["--model", str(tmp_path / "run"), "--prompt", "def ", "--temperature", "0", "--max-new-tokens", "4"]
+    common = [
+        "--model",
+        str(tmp_path / "run"),
+        "--prompt",
+        "def ",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "4",
+    ]
     run(*common)
     answer = capsys.readouterr().out.rstrip("\n")
     assert answer and answer.strip() in said.replace("\n    ", "\n")
     run(*common, "--scratch", str(tmp_path), "--cpu-budget", "210KiB")
     streamed = capsys.readouterr()
-    assert re.search(r"[23] layers .* every token \(written to new files first: the tensors of a checkpoint lie in parts\)", streamed.err)
+    assert re.search(
+        r"[23] layers .* every token \(written to new files first: the tensors of a checkpoint lie in parts\)",
+        streamed.err,
+    )
     assert streamed.out.rstrip("\n") == answer
     run(*common, "--scratch", str(tmp_path), "--cpu-budget", "1MiB", code=2)
-    assert "--scratch: holds layers that are written anew to be streamed, and none are" in capsys.readouterr().err
+    assert (
+        "--scratch: holds layers that are written anew to be streamed, and none are"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
-        main(["plan", "infer", "--model", str(tmp_path / "run"), "--prompt-tokens", "4", "--new-tokens", "4", "--cpu-budget", "210KiB"])
+        main(
+            [
+                "plan",
+                "infer",
+                "--model",
+                str(tmp_path / "run"),
+                "--prompt-tokens",
+                "4",
+                "--new-tokens",
+                "4",
+                "--cpu-budget",
+                "210KiB",
+            ]
+        )
     planned = capsys.readouterr().out
     assert "written to new files first" in planned and "from files for every token" in planned
     pytest.importorskip("peft")

@@ -50,12 +50,24 @@ def run(folder: Path, *arguments: str, code: int = 0) -> None:
         ({"token_ids": [5, 300]}, [], "line 3 has token 300, and the model's tokens are 0 to 299"),
         ({"prompt": "a " * 300}, [], "line 3: the longest request may have"),
         ({"prompt": ""}, [], "line 3 has no token"),
-        ({"messages": [{"role": "user", "content": "a"}]}, [], "line 3 is a conversation, and the tokenizer has no chat template"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            [],
+            "line 3 is a conversation, and the tokenizer has no chat template",
+        ),
         ({"prompt": "a"}, ["--top-p", "3"], "top_p = 3.0 must be"),
         ({"prompt": "a"}, ["--seed", "-1"], "--seed = '-1'"),
         ({"prompt": "a"}, ["--seed", str(2**63 - 1)], f"under 2**63; give {2**63 - 2} at most"),
-        ({"prompt": "a", "text": "b"}, [], "line 3: has text, which the answer's would replace in --out; give it another name"),
-        ({"prompt": "a", "finish_reason": "b"}, [], "line 3: has finish_reason, which the answer's would replace"),
+        (
+            {"prompt": "a", "text": "b"},
+            [],
+            "line 3: has text, which the answer's would replace in --out; give it another name",
+        ),
+        (
+            {"prompt": "a", "finish_reason": "b"},
+            [],
+            "line 3: has finish_reason, which the answer's would replace",
+        ),
     ],
 )
 def test_all_is_checked_before_the_first_answer(
@@ -68,29 +80,54 @@ def test_all_is_checked_before_the_first_answer(
     monkeypatch.setattr(command, "_loaded", loaded)
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(GOOD + "\n" + json.dumps(line) + "\n", encoding="utf-8")
-    run(folder, "--prompts", str(prompts), "--out", str(out), "--batch-size", "1", "--max-new-tokens", "2", *options, code=2)
+    run(
+        folder,
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(out),
+        "--batch-size",
+        "1",
+        "--max-new-tokens",
+        "2",
+        *options,
+        code=2,
+    )
     assert words in capsys.readouterr().err and list(tmp_path.iterdir()) == [prompts]
 
 
-def test_a_template_that_takes_no_such_conversation(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_that_takes_no_such_conversation(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from shutil import copytree
 
     other, prompts = copytree(folder, tmp_path / "model"), tmp_path / "prompts.jsonl"
     (other / "chat_template.jinja").write_text("{{ raise_exception('turns must alternate') }}")
-    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n", encoding="utf-8")
+    prompts.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n", encoding="utf-8"
+    )
     run(other, "--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl"), code=2)
-    assert "line 1: the model's chat template does not take this conversation (turns must alternate)" in capsys.readouterr().err
+    assert (
+        "line 1: the model's chat template does not take this conversation (turns must alternate)"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_text_for_a_model_with_a_template(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_for_a_model_with_a_template(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Is noted: a chat model may answer nothing to a text that is no conversation."""
     from shutil import copytree
 
     other = copytree(folder, tmp_path / "model")
-    (other / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (other / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
     for model, noted in ((other, True), (folder, False)):
         run(model, "--prompt", "a", "--max-new-tokens", "1")
-        assert ("the model has a chat template, and a prompt that is a text" in capsys.readouterr().err) == noted
+        assert (
+            "the model has a chat template, and a prompt that is a text" in capsys.readouterr().err
+        ) == noted
 
 
 def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +135,17 @@ def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     pipe, out, given = tmp_path / "pipe", tmp_path / "out.jsonl", list[list[Line]]()
 
     def launched(words: list[str], _: Any) -> int:
-        given.append(read_prompts(Path(json.loads(Path(words[1]).read_text(encoding="utf-8"))["prompts"])))
+        given.append(
+            read_prompts(Path(json.loads(Path(words[1]).read_text(encoding="utf-8"))["prompts"]))
+        )
         return 0
 
     monkeypatch.setattr(command.launch, "run", launched)
     os.mkfifo(pipe)
     for options in (["--tp", "2"], []):
-        writer = Thread(target=pipe.write_text, args=(GOOD * 2,), kwargs={"encoding": "utf-8-sig"}, daemon=True)
+        writer = Thread(
+            target=pipe.write_text, args=(GOOD * 2,), kwargs={"encoding": "utf-8-sig"}, daemon=True
+        )
         writer.start()
         run(folder, "--prompts", str(pipe), "--out", str(out), "--max-new-tokens", "2", *options)
         writer.join(timeout=60)
@@ -113,14 +154,20 @@ def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_no_room_for_what_processes_are_told(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
     run(folder, "--prompt", "a", "--tp", "2", "--max-new-tokens", "2", code=2)
-    assert "No space left on device; several processes read there what they are to do" in capsys.readouterr().err
+    assert (
+        "No space left on device; several processes read there what they are to do"
+        in capsys.readouterr().err
+    )
 
 
 def lines_of(tmp_path: Path, text: str = GOOD) -> list[Line]:
@@ -129,23 +176,36 @@ def lines_of(tmp_path: Path, text: str = GOOD) -> list[Line]:
     return read_prompts(prompts)
 
 
-def test_another_command_writes_the_answers(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_command_writes_the_answers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines, prompts, out = lines_of(tmp_path), tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     with answer_file(out, lines, {}) as answers:
         run(folder, "--prompts", str(prompts), "--out", str(out), code=2)
-        assert f"--out {out}: another command writes it now; wait for its end" in capsys.readouterr().err
+        assert (
+            f"--out {out}: another command writes it now; wait for its end"
+            in capsys.readouterr().err
+        )
         answers.add([MADE])
     assert json.loads(out.read_text(encoding="utf-8")) == ANSWER
     with pytest.raises(InputError, match="exists; give another name"), answer_file(out, lines, {}):
         pass
     assert sorted(tmp_path.iterdir()) == [out, prompts]
     (tmp_path / "other.partial").symlink_to(prompts)
-    with pytest.raises(InputError, match="symbolic links; give a file"), answer_file(tmp_path / "other", lines, {}):
+    with (
+        pytest.raises(InputError, match="symbolic links; give a file"),
+        answer_file(tmp_path / "other", lines, {}),
+    ):
         pass
     assert prompts.read_text(encoding="utf-8") == GOOD
 
 
-def write_one(out: Path, lines: list[Line], command: dict[str, Any] | None = None, then: Callable[[], object] = lambda: None) -> None:
+def write_one(
+    out: Path,
+    lines: list[Line],
+    command: dict[str, Any] | None = None,
+    then: Callable[[], object] = lambda: None,
+) -> None:
     """One answer, and what happens after it."""
     with answer_file(out, lines, command or {}) as answers:
         answers.add([MADE])
@@ -154,14 +214,33 @@ def write_one(out: Path, lines: list[Line], command: dict[str, Any] | None = Non
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(143), InputError("a disk that fails")])
+@pytest.mark.parametrize(
+    "end", [KeyboardInterrupt(), SystemExit(143), InputError("a disk that fails")]
+)
 def test_a_command_goes_on_after_finished_answers(
-    end: BaseException, sampled: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    end: BaseException,
+    sampled: bool,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With the tokens of a command that was not interrupted, in other batches."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    lines_of(tmp_path, "".join(json.dumps({"prompt": "def " * (1 + number % 3), "id": number}) + "\n" for number in range(5)))
-    common = ["--prompts", str(prompts), "--max-new-tokens", "4", *(["--seed", "5", "--temperature", "1"] if sampled else [])]
+    lines_of(
+        tmp_path,
+        "".join(
+            json.dumps({"prompt": "def " * (1 + number % 3), "id": number}) + "\n"
+            for number in range(5)
+        ),
+    )
+    common = [
+        "--prompts",
+        str(prompts),
+        "--max-new-tokens",
+        "4",
+        *(["--seed", "5", "--temperature", "1"] if sampled else []),
+    ]
     run(folder, *common, "--out", str(tmp_path / "whole.jsonl"))
     add, code = AnswerFile.add, {KeyboardInterrupt: 130, SystemExit: 143}.get(type(end), 2)
 
@@ -174,18 +253,29 @@ def test_a_command_goes_on_after_finished_answers(
     monkeypatch.setattr(AnswerFile, "add", interrupted)
     run(folder, *common, "--out", str(out), "--batch-size", "2", code=code)
     partial = out.with_name("out.jsonl.partial")
-    said = f"2 of 5 answers are finished, and kept in {partial}; the same command goes on after them"
+    said = (
+        f"2 of 5 answers are finished, and kept in {partial}; the same command goes on after them"
+    )
     assert said in capsys.readouterr().err and not out.exists()
-    assert [json.loads(line)["id"] for line in partial.read_text(encoding="utf-8").splitlines()] == [0, 1]
+    assert [
+        json.loads(line)["id"] for line in partial.read_text(encoding="utf-8").splitlines()
+    ] == [0, 1]
     monkeypatch.setattr(AnswerFile, "add", add)
     with open(partial, "ab") as file:
         file.write(b'{"of a process that was killed')
     run(folder, *common, "--out", str(out), "--max-new-tokens", "5", code=2)
-    assert "finished answers of another command (--max-new-tokens was 4 and is 5); give another --out, or" in capsys.readouterr().err
+    assert (
+        "finished answers of another command (--max-new-tokens was 4 and is 5); give another --out, or"
+        in capsys.readouterr().err
+    )
     run(folder, *common, "--out", str(out), "--batch-size", "3")
     assert f"2 of 5 answers are in {partial} already" in capsys.readouterr().err
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl", "whole.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "out.jsonl",
+        "prompts.jsonl",
+        "whole.jsonl",
+    ]
 
 
 def kept(tmp_path: Path, lines: list[Line]) -> Path:
@@ -202,10 +292,17 @@ def kept(tmp_path: Path, lines: list[Line]) -> Path:
 def test_prompts_that_are_no_utf_8(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_bytes(GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(InputError, match=r"prompts.jsonl, line 2: byte 16 is 0xe9, which is no UTF-8; save the file as UTF-8$"):
+    with pytest.raises(
+        InputError,
+        match=r"prompts.jsonl, line 2: byte 16 is 0xe9, which is no UTF-8; save the file as UTF-8$",
+    ):
         read_prompts(prompts)
     prompts.write_bytes(b'{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r{"prompt": "c"}')
-    assert [(line.prompt, line.name[-1]) for line in read_prompts(prompts)] == [("a", "1"), ("b", "3"), ("c", "4")]
+    assert [(line.prompt, line.name[-1]) for line in read_prompts(prompts)] == [
+        ("a", "1"),
+        ("b", "3"),
+        ("c", "4"),
+    ]
 
 
 def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
@@ -229,7 +326,10 @@ def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
         pass
     partial.write_bytes(before)
     described.unlink()
-    with pytest.raises(InputError, match="out.partial.json does not say of what"), answer_file(tmp_path / "out", lines, {"--seed": 1}):
+    with (
+        pytest.raises(InputError, match="out.partial.json does not say of what"),
+        answer_file(tmp_path / "out", lines, {"--seed": 1}),
+    ):
         pass
     assert partial.read_bytes() == before
 
@@ -241,7 +341,11 @@ def test_a_full_disk_keeps_finished_answers(tmp_path: Path) -> None:
     most = len(json.dumps(ANSWER)) + 20
     try:
         with pytest.raises(InputError, match="out: File too large"):
-            write_one(tmp_path / "out", lines, then=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1])))
+            write_one(
+                tmp_path / "out",
+                lines,
+                then=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1])),
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert json.loads((tmp_path / "out.partial").read_text(encoding="utf-8")) == ANSWER
@@ -252,27 +356,39 @@ def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.M
     long, given = "\u00e9" * 100_000, []
 
     def launched(words: list[str], settings: Settings) -> int:
-        assert settings.processes == 2 and settings.grace_seconds <= 10  # one may wait for another that a signal has ended
+        assert (
+            settings.processes == 2 and settings.grace_seconds <= 10
+        )  # one may wait for another that a signal has ended
         given.append((words, json.loads(Path(words[1]).read_text(encoding="utf-8"))))
         return 0
 
     monkeypatch.setattr(command.launch, "run", launched)
     run(folder, "--prompt", "a", "--tp", "2", "--max-new-tokens", "2", "--stop", long)
     ((words, asked),) = given
-    assert max(map(len, words)) < 1000 and asked["settings"]["stop_strings"] == [long] and not Path(words[1]).parent.exists()
+    assert (
+        max(map(len, words)) < 1000
+        and asked["settings"]["stop_strings"] == [long]
+        and not Path(words[1]).parent.exists()
+    )
 
 
 @pytest.mark.usefixtures("hang_up_ends")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_the_first_answer_leaves_nothing(
-    number: signal.Signals, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While the model is loaded, with the file of answers begun."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(GOOD, encoding="utf-8")
 
     def loaded(*_: Any) -> None:
-        assert (tmp_path / "out.jsonl.partial").exists() and signal.getsignal(number) is not signal.SIG_DFL
+        assert (tmp_path / "out.jsonl.partial").exists() and signal.getsignal(
+            number
+        ) is not signal.SIG_DFL
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(command, "_loaded", loaded)
@@ -301,14 +417,21 @@ def test_a_file_that_another_program_has_made_meanwhile(tmp_path: Path) -> None:
     """It is left as it is, and so are the answers."""
     lines, out = lines_of(tmp_path), tmp_path / "out"
 
-    with pytest.raises(InputError, match="another program has made it meanwhile; the answers are in .*out.partial: rename"):
+    with pytest.raises(
+        InputError,
+        match="another program has made it meanwhile; the answers are in .*out.partial: rename",
+    ):
         write_one(out, lines, then=lambda: out.write_text("of another program", encoding="utf-8"))
     assert out.read_text(encoding="utf-8") == "of another program"
     assert json.loads((tmp_path / "out.partial").read_text(encoding="utf-8")) == ANSWER
 
 
-@pytest.mark.parametrize(("number", "code"), [(errno.EPIPE, 128 + signal.SIGPIPE), (errno.ENOSPC, 1)])
-def test_standard_output_that_takes_no_more(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.EPIPE, 128 + signal.SIGPIPE), (errno.ENOSPC, 1)]
+)
+def test_standard_output_that_takes_no_more(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of several processes ends at once; a single one raises what `main` tells."""
 
     def full(*_: Any, **__: Any) -> None:
@@ -329,8 +452,16 @@ def test_standard_output_that_takes_no_more(number: int, code: int, monkeypatch:
 def test_a_reader_that_goes_ends_all_processes(folder: Path) -> None:
     """Without a traceback."""
     asked = ["--model", str(folder), "--prompt", "a", "--max-new-tokens", "90", "--tp", "2"]
-    process = subprocess.Popen([sys.executable, "-m", "plait", "generate", *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "plait", "generate", *asked],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     said = process.stderr.read().decode()
-    assert process.wait(60) == 128 + signal.SIGPIPE and "Traceback" not in said and "on_token" not in said, said
+    assert (
+        process.wait(60) == 128 + signal.SIGPIPE
+        and "Traceback" not in said
+        and "on_token" not in said
+    ), said

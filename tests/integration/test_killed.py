@@ -34,22 +34,52 @@ def configuration(folder: Path) -> dict[str, Any]:
         "train_batch_size": 4,
         "zero_optimization": {
             "stage": 3,
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(folder / "files"), "buffer_size": 20000},
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": str(folder / "files"),
+                "buffer_size": 20000,
+            },
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
         "model": llama(max_position_embeddings=32),
-        "data": {"source": "files", "paths": [f"{Path(email.__file__).parent}/*.py"], "vocab_size": 300, "sequence_length": 24},
+        "data": {
+            "source": "files",
+            "paths": [f"{Path(email.__file__).parent}/*.py"],
+            "vocab_size": 300,
+            "sequence_length": 24,
+        },
         "run": {"steps": STEPS, "checkpoint_every": 3, "keep": 2, "validate_sequences": 4},
     }
 
 
 def train(folder: Path, name: str, *, places: int, kills: int) -> list[str]:
     """What was killed where."""
-    command = [sys.executable, "-m", "tests.integration.killed", str(places), str(kills), name, "run.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.integration.killed",
+        str(places),
+        str(kills),
+        name,
+        "run.json",
+    ]
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PLAIT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'src'}"}
+    environment = {
+        **os.environ,
+        "PLAIT_CACHE": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{root}:{root / 'src'}",
+    }
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    )
     try:
         out, err = process.communicate(timeout=550)
     finally:
@@ -64,9 +94,14 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     found = find(folder / "checkpoints")
     assert found is not None and found.manifest.tag == f"step-{STEPS:08d}"
     reader = Reader(found)
-    tensors = {name: torch.empty(record.shape, dtype=dtype_of(record)) for name, record in reader.tensors.items()}
+    tensors = {
+        name: torch.empty(record.shape, dtype=dtype_of(record))
+        for name, record in reader.tensors.items()
+    }
     reader.fill(tensors)
-    return tensors | {f"{rank}.{name}": tensor for rank in range(2) for name, tensor in reader.own(rank).items()}
+    return tensors | {
+        f"{rank}.{name}": tensor for rank in range(2) for name, tensor in reader.own(rank).items()
+    }
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -81,7 +116,9 @@ def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(configuration(tmp_path)))
     train(tmp_path, "whole", places=0, kills=0)
     deaths = train(tmp_path, "killed", places=len(PLACES), kills=1)
-    assert [death.split()[0] for death in deaths[: len(PLACES)]] == [name for name, _ in PLACES], "every place was reached"
+    assert [death.split()[0] for death in deaths[: len(PLACES)]] == [name for name, _ in PLACES], (
+        "every place was reached"
+    )
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == STEPS
     expected, found = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "killed")

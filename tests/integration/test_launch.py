@@ -119,7 +119,9 @@ def _plait(*arguments: str) -> list[str]:
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(_plait(*arguments), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        _plait(*arguments), capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -130,7 +132,11 @@ def start() -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> subprocess.Popen[str]:
-        running.append(subprocess.Popen(_plait(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        running.append(
+            subprocess.Popen(
+                _plait(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
         return running[-1]
 
     yield begin
@@ -167,12 +173,22 @@ class TestRanks:
     def test_they_work_together(self, folder: Path) -> None:
         done = _run("--nproc-per-node", "2", _script(folder, REDUCE), "--lr", "1")
         assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 sum 2 args ['--lr', '1']" for rank in range(2)]
+        assert sorted(done.stdout.splitlines()) == [
+            f"rank {rank} of 2 sum 2 args ['--lr', '1']" for rank in range(2)
+        ]
         assert done.stderr == ""
 
     @pytest.mark.proof
     def test_the_same_script_under_torchrun(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", _script(folder, REDUCE)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            _script(folder, REDUCE),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 2
@@ -185,18 +201,42 @@ class TestRanks:
 
     @pytest.mark.proof
     @pytest.mark.parametrize("torchrun", [False, True])
-    def test_the_same_where_another_launcher_or_rank_0_has_the_store(self, folder: Path, torchrun: bool) -> None:
+    def test_the_same_where_another_launcher_or_rank_0_has_the_store(
+        self, folder: Path, torchrun: bool
+    ) -> None:
         script, port = _script(folder, INITIALIZES_AGAIN), str(_free_port())
         if torchrun:
-            commands = {0: [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]}
+            commands = {
+                0: [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    "--nproc-per-node",
+                    "2",
+                    script,
+                ]
+            }
         else:
             commands = {rank: [sys.executable, script] for rank in range(2)}
-        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        there = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
         with (folder / "output").open("w+") as output:
             running = []
             for rank, command in commands.items():
-                environment = {**os.environ, **({} if torchrun else {**there, "RANK": str(rank), "LOCAL_RANK": str(rank)})}
-                running.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+                environment = {
+                    **os.environ,
+                    **({} if torchrun else {**there, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
+                }
+                running.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
             codes = [process.wait(120) for process in running]
             output.seek(0)
             text = output.read()
@@ -209,7 +249,9 @@ class TestRanks:
         package.mkdir()
         (package / "__init__.py").write_text("")
         (package / "part.py").write_text("word = 'part'")
-        (package / "__main__.py").write_text("import sys\nfrom .part import word\nprint(__name__, __package__, word, sys.argv[1:])")
+        (package / "__main__.py").write_text(
+            "import sys\nfrom .part import word\nprint(__name__, __package__, word, sys.argv[1:])"
+        )
         done = _run("--nproc-per-node", "1", "-m", "mine", "-x")
         assert (done.returncode, done.stdout) == (0, "__main__ mine part ['-x']\n"), done.stderr
 
@@ -239,24 +281,38 @@ class TestRanks:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         from plait.cluster.topology import cpu_count
 
-        done = _run("--nproc-per-node", "2", _script(folder, "import os; print(os.environ['OMP_NUM_THREADS'] + '\\n', end='')"))
-        assert done.stdout.split() == [str(max(1, cpu_count() // 2)) if seen == "share" else seen] * 2
+        done = _run(
+            "--nproc-per-node",
+            "2",
+            _script(folder, "import os; print(os.environ['OMP_NUM_THREADS'] + '\\n', end='')"),
+        )
+        assert (
+            done.stdout.split() == [str(max(1, cpu_count() // 2)) if seen == "share" else seen] * 2
+        )
 
 
 class TestFailures:
     def test_the_cause_comes_first_and_the_others_are_stopped(self, folder: Path) -> None:
         done = _run("--nproc-per-node", "2", _script(folder, ONE_RAISES))
         assert done.returncode == 1
-        assert re.match(r"plait: rank 1 \(node \S+, process \d+\) failed with exit code 1\. Its traceback:\nTraceback", done.stderr)
+        assert re.match(
+            r"plait: rank 1 \(node \S+, process \d+\) failed with exit code 1\. Its traceback:\nTraceback",
+            done.stderr,
+        )
         head, _, tail = done.stderr.partition("ValueError: a gradient went missing\n")
         assert "in step" in head
         assert "worker.py" not in head
-        assert re.fullmatch(r"plait: rank 0 was stopped\n|plait: rank 0 .* failed too, with exit code 1: RuntimeError: .*\n", tail)
+        assert re.fullmatch(
+            r"plait: rank 0 was stopped\n|plait: rank 0 .* failed too, with exit code 1: RuntimeError: .*\n",
+            tail,
+        )
 
     @pytest.mark.proof
     def test_it_is_told_while_another_rank_refuses_to_end(self, folder: Path, start: Start) -> None:
         """The 30 seconds that torchrun waits for the others do not delay the message."""
-        text = "import os\nif os.environ['RANK'] == '0':\n    raise KeyError('early')\n" + NEVER_ENDS
+        text = (
+            "import os\nif os.environ['RANK'] == '0':\n    raise KeyError('early')\n" + NEVER_ENDS
+        )
         process = start("--nproc-per-node", "2", _script(folder, text))
         assert process.stderr is not None
         assert "rank 0" in process.stderr.readline()
@@ -265,15 +321,25 @@ class TestFailures:
     @pytest.mark.proof
     def test_exit_codes_are_propagated(self, folder: Path) -> None:
         done = _run(
-            "--nproc-per-node", "2", _script(folder, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)")
+            "--nproc-per-node",
+            "2",
+            _script(
+                folder,
+                "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)",
+            ),
         )
         assert done.returncode == 7
         assert re.match(r"plait: rank 1 \(node \S+\) ended with exit code 7", done.stderr)
         assert done.stderr.endswith("plait: rank 0 was stopped\n")
 
     @pytest.mark.proof
-    def test_a_crash_is_the_cause_although_the_other_rank_complains_first(self, folder: Path) -> None:
-        crash = ONE_RAISES.replace('raise ValueError("a gradient went missing")', "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    def test_a_crash_is_the_cause_although_the_other_rank_complains_first(
+        self, folder: Path
+    ) -> None:
+        crash = ONE_RAISES.replace(
+            'raise ValueError("a gradient went missing")',
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        )
         done = _run("--nproc-per-node", "2", _script(folder, crash))
         assert done.returncode == 139
         told = [line for line in done.stderr.splitlines() if line.startswith("plait:")]
@@ -286,7 +352,10 @@ class TestFailures:
         done = _run(
             "--nproc-per-node",
             "2",
-            _script(folder, "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')"),
+            _script(
+                folder,
+                "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')",
+            ),
         )
         assert (done.returncode, done.stderr) == (4, "plait: step 40: incomplete\n")
 
@@ -295,7 +364,10 @@ class TestFailures:
     def test_a_module_that_is_not_there(self, folder: Path, name: str) -> None:
         done = _run("--nproc-per-node", "2", "-m", name)
         assert done.returncode == 2
-        assert done.stderr == f"plait: -m {name}: not a module that Python can run from here; check its name and the current folder\n"
+        assert (
+            done.stderr
+            == f"plait: -m {name}: not a module that Python can run from here; check its name and the current folder\n"
+        )
 
     @pytest.mark.proof
     def test_an_error_tracker_still_hears_of_it(self, folder: Path) -> None:
@@ -308,7 +380,10 @@ class TestFailures:
     def test_restart(self, folder: Path) -> None:
         done = _run("--nproc-per-node", "2", "--max-restarts", "1", _script(folder, FAILS_ONCE))
         assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.splitlines()) == ["rank 0 done in attempt 1", "rank 1 done in attempt 1"]
+        assert sorted(done.stdout.splitlines()) == [
+            "rank 0 done in attempt 1",
+            "rank 1 done in attempt 1",
+        ]
         assert "ValueError: only the first time" in done.stderr
         assert "starting the ranks again" in done.stderr
 
@@ -330,14 +405,21 @@ sys.exit(138)
 
     @pytest.mark.proof
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_ranks_get_it_once_and_end_well(self, folder: Path, start: Start, number: signal.Signals) -> None:
+    def test_ranks_get_it_once_and_end_well(
+        self, folder: Path, start: Start, number: signal.Signals
+    ) -> None:
         process = start("--nproc-per-node", "2", _script(folder, ENDS_IN_TIME))
         _ready(process, 2)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number
-        assert sorted(out.splitlines()) == [f"rank {rank} saved after ['{number.name}']" for rank in range(2)]
-        assert err == f"plait: {number.name}: the ranks have up to 300 s to end; Ctrl-C or another signal stops them at once\n"
+        assert sorted(out.splitlines()) == [
+            f"rank {rank} saved after ['{number.name}']" for rank in range(2)
+        ]
+        assert (
+            err
+            == f"plait: {number.name}: the ranks have up to 300 s to end; Ctrl-C or another signal stops them at once\n"
+        )
 
     def test_a_failure_while_ending_is_not_a_clean_end(self, folder: Path, start: Start) -> None:
         process = start("--nproc-per-node", "2", _script(folder, ENDS_IN_TIME), "disk-full")
@@ -352,7 +434,10 @@ sys.exit(138)
         process = start(
             "--nproc-per-node",
             "2",
-            _script(folder, "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)"),
+            _script(
+                folder,
+                "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)",
+            ),
         )
         _ready(process, 2)
         process.send_signal(signal.SIGINT)
@@ -400,7 +485,13 @@ sys.exit(138)
     @pytest.mark.proof
     def test_a_closed_terminal_does_not_end_what_nohup_protects(self, folder: Path) -> None:
         command = ["nohup", *_plait("--nproc-per-node", "1", _script(folder, ENDS_IN_TIME))]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
             _ready(process, 1)
             process.send_signal(signal.SIGHUP)
@@ -416,30 +507,69 @@ sys.exit(138)
 class TestMachines:
     def _together(self, start: Start, *commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
         processes = [start(*command) for command in commands]
-        return [(process.returncode, *streams) for process in processes for streams in [process.communicate(timeout=120)]]
+        return [
+            (process.returncode, *streams)
+            for process in processes
+            for streams in [process.communicate(timeout=120)]
+        ]
 
     @pytest.mark.proof
     def test_numbered_by_hand(self, folder: Path, start: Start) -> None:
-        meet = ("--nproc-per-node", "1", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(_free_port()))
+        meet = (
+            "--nproc-per-node",
+            "1",
+            "--nnodes",
+            "2",
+            "--master-addr",
+            "localhost",
+            "--master-port",
+            str(_free_port()),
+        )
         script = _script(folder, REDUCE)
-        done = self._together(start, *((*meet, "--node-rank", str(rank), script) for rank in (1, 0)))
+        done = self._together(
+            start, *((*meet, "--node-rank", str(rank), script) for rank in (1, 0))
+        )
         assert [code for code, _, _ in done] == [0, 0], done
-        assert [out for _, out, _ in done] == ["rank 1 of 2 sum 2 args []\n", "rank 0 of 2 sum 2 args []\n"]
+        assert [out for _, out, _ in done] == [
+            "rank 1 of 2 sum 2 args []\n",
+            "rank 0 of 2 sum 2 args []\n",
+        ]
 
     @pytest.mark.proof
     def test_at_an_endpoint(self, folder: Path, start: Start) -> None:
-        meet = ("--nproc-per-node", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{_free_port()}", _script(folder, REDUCE))
+        meet = (
+            "--nproc-per-node",
+            "1",
+            "--nnodes",
+            "1:2",
+            "--rdzv-endpoint",
+            f"localhost:{_free_port()}",
+            _script(folder, REDUCE),
+        )
         done = self._together(start, meet, meet)
         assert [code for code, _, _ in done] == [0, 0], done
-        assert sorted(out for _, out, _ in done) == ["rank 0 of 2 sum 2 args []\n", "rank 1 of 2 sum 2 args []\n"]
+        assert sorted(out for _, out, _ in done) == [
+            "rank 0 of 2 sum 2 args []\n",
+            "rank 1 of 2 sum 2 args []\n",
+        ]
 
     @pytest.mark.proof
     def test_all_start_again_when_a_rank_of_one_failed(self, folder: Path, start: Start) -> None:
-        failing = FAILS_ONCE.replace('os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"', 'not os.path.exists("failed")').replace(
-            "    raise", '    open("failed", "w").close()\n    raise'
-        )
+        failing = FAILS_ONCE.replace(
+            'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"', 'not os.path.exists("failed")'
+        ).replace("    raise", '    open("failed", "w").close()\n    raise')
         endpoint = f"localhost:{_free_port()}"
-        meet = ("--nproc-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--max-restarts", "3", _script(folder, failing))
+        meet = (
+            "--nproc-per-node",
+            "1",
+            "--nnodes",
+            "2",
+            "--rdzv-endpoint",
+            endpoint,
+            "--max-restarts",
+            "3",
+            _script(folder, failing),
+        )
         done = self._together(start, meet, meet)
         assert [code for code, _, _ in done] == [0, 0], done
         assert sorted(out.split(" in ")[0] for _, out, _ in done) == ["rank 0 done", "rank 1 done"]
@@ -447,7 +577,16 @@ class TestMachines:
 
     @pytest.mark.proof
     def test_the_others_do_not_come(self, folder: Path) -> None:
-        meet = ("--nproc-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}", "--timeout", "2")
+        meet = (
+            "--nproc-per-node",
+            "1",
+            "--nnodes",
+            "2",
+            "--rdzv-endpoint",
+            f"localhost:{_free_port()}",
+            "--timeout",
+            "2",
+        )
         done = _run(*meet, _script(folder, REDUCE))
         assert done.returncode == 1
         assert "2 machine(s) did not meet at localhost:" in done.stderr
@@ -457,7 +596,9 @@ class TestMachines:
 class TestSsh:
     @pytest.fixture
     def hosts(self, folder: Path) -> tuple[str, ...]:
-        (folder / "hosts").write_text(f"{socket.gethostname()} slots=1\nfar slots=2  # played by this machine\n")
+        (folder / "hosts").write_text(
+            f"{socket.gethostname()} slots=1\nfar slots=2  # played by this machine\n"
+        )
         return ("-H", "hosts", "--master-port", str(_free_port()))
 
     def test_every_machine_of_a_hostfile(self, folder: Path, hosts: tuple[str, ...]) -> None:
@@ -469,7 +610,9 @@ class TestSsh:
         assert done.stderr.count("ssh to far") == 1
 
     @pytest.mark.proof
-    def test_a_failure_there_stops_all_and_is_told_first(self, folder: Path, hosts: tuple[str, ...]) -> None:
+    def test_a_failure_there_stops_all_and_is_told_first(
+        self, folder: Path, hosts: tuple[str, ...]
+    ) -> None:
         done = _run(*hosts, "--nproc-per-node", "1", _script(folder, ONE_RAISES))
         assert done.returncode == 1
         told = [line for line in done.stderr.splitlines() if "plait: " in line]
@@ -477,7 +620,9 @@ class TestSsh:
         assert "[far] ValueError: a gradient went missing" in done.stderr
 
     @pytest.mark.proof
-    def test_a_signal_reaches_every_machine_once(self, folder: Path, hosts: tuple[str, ...], start: Start) -> None:
+    def test_a_signal_reaches_every_machine_once(
+        self, folder: Path, hosts: tuple[str, ...], start: Start
+    ) -> None:
         process = start(*hosts, "--nproc-per-node", "1", _script(folder, ENDS_IN_TIME))
         pids = _ready(process, 2)
         process.send_signal(signal.SIGINT)
@@ -488,7 +633,9 @@ class TestSsh:
         assert not any(map(_alive, pids))
 
     @pytest.mark.proof
-    def test_machines_end_themselves_when_the_launcher_is_gone(self, folder: Path, hosts: tuple[str, ...], start: Start) -> None:
+    def test_machines_end_themselves_when_the_launcher_is_gone(
+        self, folder: Path, hosts: tuple[str, ...], start: Start
+    ) -> None:
         process = start(*hosts, "--nproc-per-node", "1", _script(folder, ENDS_IN_TIME))
         pids = _ready(process, 2)
         process.kill()
@@ -503,7 +650,12 @@ class TestSsh:
 
     @pytest.mark.proof
     def test_a_machine_that_cannot_be_reached(self, folder: Path) -> None:
-        (folder / "hosts").write_text(f"{socket.gethostname()} slots=1\nunreachable.invalid slots=1\n")
+        (folder / "hosts").write_text(
+            f"{socket.gethostname()} slots=1\nunreachable.invalid slots=1\n"
+        )
         done = _run("-H", "hosts", "--master-port", str(_free_port()), _script(folder, REDUCE))
         assert done.returncode == 255
-        assert "node unreachable.invalid: no connection, or it was lost (try `ssh unreachable.invalid true`)" in done.stderr
+        assert (
+            "node unreachable.invalid: no connection, or it was lost (try `ssh unreachable.invalid true`)"
+            in done.stderr
+        )

@@ -39,7 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         timeout=290,
     )
-    assert done.returncode == 0, f"{done.stderr[:4000]}\n...\n{done.stderr[-500:]}"  # the first rank to fail says why
+    assert done.returncode == 0, (
+        f"{done.stderr[:4000]}\n...\n{done.stderr[-500:]}"
+    )  # the first rank to fail says why
     print(done.stdout)
     return made
 
@@ -49,7 +51,13 @@ def alone() -> Trace:
     """One process on the whole batch, in plain torch."""
     model = build()
     with keeping_float64(model):
-        return reference_trace(model, [batches()], loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+        return reference_trace(
+            model,
+            [batches()],
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
+        )
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -90,8 +98,12 @@ def test_the_checkpoint_is_complete_and_loads_in_one_process(folder: Path, alone
         states = engine.optimizer.state
         for name, parameter in engine.model.named_parameters():
             expected = alone.parameters[name]
-            assert (parameter.detach() - expected).abs().max() <= TOLERANCE * expected.abs().max(), name
+            assert (
+                parameter.detach() - expected
+            ).abs().max() <= TOLERANCE * expected.abs().max(), name
             first_moment = 0.1 * alone.gradients[0][name]  # (1 - beta1) x gradient after one step
-            assert (states[parameter]["exp_avg"] - first_moment).abs().max() <= TOLERANCE * first_moment.abs().max(), name
+            assert (
+                states[parameter]["exp_avg"] - first_moment
+            ).abs().max() <= TOLERANCE * first_moment.abs().max(), name
     finally:
         engine.close()

@@ -36,8 +36,19 @@ SMALL: dict[str, Any] = {
     "zero_optimization": {"stage": 2},
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
     "model": llama(hidden_size=64, intermediate_size=128, max_position_embeddings=64),
-    "data": {"source": "files", "paths": [f"{Path(email.__file__).parent}/*.py"], "vocab_size": 400, "sequence_length": 48},
-    "run": {"steps": 12, "log_every": 4, "validate_every": 6, "validate_sequences": 8, "sample": {"prompt": "def ", "tokens": 8}},
+    "data": {
+        "source": "files",
+        "paths": [f"{Path(email.__file__).parent}/*.py"],
+        "vocab_size": 400,
+        "sequence_length": 48,
+    },
+    "run": {
+        "steps": 12,
+        "log_every": 4,
+        "validate_every": 6,
+        "validate_sequences": 8,
+        "sample": {"prompt": "def ", "tokens": 8},
+    },
 }
 
 
@@ -50,7 +61,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _start(place: Path, *arguments: str, file: str = "small.json") -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "plait", "train", file, *arguments],
         cwd=place,
@@ -111,12 +126,16 @@ def test_a_run_trains_and_leaves_everything_behind(whole: tuple[Path, str]) -> N
 
     assert len(AutoTokenizer.from_pretrained(folder / "tokenizer")) == 400
     lines = [line for line in out.splitlines() if line.startswith("step")]
-    assert [int(line.split()[1]) for line in lines if " loss " in line and "validation" not in line] == [1, 4, 8, 12]
+    assert [
+        int(line.split()[1]) for line in lines if " loss " in line and "validation" not in line
+    ] == [1, 4, 8, 12]
     assert any("the model writes" in line for line in lines)
     assert "\x1b" not in out, "no colours and no cursor movements in a pipe"
 
 
-def test_the_same_command_says_that_it_is_complete(place: Path, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_says_that_it_is_complete(
+    place: Path, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, _ = whole
     before = (folder / "metrics.jsonl").read_bytes()
     assert _main(place, "--set", "run.folder=runs/whole") == 0
@@ -128,13 +147,20 @@ def test_the_same_command_says_that_it_is_complete(place: Path, whole: tuple[Pat
 
 
 def test_readmes_commands_on_a_run(
-    whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """List, verify and export, as README has it; what is exported is what was trained."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    lines = [line.partition("  #")[0].split() for line in readme.splitlines() if re.match(r"plait (checkpoint|export) ", line)]
+    lines = [
+        line.partition("  #")[0].split()
+        for line in readme.splitlines()
+        if re.match(r"plait (checkpoint|export) ", line)
+    ]
     assert [line[1] for line in lines] == ["checkpoint", "export"]
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(whole[0])
@@ -148,24 +174,42 @@ def test_readmes_commands_on_a_run(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     mine = AutoModelForCausalLM.from_config(model.config)
     plait.load_trained(mine, tmp_path / "runs" / "mine" / "checkpoints")
-    assert all(torch.equal(tensor, mine.state_dict()[name]) for name, tensor in model.state_dict().items())
-    assert model.state_dict()["model.norm.weight"].sub(1).abs().max() > 1e-3, "as it was initialised"
+    assert all(
+        torch.equal(tensor, mine.state_dict()[name]) for name, tensor in model.state_dict().items()
+    )
+    assert model.state_dict()["model.norm.weight"].sub(1).abs().max() > 1e-3, (
+        "as it was initialised"
+    )
     assert len(AutoTokenizer.from_pretrained(tmp_path / "trained")) == 400
-    assert _code(["export", "runs/mine", "--to", "hf", "--out", "trained"]) == 2 and "exists; give another name" in capsys.readouterr().err
-    assert _code(["export", "runs/mine", "--to", "gguf", "--out", "other"]) == 2 and "'gguf' is not " in capsys.readouterr().err
+    assert (
+        _code(["export", "runs/mine", "--to", "hf", "--out", "trained"]) == 2
+        and "exists; give another name" in capsys.readouterr().err
+    )
+    assert (
+        _code(["export", "runs/mine", "--to", "gguf", "--out", "other"]) == 2
+        and "'gguf' is not " in capsys.readouterr().err
+    )
     again = ["export", "runs/mine", "--to", "hf", "--out", "other"]
     (tmp_path / ".linked.tmp").symlink_to(tmp_path / "trained")
-    assert _code([*again[:-1], "linked"]) == 2 and "--out linked cannot be written: Not a directory" in capsys.readouterr().err
+    assert (
+        _code([*again[:-1], "linked"]) == 2
+        and "--out linked cannot be written: Not a directory" in capsys.readouterr().err
+    )
     (tmp_path / ".other.tmp" / "left").mkdir(parents=True)
     held = os.open(tmp_path / ".other.tmp", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    assert _code(again) == 2 and "--out other: another export writes it now; wait for its end" in capsys.readouterr().err
+    assert (
+        _code(again) == 2
+        and "--out other: another export writes it now; wait for its end" in capsys.readouterr().err
+    )
     assert (tmp_path / ".other.tmp" / "left").is_dir()
     os.close(held)
     assert _code(again) == 0 and sorted(os.listdir("other")) == sorted(os.listdir("trained"))
 
 
-def test_damage_is_named(whole: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_named(
+    whole: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit codes that scripts can use."""
     copy = tmp_path / "copy"
     shutil.copytree(whole[0] / "checkpoints", copy)
@@ -178,7 +222,10 @@ def test_damage_is_named(whole: tuple[Path, str], tmp_path: Path, capsys: pytest
     for verb in ("verify", "ls"):
         assert _code(["checkpoint", verb, str(copy)]) == (4 if verb == "verify" else 0)
     assert "00001.safetensors has " in capsys.readouterr().err
-    assert _code(["export", str(copy), "--to", "hf", "--out", str(tmp_path / "out")]) == 4 and not (tmp_path / "out").exists()
+    assert (
+        _code(["export", str(copy), "--to", "hf", "--out", str(tmp_path / "out")]) == 4
+        and not (tmp_path / "out").exists()
+    )
     manifest = copy / last / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"sequence"', '"Sequence"'))
     assert _code(["checkpoint", "ls", str(copy)]) == 4
@@ -195,7 +242,9 @@ def _code(arguments: list[str]) -> int:
 
 
 @pytest.mark.proof
-def test_one_process_computes_the_same_and_two_go_on_with_it(place: Path, whole: tuple[Path, str]) -> None:
+def test_one_process_computes_the_same_and_two_go_on_with_it(
+    place: Path, whole: tuple[Path, str]
+) -> None:
     folder, *where = _folder(place, "alone")
     code, _, err = _run(place, *where, "--set", "run.processes=1", "--set", "run.steps=7")
     assert code == 0, err
@@ -204,7 +253,9 @@ def test_one_process_computes_the_same_and_two_go_on_with_it(place: Path, whole:
     assert "changed since the last start: run.steps: 7 to 12" in out
     assert [row["world_size"] for row in _rows(folder, "start")] == [1, 2]
     assert _losses(folder) == pytest.approx(_losses(whole[0]), rel=1e-5)
-    assert _rows(folder, "validation")[-1]["loss"] == pytest.approx(_rows(whole[0], "validation")[-1]["loss"], rel=1e-5)
+    assert _rows(folder, "validation")[-1]["loss"] == pytest.approx(
+        _rows(whole[0], "validation")[-1]["loss"], rel=1e-5
+    )
 
 
 @pytest.mark.proof
@@ -234,7 +285,9 @@ def test_ctrl_c_and_the_same_command_again(place: Path, whole: tuple[Path, str])
     assert len(losses) == end["step"] + 3
     common = losses.keys() & reference.keys()
     assert len(common) >= 6
-    assert {step: losses[step] for step in common} == {step: reference[step] for step in common}, "bit for bit"
+    assert {step: losses[step] for step in common} == {step: reference[step] for step in common}, (
+        "bit for bit"
+    )
 
 
 @pytest.mark.proof
@@ -243,13 +296,21 @@ def test_weights_of_a_folder_are_trained_on(place: Path, whole: tuple[Path, str]
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
-    shape = {name: value for name, value in SMALL["model"]["config"].items() if name != "model_type"}
+    shape = {
+        name: value for name, value in SMALL["model"]["config"].items() if name != "model_type"
+    }
     saved = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=400))
     saved.lm_head.weight.data.mul_(20)  # far from what any fresh initialisation gives
     saved.save_pretrained(place / "saved")
     folder, *_ = _folder(place, "weights")
-    description = {**SMALL, "model": {"path": "saved"}, "data": {**SMALL["data"], "tokenizer": str(whole[0] / "tokenizer")}}
-    (place / "weights.json").write_text(json.dumps({**description, "run": {"steps": 1, "folder": "runs/weights"}}))
+    description = {
+        **SMALL,
+        "model": {"path": "saved"},
+        "data": {**SMALL["data"], "tokenizer": str(whole[0] / "tokenizer")},
+    }
+    (place / "weights.json").write_text(
+        json.dumps({**description, "run": {"steps": 1, "folder": "runs/weights"}})
+    )
     code, _, err = _run(place, file="weights.json")
     assert code == 0, err
 
@@ -259,7 +320,12 @@ def test_weights_of_a_folder_are_trained_on(place: Path, whole: tuple[Path, str]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        data = check(load("weights.json", ["run.folder=runs/other"]), world_size=2, cache=place / "cache", say=lambda text: None).data
+        data = check(
+            load("weights.json", ["run.folder=runs/other"]),
+            world_size=2,
+            cache=place / "cache",
+            say=lambda text: None,
+        ).data
     batch = Loader(data.train, 4, 0).at(0)
     with torch.no_grad():
         expected = float(saved(**batch).loss)
@@ -270,7 +336,14 @@ def test_weights_of_a_folder_are_trained_on(place: Path, whole: tuple[Path, str]
 @pytest.mark.proof
 def test_a_lost_loss_is_told_once(place: Path) -> None:
     _, *where = _folder(place, "lost")
-    huge = ("--set", "optimizer.params.lr=1e30", "--set", "gradient_clipping=0", "--set", "run.checkpoint_every=1")
+    huge = (
+        "--set",
+        "optimizer.params.lr=1e30",
+        "--set",
+        "gradient_clipping=0",
+        "--set",
+        "run.checkpoint_every=1",
+    )
     code, out, err = _run(place, *where, *huge)
     assert code == 1, err
     assert err.count("the run has diverged") == 1
@@ -301,19 +374,33 @@ def _refused(place: Path, capsys: pytest.CaptureFixture[str], *settings: str) ->
     ("settings", "said"),
     [
         (["data.paths=[missing.txt]"], "data.paths: 'missing.txt' names no file"),
-        (["data.source=jsonl", "data.paths=[rows.jsonl]"], "rows.jsonl, line 2: has no field 'text'; it has 'body'"),
+        (
+            ["data.source=jsonl", "data.paths=[rows.jsonl]"],
+            "rows.jsonl, line 2: has no field 'text'; it has 'body'",
+        ),
         (["data.paths=[empty.txt]"], "there is no text to train on"),
-        (["train_batch_size=100000"], "train_batch_size = 100000: one step takes 100000 sequences and the text has"),
+        (
+            ["train_batch_size=100000"],
+            "train_batch_size = 100000: one step takes 100000 sequences and the text has",
+        ),
         (["model.config.vocab_size=300"], "model vocab_size = 300: the tokenizer has 400 tokens"),
-        (["model.config.hiden_size=3"], "model.config.hiden_size = 3: a 'llama' configuration has no such field; use 'hidden_size'"),
+        (
+            ["model.config.hiden_size=3"],
+            "model.config.hiden_size = 3: a 'llama' configuration has no such field; use 'hidden_size'",
+        ),
         (["model.config.model_type=lama"], "use 'llama'"),
         (["run.sample.tokens=1000"], "the model has 64 positions and the run needs"),
         (["run.sample.temperature=-1"], "run.sample.temperature"),
-        (["data.tokenizer=./nowhere"], "data.tokenizer = './nowhere': there is no such file or folder"),
+        (
+            ["data.tokenizer=./nowhere"],
+            "data.tokenizer = './nowhere': there is no such file or folder",
+        ),
         (["train_batch_size=3"], "3"),
     ],
 )
-def test_wrong_inputs(place: Path, capsys: pytest.CaptureFixture[str], settings: list[str], said: str) -> None:
+def test_wrong_inputs(
+    place: Path, capsys: pytest.CaptureFixture[str], settings: list[str], said: str
+) -> None:
     (place / "rows.jsonl").write_text('{"text": "fine"}\n{"body": "not"}\n')
     (place / "empty.txt").write_text("")
     err = _refused(place, capsys, *settings, "run.folder=runs/refused")
@@ -325,7 +412,9 @@ def test_wrong_inputs(place: Path, capsys: pytest.CaptureFixture[str], settings:
 def test_a_wrong_file_is_refused_before_the_text_is_read(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.train.session.prepare", lambda *_, **__: pytest.fail("the text was read"))
+    monkeypatch.setattr(
+        "plait.train.session.prepare", lambda *_, **__: pytest.fail("the text was read")
+    )
     assert "train_batch_size" in _refused(place, capsys, "train_batch_size=3")
     assert "use 'hidden_act'" in _refused(place, capsys, "model.config.hiden_act=gelu")
 
@@ -336,14 +425,22 @@ def test_a_missing_file_is_refused(place: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("section", ["model", "data"])
-def test_a_file_without_model_or_data_is_refused(place: Path, capsys: pytest.CaptureFixture[str], section: str) -> None:
-    (place / "part.json").write_text(json.dumps({name: value for name, value in SMALL.items() if name != section}))
+def test_a_file_without_model_or_data_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], section: str
+) -> None:
+    (place / "part.json").write_text(
+        json.dumps({name: value for name, value in SMALL.items() if name != section})
+    )
     assert _main(place, file="part.json") == 2
     assert capsys.readouterr().err.startswith(f"plait: {section}")
 
 
-def test_another_model_does_not_go_on(place: Path, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    err = _refused(place, capsys, "run.folder=runs/whole", "model.config.hidden_size=32", "run.seed=1")
+def test_another_model_does_not_go_on(
+    place: Path, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = _refused(
+        place, capsys, "run.folder=runs/whole", "model.config.hidden_size=32", "run.seed=1"
+    )
     assert "model.hidden_size = 32" in err
     assert "run.seed = 1" in err
     assert "was made with 64" in err
@@ -351,7 +448,12 @@ def test_another_model_does_not_go_on(place: Path, whole: tuple[Path, str], caps
 
 
 def test_a_refused_start_over_leaves_the_folder(place: Path, whole: tuple[Path, str]) -> None:
-    assert _main(place, "--set", "run.folder=runs/whole", "--set", "model.config.vocab_size=3", "--fresh") == 2
+    assert (
+        _main(
+            place, "--set", "run.folder=runs/whole", "--set", "model.config.vocab_size=3", "--fresh"
+        )
+        == 2
+    )
     assert (whole[0] / "metrics.jsonl").is_file()
 
 
@@ -359,14 +461,26 @@ def test_a_refused_start_over_leaves_the_folder(place: Path, whole: tuple[Path, 
 def test_starting_over_keeps_the_earlier_run(place: Path, whole: tuple[Path, str]) -> None:
     folder, *where = _folder(place, "over")
     shutil.copytree(whole[0], folder)
-    code, out, err = _run(place, *where, "--set", "run.processes=1", "--set", "run.steps=2", "--set", "run.seed=1", "--fresh")
+    code, out, err = _run(
+        place,
+        *where,
+        "--set",
+        "run.processes=1",
+        "--set",
+        "run.steps=2",
+        "--set",
+        "run.seed=1",
+        "--fresh",
+    )
     assert code == 0, err
     assert "runs/over.old-1" in out
     assert len(_losses(folder)) == 2
     assert len(_losses(folder.with_name("over.old-1"))) == 12
 
 
-def test_the_quickstart_is_what_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quickstart_is_what_its_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """E14: also after `make quickstart`, whose run lies in the folder that the file names."""
     from plait.config.resolving.resolve import load
     from plait.train.session import check
@@ -374,10 +488,16 @@ def test_the_quickstart_is_what_its_page_says(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     # The real text takes seconds to tokenise, so this one is shorter; the embedding gets the rows that the real vocabulary would give it.
     vocabulary = load(QUICKSTART).data.vocab_size  # type: ignore[union-attr]
-    shorter = ["data.source=files", f"data.paths=[{Path(email.__file__).parent}/*.py]", "data.vocab_size=600"]
+    shorter = [
+        "data.source=files",
+        f"data.paths=[{Path(email.__file__).parent}/*.py]",
+        "data.vocab_size=600",
+    ]
     config = load(QUICKSTART, [*shorter, f"model.config.vocab_size={vocabulary}"])
     checked = check(config, world_size=2, cache=tmp_path, say=lambda text: None)
     assert 9e6 < checked.parameters < 11e6
     assert checked.resolved.layout.dp == 2
-    assert load(QUICKSTART).train_batch_size is None, "a fixed batch would not divide over every number of GPUs"
+    assert load(QUICKSTART).train_batch_size is None, (
+        "a fixed batch would not divide over every number of GPUs"
+    )
     assert checked.resolved.data_parallel.stage == 2

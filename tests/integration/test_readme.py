@@ -15,9 +15,16 @@ from plait.cli.main import VERBS, main
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-COMMANDS = [line.split("  #")[0].strip() for language, block in BLOCKS if not language for line in block.splitlines()]
+COMMANDS = [
+    line.split("  #")[0].strip()
+    for language, block in BLOCKS
+    if not language
+    for line in block.splitlines()
+]
 PLAIT = sorted({line for line in COMMANDS if line.startswith("plait ")})
-ELSEWHERE = re.compile(r"plait (launch|generate|export|checkpoint|train \S+ --nnodes|train examples)|node1|hosts")
+ELSEWHERE = re.compile(
+    r"plait (launch|generate|export|checkpoint|train \S+ --nnodes|train examples)|node1|hosts"
+)
 """What needs other machines, or a script; or a run: `tests/integration/test_launch.py` and `test_quickstart.py` run such ones."""
 SLOW = re.compile(r"plait (train|verify|dryrun)|--world-size 128")
 HERE = [line for line in PLAIT if not ELSEWHERE.search(line)]
@@ -36,7 +43,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_commands_are_found() -> None:
-    assert {"plait plan models", "plait config explain mine.json", "plait verify run.json"} <= set(HERE)
+    assert {"plait plan models", "plait config explain mine.json", "plait verify run.json"} <= set(
+        HERE
+    )
     assert len(HERE) >= 8
 
 
@@ -58,13 +67,17 @@ def is_printed(line: str, printed: list[str], *, numbers: bool = True) -> bool:
     """Whether a line of README is in an output: `...` stands for anything, and without `numbers` one for another."""
     pattern = re.escape(words_of(line)).replace(r"\.\.\.", ".*")
     if not numbers:
-        pattern = re.sub(r"\d[\d,]*(?:\\?\.\d+)?(?:e(?:\\?-|\+)?\d+)?", lambda _: r"[\d,.e+-]+", pattern)
+        pattern = re.sub(
+            r"\d[\d,]*(?:\\?\.\d+)?(?:e(?:\\?-|\+)?\d+)?", lambda _: r"[\d,.e+-]+", pattern
+        )
     return any(re.fullmatch(pattern, one) for one in printed)
 
 
 def shown(after: str) -> list[str]:
     """The lines of the block of output that begins with these words."""
-    (block,) = [block for language, block in BLOCKS if language == "text" and block.startswith(after)]
+    (block,) = [
+        block for language, block in BLOCKS if language == "text" and block.startswith(after)
+    ]
     return [line for line in block.splitlines() if line.strip() not in ("", "...")]
 
 
@@ -82,18 +95,32 @@ def test_the_output_of_a_plan(files: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_every_command_is_in_the_table() -> None:
     table = README[README.index("## Commands") :]
-    assert [verb for verb in VERBS if f"| `plait {verb} " not in table and f"| `plait {verb}`" not in table] == []
+    assert [
+        verb
+        for verb in VERBS
+        if f"| `plait {verb} " not in table and f"| `plait {verb}`" not in table
+    ] == []
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("command", [line for line in HERE if SLOW.search(line)])
 def test_a_slow_command(command: str, files: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", *shlex.split(command)], capture_output=True, text=True, timeout=1700, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        capture_output=True,
+        text=True,
+        timeout=1700,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     if command == "plait verify run.json":
         printed = [words_of(line) for line in done.stdout.splitlines()]
-        assert [line for line in shown("model   llama, shrunk") if not is_printed(line, printed, numbers=False)] == []
+        assert [
+            line
+            for line in shown("model   llama, shrunk")
+            if not is_printed(line, printed, numbers=False)
+        ] == []
 
 
 def test_your_own_loop() -> None:
@@ -102,7 +129,9 @@ def test_your_own_loop() -> None:
 
     import plait
 
-    (block,) = [block for language, block in BLOCKS if language == "python" and "parallelize" in block]
+    (block,) = [
+        block for language, block in BLOCKS if language == "python" and "parallelize" in block
+    ]
     torch.manual_seed(1)
     model, losses = torch.nn.Linear(4, 1), []
 
@@ -112,14 +141,25 @@ def test_your_own_loop() -> None:
         return loss
 
     x = torch.randn(8, 4)
-    given = {"plait": plait, "torch": torch, "model": model, "mean_loss": mean_loss, "batches": [(x, x.sum(1, keepdim=True))] * 20}
-    names = {**given, "config": {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}}
+    given = {
+        "plait": plait,
+        "torch": torch,
+        "model": model,
+        "mean_loss": mean_loss,
+        "batches": [(x, x.sum(1, keepdim=True))] * 20,
+    }
+    names = {
+        **given,
+        "config": {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+    }
     exec(block, names)
     assert sum(losses[-2:]) < sum(losses[:2])  # two micro-batches a step
     names["sharded"].close()
 
 
-def test_checkpoints_beside_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_beside_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The code of docs/checkpoints.md."""
     import torch
 
@@ -127,11 +167,21 @@ def test_checkpoints_beside_the_training(tmp_path: Path, capsys: pytest.CaptureF
 
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    loss = plait.per_sample(lambda output, batch: torch.nn.functional.mse_loss(output, batch[1], reduction="sum"))
-    engine = plait.initialize(torch.nn.Linear(4, 1), {"train_micro_batch_size_per_gpu": 4}, loss_fn=loss)
+    loss = plait.per_sample(
+        lambda output, batch: torch.nn.functional.mse_loss(output, batch[1], reduction="sum")
+    )
+    engine = plait.initialize(
+        torch.nn.Linear(4, 1), {"train_micro_batch_size_per_gpu": 4}, loss_fn=loss
+    )
     x = torch.randn(4, 4)
-    exec(block, {"engine": engine, "batches": [(x, x.sum(1, keepdim=True))] * 25, "folder": tmp_path})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000010", "step-00000020"]
+    exec(
+        block, {"engine": engine, "batches": [(x, x.sum(1, keepdim=True))] * 25, "folder": tmp_path}
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "LATEST",
+        "step-00000010",
+        "step-00000020",
+    ]
     loaded = engine.load_checkpoint(tmp_path)
     assert loaded is not None and loaded[1] == {"step": 20} and engine.global_steps == 20
     engine.close()

@@ -27,15 +27,21 @@ def test_recipes(name: str) -> None:
     machines, devices, billions, stage, degrees = RECIPES[name]
     file = EXAMPLES / f"{name}.json"
     assert load(file).zero_optimization.stage == stage
-    done = CliRunner().invoke(app, [str(file), "--nnodes", str(machines), "--nproc-per-node", str(devices), "--json"])
+    done = CliRunner().invoke(
+        app, [str(file), "--nnodes", str(machines), "--nproc-per-node", str(devices), "--json"]
+    )
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert {axis: degree for axis, degree in told["layout"].items() if degree > 1} == degrees
     states = sum(told["memory"][kind] for kind in ("parameters", "gradients", "optimizer"))
     ranks = machines * devices
-    assert states == pytest.approx(16e9 * billions / ranks, rel=0.15), "float32 masters, gradients and two moments, shared out"
+    assert states == pytest.approx(16e9 * billions / ranks, rel=0.15), (
+        "float32 masters, gradients and two moments, shared out"
+    )
     if name == "huge_3d":
-        ranks_costs = [sum(row["cost"] for row in told["stages"] if row["rank"] == rank) for rank in range(8)]
+        ranks_costs = [
+            sum(row["cost"] for row in told["stages"] if row["rank"] == rank) for rank in range(8)
+        ]
         assert len(told["stages"]) == 16
         assert max(ranks_costs) / (sum(ranks_costs) / 8) < 1.05
 

@@ -25,7 +25,10 @@ def config(tmp_path: Path) -> dict[str, Any]:
     from datasets import Dataset
 
     tokenizer().save_pretrained(tmp_path / "tokenizer")
-    rows = [{"text": f"{number} and {number + 1} make {2 * number + 1}. " * (1 + number % 5)} for number in range(150)]
+    rows = [
+        {"text": f"{number} and {number + 1} make {2 * number + 1}. " * (1 + number % 5)}
+        for number in range(150)
+    ]
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
     return {
         "train_batch_size": 8,
@@ -45,13 +48,33 @@ def config(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def started(folder: Path, config: dict[str, Any], run: str, processes: int, **parallel: int) -> subprocess.Popen[str]:
-    section = {"folder": str(folder / run), "steps": STEPS, "processes": processes, "sample": None, "checkpoint_every": 3}
+def started(
+    folder: Path, config: dict[str, Any], run: str, processes: int, **parallel: int
+) -> subprocess.Popen[str]:
+    section = {
+        "folder": str(folder / run),
+        "steps": STEPS,
+        "processes": processes,
+        "sample": None,
+        "checkpoint_every": 3,
+    }
     file = folder / f"{run}-{processes}.json"
     file.write_text(json.dumps({**config, "parallel": parallel, "run": section}))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PLAIT_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PLAIT_CACHE": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, "-m", "plait", "train", str(file)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def losses(folder: Path, run: str) -> dict[int, list[float]]:
@@ -66,7 +89,9 @@ def losses(folder: Path, run: str) -> dict[int, list[float]]:
 
 def killed_after(step: int, folder: Path, run: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 200
-    while step not in losses(folder, run) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        step not in losses(folder, run) and process.poll() is None and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     output = process.communicate()[0]
@@ -93,7 +118,9 @@ def test_a_killed_run_goes_on_on_other_layouts(tmp_path: Path, config: dict[str,
 
 
 @pytest.mark.proof
-def test_another_buffer_is_another_run(tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_buffer_is_another_run(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = started(tmp_path, config, "one", 1)
     output = whole.communicate(timeout=300)[0]
     assert whole.returncode == 0, output[-3000:]

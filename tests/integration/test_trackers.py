@@ -35,10 +35,20 @@ def test_a_run_with_trackers(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PLAIT_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "plait", "train", "run.json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     expected = [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
     with open(tmp_path / "run" / "csv_monitor" / "train_loss.csv", newline="") as stream:
         recorded = [(int(step), float(loss)) for step, loss in list(csv.reader(stream))[1:]]

@@ -25,16 +25,42 @@ FILE: dict[str, Any] = {
 
 
 def test_two_machines_train_one_run(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("The ranks of two machines meet, sum and go on. " * 4000, encoding="utf-8")
-    (tmp_path / "run.json").write_text(json.dumps(FILE | {"run": {"folder": "runs/two", "steps": 3}}), encoding="utf-8")
+    (tmp_path / "text.txt").write_text(
+        "The ranks of two machines meet, sum and go on. " * 4000, encoding="utf-8"
+    )
+    (tmp_path / "run.json").write_text(
+        json.dumps(FILE | {"run": {"folder": "runs/two", "steps": 3}}), encoding="utf-8"
+    )
     # Both namespaces have this machine's name, so each is given its number, and gloo its interface.
-    meet = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", "29517")
+    meet = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        ADDRESSES[0],
+        "--master-port",
+        "29517",
+    )
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE}
     try:
         with lab() as machines:
             running = [
                 subprocess.Popen(
-                    ["ip", "netns", "exec", node, sys.executable, "-m", "plait", "train", "run.json", *meet, "--node-rank", str(rank)],
+                    [
+                        "ip",
+                        "netns",
+                        "exec",
+                        node,
+                        sys.executable,
+                        "-m",
+                        "plait",
+                        "train",
+                        "run.json",
+                        *meet,
+                        "--node-rank",
+                        str(rank),
+                    ],
                     cwd=tmp_path,
                     env=environment,
                     stdout=subprocess.PIPE,
@@ -48,5 +74,8 @@ def test_two_machines_train_one_run(tmp_path: Path) -> None:
         pytest.skip(str(missing))
     assert [process.returncode for process in running] == [0, 0], "\n".join(said)
     assert any("2 processes" in text for text in said), said
-    steps = [json.loads(line) for line in (tmp_path / "runs/two/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [
+        json.loads(line)
+        for line in (tmp_path / "runs/two/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert any(row.get("step") == 3 for row in steps)

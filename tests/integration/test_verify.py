@@ -57,7 +57,9 @@ class BareLogits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(60, 16)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dropout=0.3) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dropout=0.3) for _ in range(4)
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
@@ -76,20 +78,32 @@ def regression() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]
     """No language model: it brings its loss and its data."""
 
     def micro_batch(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(samples, 6, generator=generator).double(), torch.randn(samples, 2, generator=generator).double()
+        return torch.randn(samples, 6, generator=generator).double(), torch.randn(
+            samples, 2, generator=generator
+        ).double()
 
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
-    return model, plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")), micro_batch
+    return (
+        model,
+        plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")),
+        micro_batch,
+    )
 
 
 def chain() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]:
     """Equal blocks, and micro-batches that are all of one shape."""
 
     def micro_batch(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(samples, 6, generator=generator).double(), torch.randn(samples, 6, generator=generator).double()
+        return torch.randn(samples, 6, generator=generator).double(), torch.randn(
+            samples, 6, generator=generator
+        ).double()
 
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    return model, plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")), micro_batch
+    return (
+        model,
+        plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")),
+        micro_batch,
+    )
 
 
 def random_model() -> nn.Module:
@@ -136,11 +150,15 @@ def _scalars_stay_local(value: torch.Tensor, group: Any) -> Pending:
     return Pending(value, group if value.ndim else None)
 
 
-def _unclipped(self: Stepper, grads: list[torch.Tensor], norm: torch.Tensor, inverse: float) -> None:
+def _unclipped(
+    self: Stepper, grads: list[torch.Tensor], norm: torch.Tensor, inverse: float
+) -> None:
     pass
 
 
-def _initialise_by_rank(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *, seed: int, **arguments: Any) -> None:
+def _initialise_by_rank(
+    model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *, seed: int, **arguments: Any
+) -> None:
     _initialise(model, template, blocks, seed=seed + torch.distributed.get_rank(), **arguments)
 
 
@@ -179,10 +197,23 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def planned(*, given: Callable[[], Any] | None = None, processes: int = 2, passes: Any = ("float64",), **changes: Any) -> Plan:
+def planned(
+    *,
+    given: Callable[[], Any] | None = None,
+    processes: int = 2,
+    passes: Any = ("float64",),
+    **changes: Any,
+) -> Plan:
     """Of FILE with changes, as the command makes it."""
     model = f"{__name__}:{given.__name__}" if given is not None else None
-    return prepare(load({**FILE, **changes}), model=model, processes=processes, most_processes=8, steps=2, passes=passes)
+    return prepare(
+        load({**FILE, **changes}),
+        model=model,
+        processes=processes,
+        most_processes=8,
+        steps=2,
+        passes=passes,
+    )
 
 
 def work(rank: int, world: int, plan: Plan, defect: str | None) -> Any:
@@ -217,12 +248,22 @@ def compared(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
         ("not clipped", None, {"zero_optimization": {"stage": 3}}),
         ("updated on rank 0 only", None, {}),
         ("wrong stage cut", None, {"parallel": {"pp": 2}}),
-        ("lost tied gradient", None, {"parallel": {"pp": 2}, "model": {"config": {**LLAMA, "tie_word_embeddings": True}}}),
-        ("micro-batches swapped", chain, {"parallel": {"pp": 2, "pipeline": {"schedule": "gpipe"}}}),
+        (
+            "lost tied gradient",
+            None,
+            {"parallel": {"pp": 2}, "model": {"config": {**LLAMA, "tie_word_embeddings": True}}},
+        ),
+        (
+            "micro-batches swapped",
+            chain,
+            {"parallel": {"pp": 2, "pipeline": {"schedule": "gpipe"}}},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
-def test_defects_are_found_and_named(pool: Pool, defect: str, function: Any, changes: dict[str, Any]) -> None:
+def test_defects_are_found_and_named(
+    pool: Pool, defect: str, function: Any, changes: dict[str, Any]
+) -> None:
     """With the error that the command ends with (exit code 3)."""
     plan = planned(given=function, **changes)
     report = compared(pool, plan, defect)
@@ -251,20 +292,45 @@ def test_what_is_found_first(pool: Pool) -> None:
         (3, {"zero_optimization": {"stage": 2}}),
         (2, {"model": {"config": {**LLAMA, "tie_word_embeddings": True}, "dtype": "bfloat16"}}),
         (2, {"model": {"config": {"model_type": "gemma3_text", "vocab_size": 5001}}}),
-        (2, {"model": {"config": {"model_type": "mixtral", "num_hidden_layers": 4}}, "zero_optimization": {"stage": 2}}),
+        (
+            2,
+            {
+                "model": {"config": {"model_type": "mixtral", "num_hidden_layers": 4}},
+                "zero_optimization": {"stage": 2},
+            },
+        ),
         (2, {"parallel": {"pp": 2, "pipeline": {"schedule": "zbv"}}, "bf16": {"enabled": True}}),
         pytest.param(
-            2, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}}, marks=pytest.mark.proof
+            2,
+            {
+                "optimizer": {"type": "Muon", "params": {"lr": 1e-2}},
+                "zero_optimization": {"stage": 2},
+            },
+            marks=pytest.mark.proof,
         ),
     ],
-    ids=["bf16", "fp16", "uneven", "tied-bf16-parameters", "islands", "experts", "pipeline", "muon"],
+    ids=[
+        "bf16",
+        "fp16",
+        "uneven",
+        "tied-bf16-parameters",
+        "islands",
+        "experts",
+        "pipeline",
+        "muon",
+    ],
 )
 def test_equal(pool: Pool, processes: int, changes: dict[str, Any]) -> None:
     """Both comparisons, in whatever precision and with whatever a model rounds by itself."""
-    report = compared(pool, planned(processes=processes, passes=("float64", "configured"), **changes))
+    report = compared(
+        pool, planned(processes=processes, passes=("float64", "configured"), **changes)
+    )
     assert report.equal, failure(report)
     assert [section.name for section in report.sections] == ["float64", "independent", "configured"]
-    unchecked = ("not compared: what follows, because it has AdamW only" in note for note in report.sections[1].notes)
+    unchecked = (
+        "not compared: what follows, because it has AdamW only" in note
+        for note in report.sections[1].notes
+    )
     assert any(unchecked) == ("optimizer" in changes)
     assert "within 1e-10" in report.sections[0].title
 
@@ -276,7 +342,9 @@ def test_equal_for_plain_modules(pool: Pool, function: Any, stage: int) -> None:
     report = compared(pool, planned(given=function, zero_optimization={"stage": stage}))
     assert report.equal, failure(report)
     assert bool(report.sections[1].rows) == (function is not regression)
-    assert any("brings its own loss" in note for note in report.sections[1].notes) == (function is regression)
+    assert any("brings its own loss" in note for note in report.sections[1].notes) == (
+        function is regression
+    )
 
 
 def test_a_model_that_counts_its_blocks_stays_whole() -> None:
@@ -289,13 +357,27 @@ def test_a_model_that_counts_its_blocks_stays_whole() -> None:
 # ---- the command --------------------------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, *arguments: str, file: dict[str, Any] = FILE) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *arguments: str, file: dict[str, Any] = FILE
+) -> subprocess.CompletedProcess[str]:
     """`plait verify` as a user runs it, on two processes where the file leaves it open."""
     (folder / "run.json").write_text(json.dumps(file))
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(ROOT)])
     command = [sys.executable, "-m", "plait", "verify", "run.json", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
 
 
 def test_command_equal(tmp_path: Path) -> None:
@@ -307,7 +389,13 @@ def test_command_equal(tmp_path: Path) -> None:
     assert found["equal"] is True and found["first_different"] is None
     assert found["processes"] == 2 and found["layout"]["dp_shard"] == 2 and found["zero_stage"] == 2
     assert [part["name"] for part in found["passes"]] == ["float64", "independent", "configured"]
-    assert {row["kind"] for row in found["passes"][0]["rows"]} == {"initial weight", "loss", "gradient norm", "gradient", "parameter"}
+    assert {row["kind"] for row in found["passes"][0]["rows"]} == {
+        "initial weight",
+        "loss",
+        "gradient norm",
+        "gradient",
+        "parameter",
+    }
     assert any("hidden_size 512 -> " in note for note in found["notes"])
 
 
@@ -321,7 +409,9 @@ def broken() -> nn.Module:
 @pytest.mark.proof
 def test_command_different(tmp_path: Path) -> None:
     """Exit code 3; the table says which, the message names the first; no traceback."""
-    done = run(tmp_path, "--model", f"{__name__}:broken", "--steps", "1", "--dtype", "float64", "--all")
+    done = run(
+        tmp_path, "--model", f"{__name__}:broken", "--steps", "1", "--dtype", "float64", "--all"
+    )
     assert done.returncode == 3, done.stderr
     assert "DIFFERENT" in done.stdout and "gradient blocks.0.up.weight" in done.stdout
     assert "plait:   first: gradient of embed.weight in step 0: error " in done.stderr
@@ -338,7 +428,9 @@ def test_command_different(tmp_path: Path) -> None:
         ("deepspeed", {"zero_optimization": {"stage": 3}}, ["configured", "independent"]),
     ],
 )
-def test_command_judges_another_engine(tmp_path: Path, engine: str, changes: dict[str, Any], passes: list[str]) -> None:
+def test_command_judges_another_engine(
+    tmp_path: Path, engine: str, changes: dict[str, Any], passes: list[str]
+) -> None:
     """On the same model and data; what it prints is not in the report."""
     pytest.importorskip(engine)
     done = run(tmp_path, "--engine", engine, "--steps", "2", "--json", file={**FILE, **changes})
@@ -363,7 +455,9 @@ def stuck() -> nn.Module:
 @pytest.mark.proof
 def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> None:
     """With the stacks of all threads, which show where."""
-    done = run(tmp_path, "--model", f"{__name__}:stuck", "--timeout", "10", "--dtype", "float64", "--json")
+    done = run(
+        tmp_path, "--model", f"{__name__}:stuck", "--timeout", "10", "--dtype", "float64", "--json"
+    )
     assert done.returncode not in (0, 2, 3)
     assert not done.stdout
     assert "Timeout (0:00:10)!" in done.stderr and " in train_batch" in done.stderr
@@ -375,10 +469,18 @@ def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> Non
         ((), {"model": None}, "the file names no model; add"),
         (("--model", "tests.no_such:thing"), {}, "there is no module 'tests.no_such'"),
         (("--model", f"{__name__}:no_such"), {}, "has no function 'no_such'"),
-        (("--model", f"{__name__}:work_nothing"), {}, "it returned a str; the function returns a module"),
+        (
+            ("--model", f"{__name__}:work_nothing"),
+            {},
+            "it returned a str; the function returns a module",
+        ),
         (("--model", f"{__name__}:random_model"), {}, "it is random even without dropout"),
         (("--model", "./nowhere"), {}, "--model = './nowhere': there is no such file or folder"),
-        ((), {"model": {"config": {"model_type": "lama"}}}, "Transformers has no such architecture; use 'llama'"),
+        (
+            (),
+            {"model": {"config": {"model_type": "lama"}}},
+            "Transformers has no such architecture; use 'llama'",
+        ),
         (
             (),
             {"model": {"config": {"model_type": "bert"}}, "parallel": {"tp": 16}},
@@ -393,7 +495,11 @@ def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> Non
         (("--steps", "0"), {}, "--steps 0: at least one step"),
         (("--tolerance", "0"), {}, "--tolerance 0.0: not a positive number"),
         (("--engine", "deepspeed", "--dtype", "float64"), {}, "deepspeed"),
-        (("--engine", "accelerate"), {"zero_optimization": {"stage": 2}}, "use --set zero_optimization.stage=0"),
+        (
+            ("--engine", "accelerate"),
+            {"zero_optimization": {"stage": 2}},
+            "use --set zero_optimization.stage=0",
+        ),
         (("--device", "cuda", "--nproc-per-node", "64"), {}, "64 processes need a GPU each"),
         (("--set", "zero_optimization.stage=7"), {}, "zero_optimization.stage"),
     ],
@@ -410,7 +516,9 @@ def test_wrong_input(
     """Refused before any process, in a sentence, with exit code 2."""
     file = {name: value for name, value in {**FILE, **changes}.items() if value is not None}
     (tmp_path / "run.json").write_text(json.dumps(file))
-    monkeypatch.setattr("plait.cli.launch.run", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr(
+        "plait.cli.launch.run", lambda *_, **__: pytest.fail("processes were started")
+    )
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as ended:
         main(["verify", str(tmp_path / "run.json"), *arguments])
@@ -456,18 +564,26 @@ def test_layout(parallel: dict[str, int], stage: int, expected: tuple[int, ...])
     """Degrees of tensor parallelism stay; open data-parallel degrees are 2; given ones shrink where they would need too many processes."""
     plan = planned(processes=None, parallel=parallel, zero_optimization={"stage": stage})  # type: ignore[arg-type]
     assert tuple(plan.resolved.layout.degrees.values()) == expected
-    assert any("dp_shard 64 -> 2" in line for _, line in plan.lines) == (parallel.get("dp_shard") == 64)
+    assert any("dp_shard 64 -> 2" in line for _, line in plan.lines) == (
+        parallel.get("dp_shard") == 64
+    )
 
 
 def test_what_shrinks_and_what_stays() -> None:
     """The float64 pass keeps every mechanism of mixed precision."""
     plan = planned(
-        fp16={"enabled": True}, gradient_accumulation_steps=16, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
+        fp16={"enabled": True},
+        gradient_accumulation_steps=16,
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}},
     )
     assert (plan.resolved.batch.micro_batch_size, plan.resolved.batch.accumulation) == (2, 3)
     assert plan.resolved.scheduler is None
     told = "\n".join(line for _, line in plan.lines)
-    assert "gradient_accumulation_steps 16 -> 3" in told and "WarmupLR left out" in told and "initial_scale_power 16 -> 12" in told
+    assert (
+        "gradient_accumulation_steps 16 -> 3" in told
+        and "WarmupLR left out" in told
+        and "initial_scale_power 16 -> 12" in told
+    )
     wide, dtype = plan.settings("float64")
     assert dtype == torch.float64
     assert (wide.precision.compute, wide.precision.reduction, wide.precision.loss_scale) == (
@@ -481,7 +597,12 @@ def test_what_shrinks_and_what_stays() -> None:
 def test_a_schedule_that_needs_many_micro_batches() -> None:
     """As many as it takes at least are left."""
     parallel = {"pp": 2, "pipeline": {"schedule": "dualpipev"}}
-    plan = planned(processes=2, parallel=parallel, gradient_accumulation_steps=16, zero_optimization={"stage": 1})
+    plan = planned(
+        processes=2,
+        parallel=parallel,
+        gradient_accumulation_steps=16,
+        zero_optimization={"stage": 1},
+    )
     assert plan.resolved.batch.accumulation == 4
 
 
@@ -504,6 +625,10 @@ def test_data_is_uneven() -> None:
     assert weights[1] == 0 and len(set(weights)) > 3
     masks = [mask for piece in pieces for mask in piece["attention_mask"]]
     assert len({int(mask.sum()) for mask in masks}) > 3
-    assert any(not mask[0] for mask in masks) and any(not mask[-1] for mask in masks), "padded on the left, and on the right"
+    assert any(not mask[0] for mask in masks) and any(not mask[-1] for mask in masks), (
+        "padded on the left, and on the right"
+    )
     again = plan.data(plan.build(torch.float64))
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(data[1], again[1], strict=True))
+    assert all(
+        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(data[1], again[1], strict=True)
+    )

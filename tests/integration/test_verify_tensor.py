@@ -26,7 +26,10 @@ def _summed_twice(module: torch.nn.Module, region: Any) -> Any:
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        doubled = {name: enter(enter(p, region.group), region.group) for name, p in module.named_parameters(recurse=False)}
+        doubled = {
+            name: enter(enter(p, region.group), region.group)
+            for name, p in module.named_parameters(recurse=False)
+        }
         with styles.own_values(module, doubled):
             return original(*args, **kwargs)
 
@@ -60,14 +63,23 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def planned(model: dict[str, Any], *, processes: int = 2, sequence: bool = False, stage: int = 0) -> Plan:
+def planned(
+    model: dict[str, Any], *, processes: int = 2, sequence: bool = False, stage: int = 0
+) -> Plan:
     """tp 2 of FILE, the rest data parallel."""
     changes = {
         "parallel": {"tp": 2, "sequence_parallel": sequence},
         "zero_optimization": {"stage": stage},
         "model": {"config": model},
     }
-    return prepare(load({**FILE, **changes}), model=None, processes=processes, most_processes=8, steps=2, passes=("float64",))
+    return prepare(
+        load({**FILE, **changes}),
+        model=None,
+        processes=processes,
+        most_processes=8,
+        steps=2,
+        passes=("float64",),
+    )
 
 
 def work(rank: int, world: int, plan: Plan, defect: str | None) -> Any:
@@ -93,7 +105,9 @@ def compared(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
     [(QWEN3, 2, False, 0), (QWEN3, 4, True, 3), (PHI3, 2, False, 0)],
     ids=["qwen3", "qwen3-sp-zero3", "phi3"],
 )
-def test_equal(pool: Pool, model: dict[str, Any], processes: int, sequence: bool, stage: int) -> None:
+def test_equal(
+    pool: Pool, model: dict[str, Any], processes: int, sequence: bool, stage: int
+) -> None:
     """In float64."""
     report = compared(pool, planned(model, processes=processes, sequence=sequence, stage=stage))
     assert report.equal, report.as_dict()

@@ -55,7 +55,10 @@ def load_cell(rank: int, world: int, tested: TestedModel, folder: str) -> Loaded
     except PlaitError as error:
         return Loaded("refused", _without(str(error), folder))
     try:
-        found = {name: whole(tensor.detach()) for name, tensor in (*engine.model.named_parameters(), *engine.model.named_buffers())}
+        found = {
+            name: whole(tensor.detach())
+            for name, tensor in (*engine.model.named_parameters(), *engine.model.named_buffers())
+        }
     finally:
         engine.close()
     differ = _different(found, folder)
@@ -74,6 +77,12 @@ def _different(found: dict[str, torch.Tensor], folder: str) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    wanted = {name: tensor.detach() for name, tensor in (*own.named_parameters(), *own.named_buffers())}
+    wanted = {
+        name: tensor.detach() for name, tensor in (*own.named_parameters(), *own.named_buffers())
+    }
     names = sorted(found.keys() ^ wanted.keys())
-    return names + [name for name in found.keys() & wanted.keys() if not torch.equal(found[name].float(), wanted[name].float())]
+    return names + [
+        name
+        for name in found.keys() & wanted.keys()
+        if not torch.equal(found[name].float(), wanted[name].float())
+    ]

@@ -14,7 +14,11 @@ import torch
 from plait._torch.dtensor import local_tensor
 from plait._torch.operators import tree_leaves
 from plait._torch.storage import storage_bytes, storage_id
-from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes, unsharded_parameters
+from plait._torch.units import (
+    unsharded_gradient_bytes,
+    unsharded_parameter_bytes,
+    unsharded_parameters,
+)
 from plait.comm.messages import Arriving
 from plait.dryrun.recorder import BACKWARD, Recorder, watch
 from plait.dryrun.storage_tracker import LiveStorages
@@ -39,17 +43,25 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
     def between(model: torch.nn.Module, piece: Any) -> Any:
         nonlocal micro_batches_seen
         if micro_batches_seen:  # what is left of the micro-batch before
-            held["gathered_parameters"] = max(held["gathered_parameters"], unsharded_parameter_bytes(model))
-            held["unsharded_gradients"] = max(held["unsharded_gradients"], unsharded_gradient_bytes(model))
+            held["gathered_parameters"] = max(
+                held["gathered_parameters"], unsharded_parameter_bytes(model)
+            )
+            held["unsharded_gradients"] = max(
+                held["unsharded_gradients"], unsharded_gradient_bytes(model)
+            )
         micro_batches_seen += 1
         return forward(model, piece)
 
     residuals = engine.hooks.of(Residuals)
-    parameters = list(engine.model.parameters())  # in a backward, the model would name gathered ones
+    parameters = list(
+        engine.model.parameters()
+    )  # in a backward, the model would name gathered ones
 
     def before_update() -> None:
         held["parameters"] = storage_bytes(parameters)
-        held["gradients"] = max(held["gradients"], storage_bytes(p.grad for p in parameters if p.grad is not None))
+        held["gradients"] = max(
+            held["gradients"], storage_bytes(p.grad for p in parameters if p.grad is not None)
+        )
         held["compression"] = storage_bytes(residuals.held()) if residuals is not None else 0
 
     def before_one(_: torch.nn.Parameter) -> None:
@@ -67,16 +79,26 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         engine.stepper.before_update.remove(before_update)
         looks.remove(before_one)
     states = engine.optimizer.state.values()
-    held["optimizer"] = storage_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    held["optimizer"] = storage_bytes(
+        value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+    )
     return held
 
 
 def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
     """Run forward and loss of one micro-batch, for real and without a backward, and return the bytes that it keeps for one: `activations`
     and `logits` of `ledger.ACTIVATION_KINDS`, and `blocks`, those of the blocks alone."""
-    model, blocks, offloaded = engine.model, engine.parts.blocks, engine.hooks.of(OffloadedActivations)
+    model, blocks, offloaded = (
+        engine.model,
+        engine.parts.blocks,
+        engine.hooks.of(OffloadedActivations),
+    )
     piece = to_device(piece, engine.device)
-    known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor))]
+    known = [
+        *model.parameters(),
+        *model.buffers(),
+        *(leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor)),
+    ]
     factor = torch.ones((), dtype=torch.float64, device=engine.device)
     live = Recorder(known=[*known, factor])
     unwatch = watch(model, {name: index for index, name in enumerate(blocks)}, live)
@@ -97,7 +119,11 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
         unwatch()
         free_gathered(model)
     of_blocks = sum(kept.get(index, 0) for index in range(len(blocks)))
-    return {"activations": of_blocks + kept.get(BESIDE, 0), "logits": kept.get(HEAD, 0), "blocks": of_blocks}
+    return {
+        "activations": of_blocks + kept.get(BESIDE, 0),
+        "logits": kept.get(HEAD, 0),
+        "blocks": of_blocks,
+    }
 
 
 _APART = -3
@@ -128,8 +154,16 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
     """Run one `train_batch` of a pipeline whose parameters are not sharded. Messages in flight between stages do not count, nor do
     gradients of parameters."""
     assert engine.sharded.pipeline is not None
-    model, runtime, offloaded = engine.model, engine.sharded.pipeline.runtime, engine.hooks.of(OffloadedActivations)
-    known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))]
+    model, runtime, offloaded = (
+        engine.model,
+        engine.sharded.pipeline.runtime,
+        engine.hooks.of(OffloadedActivations),
+    )
+    known = [
+        *model.parameters(),
+        *model.buffers(),
+        *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)),
+    ]
     live = Recorder(known=known)
     unwatch = watch(model, {name: index for index, name in enumerate(engine.parts.blocks)}, live)
     found: list[tuple[Action, int]] = []
@@ -154,9 +188,13 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
         nonlocal before
         live.unit = BESIDE if action.kind is Kind.FORWARD else BACKWARD
         if not done:
-            before = before if found else live.total  # what the engine has made so far is none of it
+            before = (
+                before if found else live.total
+            )  # what the engine has made so far is none of it
             if action.kind in (Kind.BACKWARD, Kind.INPUT):
-                for key in handed.pop(Message(Payload.GRADIENT, action.stage + 1, action.microbatch), ()):
+                for key in handed.pop(
+                    Message(Payload.GRADIENT, action.stage + 1, action.microbatch), ()
+                ):
                     live.claim_storage(key, BACKWARD)
             return
         messenger.forget_delivered()
@@ -188,12 +226,25 @@ class MeasuredPeak:
     """By the storage tracker `dryrun.storage_tracker`, which also counts the fake tensors of a dry run."""
 
 
-def step_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: Reducer | None, batch: Any) -> list[torch.Tensor]:
+def step_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: Reducer | None, batch: Any
+) -> list[torch.Tensor]:
     """What exists before a step: parameters and their gradients, buffers, optimizer states, buckets, the batch."""
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
-    buckets = [tensor for bucket in reducer.buckets for tensor in (bucket.flat, bucket.wire)] if reducer is not None else []
-    found = [*parameters, *(p.grad for p in parameters), *model.buffers(), *states, *buckets, *tree_leaves(batch)]
+    buckets = (
+        [tensor for bucket in reducer.buckets for tensor in (bucket.flat, bucket.wire)]
+        if reducer is not None
+        else []
+    )
+    found = [
+        *parameters,
+        *(p.grad for p in parameters),
+        *model.buffers(),
+        *states,
+        *buckets,
+        *tree_leaves(batch),
+    ]
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 

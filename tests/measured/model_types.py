@@ -28,8 +28,14 @@ from plait.verify.second import second_trace
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "tp 2": {"gradient_accumulation_steps": 2, "parallel": {"tp": 2, "sequence_parallel": False}},
-        "tp 2 + sequence": {"gradient_accumulation_steps": 2, "parallel": {"tp": 2, "sequence_parallel": True}},
+        "tp 2": {
+            "gradient_accumulation_steps": 2,
+            "parallel": {"tp": 2, "sequence_parallel": False},
+        },
+        "tp 2 + sequence": {
+            "gradient_accumulation_steps": 2,
+            "parallel": {"tp": 2, "sequence_parallel": True},
+        },
         "pp 2": {"gradient_accumulation_steps": 2, "parallel": {"pp": 2}},
         "ZeRO 3": {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3}},
     }
@@ -101,16 +107,22 @@ def _split_share(model: torch.nn.Module) -> float:
     except PlaitError:
         return 0.0
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return sum(size for name, size in sizes.items() if plan.dims[name] is not None) / max(sum(sizes.values()), 1)
+    return sum(size for name, size in sizes.items() if plan.dims[name] is not None) / max(
+        sum(sizes.values()), 1
+    )
 
 
 def planned(tested: TestedModel, layout: str) -> Plan:
     """The comparison of one cell."""
     resolved = resolve(load({**_FILE, **LAYOUTS[layout]}), world_size=PROCESSES)
-    buckets = resolved.data_parallel.model_copy(update={"bucket_bytes": _BUCKET_BYTES, "bucket_by_links": False})
+    buckets = resolved.data_parallel.model_copy(
+        update={"bucket_bytes": _BUCKET_BYTES, "bucket_by_links": False}
+    )
     certain = resolved.compression.model_copy(update={"candidates": ()})
     resolved = resolved.model_copy(update={"data_parallel": buckets, "compression": certain})
-    return Plan(tested, resolved, "plait", ("float64",), steps=STEPS, dtype="float32", blocks=(), lines=())
+    return Plan(
+        tested, resolved, "plait", ("float64",), steps=STEPS, dtype="float32", blocks=(), lines=()
+    )
 
 
 def run_cell(rank: int, world: int, tested: TestedModel, layout: str) -> Cell:
@@ -120,7 +132,13 @@ def run_cell(rank: int, world: int, tested: TestedModel, layout: str) -> Cell:
     built = plan.build(dtype, rank=rank)
     with plan.lifting("float64", built.model):
         try:
-            engine = initialize(built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps)
+            engine = initialize(
+                built.model,
+                resolved,
+                loss_fn=built.loss,
+                forward=built.forward,
+                total_steps=plan.steps,
+            )
         except PlaitError as error:
             return Cell("refused", reason=str(error))
         except Exception as error:  # whatever a model's or torch's code raises
@@ -137,8 +155,16 @@ def run_cell(rank: int, world: int, tested: TestedModel, layout: str) -> Cell:
 
 def _described(error: Exception) -> str:
     lines = str(error).splitlines()
-    text = str(error) if isinstance(error, PlaitError) else f"{type(error).__name__}: {lines[0] if lines else ''}"
-    return f"{text} <- {type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ else text
+    text = (
+        str(error)
+        if isinstance(error, PlaitError)
+        else f"{type(error).__name__}: {lines[0] if lines else ''}"
+    )
+    return (
+        f"{text} <- {type(error.__cause__).__name__}: {error.__cause__}"
+        if error.__cause__
+        else text
+    )
 
 
 def _compared(plan: Plan, found: Trace) -> Cell:
@@ -147,7 +173,9 @@ def _compared(plan: Plan, found: Trace) -> Cell:
     bar = EXACT_BAR if plan.tested.exact else ROUNDED_BAR
     if largest.ok(bar):
         return Cell("exact", largest.error)
-    return Cell("failed", largest.error, f"{largest.name}: error {largest.error:.1e}, allowed {bar:.0e}")
+    return Cell(
+        "failed", largest.error, f"{largest.name}: error {largest.error:.1e}, allowed {bar:.0e}"
+    )
 
 
 _KEPT: list[tuple[TestedModel, Trace]] = []
@@ -159,7 +187,9 @@ def _reference(tested: TestedModel) -> Trace:
     if _KEPT and _KEPT[0][0] == tested:
         return _KEPT[0][1]
     plan = planned(tested, next(iter(LAYOUTS)))
-    model = give_weights(plan.build(torch.float64).model, blocks=plan.tested.blocks, seed=plan.resolved.seed)
+    model = give_weights(
+        plan.build(torch.float64).model, blocks=plan.tested.blocks, seed=plan.resolved.seed
+    )
     drawn = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trace, unchecked = second_trace(plan, Trace((), (), (), {}, initial=drawn))
     assert trace is not None and not unchecked

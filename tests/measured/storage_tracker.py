@@ -25,4 +25,8 @@ class StorageTracker(MemTracker):
 
     def peak_bytes(self, device_type: str) -> int:
         """The most at once on devices of a type."""
-        return max(int(snapshot["Total"]) for device, snapshot in self._peak_mem_snap.items() if device.type == device_type)
+        return max(
+            int(snapshot["Total"])
+            for device, snapshot in self._peak_mem_snap.items()
+            if device.type == device_type
+        )

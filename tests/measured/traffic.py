@@ -27,7 +27,9 @@ class Traffic:
         """Kind to bytes sent by this rank. All-to-all is counted as the reduce-scatter that it carries out."""
         sums: Counter[str] = Counter()
         for call in self.calls:
-            sums["reduce_scatter" if call.kind == "all_to_all" else call.kind] += round(call.wire_bytes)
+            sums["reduce_scatter" if call.kind == "all_to_all" else call.kind] += round(
+                call.wire_bytes
+            )
         return dict(sums)
 
     def dtypes(self, kind: str) -> set[torch.dtype]:
@@ -47,7 +49,13 @@ class count_traffic(TorchDispatchMode):
         super().__enter__()
         return self.traffic
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Note collectives, run everything as it is. DTensor first turns its operators into plain ones."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

@@ -11,7 +11,13 @@ from tests.parity import trainers
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
-def model(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, targets: Any = TARGETS, **settings: Any) -> Any:
+def model(
+    dtype: torch.dtype = torch.float32,
+    *,
+    dropout: float = 0.0,
+    targets: Any = TARGETS,
+    **settings: Any,
+) -> Any:
     """With B that is not zero, so that every gradient counts."""
     return on(trainers.model(dtype), dropout=dropout, targets=targets, **settings)
 
@@ -21,7 +27,14 @@ def on(base: Any, *, dropout: float = 0.0, targets: Any = TARGETS, **settings: A
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(11)
-    lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(targets), task_type="CAUSAL_LM", **settings)
+    lora = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        task_type="CAUSAL_LM",
+        **settings,
+    )
     found = get_peft_model(base, lora)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -29,7 +29,9 @@ class Block(nn.Module):
 class PlainModel(nn.Module):
     """A language model that knows nothing of Transformers. `side` in the batch switches the branch of every block on."""
 
-    def __init__(self, *, tied: bool, width: int = 12, frozen: bool = False, layers: int = 3) -> None:
+    def __init__(
+        self, *, tied: bool, width: int = 12, frozen: bool = False, layers: int = 3
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
@@ -53,7 +55,14 @@ class Output:
         self.logits = logits
 
 
-def build(kind: str, *, tied: bool, dtype: torch.dtype = torch.float64, device: str = "meta", layers: int | None = None) -> nn.Module:
+def build(
+    kind: str,
+    *,
+    tied: bool,
+    dtype: torch.dtype = torch.float64,
+    device: str = "meta",
+    layers: int | None = None,
+) -> nn.Module:
     """A tiny model on `meta` (or another device)."""
     torch.manual_seed(7)
     with torch.device(device):
@@ -61,29 +70,54 @@ def build(kind: str, *, tied: bool, dtype: torch.dtype = torch.float64, device: 
             return PlainModel(tied=tied, frozen=kind == "frozen", layers=layers or 3).to(dtype)
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_config(transformers_config(kind, tied=tied, layers=layers)).to(dtype)
+        return AutoModelForCausalLM.from_config(
+            transformers_config(kind, tied=tied, layers=layers)
+        ).to(dtype)
 
 
 def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> Any:
     """Configurations with widths and a vocabulary that 2, 3 and 4 do not all divide. Dropout is off."""
     from transformers import AutoConfig
 
-    llama_like = {"hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    llama_like = {
+        "hidden_size": 32,
+        "intermediate_size": 53,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     wide = {**llama_like, "head_dim": 8}
     gpt2_like = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes: dict[str, dict[str, Any]] = {
         "llama": llama_like,
-        "wide": {**llama_like, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4},
+        "wide": {
+            **llama_like,
+            "hidden_size": 256,
+            "intermediate_size": 384,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
         "mistral": {**llama_like, "sliding_window": None},
         "qwen2": llama_like,
         "qwen3": wide,
         "gemma": wide,
         "gemma2": {**wide, "sliding_window": 64},
-        "gemma3_text": {**wide, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * ((layers or 2) // 2)},
+        "gemma3_text": {
+            **wide,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * ((layers or 2) // 2),
+        },
         "phi3": {**llama_like, "pad_token_id": 0},
         "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **gpt2_like},
         "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **gpt2_like},
-        "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, **gpt2_like},
+        "gptj": {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "rotary_dim": 4,
+            **gpt2_like,
+        },
         "gpt_neox": {
             "hidden_size": 32,
             "intermediate_size": 53,
@@ -100,18 +134,43 @@ def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> 
             "word_embed_proj_dim": 32,
             "dropout": 0.0,
         },
-        "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-        "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        "bloom": {
+            "hidden_size": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "falcon": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
         "stablelm": {**llama_like, "hidden_dropout": 0.0},
     }
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    depth = {} if layers is None else {"n_layer" if "n_layer" in sizes[kind] else "num_hidden_layers": layers}
+    depth = (
+        {}
+        if layers is None
+        else {"n_layer" if "n_layer" in sizes[kind] else "num_hidden_layers": layers}
+    )
     model_type = "llama" if kind == "wide" else kind  # rows that states of 8 bits have blocks in
-    return AutoConfig.for_model(model_type, vocab_size=VOCABULARY, tie_word_embeddings=tied, **{**tokens, **sizes[kind], **depth})
+    return AutoConfig.for_model(
+        model_type,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+        **{**tokens, **sizes[kind], **depth},
+    )
 
 
 def ragged_steps(
-    micro_batches: int, *, steps: int = 3, size: int = 2, keys: tuple[str, ...] = ("attention_mask",)
+    micro_batches: int,
+    *,
+    steps: int = 3,
+    size: int = 2,
+    keys: tuple[str, ...] = ("attention_mask",),
 ) -> list[list[dict[str, torch.Tensor]]]:
     """Steps of micro-batches of different lengths, right-padded rows, unequal target counts; the second micro-batch of the first step has
     no target at all."""
@@ -127,14 +186,24 @@ def ragged_steps(
             mask[0, length // 2 :] = 0
             if index == 1 and step == 0:
                 labels[:] = -100
-            pieces.append({"input_ids": ids, "labels": labels, **({"attention_mask": mask} if "attention_mask" in keys else {})})
+            pieces.append(
+                {
+                    "input_ids": ids,
+                    "labels": labels,
+                    **({"attention_mask": mask} if "attention_mask" in keys else {}),
+                }
+            )
         plan.append(pieces)
     return plan
 
 
-def steps_for(kind: str, micro_batches: int, *, steps: int = 3) -> list[list[dict[str, torch.Tensor]]]:
+def steps_for(
+    kind: str, micro_batches: int, *, steps: int = 3
+) -> list[list[dict[str, torch.Tensor]]]:
     """The data that a kind of model takes."""
-    return ragged_steps(micro_batches, steps=steps, keys=() if kind in ("plain", "frozen") else ("attention_mask",))
+    return ragged_steps(
+        micro_batches, steps=steps, keys=() if kind in ("plain", "frozen") else ("attention_mask",)
+    )
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -147,4 +216,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
 
-OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}}
+OPTIMIZER = {
+    "type": "AdamW",
+    "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
+}

@@ -18,7 +18,11 @@ DENSE = ("llama", "mistral", "gemma2", "gemma3_text")
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "mixtral")
 """Families whose windows a configuration sets alone."""
 RING, ULYSSES, GATHERED = ("context", "ring"), ("context", "ulysses"), ("context", "all-gather-kv")
-FULL, SELECTIVE, SEQUENCE = ("recompute", {"mode": "full"}), ("recompute", {"mode": "selective"}), ("sequence_parallel", True)
+FULL, SELECTIVE, SEQUENCE = (
+    ("recompute", {"mode": "full"}),
+    ("recompute", {"mode": "selective"}),
+    ("sequence_parallel", True),
+)
 CP2, CP4, TP2, EP2, PP2 = ("cp", 2), ("cp", 4), ("tp", 2), ("ep", 2), ("pp", 2)
 TWO_STAGES_A_RANK = ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
 TWO_PART_BACKWARD = ("interleaved-zero-bubble", "zbv")
@@ -34,18 +38,63 @@ ADVERSARIAL: dict[str, tuple[Case, ...]] = {
     "a document across a border": (
         Case("mistral", degrees=(CP4,), data="packed", window=True, more=(RING,)),
         Case("gemma3_text", degrees=(CP4,), data="packed", window=True, more=(GATHERED, FULL)),
-        Case("mixtral", degrees=(CP2, TP2, EP2), balance=True, data="packed", more=(ULYSSES, SEQUENCE)),
+        Case(
+            "mixtral",
+            degrees=(CP2, TP2, EP2),
+            balance=True,
+            data="packed",
+            more=(ULYSSES, SEQUENCE),
+        ),
         Case("deepseek_v3", degrees=(CP2, PP2), data="packed", more=(GATHERED,)),
     ),
     "experts without a token": (
         Case("mixtral", 3, (EP2,), dp=2, balance=True, routed="unused", data="padded"),
-        Case("qwen2_moe", 1, (CP2, ("ep", 4)), dp=2, balance=True, routed="unused", data="packed", more=(RING,)),
-        Case("deepseek_v3", degrees=(TP2, EP2), rate=0.01, routed="unused", data="uneven", more=(SEQUENCE,)),
+        Case(
+            "qwen2_moe",
+            1,
+            (CP2, ("ep", 4)),
+            dp=2,
+            balance=True,
+            routed="unused",
+            data="packed",
+            more=(RING,),
+        ),
+        Case(
+            "deepseek_v3",
+            degrees=(TP2, EP2),
+            rate=0.01,
+            routed="unused",
+            data="uneven",
+            more=(SEQUENCE,),
+        ),
     ),
     "all tokens to one expert": (
-        Case("mixtral", 2, (CP2, ("ep", 4)), dp=2, balance=True, routed="one", data="packed", more=(ULYSSES, FULL)),
-        Case("qwen3_moe", degrees=(TP2, EP2), balance=True, routed="one", data="padded", more=(SEQUENCE, SELECTIVE)),
-        Case("deepseek_v3", degrees=(CP2, PP2, EP2), rate=0.01, routed="one", data="one_target", more=(RING,)),
+        Case(
+            "mixtral",
+            2,
+            (CP2, ("ep", 4)),
+            dp=2,
+            balance=True,
+            routed="one",
+            data="packed",
+            more=(ULYSSES, FULL),
+        ),
+        Case(
+            "qwen3_moe",
+            degrees=(TP2, EP2),
+            balance=True,
+            routed="one",
+            data="padded",
+            more=(SEQUENCE, SELECTIVE),
+        ),
+        Case(
+            "deepseek_v3",
+            degrees=(CP2, PP2, EP2),
+            rate=0.01,
+            routed="one",
+            data="one_target",
+            more=(RING,),
+        ),
     ),
     "an uneven sequence": (
         Case("llama", degrees=(CP4,), data="uneven", more=(GATHERED,)),
@@ -55,7 +104,14 @@ ADVERSARIAL: dict[str, tuple[Case, ...]] = {
     "fewer key-value heads than ranks of cp": (
         Case("llama", degrees=(CP2,), kv_heads=1, data="packed", more=(ULYSSES,)),
         Case("llama", degrees=(CP4,), kv_heads=2, data="uneven", more=(ULYSSES, FULL)),
-        Case("mixtral", degrees=(CP4, ("ep", 4)), kv_heads=1, balance=True, data="border", more=(ULYSSES,)),
+        Case(
+            "mixtral",
+            degrees=(CP4, ("ep", 4)),
+            kv_heads=1,
+            balance=True,
+            data="border",
+            more=(ULYSSES,),
+        ),
         Case("qwen3_moe", degrees=(CP4,), kv_heads=1, balance=True, data="causal", more=(RING,)),
     ),
 }
@@ -65,8 +121,17 @@ ADVERSARIAL: dict[str, tuple[Case, ...]] = {
 def label(case: Case) -> str:
     """A case's name, with the values of its settings."""
     more = dict(case.more)
-    pipeline, recompute = more.get("pipeline", {}).get("schedule", ""), more.get("recompute", {}).get("mode", "")
-    parts = [case.name, more.get("context", ""), pipeline, recompute, case.kind if case.family in SIZES else ""]
+    pipeline, recompute = (
+        more.get("pipeline", {}).get("schedule", ""),
+        more.get("recompute", {}).get("mode", ""),
+    )
+    parts = [
+        case.name,
+        more.get("context", ""),
+        pipeline,
+        recompute,
+        case.kind if case.family in SIZES else "",
+    ]
     return " ".join(part for part in parts if part)
 
 
@@ -74,7 +139,10 @@ def features(case: Case) -> dict[str, str]:
     """The axes of the space, and where on each a case is."""
     axes, more = dict(case.degrees), dict(case.more)
     stage, pipeline = f"stage {case.stage}", more.get("pipeline", {}).get("schedule", "1f1b")
-    loss = " and ".join(word for word, on in (("balance", case.balance), ("z", case.z_loss)) if on) or "none"
+    loss = (
+        " and ".join(word for word, on in (("balance", case.balance), ("z", case.z_loss)) if on)
+        or "none"
+    )
     return {
         "family": case.family,
         "processes": str(case.world),
@@ -82,17 +150,30 @@ def features(case: Case) -> dict[str, str]:
         "rows": case.data.replace("_", " "),
         "window": "sliding" if case.window else "none",
         "ZeRO": f"{stage} over {case.dp}",
-        "tensor parallelism": f"{axes['tp']}{', sequence parallelism' if 'sequence_parallel' in more else ''}" if "tp" in axes else "none",
+        "tensor parallelism": f"{axes['tp']}{', sequence parallelism' if 'sequence_parallel' in more else ''}"
+        if "tp" in axes
+        else "none",
         "pipeline": f"{pipeline}, {axes['pp']}" if "pp" in axes else "none",
-        "experts on different processes": str(axes.get("ep", 1)) if case.family in SIZES else "no experts",
-        "routing": {"spread": "by scores", "one": "all to one expert", "unused": "an expert without tokens"}[case.routed]
+        "experts on different processes": str(axes.get("ep", 1))
+        if case.family in SIZES
+        else "no experts",
+        "routing": {
+            "spread": "by scores",
+            "one": "all to one expert",
+            "unused": "an expert without tokens",
+        }[case.routed]
         if case.family in SIZES
         else "no experts",
         "losses of routers": f"global {loss}" if case.balanced == "global" else loss,
         "recomputation": more.get("recompute", {}).get("mode", "none"),
         "MLP": "in tiles" if "mlp_tile_tokens" in more else "all tokens at once",
         "sharding": "hybrid" if "dp_replicate" in more else "over all or none",
-        "in files": " and ".join(filter(None, (_FILES[case.offload], "activations" if "activation_offload" in more else ""))) or "nothing",
+        "in files": " and ".join(
+            filter(
+                None, (_FILES[case.offload], "activations" if "activation_offload" in more else "")
+            )
+        )
+        or "nothing",
     }
 
 
@@ -126,18 +207,30 @@ def sampled_of_added(count: int = ADDED_COUNT, seed: int = ADDED_SEED) -> list[C
 
 def everything() -> list[Case]:
     """Both samples, and what is adversarial."""
-    return [*(case for group in ADVERSARIAL.values() for case in group), *sampled(), *sampled_of_added()]
+    return [
+        *(case for group in ADVERSARIAL.values() for case in group),
+        *sampled(),
+        *sampled_of_added(),
+    ]
 
 
 def _with_added(random: Random, case: Case) -> Case:
-    tokens, more, shard = random.choice((0, 0, 1, 3, 5, 1000)), list(case.more), case.dp if case.stage else 1
+    tokens, more, shard = (
+        random.choice((0, 0, 1, 3, 5, 1000)),
+        list(case.more),
+        case.dp if case.stage else 1,
+    )
     more += [("mlp_tile_tokens", tokens)] if tokens else []
     if case.stage and case.dp >= 4 and random.random() < 0.7:
         shard = case.dp // 2
         more += [("dp_replicate", 2), ("dp_shard", shard)]
     if random.random() < 0.25:
-        more.append(("activation_offload", {"fraction": 1, "device": "disk", "path": tempfile.gettempdir()}))
-    offload = random.choice(("", "", "states", *(("parameters", "both") if case.stage == 3 else ())))
+        more.append(
+            ("activation_offload", {"fraction": 1, "device": "disk", "path": tempfile.gettempdir()})
+        )
+    offload = random.choice(
+        ("", "", "states", *(("parameters", "both") if case.stage == 3 else ()))
+    )
     return replace(case, more=tuple(more), offload=offload if shard > 1 else "")  # type: ignore[arg-type]
 
 
@@ -146,10 +239,20 @@ def _drawn(random: Random) -> Case:
     family = random.choice((*DENSE, *SIZES))
     experts = family in SIZES
     world = random.choice((2, 2, 4, 4, 4, 8))
-    shapes = [(tp, cp, pp, world // (tp * cp * pp)) for tp in (1, 2, 4) for cp in (1, 2, 4) for pp in (1, 2) if world % (tp * cp * pp) == 0]
+    shapes = [
+        (tp, cp, pp, world // (tp * cp * pp))
+        for tp in (1, 2, 4)
+        for cp in (1, 2, 4)
+        for pp in (1, 2)
+        if world % (tp * cp * pp) == 0
+    ]
     tp, cp, pp, dp = random.choice([shape for shape in shapes if shape[1] > 1 or experts])
     ep = random.choice((1, 2, 4)) if experts else 1
-    degrees = tuple((axis, degree) for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep)) if degree > 1)
+    degrees = tuple(
+        (axis, degree)
+        for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep))
+        if degree > 1
+    )
     schedule = random.choice(SCHEDULES) if pp > 1 else ""
     more: list[tuple[str, Any]] = [random.choice((GATHERED, RING, ULYSSES))] if cp > 1 else []
     more += [SEQUENCE] if tp > 1 and random.random() < 0.5 else []
@@ -157,7 +260,12 @@ def _drawn(random: Random) -> Case:
     more += random.choice(((), (FULL,), (SELECTIVE,)))
     more += [("loss_chunk_tokens", 7)] if random.random() < 0.2 else []
     balance, balanced, z_loss = random.choice(
-        ((False, "micro_batch", 0.0), (True, "micro_batch", 0.0), (True, "global", 0.0), (True, "micro_batch", 0.01))
+        (
+            (False, "micro_batch", 0.0),
+            (True, "micro_batch", 0.0),
+            (True, "global", 0.0),
+            (True, "micro_batch", 0.01),
+        )
     )
     return Case(
         family,
@@ -171,9 +279,13 @@ def _drawn(random: Random) -> Case:
         kind=random.choice(("eager", "batched_mm")),
         balanced=balanced if balance and experts and family != "deepseek_v3" else "micro_batch",
         z_loss=z_loss if experts else 0.0,
-        data=random.choice(("ragged", "causal", "packed", "packed", "padded", "uneven", "one_target", "border")),
+        data=random.choice(
+            ("ragged", "causal", "packed", "packed", "padded", "uneven", "one_target", "border")
+        ),
         layers=4 if schedule in TWO_STAGES_A_RANK else 0,
-        kv_heads=random.choice((1, 2, 4)) if family in ("llama", "mixtral", "qwen3_moe") and tp == 1 else 0,
+        kv_heads=random.choice((1, 2, 4))
+        if family in ("llama", "mixtral", "qwen3_moe") and tp == 1
+        else 0,
         window=family in WINDOWED and random.random() < 0.5,
         attention="eager" if family in ("gemma2", "gpt_oss") else random.choice(("eager", "sdpa")),
     )

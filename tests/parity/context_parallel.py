@@ -44,7 +44,9 @@ class Case:
     @property
     def dp(self) -> int:
         """Data-parallel ranks."""
-        return int(dict(self.degrees).get("dp_shard", 1)) * int(dict(self.degrees).get("dp_replicate", 1))
+        return int(dict(self.degrees).get("dp_shard", 1)) * int(
+            dict(self.degrees).get("dp_replicate", 1)
+        )
 
     @property
     def world(self) -> int:
@@ -63,9 +65,18 @@ class Case:
     @property
     def name(self) -> str:
         """For a test's id."""
-        parts = [self.kind, self.data, self.family, *(f"{axis}{size}" for axis, size in self.degrees)]
+        parts = [
+            self.kind,
+            self.data,
+            self.family,
+            *(f"{axis}{size}" for axis, size in self.degrees),
+        ]
         parts += [f"zero{self.stage}"] if self.stage else []
-        parts += [word for word, on in (("window", self.window), ("tied", self.tied), ("eager", self.eager)) if on]
+        parts += [
+            word
+            for word, on in (("window", self.window), ("tied", self.tied), ("eager", self.eager))
+            if on
+        ]
         return "-".join([*parts, *(f"{key}" for key, _ in self.more)])
 
 
@@ -92,7 +103,9 @@ def build(case: Case, *, layers: int | None = None) -> torch.nn.Module:
     if case.window:
         config.sliding_window = WINDOW
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if case.eager else None)
+        made = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager" if case.eager else None
+        )
         return made.to(torch.float64)
 
 
@@ -109,7 +122,10 @@ def steps(data: Data, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]
             labels[0, : index + step] = -100
             piece = {"input_ids": ids, "labels": labels}
             if data == "packed":
-                ends = [(0, 3, 9, 10), (0, 1, 6, 14)]  # 9 lies over a border of halves, and 6 over one of quarters
+                ends = [
+                    (0, 3, 9, 10),
+                    (0, 1, 6, 14),
+                ]  # 9 lies over a border of halves, and 6 over one of quarters
                 positions = torch.arange(length).repeat(2, 1)
                 for row, starts in enumerate(ends):
                     for start in starts:
@@ -117,7 +133,9 @@ def steps(data: Data, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]
                         labels[row, start] = -100
                 piece["position_ids"] = positions
             if data == "padded":
-                piece["attention_mask"] = (torch.arange(length) < torch.tensor([[length - 5 - index], [length]])).long()
+                piece["attention_mask"] = (
+                    torch.arange(length) < torch.tensor([[length - 5 - index], [length]])
+                ).long()
                 labels[piece["attention_mask"] == 0] = -100
             if data == "one_target":
                 labels[:] = -100
@@ -139,7 +157,9 @@ def train(rank: int, world: int, case: Case) -> Trace:
 
 def reference(case: Case) -> Trace:
     """One plain process on the full batch."""
-    return _reference(replace(case, kind="ring", stage=0, degrees=(), more=()), case.layers, 2 * case.dp)
+    return _reference(
+        replace(case, kind="ring", stage=0, degrees=(), more=()), case.layers, 2 * case.dp
+    )
 
 
 @cache
@@ -151,7 +171,11 @@ def _reference(case: Case, layers: int, micro_batches: int) -> Trace:
     materialise.initialise(model, template, find_blocks(model), seed=SEED)
     with keeping_float64(model):
         return reference_trace(
-            model, steps(case.data, micro_batches), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+            model,
+            steps(case.data, micro_batches),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
         )
 
 

@@ -38,7 +38,9 @@ LAYOUTS += [(4, 3, 1), (4, 1, 2), (4, 2, 2), (4, 3, 2)]
 """(ranks, ZeRO stage, dp_replicate)."""
 
 
-def settings(world: int, stage: int, replicas: int, accumulation: int, **more: Any) -> dict[str, Any]:
+def settings(
+    world: int, stage: int, replicas: int, accumulation: int, **more: Any
+) -> dict[str, Any]:
     """A configuration file as a user would write it."""
     shard = world // replicas if stage else 1
     return {
@@ -59,7 +61,9 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
     # Norms that compute in float32 would turn a difference of 1e-16, which the order of a sum makes, into one of 1e-7.
     with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        trace = engine_trace(engine, cases.steps_for(kind, world * config["gradient_accumulation_steps"]))
+        trace = engine_trace(
+            engine, cases.steps_for(kind, world * config["gradient_accumulation_steps"])
+        )
     return trace if rank == 0 else None
 
 
@@ -83,4 +87,6 @@ def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
     steps = cases.steps_for(kind, micro_batches)
     model = materialised(kind, tied=tied)
     with keeping_float64(model):
-        return reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+        return reference_trace(
+            model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+        )

@@ -18,16 +18,16 @@ DROPOUT: dict[str, dict[str, float]] = {
 }
 
 
-def build(kind: str, dtype: torch.dtype, *, dropout: bool, layers: int | None = None) -> torch.nn.Module:
+def build(
+    kind: str, dtype: torch.dtype, *, dropout: bool, layers: int | None = None
+) -> torch.nn.Module:
     """On meta."""
     from transformers import AutoModelForCausalLM
 
     config = cases.transformers_config(kind, tied=True, layers=layers)
     for name, value in (DROPOUT[kind] if dropout else {}).items():
         setattr(config, name, value)
-    config.use_cache = (
-        False  # recomputed blocks drop the cache, through which keys and values get other strides and their products other bits
-    )
+    config.use_cache = False  # recomputed blocks drop the cache, through which keys and values get other strides and their products other bits
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).to(dtype)
 
@@ -37,7 +37,14 @@ def digest(trace: Trace) -> str:
     seen = hashlib.blake2b(repr((trace.losses, trace.grad_norms, trace.scales)).encode())
     for tensors in (*trace.gradients, trace.parameters):
         for name, tensor in sorted(tensors.items()):
-            seen.update(name.encode() + (b"" if tensor is None else tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()))
+            seen.update(
+                name.encode()
+                + (
+                    b""
+                    if tensor is None
+                    else tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                )
+            )
     return seen.hexdigest()
 
 
@@ -47,5 +54,12 @@ def digest_of(engine: plait.Engine) -> str:
     for parameter in engine.model.parameters():
         for value in (parameter, *(engine.optimizer.state.get(parameter, {}).values())):
             if isinstance(value, torch.Tensor):
-                seen.update(local_tensor(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                seen.update(
+                    local_tensor(value.detach())
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
+                )
     return seen.hexdigest()

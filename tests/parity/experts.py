@@ -26,7 +26,13 @@ from tests.parity import cases, context_parallel
 CLIPPING, STEPS = 0.5, 2
 Routed = Literal["spread", "one", "unused"]
 """Where tokens go: by large scores; all to expert 0; never to expert 1."""
-LLAMA_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+LLAMA_LIKE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {
         **LLAMA_LIKE,
@@ -74,9 +80,20 @@ SIZES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8,
         "v_head_dim": 8,
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
     },
-    "gpt_oss": {**LLAMA_LIKE, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "gpt_oss": {
+        **LLAMA_LIKE,
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
 }
 
 
@@ -121,12 +138,34 @@ class Case:
     @property
     def name(self) -> str:
         """For a test's id."""
-        parts = [self.family, f"dp{self.dp}", *(f"{axis}{size}" for axis, size in self.degrees), f"zero{self.stage}", self.routed]
-        said = (("balance", self.balance), ("global", self.balanced == "global"), ("z", self.z_loss), ("bias", self.rate))
-        parts += [
-            word for word, on in (*said, ("unmasked", not self.mask), ("window", self.window), ("sdpa", self.attention == "sdpa")) if on
+        parts = [
+            self.family,
+            f"dp{self.dp}",
+            *(f"{axis}{size}" for axis, size in self.degrees),
+            f"zero{self.stage}",
+            self.routed,
         ]
-        parts += [f"{name}{count}" for name, count in (("layers", self.layers), ("kv", self.kv_heads)) if count]
+        said = (
+            ("balance", self.balance),
+            ("global", self.balanced == "global"),
+            ("z", self.z_loss),
+            ("bias", self.rate),
+        )
+        parts += [
+            word
+            for word, on in (
+                *said,
+                ("unmasked", not self.mask),
+                ("window", self.window),
+                ("sdpa", self.attention == "sdpa"),
+            )
+            if on
+        ]
+        parts += [
+            f"{name}{count}"
+            for name, count in (("layers", self.layers), ("kv", self.kv_heads))
+            if count
+        ]
         parts += [f"{self.offload} on {self.offload_to}"] if self.offload else []
         parts += [self.data] if self.data != "ragged" else []
         return "-".join([*parts, *(key for key, _ in self.more)])
@@ -134,13 +173,24 @@ class Case:
 
 def configured(case: Case) -> dict[str, Any]:
     """A configuration file as a user would write it."""
-    there = {"device": "nvme", "nvme_path": tempfile.gettempdir()} if case.offload_to == "nvme" else {"device": "cpu"}
-    offloads = {"states": ("offload_optimizer",), "parameters": ("offload_param",), "both": ("offload_optimizer", "offload_param")}
+    there = (
+        {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+        if case.offload_to == "nvme"
+        else {"device": "cpu"}
+    )
+    offloads = {
+        "states": ("offload_optimizer",),
+        "parameters": ("offload_param",),
+        "both": ("offload_optimizer", "offload_param"),
+    }
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": case.stage, **dict.fromkeys(offloads.get(case.offload, ()), there)},
+        "zero_optimization": {
+            "stage": case.stage,
+            **dict.fromkeys(offloads.get(case.offload, ()), there),
+        },
         "optimizer": cases.OPTIMIZER,
         "parallel": {**dict(case.degrees), **dict(case.more)},
         "experts": {"bias_update_rate": case.rate, "balance": case.balanced, "z_loss": case.z_loss},
@@ -155,7 +205,9 @@ def build(case: Case, *, dtype: torch.dtype = torch.float64, device: str = "cpu"
     config = model_config(case)
     experts = {"experts_implementation": case.kind} if case.family in SIZES else {}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=case.attention, **experts).to(dtype)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=case.attention, **experts
+        ).to(dtype)
     if device == "cpu":
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -181,7 +233,14 @@ def model_config(case: Case) -> Any:
             config.num_key_value_heads = case.kv_heads
     else:
         sizes = {**SIZES[case.family]}
-        sizes |= {key: value for key, value in (("num_hidden_layers", case.layers), ("num_key_value_heads", case.kv_heads)) if value}
+        sizes |= {
+            key: value
+            for key, value in (
+                ("num_hidden_layers", case.layers),
+                ("num_key_value_heads", case.kv_heads),
+            )
+            if value
+        }
         tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
         config = AutoConfig.for_model(case.family, vocab_size=cases.VOCABULARY, **tokens, **sizes)
         config.output_router_logits = case.balance
@@ -193,7 +252,11 @@ def model_config(case: Case) -> Any:
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """Modules that choose experts."""
-    return [module for module in model.modules() if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))]
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))
+    ]
 
 
 def all_to_first(module: nn.Module, args: Any, output: Any) -> Any:
@@ -225,7 +288,11 @@ def steps(case: Case, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]
 
 def biases(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of what `experts.bias_update_rate` updates."""
-    return {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return {
+        name: buffer.clone()
+        for name, buffer in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
 
 
 Result = tuple[Trace, dict[str, torch.Tensor]]
@@ -255,11 +322,20 @@ def account_of(engine: Engine, facts: ModelFacts, traffic: dict[str, int], rank:
     layout = engine.mesh.layout
     start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
     ledger = account_all(engine.config.techniques, start, facts)
-    parameters = sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in engine.model.parameters())
-    states = sum(local_tensor(v).nbytes for state in engine.optimizer.state.values() for v in state.values())
+    parameters = sum(
+        local_tensor(p.detach()).untyped_storage().nbytes() for p in engine.model.parameters()
+    )
+    states = sum(
+        local_tensor(v).nbytes for state in engine.optimizer.state.values() for v in state.values()
+    )
     sent = {kind: count for kind, count in traffic.items() if kind != "control"}
     said = {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
-    return Account(sent, said, (parameters, states), tuple(int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer")))
+    return Account(
+        sent,
+        said,
+        (parameters, states),
+        tuple(int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer")),
+    )
 
 
 Trained = tuple[Engine, dict[str, torch.Tensor]]
@@ -274,7 +350,10 @@ def carried_over(one: Trained, other: Trained, folder: str) -> list[float]:
         expected = saver.train_batch(given)
         loader.load_checkpoint(f"{folder}/{len(found)}")
         after = loader.train_batch(read)
-        found += [float(after) - float(expected), float(after.grad_norm) - float(expected.grad_norm)]
+        found += [
+            float(after) - float(expected),
+            float(after.grad_norm) - float(expected.grad_norm),
+        ]
     return found
 
 
@@ -293,29 +372,55 @@ def reference(case: Case) -> Result:
 def _reference_of_routers(case: Case, dp: int) -> Trace:
     """The losses of routers in plain torch, over the micro-batches that ranks compute at the same time: of all, or one after the other."""
     model, everyone = build(case), case.balanced == "global"
-    coefficient, experts = float(getattr(model, "router_aux_loss_coef", 0)) * case.balance, routers(model)[0].num_experts
+    coefficient, experts = (
+        float(getattr(model, "router_aux_loss_coef", 0)) * case.balance,
+        routers(model)[0].num_experts,
+    )
     seen: list[torch.Tensor] = []
     for router in routers(model):
         router.register_forward_hook(lambda module, args, output: seen.append(output[0]))
 
-    def forward(module: nn.Module, group: list[dict[str, torch.Tensor]]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    def forward(
+        module: nn.Module, group: list[dict[str, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
         found = []
         for batch in group:
             seen.clear()
             found.append((module(**{**batch, "labels": None}).logits, list(seen)))
         return found
 
-    def total(outputs: list[tuple[torch.Tensor, list[torch.Tensor]]], group: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
+    def total(
+        outputs: list[tuple[torch.Tensor, list[torch.Tensor]]], group: list[dict[str, torch.Tensor]]
+    ) -> tuple[torch.Tensor, int]:
         entropies = [
-            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+            torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+            )
             for (logits, _), batch in zip(outputs, group, strict=True)
         ]
-        layers = [torch.cat(layer) for layer in zip(*(logits for _, logits in outputs), strict=True)]
-        mask = torch.cat([batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten() for batch in group])
-        z = torch.stack([layer.logsumexp(-1).square()[mask.bool()].mean() for layer in layers]).sum()
-        balance = balance_loss([layer[mask.bool()] for layer in layers], experts, model.config.num_experts_per_tok) if coefficient else 0
+        layers = [
+            torch.cat(layer) for layer in zip(*(logits for _, logits in outputs), strict=True)
+        ]
+        mask = torch.cat(
+            [
+                batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten()
+                for batch in group
+            ]
+        )
+        z = torch.stack(
+            [layer.logsumexp(-1).square()[mask.bool()].mean() for layer in layers]
+        ).sum()
+        balance = (
+            balance_loss(
+                [layer[mask.bool()] for layer in layers], experts, model.config.num_experts_per_tok
+            )
+            if coefficient
+            else 0
+        )
         count = weight(group)
-        return torch.stack(entropies).sum() + count * (coefficient * balance + case.z_loss * z), count
+        return torch.stack(entropies).sum() + count * (
+            coefficient * balance + case.z_loss * z
+        ), count
 
     def weight(group: list[dict[str, torch.Tensor]]) -> int:
         return sum(map(targets, group))
@@ -347,7 +452,9 @@ def _reference(case: Case, micro_batches: int) -> Result:
         experts, chosen = len(module.e_score_correction_bias), output[2]
         if masks[0] is not None:
             chosen = chosen[masks[0].flatten().bool()]
-        counts[module] = counts.get(module, torch.zeros(experts)) + torch.bincount(chosen.flatten(), minlength=experts)
+        counts[module] = counts.get(module, torch.zeros(experts)) + torch.bincount(
+            chosen.flatten(), minlength=experts
+        )
 
     if case.rate:
         model.register_forward_pre_hook(note, with_kwargs=True)
@@ -358,7 +465,9 @@ def _reference(case: Case, micro_batches: int) -> Result:
         for router, found in counts.items():
             for expert, tokens in enumerate(found.tolist()):
                 mean = float(found.sum()) / len(found)
-                router.e_score_correction_bias[expert] += case.rate * ((tokens < mean) - (tokens > mean))
+                router.e_score_correction_bias[expert] += case.rate * (
+                    (tokens < mean) - (tokens > mean)
+                )
         counts.clear()
 
     with keeping_float64(model):
@@ -376,7 +485,10 @@ def _reference(case: Case, micro_batches: int) -> Result:
 def balance_loss(layers: list[torch.Tensor], experts: int, top_k: int) -> torch.Tensor:
     """Transformers' formula, in the dtypes of its own function."""
     weights = torch.cat(layers).softmax(-1)
-    tokens = torch.bincount(weights.topk(top_k).indices.flatten(), minlength=experts).float() / torch.tensor(len(weights)).float()
+    tokens = (
+        torch.bincount(weights.topk(top_k).indices.flatten(), minlength=experts).float()
+        / torch.tensor(len(weights)).float()
+    )
     return (tokens * weights.sum(0) / len(weights)).sum() * experts
 
 

@@ -29,7 +29,9 @@ def flash_attn_func(
     assert not dropout_p and q.shape[3] == k.shape[3] == v.shape[3]
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (
+        q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    )
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     query, key = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
@@ -59,9 +61,19 @@ def flash_attn_varlen_func(
     assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
     bounds = cu_seqlens_q.tolist()
     lengths = [end - start for start, end in pairwise(bounds)]
-    assert bounds[0] == 0 and bounds[-1] == len(q) and min(lengths) > 0 and max_seqlen_q == max_seqlen_k == max(lengths)
+    assert (
+        bounds[0] == 0
+        and bounds[-1] == len(q)
+        and min(lengths) > 0
+        and max_seqlen_q == max_seqlen_k == max(lengths)
+    )
     documents = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    settings: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    settings: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+    }
     return torch.cat([flash_attn_func(*(x[None] for x in one), **settings)[0] for one in documents])
 
 
@@ -71,10 +83,17 @@ def installed() -> Iterator[None]:
     from transformers import modeling_flash_attention_utils as utils
 
     package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
-    vars(package).update(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=None)
+    vars(package).update(
+        flash_attn_func=flash_attn_func,
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=None,
+    )
     vars(padding).update(pad_input=None, unpad_input=None)
     modules = {"flash_attn": package, "flash_attn.bert_padding": padding}
-    with patch.dict(sys.modules, modules), patch.object(utils, "is_flash_attn_2_available", lambda: True):
+    with (
+        patch.dict(sys.modules, modules),
+        patch.object(utils, "is_flash_attn_2_available", lambda: True),
+    ):
         yield
 
 
@@ -85,5 +104,8 @@ def flex_backward() -> Iterator[None]:
 
     from plait.parallel.context import families
 
-    with patch.object(flex_attention, "_validate_device", lambda *_: None), patch.object(families, "WITHOUT_FLEX_BACKWARD", ()):
+    with (
+        patch.object(flex_attention, "_validate_device", lambda *_: None),
+        patch.object(families, "WITHOUT_FLEX_BACKWARD", ()),
+    ):
         yield

@@ -34,7 +34,9 @@ def text() -> torch.Tensor:
     """uint8 [n]."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [folder / f"{name}.py" for name in MODULES]
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths if path.exists())), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in paths if path.exists())), dtype=torch.uint8
+    )
 
 
 def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -46,7 +48,13 @@ def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def losses(
-    rank: int, world: int, parallel: dict[str, Any], stage: int, steps: int, optimizer: dict[str, Any] = ADAMW, width: int = 64
+    rank: int,
+    world: int,
+    parallel: dict[str, Any],
+    stage: int,
+    steps: int,
+    optimizer: dict[str, Any] = ADAMW,
+    width: int = 64,
 ) -> list[float]:
     """The loss of every step. Runs in a worker."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -59,12 +67,18 @@ def losses(
         "num_key_value_heads": 4,
     }
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=256, tie_word_embeddings=False, **fields))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("llama", vocab_size=256, tie_word_embeddings=False, **fields)
+        )
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "zero_optimization": {"stage": stage},
         "optimizer": optimizer,
-        "parallel": {"dp_replicate": 1 if stage else world, "dp_shard": world if stage else 1, **parallel},
+        "parallel": {
+            "dp_replicate": 1 if stage else world,
+            "dp_shard": world if stage else 1,
+            **parallel,
+        },
         "run": {"seed": 1},
     }
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)

@@ -21,7 +21,9 @@ _WORD = {1: "u1", 2: "<i2", 4: "<i4", 8: "<i4"}
 def mixed(seed: int, count: int) -> np.ndarray[Any, Any]:
     """SplitMix64 of seed + 0, 1, 2 ... times the golden ratio; odd."""
     with np.errstate(over="ignore"):
-        z = np.full(count, seed, dtype=np.uint64) + np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = np.full(count, seed, dtype=np.uint64) + np.arange(count, dtype=np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return (z ^ (z >> np.uint64(31))) | np.uint64(1)
@@ -30,7 +32,9 @@ def mixed(seed: int, count: int) -> np.ndarray[Any, Any]:
 def lanes_of(name: str, tensor: torch.Tensor) -> Lanes:
     """Of one tensor that is not sharded."""
     shape = tuple(tensor.shape)
-    text = "\0".join([name, str(tensor.dtype)[len("torch.") :], ",".join(str(size) for size in shape)])
+    text = "\0".join(
+        [name, str(tensor.dtype)[len("torch.") :], ",".join(str(size) for size in shape)]
+    )
     digest = hashlib.blake2b(text.encode(), digest_size=40).digest()
     numbers = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 40, 8)]
     if not tensor.numel():
@@ -39,7 +43,9 @@ def lanes_of(name: str, tensor: torch.Tensor) -> Lanes:
     table = raw.view(_WORD[tensor.element_size()]).astype(np.int64).view(np.uint64)
     table = table.reshape(int(np.prod(shape[:-1], dtype=int)), -1)
     weighed = (table * mixed(numbers[4], table.shape[1])).sum(axis=1, dtype=np.uint64)
-    first, second = ((mixed(seed, len(weighed)) * weighed).sum(dtype=np.uint64) for seed in numbers[2:4])
+    first, second = (
+        (mixed(seed, len(weighed)) * weighed).sum(dtype=np.uint64) for seed in numbers[2:4]
+    )
     return (numbers[0] + int(first)) & MASK, (numbers[1] + int(second)) & MASK
 
 
@@ -79,6 +85,11 @@ def live_content(engine: plait.Engine) -> tuple[str, str]:
             if isinstance(value, torch.Tensor):
                 path = f"optimizer.state.{names[id(parameter)]}.{key}"
                 tensors[path] = lanes_of(path, whole(value))
-    own = {f"hooks.{name}": tensor for name, tensor in engine.hooks.state().items()} | generators.states(engine.device)
-    mine = {f"{engine.rank}.rank.{name}": lanes_of(f"{engine.rank}.rank.{name}", tensor) for name, tensor in own.items()}
+    own = {
+        f"hooks.{name}": tensor for name, tensor in engine.hooks.state().items()
+    } | generators.states(engine.device)
+    mine = {
+        f"{engine.rank}.rank.{name}": lanes_of(f"{engine.rank}.rank.{name}", tensor)
+        for name, tensor in own.items()
+    }
     return total(everywhere(tensors)), total(everywhere(mine))

@@ -20,4 +20,6 @@ def mean_loss(model: Any, piece: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
 def close(found: Weights, wanted: Weights) -> None:
     """Within rounding of float64."""
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )

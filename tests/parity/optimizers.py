@@ -18,12 +18,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def two_parts(world: int, config: dict[str, Any], zeros: Sequence[dict[str, Any]], checkpoints: str) -> Iterator[plait.Engine]:
+def two_parts(
+    world: int, config: dict[str, Any], zeros: Sequence[dict[str, Any]], checkpoints: str
+) -> Iterator[plait.Engine]:
     """Three steps and a checkpoint, then a new engine and three more; each of the two with its `zero_optimization`: the engine after each.
     Runs in a worker."""
     for part, zero in enumerate(zeros):
         model = cases.build("llama", tied=True, dtype=torch.float32)
-        engine = plait.initialize(model, {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            model, {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss
+        )
         if part:
             assert engine.load_checkpoint(checkpoints) is not None
         for step in cases.ragged_steps(world, steps=3):

@@ -12,15 +12,34 @@ from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED
 from tests.pool import Pool
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
+SCHEDULES = [
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "interleaved-zero-bubble",
+    "zbv",
+    "dualpipev",
+]
 
 LAYERS, STEPS = 8, 2
 """The most that a test needs: four stages of two ranks' halves."""
 
-IN_PARALLEL = ("pp", "tp", "dp_replicate", "dp_shard", "sequence_parallel", "recompute", "activation_offload", "loss_chunk_tokens")
+IN_PARALLEL = (
+    "pp",
+    "tp",
+    "dp_replicate",
+    "dp_shard",
+    "sequence_parallel",
+    "recompute",
+    "activation_offload",
+    "loss_chunk_tokens",
+)
 
 
-def settings(stage: int, accumulation: int, schedule: str = "1f1b", /, **more: Any) -> dict[str, Any]:
+def settings(
+    stage: int, accumulation: int, schedule: str = "1f1b", /, **more: Any
+) -> dict[str, Any]:
     """A configuration file; `more` are settings of `parallel`, and whole sections."""
     degrees = {name: more.pop(name) for name in IN_PARALLEL if name in more}
     return {
@@ -50,7 +69,12 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
     model = cases.build(kind, tied=tied, layers=layers_of(config))
     with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        trace = engine_trace(engine, cases.steps_for(kind, dp_of(config) * config["gradient_accumulation_steps"], steps=STEPS))
+        trace = engine_trace(
+            engine,
+            cases.steps_for(
+                kind, dp_of(config) * config["gradient_accumulation_steps"], steps=STEPS
+            ),
+        )
     return trace if rank == 0 else None
 
 
@@ -58,24 +82,47 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
 def reference(kind: str, tied: bool, micro_batches: int, layers: int = LAYERS // 2) -> Trace:
     """One plain process on the whole batch."""
     model = cases.build(kind, tied=tied, layers=layers)
-    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}})  # only for its initial weights
+    engine = plait.initialize(
+        model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}}
+    )  # only for its initial weights
     engine.close()
     with keeping_float64(model):
         return reference_trace(
-            model, cases.steps_for(kind, micro_batches, steps=STEPS), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+            model,
+            cases.steps_for(kind, micro_batches, steps=STEPS),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
         )
 
 
 def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any]) -> float:
     """Train and compare; the bar is 1e-10. Returns the largest difference."""
     found = pool.run(world, train, kind, tied, config)[0]
-    difference = worst(compare(reference(kind, tied, dp_of(config) * config["gradient_accumulation_steps"], layers_of(config)), found))
+    difference = worst(
+        compare(
+            reference(
+                kind, tied, dp_of(config) * config["gradient_accumulation_steps"], layers_of(config)
+            ),
+            found,
+        )
+    )
     assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
     return difference.error
 
 
 def named(config: dict[str, Any]) -> str:
     """Of a combined layout."""
-    degrees = [f"{name}{value if isinstance(value, int) else ''}" for name, value in config["parallel"].items() if name != "pipeline"]
+    degrees = [
+        f"{name}{value if isinstance(value, int) else ''}"
+        for name, value in config["parallel"].items()
+        if name != "pipeline"
+    ]
     degrees += [str(value) for value in config["parallel"].get("recompute", {}).values()][:1]
-    return "-".join([config["parallel"]["pipeline"]["schedule"], *degrees, f"zero{config['zero_optimization']['stage']}"])
+    return "-".join(
+        [
+            config["parallel"]["pipeline"]["schedule"],
+            *degrees,
+            f"zero{config['zero_optimization']['stage']}",
+        ]
+    )

@@ -24,15 +24,32 @@ from tests.parity.tensor_parallel import settings
 
 WARM = {"type": "WarmupLR", "params": {"warmup_num_steps": 40, "warmup_max_lr": 1e-3}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
-IN_FILES = {"offload_optimizer": {"device": "nvme", "buffer_size": 5000}, "offload_param": {"device": "nvme", "buffer_size": 20_000}}
+IN_FILES = {
+    "offload_optimizer": {"device": "nvme", "buffer_size": 5000},
+    "offload_param": {"device": "nvme", "buffer_size": 20_000},
+}
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero0": (2, {"stage": 0}),
     "zero1": (2, {"stage": 1, **FP16}),
     "zero2": (2, {"stage": 2}),
     "zero3": (2, {"stage": 3, "dropout": True}),
-    "fused": (2, {"stage": 3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "fused": True}}}),
-    "in-backward": (2, {"stage": 2, "parallel.optimizer_in_backward": True, "parallel.unused_parameters": False, "gradient_clipping": 0}),
-    "compressed": (2, {"stage": 0, "parallel.compress_gradients": "int8", "parallel.error_feedback": True}),
+    "fused": (
+        2,
+        {"stage": 3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "fused": True}}},
+    ),
+    "in-backward": (
+        2,
+        {
+            "stage": 2,
+            "parallel.optimizer_in_backward": True,
+            "parallel.unused_parameters": False,
+            "gradient_clipping": 0,
+        },
+    ),
+    "compressed": (
+        2,
+        {"stage": 0, "parallel.compress_gradients": "int8", "parallel.error_feedback": True},
+    ),
     "shared-memory": (2, {"stage": 3, "parallel.transport": "shared-memory"}),
     "in-files": (2, {"stage": 3, "files": True}),
     "no-room": (2, {"stage": 1}),
@@ -49,14 +66,21 @@ def engine_of(kind: str, folder: Path) -> plait.Engine:
     special = dict(special)
     tp, stage, pp = special.pop("tp", 1), special.pop("stage", 0), special.pop("pp", 1)
     dropout, files = special.pop("dropout", False), special.pop("files", False)
-    config: dict[str, Any] = {**settings(world // pp, tp, stage, 1, 2 if pp > 1 else 1), "scheduler": WARM}
+    config: dict[str, Any] = {
+        **settings(world // pp, tp, stage, 1, 2 if pp > 1 else 1),
+        "scheduler": WARM,
+    }
     config["parallel"]["pp"] = pp
     if files:
-        config["zero_optimization"] |= {key: {**value, "nvme_path": str(folder / "files")} for key, value in IN_FILES.items()}
+        config["zero_optimization"] |= {
+            key: {**value, "nvme_path": str(folder / "files")} for key, value in IN_FILES.items()
+        }
     for name, value in special.items():
         inner = config["parallel"] if name.startswith("parallel.") else config
         inner[name.removeprefix("parallel.")] = value
-    engine = plait.initialize(build("llama", torch.float32, dropout=dropout), config, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        build("llama", torch.float32, dropout=dropout), config, loss_fn=plait.causal_lm_loss
+    )
     generators.seed(0, engine.mesh, step=0)
     return engine
 
@@ -81,7 +105,9 @@ def of_manifest(metadata: dict[str, Any]) -> dict[str, Any]:
         "skipped_steps": metadata["skipped_steps"],
         "scheduler": metadata["scheduler"]["state"],
         "loss_scaler": metadata["loss_scaler"],
-        "rates": [float(exact.decode(group["now"]["lr"])) for group in metadata["optimizer"]["groups"]],
+        "rates": [
+            float(exact.decode(group["now"]["lr"])) for group in metadata["optimizer"]["groups"]
+        ],
         "client": metadata["client_state"],
     }
 
@@ -99,7 +125,9 @@ def saves(rank: int, world: int, kind: str, folder: str, count: int) -> int:
 
         def submit(self, work: Any, *args: Any) -> Future[Any]:  # type: ignore[override]
             def later() -> Any:
-                assert kind == "no-room" or may_write.acquire(timeout=60)  # a rank without room waits for the others at once
+                assert kind == "no-room" or may_write.acquire(
+                    timeout=60
+                )  # a rank without room waits for the others at once
                 return work(*args)
 
             return super().submit(later)
@@ -111,7 +139,9 @@ def saves(rank: int, world: int, kind: str, folder: str, count: int) -> int:
 
     def compare(tag: str, wanted: tuple[Any, ...]) -> None:
         found = open_one(at / tag)
-        assert (found.manifest.content, found.manifest.own_content) == wanted[:2], f"{kind}, {tag}: stale tensors"
+        assert (found.manifest.content, found.manifest.own_content) == wanted[:2], (
+            f"{kind}, {tag}: stale tensors"
+        )
         assert wanted[2] == of_manifest(found.manifest.metadata), f"{kind}, {tag}: stale values"
         if rank == 0:
             verify(found, lambda done, of: None)  # the files are what the manifest says, too
@@ -119,7 +149,9 @@ def saves(rank: int, world: int, kind: str, folder: str, count: int) -> int:
     with ExitStack() as stack:
         stack.enter_context(patch.object(writer_module, "ThreadPoolExecutor", Gated))
         if kind == "no-room":
-            stack.enter_context(patch.object(writer_module, "free_host_bytes", lambda: 1000 if rank else None))
+            stack.enter_context(
+                patch.object(writer_module, "free_host_bytes", lambda: 1000 if rank else None)
+            )
         step(0)
         before: tuple[str, tuple[Any, ...]] | None = None
         for number in range(count):

@@ -13,10 +13,32 @@ from tests.parity.data_parallel import CLIPPING, SEED
 from tests.parity.data_parallel import materialised as one_process_model
 from tests.pool import Pool
 
-FAMILIES = ["llama", "qwen3", "gemma", "gemma2", "mistral", "phi3", "gpt2", "gpt_neox", "opt", "gptj", "bloom", "falcon", "stablelm"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "mistral",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "gptj",
+    "bloom",
+    "falcon",
+    "stablelm",
+]
 
 
-def settings(world: int, tp: int, stage: int, replicas: int, accumulation: int, sequence: bool = False, **more: Any) -> dict[str, Any]:
+def settings(
+    world: int,
+    tp: int,
+    stage: int,
+    replicas: int,
+    accumulation: int,
+    sequence: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
     """A configuration file."""
     dp = world // tp
     parallel = {
@@ -42,7 +64,9 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
     model = cases.build(kind, tied=tied)
     with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        trace = engine_trace(engine, cases.steps_for(kind, dp * config["gradient_accumulation_steps"]))
+        trace = engine_trace(
+            engine, cases.steps_for(kind, dp * config["gradient_accumulation_steps"])
+        )
     return trace if rank == 0 else None
 
 
@@ -60,11 +84,15 @@ def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
         )
 
 
-def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any], *, bar: float = 1e-10) -> float:
+def check(
+    pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any], *, bar: float = 1e-10
+) -> float:
     """Train and compare; the largest difference."""
     found = pool.run(world, train, kind, tied, config)[0]
     dp = world // config["parallel"]["tp"]
-    difference = worst(compare(reference(kind, tied, dp * config["gradient_accumulation_steps"]), found))
+    difference = worst(
+        compare(reference(kind, tied, dp * config["gradient_accumulation_steps"]), found)
+    )
     assert difference.ok(bar), f"{difference.name}: {difference.error}"
     return difference.error
 
@@ -73,4 +101,11 @@ def plan(kind: str) -> dict[str, Any]:
     """The plain model is told its plan."""
     if kind not in ("plain", "frozen"):
         return {}
-    return {"plan": {"embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "vocab_head"}}
+    return {
+        "plan": {
+            "embed": "embedding_rowwise",
+            "blocks.*.up": "colwise",
+            "blocks.*.down": "rowwise",
+            "head": "vocab_head",
+        }
+    }

@@ -48,7 +48,9 @@ def one_process(dp: int, *, lora: bool = False) -> dict[str, Any]:
             found["rates"].append(rates.get_last_lr()[0])
     model.eval()
     with torch.no_grad():
-        answers = [model(input_ids=batch["input_ids"]).logits[:, -1].argmax(-1) for batch in batches]
+        answers = [
+            model(input_ids=batch["input_ids"]).logits[:, -1].argmax(-1) for batch in batches
+        ]
     found["answers"] = torch.cat(answers).tolist()
     found["weights"] = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return found
@@ -59,13 +61,20 @@ def on_plait(rank: int, world: int, config: dict[str, Any], lora: bool) -> dict[
     with trainers.launched(rank, world):
         from plait.hf import Accelerator
 
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, plait_config=config)
+        accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=ACCUMULATION, plait_config=config
+        )
         model = adapted.model(DTYPE) if lora else trainers.model(DTYPE)
         optimizer = optimizer_of(model)
         loaders = [DataLoader(trainers.samples(), batch_size=MICRO) for _ in range(2)]
         made = accelerator.prepare(loaders[0], model, optimizer, rates_of(optimizer), loaders[1])
         train, model, optimizer, rates, evaluation = made
-        found: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "index": accelerator.process_index}
+        found: dict[str, Any] = {
+            "losses": [],
+            "norms": [],
+            "rates": [],
+            "index": accelerator.process_index,
+        }
         for _ in range(EPOCHS):
             model.train()
             for batch in train:
@@ -73,7 +82,9 @@ def on_plait(rank: int, world: int, config: dict[str, Any], lora: bool) -> dict[
                     loss = model(**batch).loss
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
-                        found["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), CLIP)))
+                        found["norms"].append(
+                            float(accelerator.clip_grad_norm_(model.parameters(), CLIP))
+                        )
                     optimizer.step()
                     rates.step()
                     optimizer.zero_grad()
@@ -85,9 +96,14 @@ def on_plait(rank: int, world: int, config: dict[str, Any], lora: bool) -> dict[
         for batch in evaluation:
             with torch.no_grad():
                 logits = model(input_ids=batch["input_ids"]).logits
-            answers.append(accelerator.gather_for_metrics({"answers": logits[:, -1].argmax(-1)})["answers"])
+            answers.append(
+                accelerator.gather_for_metrics({"answers": logits[:, -1].argmax(-1)})["answers"]
+            )
         found["answers"] = torch.cat(answers).tolist()
-        found["objects"] = [accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True) for _ in evaluation]
+        found["objects"] = [
+            accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True)
+            for _ in evaluation
+        ]
         found["weights"] = accelerator.get_state_dict(accelerator.unwrap_model(model))
         accelerator.free_memory()
         return found
@@ -99,14 +115,28 @@ def on_plait(rank: int, world: int, config: dict[str, Any], lora: bool) -> dict[
         pytest.param(2, 2, zero(3), False, id="zero3"),
         pytest.param(2, 1, {"parallel": {"tp": 2}}, False, id="tp2"),
         pytest.param(2, 2, None, False, id="replicas"),
-        *(pytest.param(2, 2, zero(stage), False, id=f"zero{stage}", marks=pytest.mark.proof) for stage in (1, 2)),
-        pytest.param(2, 1, {"parallel": {"tp": 2, "sequence_parallel": True}}, False, id="sp2", marks=pytest.mark.proof),
-        pytest.param(4, 2, {"parallel": {"tp": 2}, **zero(3)}, False, id="tp2-zero3", marks=pytest.mark.proof),
+        *(
+            pytest.param(2, 2, zero(stage), False, id=f"zero{stage}", marks=pytest.mark.proof)
+            for stage in (1, 2)
+        ),
+        pytest.param(
+            2,
+            1,
+            {"parallel": {"tp": 2, "sequence_parallel": True}},
+            False,
+            id="sp2",
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
+            4, 2, {"parallel": {"tp": 2}, **zero(3)}, False, id="tp2-zero3", marks=pytest.mark.proof
+        ),
         pytest.param(2, 2, zero(3), True, id="zero3-lora", marks=pytest.mark.proof),
         pytest.param(2, 1, {"parallel": {"tp": 2}}, True, id="tp2-lora", marks=pytest.mark.proof),
     ],
 )
-def test_a_layout_is_one_process(pool: Pool, world: int, dp: int, config: dict[str, Any], lora: bool) -> None:
+def test_a_layout_is_one_process(
+    pool: Pool, world: int, dp: int, config: dict[str, Any], lora: bool
+) -> None:
     """21 samples, of which the last round has too few for all ranks."""
     wanted = one_process(dp, lora=lora)
     ranks = pool.run(world, on_plait, config, lora)
@@ -119,7 +149,13 @@ def test_a_layout_is_one_process(pool: Pool, world: int, dp: int, config: dict[s
         assert found["answers"] == wanted["answers"] and len(found["answers"]) == trainers.SAMPLES
         assert found["objects"][-1] == [0] and found["index"] < dp
     for name, tensor in wanted["weights"].items():
-        torch.testing.assert_close(ranks[0]["weights"][name], tensor, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ranks[0]["weights"][name],
+            tensor,
+            rtol=1e-9,
+            atol=1e-11,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
     assert all(not found["weights"] for found in ranks[1:])
 
 
@@ -136,7 +172,9 @@ class Counted:
         self.seen = state["seen"]
 
 
-def resumed(rank: int, world: int, config: dict[str, Any], folder: str, save: bool, seedable: bool) -> tuple[list[float], int]:
+def resumed(
+    rank: int, world: int, config: dict[str, Any], folder: str, save: bool, seedable: bool
+) -> tuple[list[float], int]:
     """Two epochs in a random order. With `save` a checkpoint is written in the second, after which losses are counted; without, they begin
     there. Runs in a worker."""
     with trainers.launched(rank, world):
@@ -145,12 +183,21 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, save: bo
         from plait.hf import Accelerator
 
         torch.manual_seed(5 if save else 99)
-        data = DataLoaderConfiguration(use_seedable_sampler=seedable, data_seed=4 if seedable else None)
-        accelerator = Accelerator(cpu=True, plait_config=config, dataloader_config=data, step_scheduler_with_optimizer=False)
+        data = DataLoaderConfiguration(
+            use_seedable_sampler=seedable, data_seed=4 if seedable else None
+        )
+        accelerator = Accelerator(
+            cpu=True,
+            plait_config=config,
+            dataloader_config=data,
+            step_scheduler_with_optimizer=False,
+        )
         model = trainers.model(DTYPE)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         loader = DataLoader(trainers.samples(24), batch_size=2, shuffle=True)
-        loader, model, optimizer, rates = accelerator.prepare(loader, model, optimizer, rates_of(optimizer))
+        loader, model, optimizer, rates = accelerator.prepare(
+            loader, model, optimizer, rates_of(optimizer)
+        )
         counted = Counted()
         accelerator.register_for_checkpointing(counted)
         losses: list[float] = []
@@ -184,11 +231,17 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, save: bo
     [
         pytest.param((2, zero(3)), (2, zero(1)), False, id="zero3-to-zero1"),
         pytest.param(
-            (2, zero(2)), (4, {"parallel": {"tp": 2}, **zero(3)}), True, id="zero2-to-tp2-zero3-seedable", marks=pytest.mark.proof
+            (2, zero(2)),
+            (4, {"parallel": {"tp": 2}, **zero(3)}),
+            True,
+            id="zero2-to-tp2-zero3-seedable",
+            marks=pytest.mark.proof,
         ),
     ],
 )
-def test_resume_in_mid_epoch(pool: Pool, tmp_path: Path, first: tuple[int, Any], then: tuple[int, Any], seedable: bool) -> None:
+def test_resume_in_mid_epoch(
+    pool: Pool, tmp_path: Path, first: tuple[int, Any], then: tuple[int, Any], seedable: bool
+) -> None:
     """Another seed of the process, the same order of the samples; schedule and objects of the user go on."""
     wanted, seen = pool.run(first[0], resumed, first[1], str(tmp_path), True, seedable)[0]
     for found, seen_again in pool.run(then[0], resumed, then[1], str(tmp_path), False, seedable):

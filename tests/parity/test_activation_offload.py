@@ -23,7 +23,14 @@ from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
 
-def digests(rank: int, world: int, kind: str, config: dict[str, Any], more: list[dict[str, Any]], folder: str) -> list[str]:
+def digests(
+    rank: int,
+    world: int,
+    kind: str,
+    config: dict[str, Any],
+    more: list[dict[str, Any]],
+    folder: str,
+) -> list[str]:
     """Runs in a worker."""
     found = []
     for offload in ({}, *more):
@@ -31,13 +38,29 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], more: list
         recompute = section.pop("recompute", {})
         if section:
             section |= {"device": "disk", "path": folder}
-        file = {**config, "parallel": {**config["parallel"], "recompute": recompute, "activation_offload": section}}
+        file = {
+            **config,
+            "parallel": {
+                **config["parallel"],
+                "recompute": recompute,
+                "activation_offload": section,
+            },
+        }
         axes = config["parallel"]
-        model = build(kind, torch.float64, dropout=not axes.get("sequence_parallel"), layers=4 if axes.get("pp", 1) > 1 else None)
+        model = build(
+            kind,
+            torch.float64,
+            dropout=not axes.get("sequence_parallel"),
+            layers=4 if axes.get("pp", 1) > 1 else None,
+        )
         engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
         assert (engine.hooks.of(OffloadedActivations) is not None) == bool(section)
         dp = world // (axes.get("tp", 1) * axes.get("pp", 1))
-        found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
+        found.append(
+            digest(
+                engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))
+            )
+        )
     return found
 
 
@@ -45,33 +68,55 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], more: list
     ("kind", "tp", "stage", "sequence"),
     [("gpt2", 1, 0, False), ("llama", 1, 3, False), ("llama", 2, 0, False), ("qwen3", 2, 0, True)],
 )
-def test_same_bits(pool: Pool, tmp_path: Any, kind: str, tp: int, stage: int, sequence: bool) -> None:
+def test_same_bits(
+    pool: Pool, tmp_path: Any, kind: str, tp: int, stage: int, sequence: bool
+) -> None:
     """Half of the blocks, all of them, and with recompute."""
     more: list[dict[str, Any]] = [
         {"fraction": 0.5},
         {"fraction": 1.0, "recompute": {"mode": "full" if sequence or stage else "selective"}},
     ]
-    for found in pool.run(2, digests, kind, settings(2, tp, stage, 1, 2, sequence), more, str(tmp_path)):
+    for found in pool.run(
+        2, digests, kind, settings(2, tp, stage, 1, 2, sequence), more, str(tmp_path)
+    ):
         assert found == [found[0]] * (1 + len(more))
 
 
 PIPELINES: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = [
-    (2, pipeline_settings(0, 4, "interleaved-1f1b", pp=2), [{"fraction": 0.5}, {"fraction": 1.0, "recompute": {"mode": "full"}}]),
-    (2, pipeline_settings(0, 4, "zbv", pp=2), [{"fraction": 1.0}, {"fraction": 0.5, "recompute": {"mode": "selective"}}]),
+    (
+        2,
+        pipeline_settings(0, 4, "interleaved-1f1b", pp=2),
+        [{"fraction": 0.5}, {"fraction": 1.0, "recompute": {"mode": "full"}}],
+    ),
+    (
+        2,
+        pipeline_settings(0, 4, "zbv", pp=2),
+        [{"fraction": 1.0}, {"fraction": 0.5, "recompute": {"mode": "selective"}}],
+    ),
     (4, pipeline_settings(3, 4, "1f1b", pp=2, dp_shard=2), [{"fraction": 1.0}]),
     (4, pipeline_settings(2, 4, "dualpipev", pp=2, dp_shard=2), [{"fraction": 0.5}]),
 ]
-MODES: list[dict[str, Any]] = [{"fraction": share, "recompute": {"mode": mode}} for share in (0.5, 1.0) for mode in ("none", "full")]
+MODES: list[dict[str, Any]] = [
+    {"fraction": share, "recompute": {"mode": mode}}
+    for share in (0.5, 1.0)
+    for mode in ("none", "full")
+]
 
 
 @pytest.mark.parametrize(
     ("world", "config", "more"),
     [
-        pytest.param(*case, id=named(case[1]), marks=pytest.mark.proof if named(case[1]).startswith(("interleaved", "1f1b")) else ())
+        pytest.param(
+            *case,
+            id=named(case[1]),
+            marks=pytest.mark.proof if named(case[1]).startswith(("interleaved", "1f1b")) else (),
+        )
         for case in PIPELINES
     ],
 )
-def test_in_a_pipeline(pool: Pool, tmp_path: Any, world: int, config: dict[str, Any], more: list[dict[str, Any]]) -> None:
+def test_in_a_pipeline(
+    pool: Pool, tmp_path: Any, world: int, config: dict[str, Any], more: list[dict[str, Any]]
+) -> None:
     """Several micro-batches on their way, several stages on a rank, backwards in halves, which ask for what was stored twice."""
     for found in pool.run(world, digests, "llama", config, more, str(tmp_path)):
         assert found == [found[0]] * (1 + len(more))
@@ -81,7 +126,9 @@ def test_in_a_pipeline(pool: Pool, tmp_path: Any, world: int, config: dict[str, 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_in_every_pipeline(pool: Pool, tmp_path: Any, schedule: str) -> None:
     """Every schedule, with tensor parallelism."""
-    for found in pool.run(4, digests, "llama", pipeline_settings(0, 4, schedule, pp=2, tp=2), MODES, str(tmp_path)):
+    for found in pool.run(
+        4, digests, "llama", pipeline_settings(0, 4, schedule, pp=2, tp=2), MODES, str(tmp_path)
+    ):
         assert found == [found[0]] * (1 + len(MODES))
 
 
@@ -93,7 +140,13 @@ def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int],
     from plait.cluster.mesh import build_mesh
 
     technique = resolve(load(config), world_size=1).activation_offload
-    (foretold,) = rank_activations(model, blocks=names, mesh=build_mesh(Layout()), batch=token_batch(2, 8), offloads=technique.blocks)
+    (foretold,) = rank_activations(
+        model,
+        blocks=names,
+        mesh=build_mesh(Layout()),
+        batch=token_batch(2, 8),
+        offloads=technique.blocks,
+    )
     (facts,) = foretold.stages
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     ids = torch.arange(16).view(2, 8)
@@ -108,5 +161,7 @@ def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int],
 def test_the_account(pool: Pool, tmp_path: Any, fraction: float, mode: str) -> None:
     """To the byte."""
     offload = {"fraction": fraction, "device": "disk", "path": str(tmp_path)}
-    measured, foretold = pool.run(1, held, settings(1, 1, 0, 1, 1, recompute={"mode": mode}, activation_offload=offload))[0]
+    measured, foretold = pool.run(
+        1, held, settings(1, 1, 0, 1, 1, recompute={"mode": mode}, activation_offload=offload)
+    )[0]
     assert {name: measured[name] for name in foretold} == foretold

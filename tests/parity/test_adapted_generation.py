@@ -20,7 +20,12 @@ PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 8},
-    "ranks and scales": {"r": 2, "rank_pattern": {"o_proj": 5}, "alpha_pattern": {"up_proj": 32}, "use_rslora": True},
+    "ranks and scales": {
+        "r": 2,
+        "rank_pattern": {"o_proj": 5},
+        "alpha_pattern": {"up_proj": 32},
+        "use_rslora": True,
+    },
     "dora": {"r": 3, "use_dora": True},
     "modules_to_save": {"r": 2, "modules_to_save": ["lm_head"]},
 }
@@ -44,7 +49,9 @@ def adapted(kind: str) -> Any:
     """With a second adapter that is not active, and what PEFT adds different from what it begins with."""
     from peft import LoraConfig, get_peft_model
 
-    made = get_peft_model(base(), LoraConfig(target_modules=LINEAR, task_type="CAUSAL_LM", **KINDS[kind]))
+    made = get_peft_model(
+        base(), LoraConfig(target_modules=LINEAR, task_type="CAUSAL_LM", **KINDS[kind])
+    )
     if kind == "lora":
         made.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     draw = torch.Generator().manual_seed(1)
@@ -65,7 +72,9 @@ def by_peft(kind: str, *, active: bool = True) -> list[list[int]]:
     if not active:
         model.base_model.disable_adapter_layers()
     with keeping_float64(model):
-        return of.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)[:, longest:].tolist()
+        return of.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)[
+            :, longest:
+        ].tolist()
 
 
 def generated(rank: int, world: int, kind: str, layouts: list[str]) -> dict[str, Any]:
@@ -74,11 +83,18 @@ def generated(rank: int, world: int, kind: str, layouts: list[str]) -> dict[str,
     for name in layouts:
         model = adapted(kind)
         with keeping_float64(model):
-            engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR}[name]}, loss_fn=plait.causal_lm_loss)
+            engine = plait.initialize(
+                model,
+                {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR}[name]},
+                loss_fn=plait.causal_lm_loss,
+            )
             try:
                 mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
                 assert engine.sharded.new_cache() is not None
-                ways = [engine.generate(mine, max_new_tokens=NEW, use_cache=cached) for cached in (True, False)]
+                ways = [
+                    engine.generate(mine, max_new_tokens=NEW, use_cache=cached)
+                    for cached in (True, False)
+                ]
                 found[name] = [(one.prompt_ids, one.token_ids) for made in ways for one in made]
             finally:
                 engine.close()
@@ -90,7 +106,11 @@ def compare(results: list[dict[str, Any]], kind: str) -> None:
     assert list(expected.values()) != by_peft(kind, active=False)
     for rank, found in enumerate(results):
         for name, rows in found.items():
-            assert all(tokens == expected[tuple(prompt)] for prompt, tokens in rows), (kind, rank, name)
+            assert all(tokens == expected[tuple(prompt)] for prompt, tokens in rows), (
+                kind,
+                rank,
+                name,
+            )
 
 
 def test_two_ranks(pool: Pool) -> None:
@@ -99,22 +119,41 @@ def test_two_ranks(pool: Pool) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lora"])
 def test_other_kinds(pool: Pool, kind: str) -> None:
-    compare(pool.run(2, generated, kind, ["tp", "ZeRO 3"] if kind in SPLIT else ["ZeRO 3", "pp"]), kind)
+    compare(
+        pool.run(2, generated, kind, ["tp", "ZeRO 3"] if kind in SPLIT else ["ZeRO 3", "pp"]), kind
+    )
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
 def test_four_ranks(pool: Pool, kind: str) -> None:
-    compare(pool.run(4, generated, kind, [name for name in FOUR_RANKS if kind in SPLIT or "tp" not in name]), kind)
+    compare(
+        pool.run(
+            4, generated, kind, [name for name in FOUR_RANKS if kind in SPLIT or "tp" not in name]
+        ),
+        kind,
+    )
 
 
 def test_prompts_that_are_learnt_are_refused() -> None:
     from peft import PromptTuningConfig, get_peft_model
 
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=32, num_layers=4, num_attention_heads=4)
-    engine = plait.initialize(get_peft_model(base(), config), {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss)
+    config = PromptTuningConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=3,
+        token_dim=32,
+        num_layers=4,
+        num_attention_heads=4,
+    )
+    engine = plait.initialize(
+        get_peft_model(base(), config),
+        {"train_micro_batch_size_per_gpu": 1},
+        loss_fn=plait.causal_lm_loss,
+    )
     try:
-        with pytest.raises(InputError, match="PROMPT_TUNING puts 3 virtual tokens before the prompt"):
+        with pytest.raises(
+            InputError, match="PROMPT_TUNING puts 3 virtual tokens before the prompt"
+        ):
             engine.generate(PROMPTS, max_new_tokens=2)
     finally:
         engine.close()
@@ -123,8 +162,15 @@ def test_prompts_that_are_learnt_are_refused() -> None:
 def test_an_adapter_that_begins_at_some_tokens_is_refused() -> None:
     from peft import LoraConfig, get_peft_model
 
-    made = get_peft_model(base(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 17]))
-    engine = plait.initialize(made, {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss)
+    made = get_peft_model(
+        base(),
+        LoraConfig(
+            r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 17]
+        ),
+    )
+    engine = plait.initialize(
+        made, {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss
+    )
     try:
         with pytest.raises(InputError, match="alora_invocation_tokens"):
             engine.generate(PROMPTS, max_new_tokens=2)

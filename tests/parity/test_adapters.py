@@ -17,7 +17,9 @@ pytest.importorskip("peft")
 SETTINGS = {"learning_rate": 3e-2, "save_strategy": "steps", "save_steps": 2}
 
 
-def adapters(rank: int, world: int, config: dict[str, Any], folder: str, made: Any = adapted.model) -> tuple[dict[str, Any], int]:
+def adapters(
+    rank: int, world: int, config: dict[str, Any], folder: str, made: Any = adapted.model
+) -> tuple[dict[str, Any], int]:
     """The run, and how many elements the optimizer of this rank has. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -29,7 +31,9 @@ def adapters(rank: int, world: int, config: dict[str, Any], folder: str, made: A
                 super().__init__(*args, **given)
                 kept.append(self)
 
-        found = trainers.run(Kept, TrainingArguments, folder, made=made, deepspeed=config, **SETTINGS)
+        found = trainers.run(
+            Kept, TrainingArguments, folder, made=made, deepspeed=config, **SETTINGS
+        )
         held = [p for group in kept[0].optimizer.param_groups for p in group["params"]]
         assert all(p.requires_grad for p in held)
         return found, sum(p.numel() for p in held)
@@ -40,31 +44,48 @@ def adapters(rank: int, world: int, config: dict[str, Any], folder: str, made: A
     [
         pytest.param(2, 1, {"parallel": {"tp": 2}}, id="tp2"),
         pytest.param(2, 1, {"parallel": {"pp": 2}}, id="pp2"),
-        *(pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof) for stage in (0, 1, 2, 3)),
-        pytest.param(4, 2, {"parallel": {"tp": 2}, **zero(3)}, id="tp2-zero3", marks=pytest.mark.proof),
-        pytest.param(4, 2, {"parallel": {"pp": 2}, **zero(3)}, id="pp2-zero3", marks=pytest.mark.proof),
+        *(
+            pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof)
+            for stage in (0, 1, 2, 3)
+        ),
+        pytest.param(
+            4, 2, {"parallel": {"tp": 2}, **zero(3)}, id="tp2-zero3", marks=pytest.mark.proof
+        ),
+        pytest.param(
+            4, 2, {"parallel": {"pp": 2}, **zero(3)}, id="pp2-zero3", marks=pytest.mark.proof
+        ),
         pytest.param(4, 1, {"parallel": {"pp": 2, "tp": 2}}, id="pp2-tp2", marks=pytest.mark.proof),
     ],
 )
-def test_adapters_are_one_process(pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]) -> None:
+def test_adapters_are_one_process(
+    pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]
+) -> None:
     """Saved at full shape, as PEFT opens them."""
     from peft import PeftModel
 
     wanted = trainers.native(dp, made=adapted.model, learning_rate=3e-2)
     found, elements = pool.run(world, adapters, config, str(tmp_path))[0]
     close(found, wanted)
-    assert len(wanted["weights"]) == 2 * 2 * len(adapted.TARGETS) and all(tensor.numel() for tensor in wanted["weights"].values())
+    assert len(wanted["weights"]) == 2 * 2 * len(adapted.TARGETS) and all(
+        tensor.numel() for tensor in wanted["weights"].values()
+    )
     assert elements <= sum(p.numel() for p in adapted.model().parameters() if p.requires_grad)
     opened = PeftModel.from_pretrained(trainers.model(), str(tmp_path / "model"))
     for name, tensor in opened.state_dict().items():
         if "lora_" in name:
-            torch.testing.assert_close(tensor, wanted["weights"][name.replace(".default", "")], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                tensor, wanted["weights"][name.replace(".default", "")], rtol=1e-5, atol=1e-5
+            )
     saved = [path.read_text() for path in (tmp_path / "checkpoint-2" / "plait").rglob("*.json")]
-    assert any("lora_A" in text for text in saved) and not any("embed_tokens" in text for text in saved)
+    assert any("lora_A" in text for text in saved) and not any(
+        "embed_tokens" in text for text in saved
+    )
 
 
 @pytest.mark.parametrize("config", [{"parallel": {"tp": 2}}, zero(3)], ids=["tp2", "zero3"])
-def test_layers_that_are_trained_in_full(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_layers_that_are_trained_in_full(
+    pool: Pool, tmp_path: Path, config: dict[str, Any]
+) -> None:
     """Head and embedding in `modules_to_save` are replicated under tensor parallelism."""
     dp = 1 if "parallel" in config else 2
     wanted = trainers.native(dp, made=adapted.with_copies, learning_rate=3e-2)
@@ -84,8 +105,16 @@ def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[st
 
         def made(config: Any, steps: int, **given: Any) -> Any:
             AcceleratorState._reset_state(reset_partial_state=True)
-            args = trainers.arguments(TrainingArguments, folder, deepspeed=config, gradient_accumulation_steps=steps, **SETTINGS)
-            return Trainer(model=adapted.model(**given), args=args, train_dataset=trainers.samples())
+            args = trainers.arguments(
+                TrainingArguments,
+                folder,
+                deepspeed=config,
+                gradient_accumulation_steps=steps,
+                **SETTINGS,
+            )
+            return Trainer(
+                model=adapted.model(**given), args=args, train_dataset=trainers.samples()
+            )
 
         made(zero(1), 2).train()
         again = made({"parallel": {"tp": 2}}, 4)
@@ -108,6 +137,11 @@ def test_adapters_go_on_elsewhere(pool: Pool, tmp_path: Path) -> None:
     for found, refused in pool.run(2, resumed, str(tmp_path)):
         for key in ("loss", "grad_norm", "learning_rate"):
             assert found[key] == pytest.approx(wanted[key], rel=1e-5), key
-        words = ("lora_dropout=0", "low-rank adapters", "vocab_head", "trained in full (modules_to_save)")
+        words = (
+            "lora_dropout=0",
+            "low-rank adapters",
+            "vocab_head",
+            "trained in full (modules_to_save)",
+        )
         assert all(word in text for word, text in zip(words, refused, strict=True)), refused
     assert json.loads((tmp_path / "checkpoint-2" / "adapter_config.json").read_text())["r"] == 4

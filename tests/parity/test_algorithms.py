@@ -34,7 +34,12 @@ def sums(rank: int, ranks: int, algorithm: Name, per_node: int) -> list[list[flo
     for numel in (1, 12, 1000, 1001):
         generator = torch.Generator().manual_seed(rank)
         whole = torch.randint(-1000, 1000, (numel,), generator=generator).double()
-        everyone = [torch.randint(-1000, 1000, (numel,), generator=torch.Generator().manual_seed(r)).double() for r in range(ranks)]
+        everyone = [
+            torch.randint(
+                -1000, 1000, (numel,), generator=torch.Generator().manual_seed(r)
+            ).double()
+            for r in range(ranks)
+        ]
         with count_traffic() as traffic:
             run(sum_over(whole, dist.group.WORLD, algorithm=algorithm, levels=levels))
         assert torch.equal(whole, sum(everyone[1:], everyone[0])), numel
@@ -43,7 +48,9 @@ def sums(rank: int, ranks: int, algorithm: Name, per_node: int) -> list[list[flo
             sum(call.wire_bytes for call in traffic.calls),
             wire_bytes(algorithm, numel=numel, itemsize=8, ranks=ranks, per_node=per_node),
         )
-        fewest = sum(formula) if algorithm != "recursive-doubling" else numel * 8  # a rank beyond the power of two sends once
+        fewest = (
+            sum(formula) if algorithm != "recursive-doubling" else numel * 8
+        )  # a rank beyond the power of two sends once
         assert fewest - 8 <= sent <= sum(formula) + 8, (numel, sent, formula)
         if rank == 0:
             assert abs(sent - sum(formula)) <= 8, (numel, sent, formula)
@@ -53,12 +60,17 @@ def sums(rank: int, ranks: int, algorithm: Name, per_node: int) -> list[list[flo
     return bits
 
 
-CASES = [(name, ranks, ranks) for name in NAMES if name != "hierarchical" for ranks in (2, 3, 4)] + [("hierarchical", 4, 2)]
+CASES = [
+    (name, ranks, ranks) for name in NAMES if name != "hierarchical" for ranks in (2, 3, 4)
+] + [("hierarchical", 4, 2)]
 
 
 @pytest.mark.parametrize(("algorithm", "ranks", "per_node"), CASES)
 def test_sum_bits_and_bytes(pool: Pool, algorithm: Name, ranks: int, per_node: int) -> None:
-    first, second = pool.run(ranks, sums, algorithm, per_node), pool.run(ranks, sums, algorithm, per_node)
+    first, second = (
+        pool.run(ranks, sums, algorithm, per_node),
+        pool.run(ranks, sums, algorithm, per_node),
+    )
     assert all(bits == first[0] for bits in first + second)
 
 
@@ -66,7 +78,10 @@ def together(rank: int, ranks: int) -> None:
     """Several at once, each in its own way. Runs in a worker."""
     levels = levels_of(ranks, 2)
     tensors = [torch.full((50 + index,), float(rank + index)) for index in range(len(NAMES))]
-    running = [sum_over(t, dist.group.WORLD, algorithm=name, levels=levels) for t, name in zip(tensors, NAMES, strict=True)]
+    running = [
+        sum_over(t, dist.group.WORLD, algorithm=name, levels=levels)
+        for t, name in zip(tensors, NAMES, strict=True)
+    ]
     advance([launch(steps) for steps in running])
     for index, tensor in enumerate(tensors):
         assert torch.equal(tensor, torch.full((50 + index,), 6.0 + 4 * index)), NAMES[index]
@@ -89,7 +104,9 @@ def test_one_level_where_machines_are_not_alike(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("algorithm", ["all-reduce", "reduce-scatter+all-gather", "ring", "recursive-doubling"])
+@pytest.mark.parametrize(
+    "algorithm", ["all-reduce", "reduce-scatter+all-gather", "ring", "recursive-doubling"]
+)
 def test_training_equals_one_process(pool: Pool, algorithm: str, world: int) -> None:
     """Stage 0 with several buckets in flight, float64."""
     config = settings(world, 0, 1, 3)
@@ -99,10 +116,21 @@ def test_training_equals_one_process(pool: Pool, algorithm: str, world: int) -> 
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
 
 
-def on_two_machines(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace | None, set[tuple[str, int]]]:
+def on_two_machines(
+    rank: int, world: int, config: dict[str, Any]
+) -> tuple[Trace | None, set[tuple[str, int]]]:
     """As if ranks 0 and 1 were on one machine and 2 and 3 on another. Runs in a worker."""
-    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2}
-    with patch.dict(os.environ, {name: str(value) for name, value in place.items()}), count_traffic() as traffic:
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank % 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "GROUP_RANK": rank // 2,
+    }
+    with (
+        patch.dict(os.environ, {name: str(value) for name, value in place.items()}),
+        count_traffic() as traffic,
+    ):
         trace = train(rank, world, "plain", True, config)
     return trace, {(call.kind, call.ranks) for call in traffic.calls if call.full_bytes > 2000}
 
@@ -112,7 +140,9 @@ def test_two_levels_by_themselves_on_two_machines(pool: Pool) -> None:
     config = settings(4, 0, 1, 1)
     config["parallel"] |= {"transport": "torch", "measure_seconds": 0}
     results = pool.run(4, on_two_machines, config)
-    assert all({("all_to_all", 2), ("all_reduce", 2), ("all_gather", 2)} <= calls for _, calls in results)
+    assert all(
+        {("all_to_all", 2), ("all_reduce", 2), ("all_gather", 2)} <= calls for _, calls in results
+    )
     trace = results[0][0]
     assert trace is not None
     bar = worst(compare(reference("plain", True, 4), trace))
@@ -122,7 +152,10 @@ def test_two_levels_by_themselves_on_two_machines(pool: Pool) -> None:
 def test_two_levels_of_one_machine_are_refused(pool: Pool) -> None:
     config = settings(2, 0, 1, 1)
     config["parallel"] |= {"all_reduce": "hierarchical"}
-    with pytest.raises(WorkerFailed, match="parallel.all_reduce = 'hierarchical': the 2 processes are on one machine"):
+    with pytest.raises(
+        WorkerFailed,
+        match="parallel.all_reduce = 'hierarchical': the 2 processes are on one machine",
+    ):
         pool.run(2, train, "plain", True, config)
 
 
@@ -130,6 +163,15 @@ def test_formulas() -> None:
     """Of 1,000 float32 numbers on 2 machines of 8: across goes a sixteenth of what a flat sum sends."""
     flat = wire_bytes("ring", numel=1000, itemsize=4, ranks=16, per_node=8)
     assert flat == (0, 2 * 15 * 63 * 4)
-    assert wire_bytes("hierarchical", numel=1000, itemsize=4, ranks=16, per_node=8) == (2 * 7 * 125 * 4, 125 * 4)
-    assert wire_bytes("recursive-doubling", numel=1000, itemsize=4, ranks=4, per_node=4) == (8000, 0)
-    assert wire_bytes("recursive-doubling", numel=1000, itemsize=4, ranks=5, per_node=5) == (12000, 0)
+    assert wire_bytes("hierarchical", numel=1000, itemsize=4, ranks=16, per_node=8) == (
+        2 * 7 * 125 * 4,
+        125 * 4,
+    )
+    assert wire_bytes("recursive-doubling", numel=1000, itemsize=4, ranks=4, per_node=4) == (
+        8000,
+        0,
+    )
+    assert wire_bytes("recursive-doubling", numel=1000, itemsize=4, ranks=5, per_node=5) == (
+        12000,
+        0,
+    )

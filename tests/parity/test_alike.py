@@ -39,12 +39,20 @@ def differing(rank: int, world: int, stage: int) -> list[str]:
         if rank == 1:
             change(model, config)
         said.append(problem(model, config))
-    said.append(problem(cases.build("plain", tied=True), settings(world, stage, 1, 1), rate=0.1 * (1 + rank)))
+    said.append(
+        problem(
+            cases.build("plain", tied=True), settings(world, stage, 1, 1), rate=0.1 * (1 + rank)
+        )
+    )
     return said
 
 
 def problem(model: nn.Module, config: dict[str, Any], *, rate: float | None = None) -> str:
-    more = {} if rate is None else {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=rate)}
+    more = (
+        {}
+        if rate is None
+        else {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=rate)}
+    )
     try:
         with warnings.catch_warnings(record=True):
             plait.initialize(model, config, **more)
@@ -81,7 +89,11 @@ class Tempered(nn.Module):
 
 def misuse(rank: int, world: int) -> dict[str, Any]:
     """Runs in a worker."""
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": cases.OPTIMIZER, "parallel": {"dp_replicate": world}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": cases.OPTIMIZER,
+        "parallel": {"dp_replicate": world},
+    }
     said: dict[str, Any] = {}
     loss = Tempered()
     models: dict[str, Any] = {
@@ -89,7 +101,10 @@ def misuse(rank: int, world: int) -> dict[str, Any]:
         "frequency": (nn.Sequential(nn.EmbeddingBag(4, 2, scale_grad_by_freq=True)), {}),
         "loss": (nn.Linear(2, 2), {"loss_fn": loss}),
         "wrapped loss": (nn.Linear(2, 2), {"loss_fn": plait.per_sample(loss)}),
-        "its optimizer": (nn.Linear(2, 2), {"optimizer": lambda given: torch.optim.SGD([*given, *loss.parameters()], lr=1.0)}),
+        "its optimizer": (
+            nn.Linear(2, 2),
+            {"optimizer": lambda given: torch.optim.SGD([*given, *loss.parameters()], lr=1.0)},
+        ),
         "no optimizer": (nn.Linear(2, 2), {"optimizer": [1]}),
     }
     for name, (model, more) in models.items():
@@ -101,8 +116,14 @@ def misuse(rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(77 + rank)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = plait.initialize(part, config, loss_fn=loss, optimizer=lambda given: torch.optim.SGD(given, lr=1.0))
-    said["warned"] = [str(warning.message) for warning in caught if "configuration is not used" in str(warning.message)]
+        engine = plait.initialize(
+            part, config, loss_fn=loss, optimizer=lambda given: torch.optim.SGD(given, lr=1.0)
+        )
+    said["warned"] = [
+        str(warning.message)
+        for warning in caught
+        if "configuration is not used" in str(warning.message)
+    ]
     said["seed"] = (engine.config.seed, engine.config.sources["run.seed"], torch.initial_seed())
     return said
 
@@ -113,10 +134,15 @@ def test_misuse_is_named(pool: Pool) -> None:
     for said in (first, second):
         assert "`0` has max_norm = 1: it changes its weight in the forward" in said["max_norm"]
         assert "`0` has scale_grad_by_freq=True" in said["frequency"]
-        assert "the loss Tempered has a trainable parameter, `temperature`" in said["loss"] and "temperature" in said["wrapped loss"]
+        assert (
+            "the loss Tempered has a trainable parameter, `temperature`" in said["loss"]
+            and "temperature" in said["wrapped loss"]
+        )
         assert "holds a parameter of shape () that is not the model's" in said["its optimizer"]
         assert "not a list" in said["no optimizer"]
     (warned,) = first["warned"]
-    assert warned.startswith("`optimizer` of the configuration is not used") and not second["warned"]
+    assert (
+        warned.startswith("`optimizer` of the configuration is not used") and not second["warned"]
+    )
     assert first["seed"][:2] == second["seed"][:2] == (77, "torch.manual_seed, on rank 0")
     assert first["seed"][2] != second["seed"][2], "data-parallel ranks draw different masks"

@@ -26,7 +26,14 @@ MORE_FLEX = [
     Case("gpt_oss", degrees=(CP2,), data="uneven", more=(RING,)),
     Case("gemma3_text", degrees=(("cp", 4),), data="packed", window=True, more=(GATHERED,)),
     Case("llama", degrees=(CP2, TP2), data="border", more=(RING, ("sequence_parallel", True))),
-    Case("mixtral", degrees=(CP2, ("pp", 2)), data="padded", balance=True, window=True, more=(ULYSSES,)),
+    Case(
+        "mixtral",
+        degrees=(CP2, ("pp", 2)),
+        data="padded",
+        balance=True,
+        window=True,
+        more=(ULYSSES,),
+    ),
     Case("llama", degrees=(("cp", 4),), data="one_target", kv_heads=1, more=(RING,)),
 ]
 FLASH = [
@@ -36,7 +43,16 @@ FLASH = [
 ]
 MORE_FLASH = [
     Case("llama", degrees=(("cp", 4),), data="packed", kv_heads=1, more=(ULYSSES,)),
-    Case("mixtral", 1, (CP2, ("ep", 2)), dp=2, data="padded", balance=True, window=True, more=(ULYSSES,)),
+    Case(
+        "mixtral",
+        1,
+        (CP2, ("ep", 2)),
+        dp=2,
+        data="padded",
+        balance=True,
+        window=True,
+        more=(ULYSSES,),
+    ),
     Case("llama", degrees=(CP2, TP2), data="border", more=(ULYSSES, ("sequence_parallel", True))),
     Case("qwen3_moe", 2, (CP2, ("pp", 2)), data="packed", balance=True, more=(ULYSSES, FULL)),
 ]
@@ -44,7 +60,9 @@ MORE_FLASH = [
 
 def trained(case: Case, implementation: str) -> Result:
     model: Any = build(case)
-    model.config._attn_implementation_internal = implementation  # which Transformers allows where it is installed
+    model.config._attn_implementation_internal = (
+        implementation  # which Transformers allows where it is installed
+    )
     with keeping_float64(model):
         engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
         trace = engine_trace(engine, steps(case, 2 * engine.dp_size))
@@ -76,7 +94,9 @@ def test_flash_attention(pool: Pool, case: Case) -> None:
     assert_equal(case, pool.run(case.world, with_flash, case))
 
 
-def other_documents(rank: int, world: int, case: Case) -> tuple[list[int], list[float], list[float]]:
+def other_documents(
+    rank: int, world: int, case: Case
+) -> tuple[list[int], list[float], list[float]]:
     """How often documents are looked for in two steps and two evaluations; the evaluations' losses with FlashAttention, and with SDPA.
     Runs in a worker."""
     pieces = []
@@ -111,11 +131,22 @@ def other_documents(rank: int, world: int, case: Case) -> tuple[list[int], list[
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("degrees", [(CP2,), (CP2, ("pp", 2))], ids=["cp2", "cp2-pp2"])
-def test_documents_are_found_once_per_micro_batch(pool: Pool, mode: str, degrees: tuple[tuple[str, int], ...]) -> None:
+def test_documents_are_found_once_per_micro_batch(
+    pool: Pool, mode: str, degrees: tuple[tuple[str, int], ...]
+) -> None:
     """In none of the layers, nor in their recomputation; each micro-batch has its own."""
-    case = Case("llama", degrees=degrees, data="packed", more=(ULYSSES, ("recompute", {"mode": mode})))
+    case = Case(
+        "llama", degrees=degrees, data="packed", more=(ULYSSES, ("recompute", {"mode": mode}))
+    )
     for counts, found, expected in pool.run(case.world, other_documents, case):
-        assert counts == [2, 4, 7, 0, 0, 0]  # two micro-batches a step, three evaluations; none for SDPA
+        assert counts == [
+            2,
+            4,
+            7,
+            0,
+            0,
+            0,
+        ]  # two micro-batches a step, three evaluations; none for SDPA
         assert found == pytest.approx(expected, rel=1e-10)
         assert found[0] == found[2] != found[1]
 

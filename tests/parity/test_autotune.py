@@ -57,7 +57,11 @@ def slowed(clock: Clock, seconds: dict[int, float]) -> ExitStack:
 
         def finish(self: Any, index: int, honest: Any = kind.finish) -> None:
             if index == 0:
-                clock.sleep(seconds.get(1 if isinstance(self, PowerSGDBuckets) else getattr(self, "_bits", 0), 0))
+                clock.sleep(
+                    seconds.get(
+                        1 if isinstance(self, PowerSGDBuckets) else getattr(self, "_bits", 0), 0
+                    )
+                )
             honest(self, index)
 
         stack.enter_context(patch.object(kind, "finish", finish))
@@ -87,7 +91,9 @@ def trained(
         "decided": [result.decided for result in results],
         "losses": [float(result.loss) for result in results],
         "compressed": isinstance(engine.hooks.of(Reducer).reduction, QuantisedBuckets),
-        "code": int(engine.hooks.of(CompressionAutotuner).decision) if engine.hooks.of(CompressionAutotuner) is not None else 0,
+        "code": int(engine.hooks.of(CompressionAutotuner).decision)
+        if engine.hooks.of(CompressionAutotuner) is not None
+        else 0,
         "autotuner": engine.hooks.of(CompressionAutotuner) is not None,
         "parameters": [p.detach().clone() for p in engine.model.parameters()],
     }
@@ -101,16 +107,22 @@ def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: 
     first, second = pool.run(2, trained, config_of(), SLOW | {8: 0.03, 4: 0.2}, DECIDES_AT + 3)
     assert "The first steps decide on compression: int8, int4" in first["said"]
     assert first["compressed"] and second["compressed"]
-    assert [bool(said) for said in first["decided"]] == [step + 1 == DECIDES_AT for step in range(DECIDES_AT + 3)]
+    assert [bool(said) for said in first["decided"]] == [
+        step + 1 == DECIDES_AT for step in range(DECIDES_AT + 3)
+    ]
     decided = first["decided"][DECIDES_AT - 1]
     assert "gradients are sent as int8 from now on: a step takes" in decided
     assert " ms uncompressed; candidates: int8 " in decided
     assert ", uncompressed again " in decided
     assert first["says_now"] == f"{first['said']}. {decided}"
     assert first["losses"] == second["losses"]
-    assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True)
+    )
     whole = pool.run(2, trained, config_of(compress_gradients="none"), {}, DECIDES_AT + 3)[0]
-    assert first["losses"][: WHOLE_STEPS + 1] == pytest.approx(whole["losses"][: WHOLE_STEPS + 1], rel=1e-12), "the first steps are whole"
+    assert first["losses"][: WHOLE_STEPS + 1] == pytest.approx(
+        whole["losses"][: WHOLE_STEPS + 1], rel=1e-12
+    ), "the first steps are whole"
     assert first["losses"][-1] != whole["losses"][-1]
     assert first["losses"][-1] == pytest.approx(whole["losses"][-1], rel=0.01)
 
@@ -126,11 +138,15 @@ def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: 
         ("auto", {8: 0.3, 4: 0.3}, 0),
     ],
 )
-def test_what_changes_more_has_to_save_more(pool: Pool, allowed: Any, takes: dict[int, float], code: int) -> None:
+def test_what_changes_more_has_to_save_more(
+    pool: Pool, allowed: Any, takes: dict[int, float], code: int
+) -> None:
     steps = WHOLE_STEPS + (len(takes) + bool(code)) * TRIED_STEPS
     results = pool.run(2, trained, config_of(compress_gradients=allowed), SLOW | takes, steps)
     assert [found["code"] for found in results] == [code, code]
-    assert [bool(said) for said in results[0]["decided"]] == [step + 1 == steps for step in range(steps)]
+    assert [bool(said) for said in results[0]["decided"]] == [
+        step + 1 == steps for step in range(steps)
+    ]
     assert results[0]["compressed"] == (code > 1)
 
 
@@ -143,15 +159,22 @@ def test_what_changes_more_has_to_save_more(pool: Pool, allowed: Any, takes: dic
         ({"int8": 2.0, "int4": 0.9}, "int4"),
     ],
 )
-def test_a_twentieth_of_the_best_before_has_to_be_saved(tried: dict[str, float], taken: str) -> None:
+def test_a_twentieth_of_the_best_before_has_to_be_saved(
+    tried: dict[str, float], taken: str
+) -> None:
     assert best_of({"whole": 1.0, **tried}) == taken
 
 
 def on_a_clock(rank: int, world: int, seconds: list[float]) -> tuple[int, list[str], list[str]]:
     """(decision, ways taken in turn, what was said), of steps that take so long. Runs in a worker."""
     taken: list[str] = []
-    options = tuple(Candidate(name, code, partial(taken.append, name)) for name, code in (("int8", 8), ("int4", 4)))
-    autotuner = CompressionAutotuner((dist.group.WORLD,), torch.device("cpu"), partial(taken.append, "whole"), options)
+    options = tuple(
+        Candidate(name, code, partial(taken.append, name))
+        for name, code in (("int8", 8), ("int4", 4))
+    )
+    autotuner = CompressionAutotuner(
+        (dist.group.WORLD,), torch.device("cpu"), partial(taken.append, "whole"), options
+    )
     now, said = 0.0, []
     with patch.object(time, "perf_counter", lambda: now):
         for step in seconds:
@@ -182,8 +205,13 @@ def test_where_nothing_is_open_the_reason_is_said_at_once(pool: Pool) -> None:
     found = pool.run(2, trained, config_of(transport="auto"), {}, 1)[0]
     assert "Gradients stay uncompressed: shared memory is faster than compressing" in found["said"]
     assert not found["autotuner"]
-    assert "stay uncompressed" not in pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]["said"]
-    assert pool.run(2, trained, config_of(measure_seconds=0), {}, 1)[0]["autotuner"], "the steps decide, with or without measured links"
+    assert (
+        "stay uncompressed"
+        not in pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]["said"]
+    )
+    assert pool.run(2, trained, config_of(measure_seconds=0), {}, 1)[0]["autotuner"], (
+        "the steps decide, with or without measured links"
+    )
 
 
 def sharded_config(stage: int, **more: Any) -> dict[str, Any]:
@@ -194,28 +222,41 @@ def sharded_config(stage: int, **more: Any) -> dict[str, Any]:
 
 def bits_of(engine: Any) -> set[int]:
     residuals = engine.hooks.of(Residuals)
-    return {scatter._bits for scatter in residuals.units.values()} if residuals is not None else set()
+    return (
+        {scatter._bits for scatter in residuals.units.values()} if residuals is not None else set()
+    )
 
 
-def sharded(rank: int, world: int, config: dict[str, Any], takes: dict[int, float], steps: int, folder: str) -> dict[str, Any]:
+def sharded(
+    rank: int, world: int, config: dict[str, Any], takes: dict[int, float], steps: int, folder: str
+) -> dict[str, Any]:
     """Each reduction takes so long (bits; 0 whole). A checkpoint at the end, and a step of an engine that goes on from it. Runs in a
     worker."""
-    kinds: dict[type, Any] = {AllToAllReduceScatter: lambda scatter: 0, QuantisedReduceScatter: lambda scatter: scatter._bits}
+    kinds: dict[type, Any] = {
+        AllToAllReduceScatter: lambda scatter: 0,
+        QuantisedReduceScatter: lambda scatter: scatter._bits,
+    }
     clock = Clock()
     with ExitStack() as stack:
         for kind, bits in kinds.items():
 
-            def reduce(self: Any, *args: Any, honest: Any = kind.__call__, bits: Any = bits, **options: Any) -> Any:
+            def reduce(
+                self: Any, *args: Any, honest: Any = kind.__call__, bits: Any = bits, **options: Any
+            ) -> Any:
                 clock.sleep(takes[bits(self)])
                 return honest(self, *args, **options)
 
             stack.enter_context(patch.object(kind, "__call__", reduce))
-        engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
+        )
         batch = cases.steps_for("plain", world)[0][rank]
         with clock.instead():
             results = [engine.train_batch(batch) for _ in range(steps)]
         engine.save_checkpoint(folder)
-        other = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+        other = plait.initialize(
+            cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
+        )
         other.load_checkpoint(folder)
         again = [float(one.train_batch(batch)) for one in (engine, other)]
     return {
@@ -232,24 +273,37 @@ def sharded(rank: int, world: int, config: dict[str, Any], takes: dict[int, floa
     ("stage", "takes", "more", "bits"),
     [
         (1, {0: 0.1, 8: 0.02, 4: 0.06}, {}, {8}),
-        pytest.param(2, {0: 0.1, 8: 0.06, 4: 0.0}, {"error_feedback": True}, {4}, marks=pytest.mark.proof),
+        pytest.param(
+            2, {0: 0.1, 8: 0.06, 4: 0.0}, {"error_feedback": True}, {4}, marks=pytest.mark.proof
+        ),
         (3, {0: 0.1, 8: 0.06, 4: 0.0}, {"compress_weights": "int8", "error_feedback": True}, {4}),
         pytest.param(3, {0: 0.1, 8: 0.2, 4: 0.2}, {}, set(), marks=pytest.mark.proof),
     ],
 )
 def test_sharded_stages_decide_too(
-    pool: Pool, tmp_path: Path, stage: int, takes: dict[int, float], more: dict[str, Any], bits: set[int]
+    pool: Pool,
+    tmp_path: Path,
+    stage: int,
+    takes: dict[int, float],
+    more: dict[str, Any],
+    bits: set[int],
 ) -> None:
-    first, second = pool.run(2, sharded, sharded_config(stage, **more), takes, DECIDES_AT + 2, str(tmp_path))
+    first, second = pool.run(
+        2, sharded, sharded_config(stage, **more), takes, DECIDES_AT + 2, str(tmp_path)
+    )
     assert first["losses"] == second["losses"]
     assert "The first steps decide on compression: int8, int4" in first["said"]
     decides_at = DECIDES_AT if bits else ALL_TRIED_AT
-    assert [bool(said) for said in first["decided"]] == [step + 1 == decides_at for step in range(DECIDES_AT + 2)]
+    assert [bool(said) for said in first["decided"]] == [
+        step + 1 == decides_at for step in range(DECIDES_AT + 2)
+    ]
     assert first["bits"] == second["bits"] == first["others_bits"] == bits
     assert first["again"][0] == first["again"][1], "a run that goes on is the same, errors and all"
     fixed = sharded_config(stage, **more | {"compress_gradients": "none"})
     whole = pool.run(2, sharded, fixed, takes, DECIDES_AT + 2, str(tmp_path / "whole"))[0]
-    assert first["losses"][:WHOLE_STEPS] == whole["losses"][:WHOLE_STEPS], "the first steps are whole"
+    assert first["losses"][:WHOLE_STEPS] == whole["losses"][:WHOLE_STEPS], (
+        "the first steps are whole"
+    )
     assert first["losses"][WHOLE_STEPS + 1] != whole["losses"][WHOLE_STEPS + 1]
 
 
@@ -260,23 +314,35 @@ def test_shared_memory_leaves_sharded_gradients_whole(pool: Pool, tmp_path: Path
 
 
 def test_factors_of_shards_are_refused() -> None:
-    with pytest.raises(ConfigError, match="factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards"):
-        resolve(load(sharded_config(2, compress_gradients=["int8", "powersgd"])), world_size=2, micro_batch_size=1)
+    with pytest.raises(
+        ConfigError, match="factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards"
+    ):
+        resolve(
+            load(sharded_config(2, compress_gradients=["int8", "powersgd"])),
+            world_size=2,
+            micro_batch_size=1,
+        )
 
 
-def resumed(rank: int, world: int, folder: Path, compress: bool) -> tuple[list[float], list[float], bool]:
+def resumed(
+    rank: int, world: int, folder: Path, compress: bool
+) -> tuple[list[float], list[float], bool]:
     """(losses of an uninterrupted run after its checkpoint, those of the one that goes on there, whether that compresses at once). Runs in
     a worker."""
     batch = cases.steps_for("plain", world)[0][rank]
     with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
-        one = plait.initialize(cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss)
+        one = plait.initialize(
+            cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss
+        )
         assert one.hooks.of(CompressionAutotuner) is not None
         one.train_batch(batch)
         one.hooks.of(CompressionAutotuner).commit(8 if compress else 0)
         for _ in range(2):
             one.train_batch(batch)
         one.save_checkpoint(folder)
-        other = plait.initialize(cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss)
+        other = plait.initialize(
+            cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss
+        )
         other.load_checkpoint(folder)
     assert other.hooks.of(Reducer) is not None
     compresses = isinstance(other.hooks.of(Reducer).reduction, QuantisedBuckets)
@@ -286,7 +352,9 @@ def resumed(rank: int, world: int, folder: Path, compress: bool) -> tuple[list[f
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_a_restart_goes_on_with_what_was_decided(pool: Pool, tmp_path: Path, compress: bool) -> None:
+def test_a_restart_goes_on_with_what_was_decided(
+    pool: Pool, tmp_path: Path, compress: bool
+) -> None:
     for uninterrupted, again, compresses in pool.run(2, resumed, tmp_path, compress):
         assert compresses == compress
         assert again == uninterrupted
@@ -298,7 +366,10 @@ def in_a_loop(rank: int, world: int) -> int:
     with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
         model = cases.build("plain", tied=False)
         sharded = plait.parallelize(model, config_of())
-    optimizer, batch = cases.adamw(list(model.parameters())), cases.steps_for("plain", world)[0][rank]
+    optimizer, batch = (
+        cases.adamw(list(model.parameters())),
+        cases.steps_for("plain", world)[0][rank],
+    )
     with slowed(clock, SLOW | {8: 0.03, 4: 0.2}), clock.instead():
         for _ in range(DECIDES_AT):
             total, weight = plait.causal_lm_loss(model(batch["input_ids"]), batch)

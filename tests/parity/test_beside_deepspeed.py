@@ -19,12 +19,23 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 COMMON: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
 RATES = {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "warmup_type": "linear"}
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}
-pytestmark = [pytest.mark.proof, pytest.mark.skipif(not PEER, reason="PLAIT_DEEPSPEED_PYTHON is not set")]
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.skipif(not PEER, reason="PLAIT_DEEPSPEED_PYTHON is not set"),
+]
 
 
-def run(command: list[str], script: Path, folder: Path, **environment: str) -> dict[int, tuple[list[float], float]]:
+def run(
+    command: list[str], script: Path, folder: Path, **environment: str
+) -> dict[int, tuple[list[float], float]]:
     """(losses, norm) of every rank."""
-    arguments = ["--folder", str(folder / "checkpoints"), "--deepspeed", "--deepspeed_config", str(folder / "ds.json")]
+    arguments = [
+        "--folder",
+        str(folder / "checkpoints"),
+        "--deepspeed",
+        "--deepspeed_config",
+        str(folder / "ds.json"),
+    ]
     done = subprocess.run(
         [*command, str(script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -33,7 +44,11 @@ def run(command: list[str], script: Path, folder: Path, **environment: str) -> d
         timeout=200,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = [json.loads(line.split("RESULT ", 1)[1]) for line in done.stdout.splitlines() if "RESULT " in line]
+    found = [
+        json.loads(line.split("RESULT ", 1)[1])
+        for line in done.stdout.splitlines()
+        if "RESULT " in line
+    ]
     assert len(found) == 2, done.stdout[-2000:]
     return {rank: (losses, norm) for rank, losses, norm in found}
 
@@ -47,13 +62,27 @@ def run(command: list[str], script: Path, folder: Path, **environment: str) -> d
     ],
 )
 def test_the_curves_agree(tmp_path: Path, script: str, stage: int, more: dict[str, Any]) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({**COMMON, "optimizer": OPTIMIZER, "zero_optimization": {"stage": stage}, **more}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {**COMMON, "optimizer": OPTIMIZER, "zero_optimization": {"stage": stage}, **more}
+        )
+    )
     theirs, ours = SCRIPTS / f"{script}.py", tmp_path / f"{script}.py"
     text = theirs.read_text(encoding="utf-8")
     assert text.count("import deepspeed\n") == 1
-    ours.write_text(text.replace("import deepspeed\n", "import plait.compat.deepspeed as deepspeed\n"))
+    ours.write_text(
+        text.replace("import deepspeed\n", "import plait.compat.deepspeed as deepspeed\n")
+    )
     path = f"{Path(PEER).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed looks for ninja
-    torchrun = [PEER, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
+    torchrun = [
+        PEER,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "29617",
+    ]
     wanted = run(torchrun, theirs, tmp_path, PATH=path, DS_ACCELERATOR="cpu", PYTHONPATH="")
     if (tmp_path / "checkpoints").exists():
         (tmp_path / "checkpoints").rename(tmp_path / "theirs")

@@ -62,7 +62,13 @@ def net() -> nn.Module:
 def pieces(step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Two micro-batches of 4 for a rank."""
     generator = torch.Generator().manual_seed(10 * step + rank)
-    return [(torch.randn(4, 3, generator=generator).double(), torch.randn(4, 2, generator=generator).double()) for _ in range(2)]
+    return [
+        (
+            torch.randn(4, 3, generator=generator).double(),
+            torch.randn(4, 2, generator=generator).double(),
+        )
+        for _ in range(2)
+    ]
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -90,7 +96,11 @@ def under_plait(rank: int, world: int, stage: int) -> dict[str, Any]:
     engine = plait.initialize(net(), settings(world, stage, 1, 2, **SGD), loss_fn=loss)
     for step in range(STEPS):
         engine.train_batch(pieces(step, rank))
-    found = {"names": engine.hooks.of(ChangingBuffers).names, "engine": buffers(engine.model), "ddp": under_ddp(rank, world)}
+    found = {
+        "names": engine.hooks.of(ChangingBuffers).names,
+        "engine": buffers(engine.model),
+        "ddp": under_ddp(rank, world),
+    }
     config = settings(world, stage, 1, 1)
     sharded = plait.parallelize(net(), config)
     model = sharded.model
@@ -127,8 +137,19 @@ def test_buffers_are_the_first_ranks(pool: Pool, stage: int) -> None:
     first, second = pool.run(2, under_plait, stage)
     for name, wanted in first["ddp"].items():
         for found in (first["engine"], second["engine"], first["loop"]):
-            torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-    assert {"average", "late", "blocks.0.norm.running_mean", "blocks.1.norm.num_batches_tracked"} <= set(first["names"])
+            torch.testing.assert_close(
+                found[name],
+                wanted,
+                rtol=1e-9,
+                atol=1e-12,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+    assert {
+        "average",
+        "late",
+        "blocks.0.norm.running_mean",
+        "blocks.1.norm.num_batches_tracked",
+    } <= set(first["names"])
     assert not {"constant", "frequencies"} & set(first["names"])
     assert first["constant"][1:] == [{}, {}]
 

@@ -38,7 +38,13 @@ def test_two_processes_measure_every_kind_of_layout(pool: Pool) -> None:
     assert {(one.layout["tp"], one.layout["pp"], one.layout["stage"]) for one in runs} == {
         (1, 1, 0), (1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 0), (1, 2, 0),
     }  # fmt: skip
-    assert all(one.seconds > 0 and one.predicted_seconds > 0 and one.machine == "here" and one.bytes is None for one in runs)
+    assert all(
+        one.seconds > 0
+        and one.predicted_seconds > 0
+        and one.machine == "here"
+        and one.bytes is None
+        for one in runs
+    )
     assert rates.all_reduce is not None and all(rate > 0 for rate in rates.products.values())
     known = believed(knowledge(), cluster("cpu", 2).device, rates, processes=2, precision="fp32")
     fitted = calibrate(runs_of(runs), known=known)

@@ -47,7 +47,9 @@ class ByNorm(torch.optim.SGD):
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of one rank."""
     generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(2, 5, generator=generator).double(), torch.randn(2, 1, generator=generator).double()
+    return torch.randn(2, 5, generator=generator).double(), torch.randn(
+        2, 1, generator=generator
+    ).double()
 
 
 def squares(output: torch.Tensor, piece: Any) -> torch.Tensor:
@@ -89,7 +91,9 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
-def engine_task(rank: int, world: int, stage: int, transport: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+def engine_task(
+    rank: int, world: int, stage: int, transport: str
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Runs in a worker."""
     torch.manual_seed(1)
     config = {
@@ -99,7 +103,9 @@ def engine_task(rank: int, world: int, stage: int, transport: str) -> tuple[dict
         "parallel": {"transport": transport},
     }
     model = Net().double()
-    engine = plait.initialize(model, config, loss_fn=plait.per_sample(squares), optimizer=lambda p: ByNorm(p, lr=0.1))
+    engine = plait.initialize(
+        model, config, loss_fn=plait.per_sample(squares), optimizer=lambda p: ByNorm(p, lr=0.1)
+    )
     for step in range(2):
         engine.train_batch(batch(rank, step))
         between(model)
@@ -135,7 +141,13 @@ def test_parameters_of_a_sharded_model(pool: Pool, stage: int, transport: str) -
     wanted = reference(2, steps=2)
     for found, refusals in pool.run(2, engine_task, stage, transport):
         for name, tensor in wanted.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                tensor,
+                rtol=0,
+                atol=1e-12,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
         hook, written, called, nothing, replaced, data = refusals
         assert "head.weight has a hook on its gradient" in hook
         assert "head.weight was written to while its shards were gathered" in written
@@ -168,5 +180,11 @@ def new_parts(rank: int, world: int, stage: int) -> tuple[str, str]:
 def test_parts_that_were_put_in_later(pool: Pool, stage: int) -> None:
     """Their gradients would be one rank's alone."""
     for engine, own in pool.run(2, new_parts, stage):
-        assert "not the model's when plait.initialize" in engine or "not the parameter that was sharded" in engine
-        assert "put into the model after plait.parallelize" in own or "not the parameter that was sharded" in own
+        assert (
+            "not the model's when plait.initialize" in engine
+            or "not the parameter that was sharded" in engine
+        )
+        assert (
+            "put into the model after plait.parallelize" in own
+            or "not the parameter that was sharded" in own
+        )

@@ -21,11 +21,17 @@ GLOBAL = 12
 def config(world: int, stage: int, replicas: int) -> dict[str, Any]:
     """The same global batch on every layout."""
     return settings(
-        world, stage, replicas, GLOBAL // world, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 3}}
+        world,
+        stage,
+        replicas,
+        GLOBAL // world,
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 3}},
     )
 
 
-def run(rank: int, world: int, conf: dict[str, Any], folder: str, first: int, last: int, save: bool) -> dict[str, Any]:
+def run(
+    rank: int, world: int, conf: dict[str, Any], folder: str, first: int, last: int, save: bool
+) -> dict[str, Any]:
     """Steps `first` to `last`, from the latest checkpoint if there is one. Runs in a worker."""
     engine = plait.initialize(cases.build("plain", tied=True), conf, loss_fn=plait.causal_lm_loss)
     loaded = engine.load_checkpoint(folder)
@@ -35,17 +41,31 @@ def run(rank: int, world: int, conf: dict[str, Any], folder: str, first: int, la
         assert loaded[1] == {"position": first}
     count = GLOBAL // world
     steps = cases.ragged_steps(GLOBAL, steps=4, keys=())[first:last]
-    losses = [float(engine.train_batch(step[rank * count : (rank + 1) * count]).loss) for step in steps]
+    losses = [
+        float(engine.train_batch(step[rank * count : (rank + 1) * count]).loss) for step in steps
+    ]
     if save:
         engine.save_checkpoint(folder, client_state={"position": last})
-    return {"losses": losses, "weights": {name: whole(p) for name, p in engine.model.named_parameters()}, "lr": engine.get_lr()}
+    return {
+        "losses": losses,
+        "weights": {name: whole(p) for name, p in engine.model.named_parameters()},
+        "lr": engine.get_lr(),
+    }
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 3, 1), (2, 3, 1)), ((2, 3, 1), (3, 1, 1)), ((4, 2, 2), (2, 0, 1)), ((1, 0, 1), (4, 3, 1)), ((3, 2, 1), (1, 3, 1))],
+    [
+        ((2, 3, 1), (2, 3, 1)),
+        ((2, 3, 1), (3, 1, 1)),
+        ((4, 2, 2), (2, 0, 1)),
+        ((1, 0, 1), (4, 3, 1)),
+        ((3, 2, 1), (1, 3, 1)),
+    ],
 )
-def test_resume_on_any_layout(pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
+def test_resume_on_any_layout(
+    pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]
+) -> None:
     """Losses, parameters and learning rate go on as if nothing had happened."""
     straight = pool.run(1, run, config(1, 0, 1), str(tmp_path / "none"), 0, 4, False)[0]
     pool.run(before[0], run, config(*before), str(tmp_path / "run"), 0, 2, True)
@@ -75,7 +95,9 @@ def load_other(rank: int, world: int, conf: dict[str, Any], folder: str) -> str:
 
 def between_micro_batches(rank: int, world: int, folder: str) -> str:
     """What a save says in the middle of a step of the three calls; a load there begins the step anew. Runs in a worker."""
-    engine = plait.initialize(cases.build("plain", tied=True), settings(world, 1, 1, 2), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("plain", tied=True), settings(world, 1, 1, 2), loss_fn=plait.causal_lm_loss
+    )
     pieces = cases.ragged_steps(2 * world, steps=1, keys=())[0][2 * rank : 2 * rank + 2]
 
     def micro_batch(index: int) -> None:
@@ -105,4 +127,7 @@ def between_micro_batches(rank: int, world: int, folder: str) -> str:
 
 def test_a_save_between_micro_batches_is_refused(pool: Pool, tmp_path: Path) -> None:
     """Its gradients would be lost in silence."""
-    assert all("1 micro-batches of this step" in said for said in pool.run(2, between_micro_batches, str(tmp_path)))
+    assert all(
+        "1 micro-batches of this step" in said
+        for said in pool.run(2, between_micro_batches, str(tmp_path))
+    )

@@ -34,9 +34,22 @@ CASES = [
     pytest.param(*(2, {"stage": 0}), marks=pytest.mark.proof),
     (2, {"stage": 2, "fp16": {"enabled": True, "initial_scale_power": 8}}),
     (2, {"stage": 3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "fused": True}}}),
-    (2, {"stage": 2, "parallel.optimizer_in_backward": True, "parallel.unused_parameters": False, "gradient_clipping": 0}),
-    pytest.param(*(2, {"stage": 0, "parallel.compress_gradients": "int8", "parallel.error_feedback": True}), marks=pytest.mark.proof),
-    pytest.param(*(2, {"stage": 3, "parallel.transport": "shared-memory"}), marks=pytest.mark.proof),
+    (
+        2,
+        {
+            "stage": 2,
+            "parallel.optimizer_in_backward": True,
+            "parallel.unused_parameters": False,
+            "gradient_clipping": 0,
+        },
+    ),
+    pytest.param(
+        *(2, {"stage": 0, "parallel.compress_gradients": "int8", "parallel.error_feedback": True}),
+        marks=pytest.mark.proof,
+    ),
+    pytest.param(
+        *(2, {"stage": 3, "parallel.transport": "shared-memory"}), marks=pytest.mark.proof
+    ),
     pytest.param(*(2, {"tp": 2}), marks=pytest.mark.proof),
     (2, {"pp": 2}),
 ]
@@ -57,8 +70,14 @@ def config_of(world: int, more: dict[str, Any]) -> dict[str, Any]:
 def saved(rank: int, world: int, folder: str, more: dict[str, Any]) -> int:
     """How many checkpoints were still being written when the next step ran. Runs in a worker."""
     at = Path(folder)
-    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, more), loss_fn=plait.causal_lm_loss)
-    generators.seed(0, engine.mesh, step=0)  # Python's and numpy's are else what earlier tasks of the worker left
+    engine = plait.initialize(
+        build("llama", torch.float32, dropout=False),
+        config_of(world, more),
+        loss_fn=plait.causal_lm_loss,
+    )
+    generators.seed(
+        0, engine.mesh, step=0
+    )  # Python's and numpy's are else what earlier tasks of the worker left
     count = engine.config.batch.accumulation
     steps = cases.ragged_steps(engine.dp_size * count, steps=COUNT)
     honest, behind = save_module.write_shards, 0
@@ -79,8 +98,14 @@ def saved(rank: int, world: int, folder: str, more: dict[str, Any]) -> int:
 
 def at_once(rank: int, world: int, folder: str, more: dict[str, Any]) -> None:
     """The same run, whose checkpoints are written at once. Runs in a worker."""
-    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, more), loss_fn=plait.causal_lm_loss)
-    generators.seed(0, engine.mesh, step=0)  # Python's and numpy's are else what earlier tasks of the worker left
+    engine = plait.initialize(
+        build("llama", torch.float32, dropout=False),
+        config_of(world, more),
+        loss_fn=plait.causal_lm_loss,
+    )
+    generators.seed(
+        0, engine.mesh, step=0
+    )  # Python's and numpy's are else what earlier tasks of the worker left
     count = engine.config.batch.accumulation
     for number, step in enumerate(cases.ragged_steps(engine.dp_size * count, steps=COUNT)):
         engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
@@ -88,8 +113,14 @@ def at_once(rank: int, world: int, folder: str, more: dict[str, Any]) -> None:
         engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
 
 
-@pytest.mark.parametrize(("world", "more"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value))
-def test_what_is_saved_is_the_state_of_the_call(pool: Pool, tmp_path: Path, world: int, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("world", "more"),
+    CASES,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_what_is_saved_is_the_state_of_the_call(
+    pool: Pool, tmp_path: Path, world: int, more: dict[str, Any]
+) -> None:
     """Although the next step changed it while it was written; also what updates in place and in the backward."""
     behind = pool.run(world, saved, str(tmp_path), more)
     assert all(found >= COUNT - 1 for found in behind), "they were written beside the steps"
@@ -97,7 +128,11 @@ def test_what_is_saved_is_the_state_of_the_call(pool: Pool, tmp_path: Path, worl
     for number in range(COUNT):
         beside, once = (open_one(tmp_path / f"{kind}-{number}") for kind in ("beside", "at-once"))
         assert not list(differences(beside, once))
-        hashes = [[entry.sha256 for entry in manifest(found, rank).values()] for found in (beside, once) for rank in range(world)]
+        hashes = [
+            [entry.sha256 for entry in manifest(found, rank).values()]
+            for found in (beside, once)
+            for rank in range(world)
+        ]
         assert hashes[:world] == hashes[world:], "what belongs to one rank, too"
 
 
@@ -111,12 +146,21 @@ def manifest(found: Any, rank: int) -> dict[str, Any]:
 def failing(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     """(what the step after a save that failed says, checkpoints then). Runs in a worker."""
     at = Path(folder)
-    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, {"stage": 1}), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        build("llama", torch.float32, dropout=False),
+        config_of(world, {"stage": 1}),
+        loss_fn=plait.causal_lm_loss,
+    )
     batch = cases.ragged_steps(world, steps=1)[0][rank]
     engine.train_batch([batch])
     engine.save_checkpoint(at, tag="one")
     full = OSError(errno.ENOSPC, "No space left on device", "the disk")
-    with patch.object(save_module, "write_shards", side_effect=full if rank == 1 else None, wraps=save_module.write_shards):
+    with patch.object(
+        save_module,
+        "write_shards",
+        side_effect=full if rank == 1 else None,
+        wraps=save_module.write_shards,
+    ):
         engine.save_checkpoint(at, tag="two", wait=False)
         while not engine._writer._running.done():
             time.sleep(0.01)
@@ -137,14 +181,22 @@ def test_an_error_is_told_at_the_next_step(pool: Pool, tmp_path: Path) -> None:
 
 def blocked(rank: int, world: int, folder: str) -> str:
     """What a save says whose timeout is over before the disk of rank 1 has taken its files. Runs in a worker."""
-    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, {"stage": 1}), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        build("llama", torch.float32, dropout=False),
+        config_of(world, {"stage": 1}),
+        loss_fn=plait.causal_lm_loss,
+    )
     honest = save_module.write_shards
 
     def slow(*args: Any) -> Any:
         time.sleep(8 * rank)
         return honest(*args)
 
-    short = patch.object(Mesh, "host_group", lambda mesh: dist.new_group(backend="gloo", timeout=timedelta(seconds=3)))
+    short = patch.object(
+        Mesh,
+        "host_group",
+        lambda mesh: dist.new_group(backend="gloo", timeout=timedelta(seconds=3)),
+    )
     with short, patch.object(save_module, "write_shards", slow):
         engine.save_checkpoint(folder, tag="one", wait=False)
         with pytest.raises(CommunicationError) as caught:
@@ -155,13 +207,19 @@ def blocked(rank: int, world: int, folder: str) -> str:
 
 def test_a_disk_that_blocks_one_rank_is_named(pool: Pool, tmp_path: Path) -> None:
     first, _ = pool.run(2, blocked, str(tmp_path))
-    assert first.startswith(f"checkpoint {tmp_path}/one: rank 0 waited for ranks that did not take part"), first
+    assert first.startswith(
+        f"checkpoint {tmp_path}/one: rank 0 waited for ranks that did not take part"
+    ), first
     assert f"not written yet: {tmp_path}/.one.tmp/00001.safetensors; is a disk slow" in first
 
 
 def without_room(rank: int, world: int, folder: str) -> set[str]:
     """The threads that wrote, where rank 1 has no memory for a copy. Runs in a worker."""
-    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, {"stage": 1}), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        build("llama", torch.float32, dropout=False),
+        config_of(world, {"stage": 1}),
+        loss_fn=plait.causal_lm_loss,
+    )
     honest, threads = save_module.write_shards, set()
 
     def noting(*args: Any) -> Any:
@@ -182,7 +240,11 @@ def test_a_rank_without_room_writes_at_once(pool: Pool, tmp_path: Path) -> None:
 
 def at_other_moments(rank: int, world: int) -> list[bool]:
     """Whether the steps after a failure say so, of which rank 1 hears after rank 0. Runs in a worker."""
-    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, {"stage": 1}), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        build("llama", torch.float32, dropout=False),
+        config_of(world, {"stage": 1}),
+        loss_fn=plait.causal_lm_loss,
+    )
     batch, said = cases.ragged_steps(world, steps=1)[0][rank], []
     failing, writer = Future[Path](), engine._writer
     writer._running = writer._unsettled = failing
@@ -190,7 +252,9 @@ def at_other_moments(rank: int, world: int) -> list[bool]:
         if rank == 0 and step == 1:
             failing.set_exception(CheckpointError("full"))
         if rank == 1 and step == 1:
-            threading.Timer(0.05, failing.set_exception, [CheckpointError("full")]).start()  # while rank 0 waits for it
+            threading.Timer(
+                0.05, failing.set_exception, [CheckpointError("full")]
+            ).start()  # while rank 0 waits for it
         try:
             engine.train_batch([batch])
             said.append(False)

@@ -32,7 +32,11 @@ FLIPS = 6
 
 def engine_of(world: int, **more: Any) -> plait.Engine:
     """ZeRO stage 3."""
-    return plait.initialize(cases.build("plain", tied=True), settings(world, 3, 1, 1, **more), loss_fn=plait.causal_lm_loss)
+    return plait.initialize(
+        cases.build("plain", tied=True),
+        settings(world, 3, 1, 1, **more),
+        loss_fn=plait.causal_lm_loss,
+    )
 
 
 def step(engine: plait.Engine, number: int) -> float:
@@ -71,7 +75,9 @@ def damaged(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
         one, two = (open_one(at / tag) for tag in ("one", "two"))
         assert not list(differences(one, one)) and open_one(at).manifest.tag == "two"
         changed = {difference.name: difference for difference in differences(one, two)}
-        assert changed["model.embed.weight"].elements and float(changed["model.embed.weight"].what) > 0
+        assert (
+            changed["model.embed.weight"].elements and float(changed["model.embed.weight"].what) > 0
+        )
         assert "model.blocks.0.side.weight" not in changed
     chance, found = random.Random(1), 0
     files = sorted(path for path in (at / "two").iterdir())
@@ -95,7 +101,12 @@ def damaged(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
     notes: list[str] = []
     for verify in ("full", "sample", "off"):
         loaded = engine.load_checkpoint(at, verify=verify, on_note=notes.append)
-        assert loaded is not None and loaded[0].name == "one" and alike(weights(engine), good) and engine.global_steps == 1
+        assert (
+            loaded is not None
+            and loaded[0].name == "one"
+            and alike(weights(engine), good)
+            and engine.global_steps == 1
+        )
     return found, notes
 
 
@@ -103,7 +114,9 @@ def test_a_damaged_checkpoint_is_never_loaded(pool: Pool, tmp_path: Path) -> Non
     """Every flip of a bit is found, in the file that it is in; without a tag the newest undamaged one is loaded, and it is said."""
     for found, notes in pool.run(2, damaged, str(tmp_path)):
         assert found == FLIPS
-        assert len(notes) == 3 and all("two was not loaded, because it is damaged: rank 1" in note for note in notes)
+        assert len(notes) == 3 and all(
+            "two was not loaded, because it is damaged: rank 1" in note for note in notes
+        )
 
 
 def failing(rank: int, world: int, folder: str) -> list[str]:
@@ -114,7 +127,9 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
     good = weights(engine)
     step(engine, 1)
     mine = {"mine": object()} if rank == 1 else {}
-    assert "rank 1, " in message(lambda: engine.save_checkpoint(at, client_state=mine)), "and rank 0 does not wait for it"
+    assert "rank 1, " in message(lambda: engine.save_checkpoint(at, client_state=mine)), (
+        "and rank 0 does not wait for it"
+    )
     full = OSError(errno.ENOSPC, "No space left on device", "the disk")
     for module, name, victim in (
         (save_module, "write_shards", 1),
@@ -122,7 +137,9 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
         (commit_module, "publish", 0),
         (commit_module, "replace_text", 0),
     ):
-        with patch.object(module, name, side_effect=full if rank == victim else None, wraps=getattr(module, name)):
+        with patch.object(
+            module, name, side_effect=full if rank == victim else None, wraps=getattr(module, name)
+        ):
             said.append(message(lambda: engine.save_checkpoint(at, tag="one")))
         torch.distributed.barrier()
         assert not list(at.glob(".*.tmp"))
@@ -157,7 +174,10 @@ def elsewhere(rank: int, world: int, folder: str) -> str:
 
 
 def test_folders_of_single_machines_are_refused(pool: Pool, tmp_path: Path) -> None:
-    assert all("rank 1" in said and "a file system that all machines share" in said for said in pool.run(2, elsewhere, str(tmp_path)))
+    assert all(
+        "rank 1" in said and "a file system that all machines share" in said
+        for said in pool.run(2, elsewhere, str(tmp_path))
+    )
 
 
 @pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "LATEST"])
@@ -167,7 +187,17 @@ def test_a_tag_is_the_name_of_a_folder(pool: Pool, tmp_path: Path, tag: str) -> 
 
 def refused_tag(rank: int, world: int, folder: str, tag: str) -> str:
     """Runs in a worker."""
-    return message(lambda: save_module.snapshot(Path(folder), tag, mesh=engine_of(world).mesh, tensors={}, own={}, values={}, metadata={}))
+    return message(
+        lambda: save_module.snapshot(
+            Path(folder),
+            tag,
+            mesh=engine_of(world).mesh,
+            tensors={},
+            own={},
+            values={},
+            metadata={},
+        )
+    )
 
 
 def order(rank: int, world: int, folder: str) -> list[str]:
@@ -290,11 +320,16 @@ def over_others_files(rank: int, world: int, folder: str) -> list[str]:
     (at / "notes" / "thesis.txt").write_text("mine")
     (at / "log").write_text("mine")
     (at / "gone").symlink_to(at / "nowhere")
-    return [message(lambda tag=tag: engine.save_checkpoint(at, tag=tag)) for tag in ("notes", "log", "gone")]
+    return [
+        message(lambda tag=tag: engine.save_checkpoint(at, tag=tag))
+        for tag in ("notes", "log", "gone")
+    ]
 
 
 def test_only_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
     said = pool.run(1, over_others_files, str(tmp_path))[0]
     assert all("no checkpoint, and would be deleted" in one for one in said)
-    assert (tmp_path / "notes" / "thesis.txt").read_text() == (tmp_path / "log").read_text() == "mine"
+    assert (
+        (tmp_path / "notes" / "thesis.txt").read_text() == (tmp_path / "log").read_text() == "mine"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gone", "log", "notes"]

@@ -35,7 +35,9 @@ def engine_on(name: str) -> plait.Engine:
     """A tied Llama whose vocabulary of 101 no degree divides, float64."""
     _, degrees = LAYOUTS[name]
     dp, tp, pp = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp"))
-    config = settings(dp * tp, tp, degrees.get("stage", 0), degrees.get("replicas", 1), MICRO_BATCHES // dp)
+    config = settings(
+        dp * tp, tp, degrees.get("stage", 0), degrees.get("replicas", 1), MICRO_BATCHES // dp
+    )
     config["parallel"]["pp"] = pp
     return plait.initialize(cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss)
 
@@ -44,7 +46,10 @@ def losses(engine: plait.Engine, first: int, last: int) -> list[float]:
     """Of steps on the same micro-batches, whatever the layout."""
     count = engine.config.batch.accumulation
     steps = cases.ragged_steps(MICRO_BATCHES, steps=STEPS)[first:last]
-    return [float(engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])) for step in steps]
+    return [
+        float(engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
+        for step in steps
+    ]
 
 
 def saves(rank: int, world: int, name: str, folder: str) -> list[float]:
@@ -56,7 +61,9 @@ def saves(rank: int, world: int, name: str, folder: str) -> list[float]:
         return losses(engine, STEPS // 2, STEPS)
 
 
-def loads(rank: int, world: int, name: str, folder: str, others: list[str]) -> dict[str, list[float]]:
+def loads(
+    rank: int, world: int, name: str, folder: str, others: list[str]
+) -> dict[str, list[float]]:
     """By the layout that saved: the losses that follow. What was loaded is saved again, as NAME-from-OTHER. Runs in a worker."""
     found = {}
     for other in others:

@@ -19,7 +19,9 @@ from tests.pool import Pool
         ("qwen3", True, 2, 0, True, {"recompute": {"mode": "selective"}}),
     ],
 )
-def test_equals_one_process(pool: Pool, kind: str, tied: bool, tp: int, stage: int, sequence: bool, more: dict[str, object]) -> None:
+def test_equals_one_process(
+    pool: Pool, kind: str, tied: bool, tp: int, stage: int, sequence: bool, more: dict[str, object]
+) -> None:
     """Pieces of 7 tokens, which divide nothing."""
     check(pool, 2, kind, tied, settings(2, tp, stage, 1, 2, sequence, loss_chunk_tokens=7, **more))
 
@@ -27,4 +29,12 @@ def test_equals_one_process(pool: Pool, kind: str, tied: bool, tp: int, stage: i
 @pytest.mark.parametrize("stage", [1, 3])
 def test_with_everything(pool: Pool, stage: int) -> None:
     """tp 2 x dp 2."""
-    check(pool, 4, "llama", True, settings(4, 2, stage, 1, 2, True, loss_chunk_tokens=7, recompute={"mode": "full", "every": 2}))
+    check(
+        pool,
+        4,
+        "llama",
+        True,
+        settings(
+            4, 2, stage, 1, 2, True, loss_chunk_tokens=7, recompute={"mode": "full", "every": 2}
+        ),
+    )

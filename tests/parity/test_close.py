@@ -31,16 +31,25 @@ def built(folder: Path | None) -> plait.Engine:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": cases.OPTIMIZER}
     if folder is not None:
         files = {"device": "nvme", "nvme_path": str(folder)}
-        config["zero_optimization"] = {"stage": 3, "offload_param": files, "offload_optimizer": files}
+        config["zero_optimization"] = {
+            "stage": 3,
+            "offload_param": files,
+            "offload_optimizer": files,
+        }
     model = cases.build("plain", tied=True)
-    engine = plait.initialize(model, {**config, "parallel": {"measure_seconds": 0}}, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        model, {**config, "parallel": {"measure_seconds": 0}}, loss_fn=plait.causal_lm_loss
+    )
     engine.train_batch(cases.ragged_steps(1, steps=1, keys=())[0])
     return engine
 
 
 def engines(rank: int, world: int, folder: Path) -> None:
     """Runs in a worker. The pool keeps one mesh a layout for all of its tasks; here each engine has its own."""
-    with mock.patch.object(mesh, "init_device_mesh", init_device_mesh), mock.patch.object(mesh, "end_groups", ending.end_groups):
+    with (
+        mock.patch.object(mesh, "init_device_mesh", init_device_mesh),
+        mock.patch.object(mesh, "end_groups", ending.end_groups),
+    ):
         built(None).close()
         before = held()
         for _ in range(5):
@@ -57,11 +66,20 @@ def engines(rank: int, world: int, folder: Path) -> None:
         others = set(threading.enumerate())  # of other tests' engines, which nobody closed
         engine = built(folder)
         assert any(str(folder) in _target(name) for name in os.listdir("/proc/self/fd"))
-        assert any(thread.name.startswith("plait-disk") for thread in set(threading.enumerate()) - others)
+        assert any(
+            thread.name.startswith("plait-disk") for thread in set(threading.enumerate()) - others
+        )
         engine.close()  # and kept
         assert not [name for name in os.listdir("/proc/self/fd") if str(folder) in _target(name)]
-        assert not [thread.name for thread in set(threading.enumerate()) - others if thread.name.startswith("plait-")]
-        assert all(torch.isfinite(p.to_local() if hasattr(p, "to_local") else p).all() for p in engine.model.parameters())
+        assert not [
+            thread.name
+            for thread in set(threading.enumerate()) - others
+            if thread.name.startswith("plait-")
+        ]
+        assert all(
+            torch.isfinite(p.to_local() if hasattr(p, "to_local") else p).all()
+            for p in engine.model.parameters()
+        )
     dist.barrier()
 
 
@@ -79,12 +97,25 @@ def test_engines_in_one_process_group_leave_nothing_behind(pool: Pool, tmp_path:
 
 def one_after_the_other(rank: int, world: int) -> None:
     """Runs in a worker. Two engines of one layout, whose mesh has a group for each of two axes."""
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "parallel": {"tp": 2, "measure_seconds": 0}}
-    with mock.patch.object(mesh, "init_device_mesh", init_device_mesh), mock.patch.object(mesh, "end_groups", ending.end_groups):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+        "parallel": {"tp": 2, "measure_seconds": 0},
+    }
+    with (
+        mock.patch.object(mesh, "init_device_mesh", init_device_mesh),
+        mock.patch.object(mesh, "end_groups", ending.end_groups),
+    ):
         for _ in range(2):
-            engine = plait.initialize(cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss)
+            engine = plait.initialize(
+                cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss
+            )
             for parameter in engine.model.parameters():
-                full = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter
+                full = (
+                    parameter.detach().full_tensor()
+                    if isinstance(parameter, DTensor)
+                    else parameter
+                )
                 assert full.shape == parameter.shape
             engine.close()
     dist.barrier()

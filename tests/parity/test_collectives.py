@@ -30,17 +30,53 @@ def check(rank: int, ranks: int, length: int, batch: int) -> None:
         # name, function, input on this rank, expected output, gradient fed in on this rank, expected gradient
         ("enter", lambda x: c.enter(x, group), alike, alike, partials[rank], summed),
         ("leave", lambda x: c.leave(x * 1, group), partials[rank], summed, alike, alike),
-        ("gather", lambda x: c.gather(x, group, dim=1, length=length), alike[:, mine], alike, alike * 2, (alike * 2)[:, mine]),
-        ("split", lambda x: c.split(x, group, dim=1), alike, alike[:, mine], alike[:, mine] * 3, alike * 3),
-        ("gather_sum", lambda x: c.gather_sum(x, group, dim=1, length=length), alike[:, mine], alike, partials[rank], summed[:, mine]),
-        ("leave_scatter", lambda x: c.leave_scatter(x, group, dim=1), partials[rank], summed[:, mine], alike[:, mine], alike),
+        (
+            "gather",
+            lambda x: c.gather(x, group, dim=1, length=length),
+            alike[:, mine],
+            alike,
+            alike * 2,
+            (alike * 2)[:, mine],
+        ),
+        (
+            "split",
+            lambda x: c.split(x, group, dim=1),
+            alike,
+            alike[:, mine],
+            alike[:, mine] * 3,
+            alike * 3,
+        ),
+        (
+            "gather_sum",
+            lambda x: c.gather_sum(x, group, dim=1, length=length),
+            alike[:, mine],
+            alike,
+            partials[rank],
+            summed[:, mine],
+        ),
+        (
+            "leave_scatter",
+            lambda x: c.leave_scatter(x, group, dim=1),
+            partials[rank],
+            summed[:, mine],
+            alike[:, mine],
+            alike,
+        ),
     ]
     for name, function, given_, expected, grad, expected_grad in cases:
         x = given_.clone().requires_grad_()
         y = function(x)
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name} forward: {text}")
+        torch.testing.assert_close(
+            y, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name} forward: {text}"
+        )
         y.backward(grad)
-        torch.testing.assert_close(x.grad, expected_grad, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name} backward: {text}")
+        torch.testing.assert_close(
+            x.grad,
+            expected_grad,
+            rtol=0,
+            atol=1e-12,
+            msg=lambda text, name=name: f"{name} backward: {text}",
+        )
         assert torch.equal(given_, given_), name
 
 
@@ -60,12 +96,18 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if not func.is_view and func.namespace != "c10d" and name not in ("new_empty", "empty_like", "detach"):
+        if (
+            not func.is_view
+            and func.namespace != "c10d"
+            and name not in ("new_empty", "empty_like", "detach")
+        ):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 
-def operators(rank: int, ranks: int, length: int, batch: int, dim: int) -> tuple[list[str], list[str]]:
+def operators(
+    rank: int, ranks: int, length: int, batch: int, dim: int
+) -> tuple[list[str], list[str]]:
     """Those of an all-gather, and of a reduce-scatter, of a tensor of `length` along `dim`. Runs in a worker."""
     group, shape = dist.group.WORLD, [batch, 4, 4]
     shape[dim] = length
@@ -93,7 +135,9 @@ def operators(rank: int, ranks: int, length: int, batch: int, dim: int) -> tuple
         (3, 1, 7, ["cat"], ["new_zeros", "cat", "cat", "sum"]),
     ],
 )
-def test_copies(pool: Pool, batch: int, dim: int, length: int, gathering: list[str], scattering: list[str]) -> None:
+def test_copies(
+    pool: Pool, batch: int, dim: int, length: int, gathering: list[str], scattering: list[str]
+) -> None:
     """Shards of a single sequence are sent and received in their place, of several ones they are copied once. The sum is that of gloo's
     reduce-scatter. Of 7 entries the last shard is padded before it is sent, by one copy more on the second rank."""
     found = pool.run(2, operators, length, batch, dim)
@@ -125,13 +169,22 @@ def cross_entropy(rank: int, ranks: int, vocabulary: int) -> None:
     logits, targets = whole(5, 2, 6, vocabulary) * 4, torch.arange(12).view(2, 6) % vocabulary
     targets[0, 1] = -100
     reference = logits.clone().requires_grad_()
-    expected = F.cross_entropy(reference.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    expected = F.cross_entropy(
+        reference.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     (expected * 0.3).backward()
     start, size = c.shard_range(vocabulary, dist.group.WORLD)
     mesh = init_device_mesh("cpu", (ranks,))
-    for layout in (Shard(2), Replicate(), Partial(), Shard(1)):  # what a model does to its logits may lay them out otherwise
+    for layout in (
+        Shard(2),
+        Replicate(),
+        Partial(),
+        Shard(1),
+    ):  # what a model does to its logits may lay them out otherwise
         local = logits[..., start : start + size].clone().requires_grad_()
-        split = DTensor.from_local(local, mesh, [Shard(2)], run_check=False, shape=logits.shape, stride=logits.stride())
+        split = DTensor.from_local(
+            local, mesh, [Shard(2)], run_check=False, shape=logits.shape, stride=logits.stride()
+        )
         if layout.is_partial():
             zero = DTensor.from_local(torch.zeros_like(logits), mesh, [Partial()], run_check=False)
             given = zero + split.redistribute(placements=[Replicate()])
@@ -142,7 +195,9 @@ def cross_entropy(rank: int, ranks: int, vocabulary: int) -> None:
         (found * 0.3).backward()
         torch.testing.assert_close(found, expected.detach(), rtol=1e-13, atol=0)
         assert reference.grad is not None
-        torch.testing.assert_close(local.grad, reference.grad[..., start : start + size], rtol=0, atol=1e-13)
+        torch.testing.assert_close(
+            local.grad, reference.grad[..., start : start + size], rtol=0, atol=1e-13
+        )
 
 
 @pytest.mark.parametrize(("ranks", "vocabulary"), [(2, 8), (3, 7), (4, 5), (3, 4)])

@@ -14,7 +14,11 @@ from tests.pool import Pool
 from tools import combinations as tool
 
 NAMED = [
-    pytest.param(case, id=f"{name}: {label(case)}", marks=[] if number == 0 and case.world == 2 else [pytest.mark.proof])
+    pytest.param(
+        case,
+        id=f"{name}: {label(case)}",
+        marks=[] if number == 0 and case.world == 2 else [pytest.mark.proof],
+    )
     for name, group in ADVERSARIAL.items()
     for number, case in enumerate(group)
 ]
@@ -36,9 +40,13 @@ def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
 def test_the_page_is_of_these_cases() -> None:
     """More than 300, exact, and the page is made from them."""
     data = json.loads(tool.DATA.read_text(encoding="utf-8"))
-    assert {name: count for name, (count, _) in data["named"].items()} == {name: len(group) for name, group in ADVERSARIAL.items()}
+    assert {name: count for name, (count, _) in data["named"].items()} == {
+        name: len(group) for name, group in ADVERSARIAL.items()
+    }
     adversarial = [case for group in ADVERSARIAL.values() for case in group]
-    for recorded, cases in zip(tool.samples(data), (sampled(), adversarial, sampled_of_added()), strict=True):
+    for recorded, cases in zip(
+        tool.samples(data), (sampled(), adversarial, sampled_of_added()), strict=True
+    ):
         expected = tool.summary({label(case): 0.0 for case in cases})
         assert (recorded["cases"], recorded["exact"]) == (expected["cases"], expected["cases"])
         assert recorded["largest"] <= tool.TOLERANCE
@@ -49,4 +57,7 @@ def test_the_page_is_of_these_cases() -> None:
 
 
 def _counts(summary: dict[str, Any]) -> dict[str, dict[str, int]]:
-    return {axis: {value: count for value, (count, _) in values.items()} for axis, values in summary["axes"].items()}
+    return {
+        axis: {value: count for value, (count, _) in values.items()}
+        for axis, values in summary["axes"].items()
+    }

@@ -28,7 +28,9 @@ def train(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, bool, l
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_compiled_blocks(pool: Pool, stage: int) -> None:
     """Parameter names stay, numbers stay."""
-    found, compiled, _ = pool.run(2, train, settings(2, stage, 1, 1, compile={"enabled": True, "backend": "aot_eager"}))[0]
+    found, compiled, _ = pool.run(
+        2, train, settings(2, stage, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
+    )[0]
     assert compiled
     bar = worst(compare(reference("plain", True, 2), found))
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"

@@ -16,7 +16,12 @@ import torch.distributed as dist
 import plait
 from plait.cluster.mesh import Levels, split_by_node
 from plait.comm.buckets import Flat
-from plait.comm.compress import POWERSGD_START, PowerSGDBuckets, QuantisedAllGather, QuantisedReduceScatter
+from plait.comm.compress import (
+    POWERSGD_START,
+    PowerSGDBuckets,
+    QuantisedAllGather,
+    QuantisedReduceScatter,
+)
 from plait.comm.quantise import Bits, Packing, Segment
 from plait.verify.parity import Trace, engine_trace, whole
 from tests.measured.traffic import count_traffic
@@ -45,7 +50,9 @@ def gathers(rank: int, ranks: int, bits: Bits) -> torch.Tensor:
     rows = output.view(ranks, 709)
     for row, shard in zip(rows, shards, strict=True):
         assert torch.equal(row[700:], shard[700:])
-        assert 0 < (row - shard)[:700].abs().max() <= 0.51 * shard.abs().max() / {8: 127, 4: 7}[bits]
+        assert (
+            0 < (row - shard)[:700].abs().max() <= 0.51 * shard.abs().max() / {8: 127, 4: 7}[bits]
+        )
     whole = torch.arange(ranks * 4)
     found = torch.empty_like(whole)
     gather(found, whole.view(ranks, 4)[rank], dist.group.WORLD)
@@ -69,7 +76,9 @@ def two_machines() -> Levels | None:
 def scatters(rank: int, ranks: int, hops: int) -> tuple[float, float, dict[int, int]]:
     """(largest error, scale, bytes by size of the group). Runs in a worker."""
     segments = [Segment(5000, True), Segment(10, False)]
-    scatter = QuantisedReduceScatter(segments, bits=8, feedback=False, levels=two_machines() if hops == 2 else None)
+    scatter = QuantisedReduceScatter(
+        segments, bits=8, feedback=False, levels=two_machines() if hops == 2 else None
+    )
     inputs = [numbers(r, ranks, 5010) for r in range(ranks)]
     output = scatter.allocate((5010,), dtype=torch.float32, device=CPU)
     with count_traffic() as traffic:
@@ -82,7 +91,11 @@ def scatters(rank: int, ranks: int, hops: int) -> tuple[float, float, dict[int, 
     sent: dict[int, int] = {}
     for call in traffic.calls:
         sent[call.ranks] = sent.get(call.ranks, 0) + round(call.wire_bytes)
-    return float((output - exact)[:5000].abs().max()), max(float(x.abs().max()) for x in inputs) / 127, sent
+    return (
+        float((output - exact)[:5000].abs().max()),
+        max(float(x.abs().max()) for x in inputs) / 127,
+        sent,
+    )
 
 
 @pytest.mark.parametrize("hops", [1, 2])
@@ -97,7 +110,10 @@ def test_reduce_scatter(pool: Pool, hops: int) -> None:
 
 def like_torch(rank: int, ranks: int) -> float:
     """PowerSGD beside torch's DDP hook on the same gradients. Runs in a worker."""
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+        PowerSGDState,
+        powerSGD_hook,
+    )
 
     shapes = ((40, 30), (64, 8), (3, 3))
 
@@ -116,16 +132,29 @@ def like_torch(rank: int, ranks: int) -> float:
 
         def gradients(self) -> list[torch.Tensor]:
             sizes = [a * b for a, b in shapes]
-            return [part.view(shape) for part, shape in zip(self.flat.split(sizes), shapes, strict=True)]
+            return [
+                part.view(shape) for part, shape in zip(self.flat.split(sizes), shapes, strict=True)
+            ]
 
     mine = PowerSGDBuckets(dist.group.WORLD, [Flat(torch.float32, shapes)], CPU, rank=2)
-    state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=POWERSGD_START)
+    state = PowerSGDState(
+        dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=POWERSGD_START
+    )
     worst = 0.0
     for step in range(POWERSGD_START + 8):
         gradient = numbers(step * 10 + rank, mine.buffers[0].numel())
         if step == POWERSGD_START:  # the first factors are random, and drawn otherwise
-            right = torch.cat([tensor.T.reshape(-1) for name, tensor in mine.state.items() if name.endswith("right")])
-            state.q_memory_dict[0], state.p_memory_dict[0] = right.clone(), torch.zeros(2 * (40 + 64))
+            right = torch.cat(
+                [
+                    tensor.T.reshape(-1)
+                    for name, tensor in mine.state.items()
+                    if name.endswith("right")
+                ]
+            )
+            state.q_memory_dict[0], state.p_memory_dict[0] = (
+                right.clone(),
+                torch.zeros(2 * (40 + 64)),
+            )
         mine.buffers[0].copy_(gradient)
         mine.start(0)
         mine.finish(0)
@@ -146,7 +175,10 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0 powersgd": (0, {"compress_gradients": "powersgd", "powersgd_rank": 2}),
     "stage 1 int8": (1, {"compress_gradients": "int8", "compress_weights": "int8"}),
     "stage 2 int4 with feedback": (2, {"compress_gradients": "int4", "error_feedback": True}),
-    "stage 3 int8 and a secondary partition": (3, {"compress_gradients": "int8", "compress_weights": "int8", "secondary_partition": 2}),
+    "stage 3 int8 and a secondary partition": (
+        3,
+        {"compress_gradients": "int8", "compress_weights": "int8", "secondary_partition": 2},
+    ),
 }
 
 
@@ -161,7 +193,10 @@ def trained(rank: int, world: int, config: dict[str, Any], steps: int) -> tuple[
     """Losses, and whether every rank that holds a number holds the same bits. Runs in a worker."""
     model = cases.build("llama", tied=False, dtype=torch.float32)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-    losses = [float(engine.train_batch(step[rank])) for step in cases.steps_for("llama", world, steps=steps)]
+    losses = [
+        float(engine.train_batch(step[rank]))
+        for step in cases.steps_for("llama", world, steps=steps)
+    ]
     return losses, same_everywhere(model)
 
 
@@ -187,7 +222,10 @@ LAYOUTS = [(way, 4, 1) if "secondary partition" in way else (way, 2, 1) for way 
 @pytest.mark.parametrize(("way", "world", "replicas"), LAYOUTS)
 def test_training_is_near_the_exact_one(pool: Pool, way: str, world: int, replicas: int) -> None:
     config = configured(world, way, replicas=replicas)
-    exact = {**config, "parallel": {k: v for k, v in config["parallel"].items() if k.startswith("dp_")}}
+    exact = {
+        **config,
+        "parallel": {k: v for k, v in config["parallel"].items() if k.startswith("dp_")},
+    }
     steps = POWERSGD_START + 4 if "powersgd" in way else 6
     results = pool.run(world, trained, config, steps)
     reference = pool.run(world, trained, exact, steps)[0][0]
@@ -197,12 +235,18 @@ def test_training_is_near_the_exact_one(pool: Pool, way: str, world: int, replic
     assert losses == pytest.approx(reference, rel=0.01)
 
 
-def resumed(rank: int, world: int, config: dict[str, Any], folder: str, steps: int, half: int) -> list[list[float]]:
+def resumed(
+    rank: int, world: int, config: dict[str, Any], folder: str, steps: int, half: int
+) -> list[list[float]]:
     """Losses of a run, of its second half from a checkpoint, and of that half with errors forgotten. Runs in a worker."""
     data = cases.steps_for("llama", world, steps=steps)
 
     def engine() -> Any:
-        return plait.initialize(cases.build("llama", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+        return plait.initialize(
+            cases.build("llama", tied=False, dtype=torch.float32),
+            config,
+            loss_fn=plait.causal_lm_loss,
+        )
 
     whole = engine()
     losses = []
@@ -215,29 +259,44 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, steps: i
     with patch("plait.parallel.data.residuals.Residuals.load_state", lambda *_: None):
         forgetful = engine()
         forgetful.load_checkpoint(folder)
-    return [losses[half:], *([float(e.train_batch(step[rank])) for step in data[half:]] for e in (again, forgetful))]
+    return [
+        losses[half:],
+        *([float(e.train_batch(step[rank])) for step in data[half:]] for e in (again, forgetful)),
+    ]
 
 
 @pytest.mark.parametrize("way", ["stage 0 int4", "stage 0 powersgd", "stage 2 int4 with feedback"])
 def test_errors_are_in_the_checkpoint(pool: Pool, way: str, tmp_path: Path) -> None:
     """A resumed run has the same losses to the bit; without the errors it has not."""
     steps = POWERSGD_START + 6 if "powersgd" in way else 6
-    for going_on, again, forgetful in pool.run(2, resumed, configured(2, way), str(tmp_path), steps, steps - 3):
+    for going_on, again, forgetful in pool.run(
+        2, resumed, configured(2, way), str(tmp_path), steps, steps - 3
+    ):
         assert again == going_on
         assert forgetful != going_on
 
 
-def overflowed(rank: int, world: int, config: dict[str, Any]) -> tuple[list[bool], list[float], list[float]]:
+def overflowed(
+    rank: int, world: int, config: dict[str, Any]
+) -> tuple[list[bool], list[float], list[float]]:
     """fp16 with a scale that overflows at first. Runs in a worker."""
     model = cases.build("llama", tied=False, dtype=torch.float32)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     results = [engine.train_batch(step[rank]) for step in cases.steps_for("llama", world, steps=10)]
-    return [r.skipped for r in results], [r.loss_scale for r in results], [float(r.loss) for r in results]
+    return (
+        [r.skipped for r in results],
+        [r.loss_scale for r in results],
+        [float(r.loss) for r in results],
+    )
 
 
 def test_an_overflow_is_seen_through_the_compression(pool: Pool) -> None:
     """And leaves no trace in the error: later steps are finite."""
-    config = configured(2, "stage 2 int4 with feedback", fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
+    config = configured(
+        2,
+        "stage 2 int4 with feedback",
+        fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1},
+    )
     (skipped, scales, losses), other = pool.run(2, overflowed, config)
     assert (skipped, scales, losses) == other
     assert skipped[0] and not skipped[-1]
@@ -246,7 +305,13 @@ def test_an_overflow_is_seen_through_the_compression(pool: Pool) -> None:
 
 def on_two_machines(rank: int, world: int, config: dict[str, Any]) -> tuple[list[float], set[int]]:
     """As if ranks 0 and 1 were on one machine and 2 and 3 on another. Runs in a worker."""
-    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2}
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank % 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "GROUP_RANK": rank // 2,
+    }
     with patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
         model = cases.build("llama", tied=False, dtype=torch.float32)
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -275,37 +340,60 @@ IN_PIPELINE = [
     ("stage 2 int4 with feedback", "zbv"),
     *(
         pytest.param(*case, marks=pytest.mark.proof)
-        for case in [("stage 0 int8", "1f1b"), ("stage 1 int8", "interleaved-1f1b"), ("stage 3 int8", "1f1b")]
+        for case in [
+            ("stage 0 int8", "1f1b"),
+            ("stage 1 int8", "interleaved-1f1b"),
+            ("stage 3 int8", "1f1b"),
+        ]
     ),
 ]
 
 
 def traced(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, dict[str, torch.Tensor]]:
     """Gradients of every step, and the weights of this rank at the end. Runs in a worker."""
-    engine = plait.initialize(cases.build("qwen3", tied=True, layers=pipeline.LAYERS // 2), config, loss_fn=plait.causal_lm_loss)
-    trace = engine_trace(engine, cases.steps_for("qwen3", pipeline.dp_of(config) * config["gradient_accumulation_steps"]))
-    return trace, {name: whole(p) for name, p in engine.model.named_parameters(remove_duplicate=False)}
+    engine = plait.initialize(
+        cases.build("qwen3", tied=True, layers=pipeline.LAYERS // 2),
+        config,
+        loss_fn=plait.causal_lm_loss,
+    )
+    trace = engine_trace(
+        engine,
+        cases.steps_for("qwen3", pipeline.dp_of(config) * config["gradient_accumulation_steps"]),
+    )
+    return trace, {
+        name: whole(p) for name, p in engine.model.named_parameters(remove_duplicate=False)
+    }
 
 
 def gradient_errors(found: Trace) -> list[float]:
     """Of the first step, for every parameter, over its largest gradient."""
     exact, seen = pipeline.reference("qwen3", True, 8).gradients[0], found.gradients[0]
     pairs = ((seen[name], wanted) for name, wanted in exact.items() if wanted is not None)
-    return [float((mine - wanted).abs().max() / wanted.abs().max()) for mine, wanted in pairs if mine is not None]
+    return [
+        float((mine - wanted).abs().max() / wanted.abs().max())
+        for mine, wanted in pairs
+        if mine is not None
+    ]
 
 
 @pytest.mark.parametrize(("way", "schedule"), IN_PIPELINE)
 def test_in_a_pipeline(pool: Pool, way: str, schedule: str) -> None:
     """Gradients are as near the exact ones as without a pipeline, and ranks that hold a weight, tied ones of two stages too, hold the same.
     PowerSGD sends its first steps whole."""
-    stage, parallel = (3, {"compress_gradients": "int8", "compress_weights": "int8"}) if way == "stage 3 int8" else WAYS[way]
+    stage, parallel = (
+        (3, {"compress_gradients": "int8", "compress_weights": "int8"})
+        if way == "stage 3 int8"
+        else WAYS[way]
+    )
     degrees = {"dp_shard": 2} if stage else {"dp_replicate": 2}
     config = pipeline.settings(stage, 4, schedule, pp=2, **degrees)
     flat = pipeline.settings(stage, 4, **degrees)
     for each in (config, flat):
         each["parallel"] |= parallel
     results = pool.run(4, traced, config)
-    errors, alone = (gradient_errors(trace) for trace in (results[0][0], pool.run(2, traced, flat)[0][0]))
+    errors, alone = (
+        gradient_errors(trace) for trace in (results[0][0], pool.run(2, traced, flat)[0][0])
+    )
     assert len(errors) == len(alone)
     assert max(errors) <= 2 * max(alone) <= 0.5
     assert (max(errors) > 1e-3) == ("powersgd" not in way), "compressed, and only where it is to be"

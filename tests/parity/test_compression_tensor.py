@@ -43,7 +43,10 @@ BOUNDS = {"int8": 0.02, "int4": 0.3}
 
 def data(micro_batches: int, steps: int) -> list[list[dict[str, Any]]]:
     """Every parameter is used, those that no rule splits too (`blocks.*.side`)."""
-    return [[{**piece, "side": True} for piece in step] for step in cases.steps_for("plain", micro_batches, steps=steps)]
+    return [
+        [{**piece, "side": True} for piece in step]
+        for step in cases.steps_for("plain", micro_batches, steps=steps)
+    ]
 
 
 def differing(engine: plait.Engine) -> list[str]:
@@ -68,7 +71,11 @@ def configured(world: int, way: str) -> dict[str, Any]:
 
 def trained(rank: int, world: int, way: str, steps: int) -> tuple[Trace, list[str]]:
     """Runs in a worker."""
-    engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), configured(world, way), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("plain", tied=False, dtype=torch.float32),
+        configured(world, way),
+        loss_fn=plait.causal_lm_loss,
+    )
     return engine_trace(engine, data(world // 2, steps)), differing(engine)
 
 
@@ -80,7 +87,9 @@ def reference(micro_batches: int) -> Trace:
     materialise.allocate(model, torch.device("cpu"))
     materialise.initialise(model, template, find_blocks(model), seed=SEED)
     steps = data(micro_batches, 1)
-    return reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    return reference_trace(
+        model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -89,7 +98,11 @@ def test_replicated_parameters_keep_their_bits_over_tp(pool: Pool, way: str) -> 
     steps = POWERSGD_START + 3 if "powersgd" in way else 4
     for trace, different in pool.run(4, trained, way, steps):
         assert different == []
-        exact = {name: gradient for name, gradient in reference(2).gradients[0].items() if gradient is not None}
+        exact = {
+            name: gradient
+            for name, gradient in reference(2).gradients[0].items()
+            if gradient is not None
+        }
         largest = max(float(gradient.abs().max()) for gradient in exact.values())
         for name, wanted in exact.items():
             found = trace.gradients[0][name]
@@ -102,7 +115,10 @@ def test_factors_of_replicated_matrices_do_not_depend_on_other_buckets() -> None
     """A18: a rank of the tp axis whose parts fill more buckets starts with the same factors for what all ranks hold."""
 
     def first_factors(parts: int) -> torch.Tensor:
-        flats = [*[Flat(torch.float32, ((40, 30),), tp_local=True)] * parts, Flat(torch.float32, ((64, 20),))]
+        flats = [
+            *[Flat(torch.float32, ((40, 30),), tp_local=True)] * parts,
+            Flat(torch.float32, ((64, 20),)),
+        ]
         with patch("torch.distributed.distributed_c10d.get_world_size", lambda *_: 2):
             made = PowerSGDBuckets(dist.group.WORLD, flats, torch.device("cpu"), rank=2)  # type: ignore[arg-type]
         return made.state[f"{parts}.0.right"]
@@ -113,10 +129,18 @@ def test_factors_of_replicated_matrices_do_not_depend_on_other_buckets() -> None
 
 def decided(rank: int, world: int, stage: int) -> int:
     """One tp coordinate's links seem slow, and only there compression would pay. Runs in a worker."""
-    config = settings(world, 2, stage, 1, 1, **plan("plain"), compress_gradients="auto", transport="torch")
-    engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+    config = settings(
+        world, 2, stage, 1, 1, **plan("plain"), compress_gradients="auto", transport="torch"
+    )
+    engine = plait.initialize(
+        cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
+    )
     assert engine.hooks.of(CompressionAutotuner) is not None
-    deciding, slow, clock = engine.hooks.of(CompressionAutotuner), engine.mesh.coordinates["tp"] == 1, 0.0
+    deciding, slow, clock = (
+        engine.hooks.of(CompressionAutotuner),
+        engine.mesh.coordinates["tp"] == 1,
+        0.0,
+    )
 
     def now() -> float:
         nonlocal clock
@@ -147,11 +171,20 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
 
     config = settings(world, 2, 0, 1, 1, **plan("plain"))
     with patch.object(collective_selection, "connect", half):
-        engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            cases.build("plain", tied=False, dtype=torch.float32),
+            config,
+            loss_fn=plait.causal_lm_loss,
+        )
     assert engine.hooks.of(Reducer) is not None
     mesh: Mesh = engine.mesh
     agreed = collective_selection._agreed(mesh, (rank, rank * 10))
-    return type(engine.hooks.of(Reducer).reduction).__name__, engine.communication, agreed[0], str(agreed)
+    return (
+        type(engine.hooks.of(Reducer).reduction).__name__,
+        engine.communication,
+        agreed[0],
+        str(agreed),
+    )
 
 
 def test_all_of_tp_sum_in_one_way(pool: Pool) -> None:

@@ -24,7 +24,11 @@ from tests.parity import cases
 from tests.parity.context_parallel import SEED, Case, assert_equal, build, configured, steps, train
 from tests.pool import Pool
 
-FULL, SELECTIVE, BUDGET = ({"mode": "full"}, {"mode": "selective"}, {"budget_gib": 0.0002, "sequence_length": 16})
+FULL, SELECTIVE, BUDGET = (
+    {"mode": "full"},
+    {"mode": "selective"},
+    {"budget_gib": 0.0002, "sequence_length": 16},
+)
 TWO = [
     Case("all-gather-kv", "packed", "mistral", window=True),
     Case("ulysses", "packed", "mistral", window=True),
@@ -58,7 +62,15 @@ def sampled(count: int) -> list[Case]:
         (("cp", 2), ("tp", 2)),
         (("cp", 2), ("pp", 2)),
     ]
-    models = [("llama", False), ("mistral", True), ("gemma", False), ("gpt2", False), ("gemma2", True), ("qwen3", False), ("phi3", False)]
+    models = [
+        ("llama", False),
+        ("mistral", True),
+        ("gemma", False),
+        ("gpt2", False),
+        ("gemma2", True),
+        ("qwen3", False),
+        ("phi3", False),
+    ]
     more: list[tuple[tuple[str, Any], ...]] = [
         (),
         (),
@@ -72,9 +84,21 @@ def sampled(count: int) -> list[Case]:
         (("pipeline", {"schedule": "interleaved-zero-bubble"}), ("recompute", FULL)),
     ]
     data = ("causal", "packed", "padded", "uneven", "one_target", "border")
-    whole = list(product(("all-gather-kv", "ulysses", "ring"), data, models, (False, True), (0, 1, 2, 3), degrees, more))
+    whole = list(
+        product(
+            ("all-gather-kv", "ulysses", "ring"),
+            data,
+            models,
+            (False, True),
+            (0, 1, 2, 3),
+            degrees,
+            more,
+        )
+    )
     found = []
-    for kind, rows, (family, window), tied, stage, at, settings in random.Random(20).sample(whole, 6 * count):
+    for kind, rows, (family, window), tied, stage, at, settings in random.Random(20).sample(
+        whole, 6 * count
+    ):
         axes, names = dict(at), [name for name, _ in settings]
         fits = (
             ("sequence_parallel" in names) <= ("tp" in axes and family != "gpt2"),
@@ -114,15 +138,23 @@ def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...
     with keeping_float64(model):
         engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
         evaluated = engine.eval_batch(piece)
-        predicted = engine.predict({name: entry for name, entry in piece.items() if name != "labels"}).logits.detach().clone()
+        predicted = (
+            engine.predict({name: entry for name, entry in piece.items() if name != "labels"})
+            .logits.detach()
+            .clone()
+        )
         with count_traffic() as traffic:
             engine.train_batch({"input_ids": ids, "labels": ids})
         calls: tuple[Any, ...] = (
             lambda: engine(ids),
             lambda: engine.model(input_ids=ids),
             lambda: engine.generate([[1, 2, 3]]),
-            lambda: engine.train_batch({"input_ids": ids, "labels": ids, "attention_mask": ids[:, None, None]}),
-            lambda: engine.train_batch({"input_ids": ids, "labels": ids, "attention_mask": (ids > 3).long()}),
+            lambda: engine.train_batch(
+                {"input_ids": ids, "labels": ids, "attention_mask": ids[:, None, None]}
+            ),
+            lambda: engine.train_batch(
+                {"input_ids": ids, "labels": ids, "attention_mask": (ids > 3).long()}
+            ),
             lambda: engine.train_batch({"input_ids": ids, "labels": ids, "weights": ids[:, :3]}),
             lambda: engine.predict({"input_ids": ids, "use_cache": True}),
             lambda: engine.predict({"input_ids": ids, "output_attentions": True}),
@@ -143,17 +175,31 @@ def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...
             other.load_checkpoint(folder)
             mine = slice(other.dp_rank, None, 2)
             found = other.train_batch({"input_ids": ids[mine], "labels": ids[mine]})
-        carried = (float(found) - float(expected), float(found.grad_norm) - float(expected.grad_norm))
+        carried = (
+            float(found) - float(expected),
+            float(found.grad_norm) - float(expected.grad_norm),
+        )
     layout = engine.mesh.layout
     start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
     ledger = account_all(engine.config.techniques, start, facts)
     sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
-    return evaluated, predicted, sent, {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}, refused, carried
+    return (
+        evaluated,
+        predicted,
+        sent,
+        {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]},
+        refused,
+        carried,
+    )
 
 
 @pytest.mark.parametrize(
     "case",
-    [Case("all-gather-kv", "packed"), Case("ulysses", "uneven", stage=3), Case("ring", "packed", stage=1)],
+    [
+        Case("all-gather-kv", "packed"),
+        Case("ulysses", "uneven", stage=3),
+        Case("ring", "packed", stage=1),
+    ],
     ids=lambda case: case.name,
 )
 def test_everything_else_of_an_engine(pool: Pool, case: Case, tmp_path: Path) -> None:
@@ -178,7 +224,9 @@ def test_everything_else_of_an_engine(pool: Pool, case: Case, tmp_path: Path) ->
         "output_attentions",
         "read `shift_labels`",
     )
-    for evaluated, predicted, sent, accounted, refused, carried in pool.run(2, one_engine, case, str(tmp_path)):
+    for evaluated, predicted, sent, accounted, refused, carried in pool.run(
+        2, one_engine, case, str(tmp_path)
+    ):
         assert evaluated == pytest.approx((float(total), float(count)), rel=1e-12)
         torch.testing.assert_close(predicted, output.logits, rtol=1e-11, atol=1e-12)
         assert sent == accounted
@@ -199,7 +247,9 @@ def other_rows(rank: int, world: int) -> str:
 
 def test_other_rows_on_each_rank(pool: Pool) -> None:
     """Each part would be of another sequence, and the loss a plausible number."""
-    assert all("not the same on all ranks of the cp axis" in message for message in pool.run(2, other_rows))
+    assert all(
+        "not the same on all ranks of the cp axis" in message for message in pool.run(2, other_rows)
+    )
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------------------------
@@ -210,7 +260,11 @@ def page(rank: int, world: int) -> int:
     text = (Path(__file__).parents[2] / "docs/context-parallelism.md").read_text(encoding="utf-8")
     block, tiles = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     ids = torch.arange(30)[None]
-    names = {"plait": plait, "model": build(Case("ring")), "batches": [{"input_ids": ids, "labels": ids}] * 2}
+    names = {
+        "plait": plait,
+        "model": build(Case("ring")),
+        "batches": [{"input_ids": ids, "labels": ids}] * 2,
+    }
     exec(block, names)
     exec(tiles + block[block.index("model.config") :], names | {"model": build(Case("ring"))})
     return int(names["engine"].global_steps)  # type: ignore[attr-defined]

@@ -23,10 +23,15 @@ def exact(pool: Pool) -> float:
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("stage", "parallel"),
-    [(0, {"compress_gradients": "int8"}), (2, {"compress_gradients": "int8", "compress_weights": "int8"})],
+    [
+        (0, {"compress_gradients": "int8"}),
+        (2, {"compress_gradients": "int8", "compress_weights": "int8"}),
+    ],
     ids=["stage 0", "stage 2, weights too"],
 )
-def test_int8_costs_a_language_model_less_than_one_percent(pool: Pool, stage: int, parallel: dict[str, Any]) -> None:
+def test_int8_costs_a_language_model_less_than_one_percent(
+    pool: Pool, stage: int, parallel: dict[str, Any]
+) -> None:
     """The last 40 of 200 steps, equal data."""
     found = pool.run(2, losses, parallel, stage, STEPS)[0]
     assert found[0] - mean(found[-40:]) > 2, "nothing was learnt"

@@ -23,25 +23,56 @@ MEGATRON = "--micro-batch-size 2 --train-iters 3 --optimizer adam --lr 1e-3 --we
 FILES: dict[str, tuple[dict[str, Any] | list[str], dict[str, int]]] = {
     # name: (what the other program is given, the layout and stage that follow)
     "accelerate fsdp 2": (
-        {**FSDP, "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_activation_checkpointing": True}},
+        {
+            **FSDP,
+            "fsdp_config": {
+                "fsdp_version": 2,
+                "fsdp_reshard_after_forward": True,
+                "fsdp_activation_checkpointing": True,
+            },
+        },
         {"stage": 3, "dp_shard": 2},
     ),
-    "accelerate fsdp 1": ({**FSDP, "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, {"stage": 2, "dp_shard": 2}),
+    "accelerate fsdp 1": (
+        {**FSDP, "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}},
+        {"stage": 2, "dp_shard": 2},
+    ),
     "accelerate hybrid": (
-        {**FSDP, "num_processes": 4, "num_machines": 2, "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
+        {
+            **FSDP,
+            "num_processes": 4,
+            "num_machines": 2,
+            "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+        },
         {"stage": 3, "dp_replicate": 2, "dp_shard": 2},
     ),
     "accelerate tensor parallel": (
-        {**FSDP, "distributed_type": "MULTI_CPU", "parallelism_config": {"parallelism_config_tp_size": 2}},
+        {
+            **FSDP,
+            "distributed_type": "MULTI_CPU",
+            "parallelism_config": {"parallelism_config_tp_size": 2},
+        },
         {"stage": 0, "tp": 2},
     ),
     "accelerate deepspeed": (
-        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}},
+        {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True},
+        },
         {"stage": 1, "dp_shard": 2},
     ),
-    "trainer": ({"fsdp": "shard_grad_op auto_wrap", "fsdp_config": {"cpu_ram_efficient_loading": True}}, {"stage": 2, "dp_shard": 2}),
-    "megatron": (f"--tensor-model-parallel-size 2 --clip-grad 0.5 {MEGATRON}".split(), {"stage": 0, "tp": 2}),
-    "megatron distributed optimizer": (f"--use-distributed-optimizer {MEGATRON}".split(), {"stage": 1, "dp_shard": 2}),
+    "trainer": (
+        {"fsdp": "shard_grad_op auto_wrap", "fsdp_config": {"cpu_ram_efficient_loading": True}},
+        {"stage": 2, "dp_shard": 2},
+    ),
+    "megatron": (
+        f"--tensor-model-parallel-size 2 --clip-grad 0.5 {MEGATRON}".split(),
+        {"stage": 0, "tp": 2},
+    ),
+    "megatron distributed optimizer": (
+        f"--use-distributed-optimizer {MEGATRON}".split(),
+        {"stage": 1, "dp_shard": 2},
+    ),
 }
 
 
@@ -79,7 +110,9 @@ def test_a_file(pool: Pool, tmp_path: Path, name: str) -> None:
     given, expected = FILES[name]
     source: Any = given
     if isinstance(given, dict):
-        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": CLIPPING}))
+        (tmp_path / "ds.json").write_text(
+            json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": CLIPPING})
+        )
         source = tmp_path / "file.json"
         source.write_text(json.dumps(given))
     tree = {"train_micro_batch_size_per_gpu": MICRO, **convert(source).tree}

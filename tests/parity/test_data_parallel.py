@@ -13,11 +13,16 @@ from tests.parity.data_parallel import LAYOUTS, reference, settings, train
 from tests.pool import Pool
 
 MODELS = list(product(("llama", "gpt2", "plain", "frozen"), (False, True), (1, 3)))
-ALONE, TOGETHER = ([(*layout, *model) for layout in LAYOUTS if (layout[0] == 1) == one for model in MODELS] for one in (True, False))
+ALONE, TOGETHER = (
+    [(*layout, *model) for layout in LAYOUTS if (layout[0] == 1) == one for model in MODELS]
+    for one in (True, False)
+)
 
 
 def named(*case: Any) -> str:
-    return "-".join(("tied" if value else "untied") if isinstance(value, bool) else str(value) for value in case)
+    return "-".join(
+        ("tied" if value else "untied") if isinstance(value, bool) else str(value) for value in case
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,9 @@ def named(*case: Any) -> str:
         ),
     ],
 )
-def test_equals_one_process(pool: Pool, world: int, stage: int, replicas: int, kind: str, tied: bool, accumulation: int) -> None:
+def test_equals_one_process(
+    pool: Pool, world: int, stage: int, replicas: int, kind: str, tied: bool, accumulation: int
+) -> None:
     """Every number of a run is that of one process."""
     found = pool.run(world, train, kind, tied, settings(world, stage, replicas, accumulation))[0]
     bar = worst(compare(reference(kind, tied, world * accumulation), found))

@@ -27,7 +27,11 @@ Results = dict[str, Any]
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv, self.out, self.norm = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.qkv, self.out, self.norm = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
@@ -67,7 +71,10 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 def tokens() -> list[list[torch.Tensor]]:
     """Step by step, the micro-batches of all ranks."""
     draw = torch.Generator().manual_seed(2)
-    return [[torch.randint(0, 16, (MICRO, 6), generator=draw) for _ in range(WORLD * ACCUMULATION)] for _ in range(STEPS)]
+    return [
+        [torch.randint(0, 16, (MICRO, 6), generator=draw) for _ in range(WORLD * ACCUMULATION)]
+        for _ in range(STEPS)
+    ]
 
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:
@@ -86,17 +93,29 @@ def gpt_script(rank: int, world: int, stage: int, folder: str) -> Results:
     """Runs in a worker."""
     model = gpt()
     parameters, config = groups(model), settings(stage, **ADAMW)
-    engine, optimizer, loader, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    engine, optimizer, loader, _ = deepspeed.initialize(
+        model=model, model_parameters=parameters, config=config
+    )
     assert loader is None and [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
     head = engine.module.head.weight
     with deepspeed.zero.GatheredParameters(head, modifier_rank=1), torch.no_grad():
         if rank == 1:
             head[3] = 1.0
     with deepspeed.zero.GatheredParameters(list(engine.module.head.parameters())), torch.no_grad():
-        copies = [head.data.cpu(), engine.module.head.weight.clone(), engine.module.head.state_dict()["weight"].clone()]
-        assert all(type(copy) is torch.Tensor and torch.equal(copy, copies[0]) and copy[3, 0] == 1.0 for copy in copies)
+        copies = [
+            head.data.cpu(),
+            engine.module.head.weight.clone(),
+            engine.module.head.state_dict()["weight"].clone(),
+        ]
+        assert all(
+            type(copy) is torch.Tensor and torch.equal(copy, copies[0]) and copy[3, 0] == 1.0
+            for copy in copies
+        )
     if stage:
-        with pytest.raises(InputError, match="modifier_rank=0"), deepspeed.zero.GatheredParameters(head, enabled=stage == 3):
+        with (
+            pytest.raises(InputError, match="modifier_rank=0"),
+            deepspeed.zero.GatheredParameters(head, enabled=stage == 3),
+        ):
             head.data.zero_()
         with pytest.raises(InputError, match="module_state_dict"):
             torch.save({"head": head.data.cpu()}, io.BytesIO())
@@ -115,7 +134,9 @@ def gpt_script(rank: int, world: int, stage: int, folder: str) -> Results:
                 assert torch.equal(engine.backward(loss), loss.detach() / ACCUMULATION)
                 found["losses"].append(loss.item())
                 if engine.is_gradient_accumulation_boundary():
-                    found["grad"] = deepspeed.utils.safe_get_full_grad(engine.module.blocks[1].qkv.weight)
+                    found["grad"] = deepspeed.utils.safe_get_full_grad(
+                        engine.module.blocks[1].qkv.weight
+                    )
                 engine.step()
                 assert engine.was_step_applied() == (index == ACCUMULATION - 1)
             found["norms"].append(engine.get_global_grad_norm())
@@ -125,27 +146,57 @@ def gpt_script(rank: int, world: int, stage: int, folder: str) -> Results:
     assert engine.save_checkpoint(folder, client_state={"epoch": 3, "shape": (1, 2)}) is True
     train(data[1:])
     before = engine.module_state_dict()
-    assert all(torch.equal(tensor, before[name.removeprefix("module.")]) for name, tensor in engine.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name.removeprefix("module.")])
+        for name, tensor in engine.state_dict().items()
+    )
     path, client = engine.load_checkpoint(folder)
-    assert path is not None and Path(path).name == "global_step1" and client == {"epoch": 3, "shape": (1, 2)}
+    assert (
+        path is not None
+        and Path(path).name == "global_step1"
+        and client == {"epoch": 3, "shape": (1, 2)}
+    )
     assert engine.global_steps == 1 and engine.load_checkpoint(f"{folder}/none") == (None, None)
     found["losses"], found["norms"] = found["losses"][:ACCUMULATION], found["norms"][:1]
     train(data[1:])
-    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (STEPS, STEPS * 8, (2 * STEPS - 1) * ACCUMULATION)
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (
+        STEPS,
+        STEPS * 8,
+        (2 * STEPS - 1) * ACCUMULATION,
+    )
     found["weights"] = engine.module_state_dict()
     assert all(torch.equal(before[name], tensor) for name, tensor in found["weights"].items())
-    found["moment"] = deepspeed.utils.safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg")
+    found["moment"] = deepspeed.utils.safe_get_full_optimizer_state(
+        engine.module.head.weight, "exp_avg"
+    )
     assert engine.save_16bit_model(folder, "model.bin") is True
     if rank == 0:
         saved = torch.load(f"{folder}/model.bin")
-        assert all(torch.equal(saved[name], tensor) for name, tensor in before.items()) and saved.keys() == before.keys()
-    assert engine.load_checkpoint(folder, "global_step1", load_module_only=True)[1] == client and engine.global_steps == STEPS
+        assert (
+            all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+            and saved.keys() == before.keys()
+        )
+    assert (
+        engine.load_checkpoint(folder, "global_step1", load_module_only=True)[1] == client
+        and engine.global_steps == STEPS
+    )
     assert not torch.equal(engine.module_state_dict()["head.weight"], before["head.weight"])
     assert engine.load_state_dict({f"module.{name}": tensor for name, tensor in before.items()})
     assert torch.equal(engine.module_state_dict()["head.weight"], before["head.weight"])
-    assert engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)[1] == client
-    assert engine.global_steps == 1 and not torch.equal(engine.module_state_dict()["head.weight"], before["head.weight"])
-    assert engine.get_lr() == [1e-2, 1e-2] and engine.zero_optimization_stage() == stage and engine.get_batch_info() == (8, 2, 2)
+    assert (
+        engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)[
+            1
+        ]
+        == client
+    )
+    assert engine.global_steps == 1 and not torch.equal(
+        engine.module_state_dict()["head.weight"], before["head.weight"]
+    )
+    assert (
+        engine.get_lr() == [1e-2, 1e-2]
+        and engine.zero_optimization_stage() == stage
+        and engine.get_batch_info() == (8, 2, 2)
+    )
     return found
 
 
@@ -166,7 +217,10 @@ def gpt_reference() -> Results:
         found["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
         optimizer.step()
         optimizer.zero_grad()
-    found["weights"], found["moment"] = dict(model.state_dict()), optimizer.state[model.head.weight]["exp_avg"]
+    found["weights"], found["moment"] = (
+        dict(model.state_dict()),
+        optimizer.state[model.head.weight]["exp_avg"],
+    )
     return found
 
 
@@ -174,13 +228,22 @@ def net() -> nn.Module:
     """Of DeepSpeed's CIFAR example, small."""
     torch.manual_seed(4)
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 5)
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 8),
+        nn.ReLU(),
+        nn.Linear(8, 5),
     ).double()
 
 
 def images() -> TensorDataset:
     draw = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(24, 3, 8, 8, generator=draw).double(), torch.randint(0, 5, (24,), generator=draw))
+    return TensorDataset(
+        torch.randn(24, 3, 8, 8, generator=draw).double(),
+        torch.randint(0, 5, (24,), generator=draw),
+    )
 
 
 def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -192,7 +255,11 @@ def cifar_script(rank: int, world: int, stage: int, folder: str) -> Results:
     model = net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engine, _, loader, scheduler = deepspeed.initialize(
-        model=model, optimizer=sgd, training_data=images(), lr_scheduler=falling, config_params=settings(stage)
+        model=model,
+        optimizer=sgd,
+        training_data=images(),
+        lr_scheduler=falling,
+        config_params=settings(stage),
     )
     losses, step = [], 0
     assert loader is not None and len(loader) == 24 // world // MICRO
@@ -209,7 +276,9 @@ def cifar_script(rank: int, world: int, stage: int, folder: str) -> Results:
             engine.step()
             step += 1
         losses.append(loss.item())
-    assert engine.global_steps == step and scheduler.get_last_lr() == engine.get_lr() == [0.1 / (1 + step)]
+    assert engine.global_steps == step and scheduler.get_last_lr() == engine.get_lr() == [
+        0.1 / (1 + step)
+    ]
     engine.eval()
     with torch.no_grad():
         outputs = engine(images().tensors[0])
@@ -221,7 +290,12 @@ def cifar_reference() -> Results:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = falling(optimizer)
     data = images()
-    loaders = [DataLoader(data, batch_size=MICRO, sampler=DistributedSampler(data, num_replicas=WORLD, rank=r)) for r in range(WORLD)]
+    loaders = [
+        DataLoader(
+            data, batch_size=MICRO, sampler=DistributedSampler(data, num_replicas=WORLD, rank=r)
+        )
+        for r in range(WORLD)
+    ]
     losses: list[list[float]] = [[] for _ in loaders]
     for index, pieces in enumerate(zip(*loaders, strict=True)):
         for mine, (inputs, labels) in zip(losses, pieces, strict=True):
@@ -234,7 +308,11 @@ def cifar_reference() -> Results:
             scheduler.step()
             optimizer.zero_grad()
     model.eval()
-    return {"losses": losses, "weights": dict(model.state_dict()), "outputs": model(data.tensors[0]).detach()}
+    return {
+        "losses": losses,
+        "weights": dict(model.state_dict()),
+        "outputs": model(data.tensors[0]).detach(),
+    }
 
 
 def reference_model(rank: int, world: int) -> torch.Tensor:
@@ -267,7 +345,10 @@ def test_loops(pool: Pool, stage: int, tmp_path: Path) -> None:
             close(found[name], wanted[name])
         close(
             found["losses"],
-            torch.tensor(wanted["losses"], dtype=torch.float64).view(STEPS, WORLD, ACCUMULATION)[:, rank].flatten().tolist(),
+            torch.tensor(wanted["losses"], dtype=torch.float64)
+            .view(STEPS, WORLD, ACCUMULATION)[:, rank]
+            .flatten()
+            .tolist(),
         )
         close(found_cifar["losses"], wanted_cifar["losses"][rank])
         close(found_cifar["weights"], wanted_cifar["weights"])
@@ -283,15 +364,21 @@ def test_a_reference_model(pool: Pool) -> None:
 def pair() -> tuple[nn.Module, nn.Module]:
     """(generator, discriminator)."""
     torch.manual_seed(1)
-    return tuple(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, size)).double() for size in (4, 1))  # type: ignore[return-value]
+    return tuple(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, size)).double() for size in (4, 1)
+    )  # type: ignore[return-value]
 
 
-def adversarial(rank: int, world: int) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+def adversarial(
+    rank: int, world: int
+) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
     """Weights after two steps, by stage. Runs in a worker."""
     found = []
     for stage in (0, 2, 3):
         config = settings(stage, **ADAMW) | {"gradient_accumulation_steps": 1}
-        (made, *_), (judge, *_) = (deepspeed.initialize(model=model, config=config) for model in pair())
+        (made, *_), (judge, *_) = (
+            deepspeed.initialize(model=model, config=config) for model in pair()
+        )
         with pytest.raises(InputError, match=r"another engine.*requires_grad_\(False\)"):
             made.backward(judge(made(pieces()[0][0])).mean())
         with pytest.raises(InputError, match=r"loss.backward\(\) was called"):
@@ -311,9 +398,16 @@ def adversarial(rank: int, world: int) -> list[tuple[dict[str, torch.Tensor], di
 def test_a_loss_through_another_engine(pool: Pool) -> None:
     """It is refused with what to do, and that is one process."""
     made, judge = pair()
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0) for model in (made, judge)]
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0) for model in (made, judge)
+    ]
     for noise, _ in pieces()[:4:2]:
-        for index, loss in enumerate((lambda z: judge(made(z).detach()).mean() - judge(z).mean(), lambda z: judge(made(z)).mean())):
+        for index, loss in enumerate(
+            (
+                lambda z: judge(made(z).detach()).mean() - judge(z).mean(),
+                lambda z: judge(made(z)).mean(),
+            )
+        ):
             loss(noise).backward()
             nn.utils.clip_grad_norm_((judge, made)[index].parameters(), CLIPPING)
             optimizers[1 - index].step()
@@ -326,11 +420,21 @@ def test_a_loss_through_another_engine(pool: Pool) -> None:
 
 def float16(rank: int, world: int) -> tuple[float, float]:
     """Runs in a worker. DeepSpeed 0.19.8 divides by a scale that it has not multiplied by: a norm of 0.00195 and a moment of 9.77e-5."""
-    config = settings(0, **ADAMW, fp16={"enabled": True, "loss_scale": 1024}) | {"gradient_accumulation_steps": 1, "gradient_clipping": 0}
-    engine, optimizer, _, _ = deepspeed.initialize(model=nn.Linear(4, 1, bias=False).half(), config=config)
+    config = settings(0, **ADAMW, fp16={"enabled": True, "loss_scale": 1024}) | {
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0,
+    }
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=nn.Linear(4, 1, bias=False).half(), config=config
+    )
     assert engine.module.weight.dtype == torch.float32
     engine.backward(engine(torch.ones(1, 4)).float().sum())
-    assert (engine.loss_scale(), optimizer.loss_scale, engine.fp16_enabled(), engine.bfloat16_enabled()) == (1024, 1024, True, False)
+    assert (
+        engine.loss_scale(),
+        optimizer.loss_scale,
+        engine.fp16_enabled(),
+        engine.bfloat16_enabled(),
+    ) == (1024, 1024, True, False)
     gradient = deepspeed.utils.safe_get_full_grad(engine.module.weight)
     assert gradient is not None and gradient.tolist() == [[1.0] * 4]
     deepspeed.utils.safe_set_full_grad(engine.module.weight, torch.ones(1, 4) / 2)
@@ -339,12 +443,18 @@ def float16(rank: int, world: int) -> tuple[float, float]:
     torch.save([engine.module.state_dict(), engine.module.weight.data.cpu()], saved)
     saved.seek(0)
     state, weight = torch.load(saved)
-    assert type(state["weight"]) is type(weight) is torch.Tensor and torch.equal(state["weight"], weight)
+    assert type(state["weight"]) is type(weight) is torch.Tensor and torch.equal(
+        state["weight"], weight
+    )
     weights = engine._zero3_consolidated_16bit_state_dict()
-    assert (weights is None) == (rank != 0) and (weights is None or weights["weight"].dtype == torch.float16)
+    assert (weights is None) == (rank != 0) and (
+        weights is None or weights["weight"].dtype == torch.float16
+    )
     moment = deepspeed.utils.safe_get_full_optimizer_state(engine.module.weight, "exp_avg")
     deepspeed.utils.safe_set_full_optimizer_state(engine.module.weight, 2 * moment, "exp_avg")
-    assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(engine.module.weight, "exp_avg"), 2 * moment)
+    assert torch.equal(
+        deepspeed.utils.safe_get_full_optimizer_state(engine.module.weight, "exp_avg"), 2 * moment
+    )
     return engine.get_global_grad_norm() or 0.0, float(moment[0, 0])
 
 
@@ -365,7 +475,10 @@ def mistakes(rank: int, world: int, folder: str) -> list[str]:
         said.append(str(error.value))
 
     def gather(change: Any) -> None:
-        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+        with (
+            deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0),
+            torch.no_grad(),
+        ):
             change()
 
     refused(lambda: gather(lambda: None))
@@ -416,7 +529,10 @@ def layered() -> PipelineModule:
 
 def pieces() -> list[tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(7)
-    return [(torch.randn(MICRO, 4, generator=draw).double(), torch.ones(MICRO, 2).double()) for _ in range(6)]
+    return [
+        (torch.randn(MICRO, 4, generator=draw).double(), torch.ones(MICRO, 2).double())
+        for _ in range(6)
+    ]
 
 
 def piped(rank: int, world: int) -> list[float]:
@@ -431,8 +547,12 @@ def piped(rank: int, world: int) -> list[float]:
         engine.train_batch(batches)
     with pytest.raises(InputError, match="begin anew"):
         engine.train_batch(pieces())  # type: ignore[arg-type]
-    outputs = engine.eval_batch(iter(pieces()), compute_loss=False, reduce_output=None, num_micro_batches=1)
-    assert (outputs is None) == engine.is_first_stage() and (outputs is None or outputs[0].shape == (MICRO, 2))
+    outputs = engine.eval_batch(
+        iter(pieces()), compute_loss=False, reduce_output=None, num_micro_batches=1
+    )
+    assert (outputs is None) == engine.is_first_stage() and (
+        outputs is None or outputs[0].shape == (MICRO, 2)
+    )
     return found
 
 
@@ -441,7 +561,9 @@ def test_a_pipeline_module(pool: Pool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 
     def mean() -> torch.Tensor:
-        return torch.stack([F.mse_loss(model(inputs), labels) for inputs, labels in islice(batches, 2)]).mean()
+        return torch.stack(
+            [F.mse_loss(model(inputs), labels) for inputs, labels in islice(batches, 2)]
+        ).mean()
 
     for _ in range(2):
         wanted.append(mean())
@@ -461,7 +583,12 @@ def page(rank: int, world: int, folder: str) -> list[float]:
     """The code of docs/deepspeed-scripts.md. Runs in a worker."""
     (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
-    exec(block.replace('"checkpoints"', repr(folder)).replace('"weights"', repr(f"{folder}/weights")), names)
+    exec(
+        block.replace('"checkpoints"', repr(folder)).replace(
+            '"weights"', repr(f"{folder}/weights")
+        ),
+        names,
+    )
     return names["losses"]
 
 

@@ -20,9 +20,13 @@ def differ(rank: int, world: int) -> dict[str, str]:
     found = {}
     kinds = {
         "shape": lambda group: dist.all_reduce(torch.ones(3 + rank), group=group),
-        "dtype": lambda group: dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank else torch.float32), group=group),
+        "dtype": lambda group: dist.all_reduce(
+            torch.ones(3, dtype=torch.float64 if rank else torch.float32), group=group
+        ),
         "operation": lambda group: (
-            dist.all_reduce(torch.ones(3), group=group) if rank else dist.broadcast(torch.ones(3), group=group, group_src=0)
+            dist.all_reduce(torch.ones(3), group=group)
+            if rank
+            else dist.broadcast(torch.ones(3), group=group, group_src=0)
         ),
     }
     for name, do in kinds.items():
@@ -54,7 +58,10 @@ def test_a_difference_is_named_on_both_sides(pool: Pool) -> None:
     answers = pool.run(2, differ)
     assert answers[0] == answers[1]
     found = answers[0]
-    assert all(text.startswith("collective ") and text.count("test_desync.py:") == 2 for text in found.values()), found
+    assert all(
+        text.startswith("collective ") and text.count("test_desync.py:") == 2
+        for text in found.values()
+    ), found
     assert (
         "rank 0 is at " in found["shape"]
         and "allreduce of [3] float32, rank 1 is at " in found["shape"]
@@ -76,8 +83,12 @@ def train(rank: int, world: int) -> list[float]:
             "parallel": {"transport": "torch"},
             "faults": {"check_collectives": checked},
         }
-        engine = plait.initialize(model, config, loss_fn=Weighted(lambda out, batch: (out.square().sum(), len(out)), len))
-        losses.append([float(engine.train_batch(torch.full((2, 6), 1.0 + rank)).loss) for _ in range(2)][-1])
+        engine = plait.initialize(
+            model, config, loss_fn=Weighted(lambda out, batch: (out.square().sum(), len(out)), len)
+        )
+        losses.append(
+            [float(engine.train_batch(torch.full((2, 6), 1.0 + rank)).loss) for _ in range(2)][-1]
+        )
         engine.close()
     return losses
 

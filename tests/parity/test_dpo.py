@@ -17,11 +17,23 @@ from tests.pool import Pool
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.proof  # importing TRL takes ten seconds
-METRICS = ("rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/rejected", "num_tokens")
+METRICS = (
+    "rewards/chosen",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/rejected",
+    "num_tokens",
+)
 
 
 def made(
-    wrap: Callable[[type], type], folder: str, *, lora: bool, rows: int = trainers.SAMPLES, compute_metrics: Any = None, **settings: Any
+    wrap: Callable[[type], type],
+    folder: str,
+    *,
+    lora: bool,
+    rows: int = trainers.SAMPLES,
+    compute_metrics: Any = None,
+    **settings: Any,
 ) -> Any:
     """With plain SGD, whose weights follow the gradients themselves."""
     from trl import DPOConfig, DPOTrainer
@@ -32,7 +44,13 @@ def made(
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.mul_(0.9)
-    fixed = {"bf16": False, "dataset_num_proc": None, "optim": "sgd", "include_num_input_tokens_seen": "no", "beta": 0.5}
+    fixed = {
+        "bf16": False,
+        "dataset_num_proc": None,
+        "optim": "sgd",
+        "include_num_input_tokens_seen": "no",
+        "beta": 0.5,
+    }
     return wrap(DPOTrainer)(
         model=adapted.model() if lora else trainers.model(),
         ref_model=reference,
@@ -55,13 +73,17 @@ def made(
         pytest.param(1, {"parallel": {"tp": 2}}, True, id="tp2-lora"),
     ],
 )
-def test_preferences_are_one_process(pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], lora: bool) -> None:
+def test_preferences_are_one_process(
+    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], lora: bool
+) -> None:
     """21 pairs. The reference is sharded as the policy is; of a model with adapters it is the model without them."""
     wanted = trl_runs.native(made, METRICS, dp, lora=lora)
     found = pool.run(2, trl_runs.on_plait, made, METRICS, config, str(tmp_path), lora)[0]
     close(found, wanted)
     assert found["num_tokens"] == wanted["num_tokens"]
-    for name in ("evaluated", *METRICS[:-1]) if dp == 1 else ():  # TRL takes the mean over micro-batches, which ranks have at once
+    for name in (
+        ("evaluated", *METRICS[:-1]) if dp == 1 else ()
+    ):  # TRL takes the mean over micro-batches, which ranks have at once
         assert found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-5), name
     if config == zero(3) and not lora:
         assert found["reference"] == pytest.approx(wanted["reference"] / 2, rel=0.01)
@@ -70,11 +92,16 @@ def test_preferences_are_one_process(pool: Pool, tmp_path: Path, dp: int, config
 REMAINDERS = {rows: partial(made, rows=rows) for rows in (7, 19, 20, 21, 22, 23)}
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 7), (2, 21), (2, 22), (2, 23), (3, 7), (3, 19), (3, 20), (3, 22), (3, 23)])
+@pytest.mark.parametrize(
+    ("ranks", "rows"),
+    [(2, 7), (2, 21), (2, 22), (2, 23), (3, 7), (3, 19), (3, 20), (3, 22), (3, 23)],
+)
 def test_every_remainder_of_rows(pool: Pool, tmp_path: Path, ranks: int, rows: int) -> None:
     """The last step of an epoch has fewer rows on some ranks, or none. Evaluation too."""
     expected = trl_runs.native(REMAINDERS[rows], METRICS, ranks, lora=False)
-    result = pool.run(ranks, trl_runs.on_plait, REMAINDERS[rows], METRICS, zero(2), str(tmp_path), False)[0]
+    result = pool.run(
+        ranks, trl_runs.on_plait, REMAINDERS[rows], METRICS, zero(2), str(tmp_path), False
+    )[0]
     close(result, expected)
 
 
@@ -85,7 +112,10 @@ def test_metrics_of_ones_own_are_refused(tmp_path: Path) -> None:
     with trainers.launched_alone():
         trainer = made(wrap, str(tmp_path), lora=False, compute_metrics=lambda prediction: {})
         for call in (trainer.train, trainer.evaluate):
-            with pytest.raises(InputError, match=r"DPOTrainer\(compute_metrics=\.\.\.\).*two rows of logits for every pair.*leave it out"):
+            with pytest.raises(
+                InputError,
+                match=r"DPOTrainer\(compute_metrics=\.\.\.\).*two rows of logits for every pair.*leave it out",
+            ):
                 call()
         assert trainer.engine is None
         trainer.compute_metrics = None

@@ -18,7 +18,19 @@ from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.experts import Account, Case, Result, account_of, assert_equal, build, carried_over, configured, routers, steps, train
+from tests.parity.experts import (
+    Account,
+    Case,
+    Result,
+    account_of,
+    assert_equal,
+    build,
+    carried_over,
+    configured,
+    routers,
+    steps,
+    train,
+)
 from tests.pool import Pool
 
 FULL, SELECTIVE = ("recompute", {"mode": "full"}), ("recompute", {"mode": "selective"})
@@ -53,7 +65,16 @@ MORE = [
     Case("qwen3_moe", 0, (TP2, EP2), balance=True, more=(SEQUENCE, SELECTIVE)),
     Case("deepseek_v3", 0, (TP2,), rate=0.01, more=(SEQUENCE, FULL)),
     Case("deepseek_v3", 0, (TP2, ("pp", 2), EP2), z_loss=0.02, more=(SEQUENCE,)),
-    Case("mixtral", 3, (TP2, EP2), balance=True, balanced="global", routed="one", dp=2, more=(SEQUENCE,)),
+    Case(
+        "mixtral",
+        3,
+        (TP2, EP2),
+        balance=True,
+        balanced="global",
+        routed="one",
+        dp=2,
+        more=(SEQUENCE,),
+    ),
     Case("mixtral", 0, (TP2, CP2, ("ep", 4)), balance=True, more=(SEQUENCE, RING)),
     Case("mixtral", 0, (("tp", 4), EP2), balance=True, more=(SEQUENCE,)),
     Case("gpt_oss", 0, (TP2, EP2), balance=True),
@@ -67,9 +88,27 @@ LOSSES = [
 ]
 MORE_LOSSES = [
     Case("gpt_oss", 1, (EP2,), balance=True, balanced="global", dp=2),
-    Case("mixtral", 3, (("pp", 2), EP2), balance=True, balanced="global", z_loss=0.01, dp=2, more=(FULL,)),
+    Case(
+        "mixtral",
+        3,
+        (("pp", 2), EP2),
+        balance=True,
+        balanced="global",
+        z_loss=0.01,
+        dp=2,
+        more=(FULL,),
+    ),
     Case("mixtral", 2, (CP2, EP2), balance=True, balanced="global", z_loss=0.02, dp=2),
-    Case("mixtral", 1, (TP2, EP2), balance=True, balanced="global", z_loss=0.02, dp=2, more=(("loss_chunk_tokens", 7),)),
+    Case(
+        "mixtral",
+        1,
+        (TP2, EP2),
+        balance=True,
+        balanced="global",
+        z_loss=0.02,
+        dp=2,
+        more=(("loss_chunk_tokens", 7),),
+    ),
     Case("deepseek_v3", 1, (EP2,), z_loss=0.01, rate=0.0, dp=2),
 ]
 
@@ -116,7 +155,10 @@ def saved_config(rank: int, world: int, case: Case, folder: str) -> list[str]:
         found.append(Path(folder, str(rank), "config.json").read_text())
 
     save()
-    with keeping_float64(model), closing(plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)) as engine:
+    with (
+        keeping_float64(model),
+        closing(plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)) as engine,
+    ):
         engine.train_batch(steps(case, 2)[0])
         save()
     save()
@@ -124,9 +166,13 @@ def saved_config(rank: int, world: int, case: Case, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("degrees", [CP2, ("pp", 2)], ids=["cp2", "pp2"])
-def test_the_models_configuration_is_the_users(pool: Pool, degrees: tuple[str, int], tmp_path: Path) -> None:
+def test_the_models_configuration_is_the_users(
+    pool: Pool, degrees: tuple[str, int], tmp_path: Path
+) -> None:
     """Also where the balance loss is not computed by the model: what is saved asks for it as before."""
-    for before, *after in pool.run(2, saved_config, Case("mixtral", 0, (degrees,), balance=True, mask=False), str(tmp_path)):
+    for before, *after in pool.run(
+        2, saved_config, Case("mixtral", 0, (degrees,), balance=True, mask=False), str(tmp_path)
+    ):
         assert '"output_router_logits": true' in before
         assert after == [before, before]
 
@@ -143,7 +189,11 @@ def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Account,
 
     def balanced(module: Any, args: Any, output: Any) -> Any:
         logits, weights, chosen = output
-        return (logits, weights, torch.arange(chosen.numel()).view_as(chosen) % logits.shape[-1]) if even else output
+        return (
+            (logits, weights, torch.arange(chosen.numel()).view_as(chosen) % logits.shape[-1])
+            if even
+            else output
+        )
 
     for router in routers(model):
         router.register_forward_hook(balanced)

@@ -46,7 +46,9 @@ CASES = [
 ]
 MORE = [
     Case("mixtral", 1, EP2, dp=2, routed="one"),
-    Case("qwen3_moe", 0, EP2, dp=2, routed="one", more=(("loss_chunk_tokens", 7),), kind="batched_mm"),
+    Case(
+        "qwen3_moe", 0, EP2, dp=2, routed="one", more=(("loss_chunk_tokens", 7),), kind="batched_mm"
+    ),
     Case("deepseek_v3", 2, EP2, dp=2, more=(SELECTIVE,)),
     Case("gpt_oss", 0, EP2, dp=2, more=(SELECTIVE,)),
     Case("deepseek_v3", 1, EP2, dp=4, routed="unused", rate=0.01),
@@ -63,16 +65,36 @@ def test_equals_one_process(pool: Pool, case: Case) -> None:
 def sampled(count: int) -> list[Case]:
     """Some of the matrix."""
     layouts: list[tuple[int, tuple[tuple[str, Any], ...], int]] = [
-        *((stage, (("ep", ep),), dp) for stage in (0, 1, 2, 3) for dp, ep in ((2, 2), (4, 2), (4, 4))),
+        *(
+            (stage, (("ep", ep),), dp)
+            for stage in (0, 1, 2, 3)
+            for dp, ep in ((2, 2), (4, 2), (4, 4))
+        ),
         *((stage, (("pp", 2), ("ep", 2)), 2) for stage in (0, 1, 2, 3)),
     ]
-    more: list[tuple[tuple[str, Any], ...]] = [(), (FULL,), (SELECTIVE,), (("loss_chunk_tokens", 7),)]
+    more: list[tuple[tuple[str, Any], ...]] = [
+        (),
+        (FULL,),
+        (SELECTIVE,),
+        (("loss_chunk_tokens", 7),),
+    ]
     more += [(("pipeline", {"schedule": "gpipe"}),)]
     whole = list(
-        product(SIZES, layouts, (False, True), ("spread", "one", "unused"), (0.0, 0.01), more, (False, True), ("eager", "batched_mm"))
+        product(
+            SIZES,
+            layouts,
+            (False, True),
+            ("spread", "one", "unused"),
+            (0.0, 0.01),
+            more,
+            (False, True),
+            ("eager", "batched_mm"),
+        )
     )
     found = []
-    for family, (stage, degrees, dp), balance, routed, rate, settings, mask, kind in random.Random(22).sample(whole, 10 * count):
+    for family, (stage, degrees, dp), balance, routed, rate, settings, mask, kind in random.Random(
+        22
+    ).sample(whole, 10 * count):
         ep = dict(degrees)["ep"]
         fits = (
             any(key == "pipeline" for key, _ in settings) <= ("pp" in dict(degrees)),
@@ -81,7 +103,9 @@ def sampled(count: int) -> list[Case]:
             family != "qwen3_moe" or 6 % ep == 0,
         )
         if all(fits):
-            found.append(Case(family, stage, degrees, balance, routed, rate, settings, dp, mask, kind))  # type: ignore[arg-type]
+            found.append(
+                Case(family, stage, degrees, balance, routed, rate, settings, dp, mask, kind)
+            )  # type: ignore[arg-type]
     return found[:count]
 
 
@@ -95,7 +119,9 @@ def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
 # ---- one engine, asked for everything else --------------------------------------------------------------------------------------------
 
 
-def one_engine(rank: int, world: int, case: Case, folder: str, plain: Case) -> tuple[Account, list[str], list[float]]:
+def one_engine(
+    rank: int, world: int, case: Case, folder: str, plain: Case
+) -> tuple[Account, list[str], list[float]]:
     """(bytes, refusals, what checkpoints carried over). Runs in a worker."""
     model, other = build(case), build(plain)
     facts = model_facts(model, find_blocks(model))
@@ -140,11 +166,18 @@ def fast_path(rank: int, world: int, kind: str, dtype: str) -> tuple[float, ...]
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     batches = steps(case, 4)
     count = 4 // world
-    return tuple(float(engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])) for step in batches)
+    return tuple(
+        float(engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
+        for step in batches
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "within"), [("grouped_mm", "bf16", 2e-2), pytest.param("grouped_mm", "fp32", 2e-6, marks=pytest.mark.proof)]
+    ("kind", "dtype", "within"),
+    [
+        ("grouped_mm", "bf16", 2e-2),
+        pytest.param("grouped_mm", "fp32", 2e-6, marks=pytest.mark.proof),
+    ],
 )
 def test_the_fast_path(pool: Pool, kind: str, dtype: str, within: float) -> None:
     """Grouped products, in float32 and in bfloat16, against one process with eager experts."""

@@ -16,7 +16,18 @@ from plait.model.facts import model_facts
 from plait.verify.keep_float64 import keeping_float64
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.experts import Account, Case, account_of, assert_equal, balanced, build, carried_over, configured, routers, train
+from tests.parity.experts import (
+    Account,
+    Case,
+    account_of,
+    assert_equal,
+    balanced,
+    build,
+    carried_over,
+    configured,
+    routers,
+    train,
+)
 from tests.pool import Pool
 
 EP2, EP4, CP2, TP2, PP2 = ("ep", 2), ("ep", 4), ("cp", 2), ("tp", 2), ("pp", 2)
@@ -30,18 +41,65 @@ CASES = [
     Case("mixtral", 3, (EP2,), dp=4, routed="one", more=(("activation_offload", FILES),)),
 ]
 MORE = [
-    Case("gpt_oss", 3, (TP2, EP4), dp=2, balance=True, data="one_target", offload="parameters", more=(("activation_offload", FILES),)),
-    Case("deepseek_v3", 3, (EP2,), dp=4, rate=0.01, more=(("activation_offload", FILES), ("mlp_tile_tokens", 3))),
-    Case("mixtral", 2, (EP2,), dp=4, routed="one", more=(("activation_offload", FILES), ("recompute", {"mode": "selective"}))),
+    Case(
+        "gpt_oss",
+        3,
+        (TP2, EP4),
+        dp=2,
+        balance=True,
+        data="one_target",
+        offload="parameters",
+        more=(("activation_offload", FILES),),
+    ),
+    Case(
+        "deepseek_v3",
+        3,
+        (EP2,),
+        dp=4,
+        rate=0.01,
+        more=(("activation_offload", FILES), ("mlp_tile_tokens", 3)),
+    ),
+    Case(
+        "mixtral",
+        2,
+        (EP2,),
+        dp=4,
+        routed="one",
+        more=(("activation_offload", FILES), ("recompute", {"mode": "selective"})),
+    ),
     Case("mixtral", 1, (EP2,), dp=4, balance=True, more=HYBRID),
     Case("mixtral", 2, (EP4,), dp=4, balance=True, balanced="global", more=HYBRID),
     Case("deepseek_v3", 3, (EP2, CP2), dp=4, rate=0.01, data="packed", more=(*HYBRID, RING)),
-    Case("qwen2_moe", 1, (EP2, TP2), dp=4, routed="unused", data="padded", more=(*HYBRID, ("sequence_parallel", True))),
+    Case(
+        "qwen2_moe",
+        1,
+        (EP2, TP2),
+        dp=4,
+        routed="unused",
+        data="padded",
+        more=(*HYBRID, ("sequence_parallel", True)),
+    ),
     Case("gpt_oss", 2, (EP2, PP2), dp=4, more=HYBRID),
     Case("mixtral", 2, (EP2,), dp=4, balance=True, routed="unused", offload="states"),
     Case("mixtral", 3, (EP2,), dp=2, balance=True, routed="one", offload="parameters"),
-    Case("deepseek_v3", 3, (EP2,), dp=2, rate=0.01, offload="both", more=(FULL, ("mlp_tile_tokens", 3))),
-    Case("qwen2_moe", 2, (EP2, TP2), dp=2, routed="unused", offload="states", more=(("sequence_parallel", True),)),
+    Case(
+        "deepseek_v3",
+        3,
+        (EP2,),
+        dp=2,
+        rate=0.01,
+        offload="both",
+        more=(FULL, ("mlp_tile_tokens", 3)),
+    ),
+    Case(
+        "qwen2_moe",
+        2,
+        (EP2, TP2),
+        dp=2,
+        routed="unused",
+        offload="states",
+        more=(("sequence_parallel", True),),
+    ),
     Case("gpt_oss", 3, (EP4,), dp=4, offload="both"),
     Case("gpt_oss", 1, (EP2, PP2), dp=2, offload="states"),
     Case("mixtral", 3, (EP2,), dp=4, offload="both", more=HYBRID),
@@ -62,7 +120,9 @@ def test_more_equal_one_process(pool: Pool, case: Case) -> None:
     assert_equal(case, pool.run(case.world, train, case))
 
 
-def hybrid(rank: int, world: int, case: Case, plain: Case, folder: str) -> tuple[Account, list[float]]:
+def hybrid(
+    rank: int, world: int, case: Case, plain: Case, folder: str
+) -> tuple[Account, list[float]]:
     """(bytes, what checkpoints carried over). Runs in a worker."""
     model, other = build(case), build(plain)
     facts = model_facts(model, find_blocks(model))

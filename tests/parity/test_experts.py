@@ -21,12 +21,22 @@ CASES = [
     Case("mixtral", 0, balance=True, dp=2, more=(FULL,)),
     Case("mixtral", 3, balance=True, dp=2, routed="one", more=(("loss_chunk_tokens", 7),)),
     Case("mixtral", 1, (("pp", 2),), balance=True, more=(FULL,)),
-    Case("qwen3_moe", 0, (("pp", 2),), balance=True, mask=False, more=(("pipeline", {"schedule": "gpipe"}),)),
+    Case(
+        "qwen3_moe",
+        0,
+        (("pp", 2),),
+        balance=True,
+        mask=False,
+        more=(("pipeline", {"schedule": "gpipe"}),),
+    ),
     Case("deepseek_v3", 3, dp=2, rate=0.01, more=(FULL,)),
     Case("deepseek_v3", 0, (("pp", 2),), rate=0.01, more=(SELECTIVE,)),
     Case("gpt_oss", 0, dp=2, balance=True, routed="unused", more=(SELECTIVE,)),
 ]
-MORE = [Case("qwen3_moe", 2, balance=True, dp=2, routed="unused", mask=False), Case("gpt_oss", 3, dp=2, routed="one")]
+MORE = [
+    Case("qwen3_moe", 2, balance=True, dp=2, routed="unused", mask=False),
+    Case("gpt_oss", 3, dp=2, routed="one"),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -41,11 +51,31 @@ def sampled(count: int) -> list[Case]:
         *((stage, (), dp) for stage in (0, 1, 2, 3) for dp in (2, 3)),
         *((stage, (("pp", 2),), dp) for stage in (0, 1, 2, 3) for dp in (1, 2)),
     ]
-    more: list[tuple[tuple[str, Any], ...]] = [(), (FULL,), (SELECTIVE,), (("loss_chunk_tokens", 7),)]
-    more += [(("pipeline", {"schedule": "gpipe"}),), (("pipeline", {"schedule": "interleaved-1f1b", "stages_per_rank": 2}),)]
-    whole = list(product(SIZES, layouts, (False, True), ("spread", "one", "unused"), (0.0, 0.01), more, (False, True)))
+    more: list[tuple[tuple[str, Any], ...]] = [
+        (),
+        (FULL,),
+        (SELECTIVE,),
+        (("loss_chunk_tokens", 7),),
+    ]
+    more += [
+        (("pipeline", {"schedule": "gpipe"}),),
+        (("pipeline", {"schedule": "interleaved-1f1b", "stages_per_rank": 2}),),
+    ]
+    whole = list(
+        product(
+            SIZES,
+            layouts,
+            (False, True),
+            ("spread", "one", "unused"),
+            (0.0, 0.01),
+            more,
+            (False, True),
+        )
+    )
     found = []
-    for family, (stage, degrees, dp), balance, routed, rate, settings, mask in random.Random(21).sample(whole, 8 * count):
+    for family, (stage, degrees, dp), balance, routed, rate, settings, mask in random.Random(
+        21
+    ).sample(whole, 8 * count):
         staged = [value for key, value in settings if key == "pipeline"]
         fits = (
             bool(staged) <= bool(degrees),
@@ -71,7 +101,11 @@ def page(rank: int, world: int) -> list[int]:
     found = []
     for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         ids = torch.arange(30).view(2, 15)
-        names = {"plait": plait, "model": build(Case("mixtral")), "batches": [{"input_ids": ids, "labels": ids}] * 2}
+        names = {
+            "plait": plait,
+            "model": build(Case("mixtral")),
+            "batches": [{"input_ids": ids, "labels": ids}] * 2,
+        }
         exec(block, names)
         found.append(int(names["engine"].global_steps))  # type: ignore[attr-defined]
     return found

@@ -41,7 +41,9 @@ class NormalisedModel(nn.Module):
         self.dtypes: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {}
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.BatchNorm1d):
-                module.register_forward_hook(lambda module, args, output, name=name: self._note(name, module, args, output))
+                module.register_forward_hook(
+                    lambda module, args, output, name=name: self._note(name, module, args, output)
+                )
 
     def _note(self, name: str, module: Any, args: Any, output: torch.Tensor) -> None:
         self.dtypes[name] = args[0].dtype, module.weight.dtype, output.dtype
@@ -61,10 +63,19 @@ def build() -> NormalisedModel:
 
 def train(rank: int, world: int, stage: int) -> tuple[list[float], dict[str, Any], torch.Tensor]:
     """Runs in a worker. All ranks train on the same rows."""
-    config = settings(2, stage, 1, 1, bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["blocks.1.gate"]})
+    config = settings(
+        2,
+        stage,
+        1,
+        1,
+        bf16={"enabled": True},
+        data_types={"keep_in_fp32_modules": ["blocks.1.gate"]},
+    )
     model = build()
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-    losses = [float(engine.train_batch([step[0]])) for step in cases.ragged_steps(1, steps=3, keys=())]
+    losses = [
+        float(engine.train_batch([step[0]])) for step in cases.ragged_steps(1, steps=3, keys=())
+    ]
     return losses, model.dtypes, model.blocks[0].norm.running_mean
 
 
@@ -98,7 +109,11 @@ def reference() -> list[float]:
 def test_named_modules_compute_in_float32(pool: Pool, stage: int) -> None:
     expected = reference()
     for losses, dtypes, mean in pool.run(2, train, stage):
-        kept = {name for name, used in dtypes.items() if used == (torch.float32, torch.float32, torch.bfloat16)}
+        kept = {
+            name
+            for name, used in dtypes.items()
+            if used == (torch.float32, torch.float32, torch.bfloat16)
+        }
         cast = {name for name, used in dtypes.items() if set(used) == {torch.bfloat16}}
         # A hook of the user's sees a module's output before it is cast for the next one.
         kept |= {name for name, used in dtypes.items() if set(used) == {torch.float32}}
@@ -110,7 +125,9 @@ def test_named_modules_compute_in_float32(pool: Pool, stage: int) -> None:
 
 def name_nothing(rank: int, world: int) -> str:
     """Runs in a worker."""
-    config = settings(2, 1, 1, 1, bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["gates"]})
+    config = settings(
+        2, 1, 1, 1, bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["gates"]}
+    )
     with pytest.raises(ModelError) as caught:
         plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
     return str(caught.value)

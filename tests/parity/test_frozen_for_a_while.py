@@ -18,7 +18,9 @@ from tests.parity import adapted, cases, trainers
 from tests.parity.data_parallel import CLIPPING, materialised, settings
 from tests.pool import Pool
 
-ADVICE = r"call requires_grad_\(True\) before plait.initialize, and requires_grad_\(False\) after it"
+ADVICE = (
+    r"call requires_grad_\(True\) before plait.initialize, and requires_grad_\(False\) after it"
+)
 
 
 class GradualSteps:
@@ -46,7 +48,9 @@ def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
         engine_trace(engine, cases.ragged_steps(world, steps=1, keys=()))
     engine.close()
     engine = plait.initialize(cases.build("plain", tied=True), config, loss_fn=plait.causal_lm_loss)
-    trace = engine_trace(engine, GradualSteps(engine.model, cases.ragged_steps(world, steps=4, keys=())))  # type: ignore[arg-type]
+    trace = engine_trace(
+        engine, GradualSteps(engine.model, cases.ragged_steps(world, steps=4, keys=()))
+    )  # type: ignore[arg-type]
     return trace if rank == 0 else None
 
 
@@ -68,7 +72,9 @@ class RebuiltSteps(GradualSteps):
 
 def train_with_other_buckets(rank: int, world: int) -> Trace | None:
     """Runs in a worker."""
-    engine = plait.initialize(cases.build("plain", tied=True), settings(2, 0, 1, 1), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("plain", tied=True), settings(2, 0, 1, 1), loss_fn=plait.causal_lm_loss
+    )
     trace = engine_trace(engine, RebuiltSteps(engine, cases.ragged_steps(world, steps=4, keys=())))  # type: ignore[arg-type]
     return trace if rank == 0 else None
 
@@ -77,7 +83,9 @@ def gradual_reference() -> Trace:
     """One process that freezes and unfreezes the block."""
     model = materialised("plain", tied=True)
     steps: Any = GradualSteps(model, cases.ragged_steps(2, steps=4, keys=()))
-    return reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    return reference_trace(
+        model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+    )
 
 
 def test_buckets_rebuilt_while_a_block_is_frozen(pool: Pool) -> None:
@@ -89,12 +97,19 @@ def test_buckets_rebuilt_while_a_block_is_frozen(pool: Pool) -> None:
 def test_gradual_unfreezing(pool: Pool, stage: int) -> None:
     found = pool.run(2, train, settings(2, stage, 1, 1))[0]
     wanted = gradual_reference()
-    assert [step["blocks.0.up.weight"] is None for step in wanted.gradients] == [True, False, True, False]
+    assert [step["blocks.0.up.weight"] is None for step in wanted.gradients] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     bar = worst(compare(wanted, found))
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
 
 
-def unfrozen_with_a_group(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[dict[str, torch.Tensor], int]:
+def unfrozen_with_a_group(
+    rank: int, world: int, config: dict[str, Any], folder: str
+) -> tuple[dict[str, torch.Tensor], int]:
     """Runs in a worker: a block that the optimizer gets after the first step. Returns the weights, and the groups of a checkpoint."""
     model = cases.build("plain", tied=True)
     model.blocks[0].requires_grad_(False)
@@ -128,10 +143,18 @@ def test_a_group_for_an_unfrozen_block(pool: Pool, tmp_path: Path, stage: int) -
         optimizer.step()
         optimizer.zero_grad()
     wanted = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for found, groups in pool.run(2, unfrozen_with_a_group, settings(2, stage, 1, 1), str(tmp_path)):
+    for found, groups in pool.run(
+        2, unfrozen_with_a_group, settings(2, stage, 1, 1), str(tmp_path)
+    ):
         assert groups == 2
         for name, tensor in wanted.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                tensor,
+                rtol=0,
+                atol=1e-10,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 # ---- LoRA whose reference forward comes first ------------------------------------------------------
@@ -164,7 +187,9 @@ def adapter_steps(micro_batches: int) -> list[Any]:
     steps = cases.ragged_steps(micro_batches, steps=3)
     for piece in (piece for step in steps for piece in step):
         piece["input_ids"] %= trainers.VOCABULARY
-        piece["labels"] = torch.where(piece["labels"] < 0, piece["labels"], piece["labels"] % trainers.VOCABULARY)
+        piece["labels"] = torch.where(
+            piece["labels"] < 0, piece["labels"], piece["labels"] % trainers.VOCABULARY
+        )
     return steps
 
 
@@ -175,12 +200,16 @@ def test_reference_without_adapters_first(pool: Pool, stage: int, grad: bool) ->
     found = pool.run(2, adapted_trace, settings(2, stage, 1, 1), grad)[0]
     model = adapted.model(torch.float64)
     steps: Any = WithReference(model, adapter_steps(2), grad=grad)
-    wanted = reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    wanted = reference_trace(
+        model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+    )
     bar = worst(compare(wanted, found))
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
 
 
-def evaluated_first(kind: Any, arguments: Any, folder: str, **settings: Any) -> tuple[float, dict[str, Any]]:
+def evaluated_first(
+    kind: Any, arguments: Any, folder: str, **settings: Any
+) -> tuple[float, dict[str, Any]]:
     """(the base model's loss, the run that follows)."""
     base: list[float] = []
 
@@ -190,11 +219,15 @@ def evaluated_first(kind: Any, arguments: Any, folder: str, **settings: Any) -> 
                 base.append(self.evaluate()["eval_loss"])
             return super().train(*args, **given)
 
-    run = trainers.run(Baseline, arguments, folder, made=adapted.model, learning_rate=3e-2, **settings)
+    run = trainers.run(
+        Baseline, arguments, folder, made=adapted.model, learning_rate=3e-2, **settings
+    )
     return base[0], run
 
 
-def evaluated_on_plait(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[float, dict[str, Any]]:
+def evaluated_on_plait(
+    rank: int, world: int, config: dict[str, Any], folder: str
+) -> tuple[float, dict[str, Any]]:
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -208,8 +241,12 @@ def test_evaluation_without_adapters_first(pool: Pool, tmp_path: Path, stage: in
     from transformers import Trainer, TrainingArguments
 
     with trainers.launched_alone():
-        base, wanted = evaluated_first(Trainer, TrainingArguments, str(tmp_path / "native"), gradient_accumulation_steps=4)
-    for found_base, found in pool.run(2, evaluated_on_plait, trainers.zero(stage), str(tmp_path / "plait")):
+        base, wanted = evaluated_first(
+            Trainer, TrainingArguments, str(tmp_path / "native"), gradient_accumulation_steps=4
+        )
+    for found_base, found in pool.run(
+        2, evaluated_on_plait, trainers.zero(stage), str(tmp_path / "plait")
+    ):
         assert found_base == pytest.approx(base, rel=1e-5)
         trainers.close(found, wanted)
 
@@ -220,16 +257,22 @@ def test_evaluation_without_adapters_first(pool: Pool, tmp_path: Path, stage: in
 def pair() -> tuple[nn.Module, nn.Module]:
     """(generator, discriminator)."""
     torch.manual_seed(1)
-    generator, discriminator = (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, size)).double() for size in (4, 1))
+    generator, discriminator = (
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, size)).double() for size in (4, 1)
+    )
     return generator, discriminator
 
 
 def noise() -> list[torch.Tensor]:
     """Noise of every step, a row per rank and micro-batch."""
-    return list(torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+    return list(
+        torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    )
 
 
-def adversarial(rank: int, world: int, stage: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
+def adversarial(
+    rank: int, world: int, stage: int, accumulation: int
+) -> list[dict[str, torch.Tensor]]:
     """Weights of both models. Runs in a worker."""
     config = settings(world, stage, 1, accumulation) | {"train_micro_batch_size_per_gpu": 1}
     made, judge = (plait.initialize(model, config) for model in pair())
@@ -242,7 +285,9 @@ def adversarial(rank: int, world: int, stage: int, accumulation: int) -> list[di
             judge.model.requires_grad_(True)
             judge.backward(judge(made(mine).detach()).mean() - judge(mine).mean())
             judge.step()
-    return [{name: whole(p) for name, p in engine.model.named_parameters()} for engine in (made, judge)]
+    return [
+        {name: whole(p) for name, p in engine.model.named_parameters()} for engine in (made, judge)
+    ]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

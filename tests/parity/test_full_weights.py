@@ -35,15 +35,25 @@ def mixtral(seed: int) -> torch.nn.Module:
 
     torch.manual_seed(seed)
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = AutoConfig.for_model("mixtral", vocab_size=cases.VOCABULARY, **tokens, **experts.SIZES["mixtral"])
+    config = AutoConfig.for_model(
+        "mixtral", vocab_size=cases.VOCABULARY, **tokens, **experts.SIZES["mixtral"]
+    )
     return AutoModelForCausalLM.from_config(config)
 
 
 def gathered(rank: int, world: int, layout: dict[str, Any], kind: str, trains: bool) -> None:
     """Compare the buckets of a layout with the model in one process. Runs in a worker."""
-    build = {"llama": lambda: llama(7, tied=False), "tied": lambda: llama(7, tied=True), "mixtral": lambda: mixtral(7)}[kind]
+    build = {
+        "llama": lambda: llama(7, tied=False),
+        "tied": lambda: llama(7, tied=True),
+        "mixtral": lambda: mixtral(7),
+    }[kind]
     expected = build().state_dict()
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, **layout}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
+        **layout,
+    }
     engine = plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
     ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
     if trains:
@@ -58,7 +68,9 @@ def gathered(rank: int, world: int, layout: dict[str, Any], kind: str, trains: b
         assert sizes[-1] <= BUCKET_BYTES or len(distinct) == 1
         assert not any(tensor.requires_grad for tensor in bucket.values())
         seen |= {name: tensor.clone() for name, tensor in bucket.items()}
-    assert all(first + second > BUCKET_BYTES for first, second in pairwise(sizes)), "buckets are filled"
+    assert all(first + second > BUCKET_BYTES for first, second in pairwise(sizes)), (
+        "buckets are filled"
+    )
 
     assert seen.keys() == expected.keys()
     for name, tensor in expected.items():

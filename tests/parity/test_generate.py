@@ -25,19 +25,30 @@ PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
 IN_FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 SAVED = {"activation_offload": {"device": "disk", "path": tempfile.gettempdir(), "fraction": 1.0}}
 OFFLOADED: dict[str, dict[str, Any]] = {
-    "ZeRO 3, loss in chunks": {"zero_optimization": {"stage": 3}, "parallel": {"loss_chunk_tokens": 8}},
+    "ZeRO 3, loss in chunks": {
+        "zero_optimization": {"stage": 3},
+        "parallel": {"loss_chunk_tokens": 8},
+    },
     "tp, loss in chunks": {"parallel": {"tp": 2, "loss_chunk_tokens": 8}},
     "ZeRO 2": {"zero_optimization": {"stage": 2}},
     "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}},
     "files": {"zero_optimization": {"stage": 3, "offload_param": IN_FILES}},
     "activations in files": {"zero_optimization": {"stage": 3}, "parallel": SAVED},
     "a pipeline's activations in files": {"parallel": {"pp": 2, **SAVED}},
-    "all in files": {"zero_optimization": {"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}},
+    "all in files": {
+        "zero_optimization": {"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}
+    },
 }
 TRAINED = ("ZeRO 1", "ZeRO 3", "tp", "pp", "recomputed", "all in files")
 RECOMPUTED = {"ZeRO 3", "sequence parallel", "tp x pp"}
 """Also without a cache, one request at a time."""
-KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": {}, "mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 6}, "qwen3": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"sliding_window": 6},
+    "qwen3": {},
+}
 
 
 def built(kind: str) -> torch.nn.Module:
@@ -57,11 +68,15 @@ def by_transformers(kind: str, **settings: Any) -> list[list[int]]:
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
     with keeping_float64(model):
-        found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **settings)
+        found = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **settings
+        )
     return found[:, longest:].tolist()
 
 
-def generated(rank: int, world: int, kinds: list[str], layouts: list[str]) -> dict[tuple[str, str], Any]:
+def generated(
+    rank: int, world: int, kinds: list[str], layouts: list[str]
+) -> dict[tuple[str, str], Any]:
     """Tokens and log probabilities; a data-parallel rank has one prompt of the three, or two. Runs in a worker."""
     found = {}
     for kind in kinds:
@@ -74,16 +89,24 @@ def generated(rank: int, world: int, kinds: list[str], layouts: list[str]) -> di
                     mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
                     made = engine.generate(mine, max_new_tokens=NEW)
                     if name in RECOMPUTED:
-                        again = engine.generate(mine, max_new_tokens=NEW, use_cache=False, batch_size=1)
-                        assert [one.token_ids for one in again] == [one.token_ids for one in made], (kind, name)
-                    found[kind, name] = [(one.prompt_ids, one.token_ids, one.logprobs) for one in made]
+                        again = engine.generate(
+                            mine, max_new_tokens=NEW, use_cache=False, batch_size=1
+                        )
+                        assert [one.token_ids for one in again] == [
+                            one.token_ids for one in made
+                        ], (kind, name)
+                    found[kind, name] = [
+                        (one.prompt_ids, one.token_ids, one.logprobs) for one in made
+                    ]
                 finally:
                     engine.close()
     return found
 
 
 def compare(results: list[dict[tuple[str, str], Any]], kinds: list[str]) -> None:
-    expected = {kind: dict(zip(map(tuple, PROMPTS), by_transformers(kind), strict=True)) for kind in kinds}
+    expected = {
+        kind: dict(zip(map(tuple, PROMPTS), by_transformers(kind), strict=True)) for kind in kinds
+    }
     for rank, found in enumerate(results):
         for (kind, name), rows in found.items():
             for prompt, tokens, logprobs in rows:
@@ -92,8 +115,13 @@ def compare(results: list[dict[tuple[str, str], Any]], kinds: list[str]) -> None
 
 
 def test_tokens_of_two_ranks(pool: Pool) -> None:
-    compare(pool.run(2, generated, ["llama"], [*TWO, "ZeRO 3, loss in chunks", "tp, loss in chunks"]), ["llama"])
-    compare(pool.run(2, generated, ["gemma2"], ["sequence parallel", "pp, interleaved"]), ["gemma2"])
+    compare(
+        pool.run(2, generated, ["llama"], [*TWO, "ZeRO 3, loss in chunks", "tp, loss in chunks"]),
+        ["llama"],
+    )
+    compare(
+        pool.run(2, generated, ["gemma2"], ["sequence parallel", "pp, interleaved"]), ["gemma2"]
+    )
 
 
 def test_tokens_of_four_ranks(pool: Pool) -> None:
@@ -130,21 +158,42 @@ def trained(rank: int, world: int, layouts: list[str]) -> None:
             engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
             assert (engine.hooks.of(OffloadedActivations) is not None) == ("activations" in name)
             losses = []
-            freed = [group.post_forward_mesh_info is None for unit in sharded_modules(model) for group in parameter_groups(unit)]
+            freed = [
+                group.post_forward_mesh_info is None
+                for unit in sharded_modules(model)
+                for group in parameter_groups(unit)
+            ]
             for _ in range(3):
-                losses.append(float(engine.train_batch([{"input_ids": ids, "labels": ids}] * count).loss))
+                losses.append(
+                    float(engine.train_batch([{"input_ids": ids, "labels": ids}] * count).loss)
+                )
                 if generates:  # ranks need not have as many prompts, and one has none
-                    mine = PROMPTS[: 2 * engine.sharded.mesh.dp_index] if engine.dp_size > 1 else PROMPTS
-                    assert len(engine.generate(mine, max_new_tokens=5, temperature=0.8, seed=3)) == len(mine)
+                    mine = (
+                        PROMPTS[: 2 * engine.sharded.mesh.dp_index]
+                        if engine.dp_size > 1
+                        else PROMPTS
+                    )
+                    assert len(
+                        engine.generate(mine, max_new_tokens=5, temperature=0.8, seed=3)
+                    ) == len(mine)
             assert model.training and not unsharded_parameter_bytes(model)
             if generates and name == "ZeRO 3":
                 assert [
-                    group.post_forward_mesh_info is None for unit in sharded_modules(model) for group in parameter_groups(unit)
+                    group.post_forward_mesh_info is None
+                    for unit in sharded_modules(model)
+                    for group in parameter_groups(unit)
                 ] == freed
-            ends.append((losses, [parameter.detach().clone() for parameter in map(local, model.parameters())]))
+            ends.append(
+                (
+                    losses,
+                    [parameter.detach().clone() for parameter in map(local, model.parameters())],
+                )
+            )
             engine.close()
         assert ends[0][0] == ends[1][0], name
-        assert all(torch.equal(one, other) for one, other in zip(ends[0][1], ends[1][1], strict=True)), name
+        assert all(
+            torch.equal(one, other) for one, other in zip(ends[0][1], ends[1][1], strict=True)
+        ), name
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -154,7 +203,9 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 def drawn(rank: int, world: int) -> list[list[int]]:
     """Of one prompt, three times in a call. Runs in a worker."""
     engine = plait.initialize(built("llama"), {"train_micro_batch_size_per_gpu": 2, **TWO["tp"]})
-    together = engine.generate([PROMPTS[0]] * 3, max_new_tokens=NEW, temperature=1.5, top_k=0, seed=5)
+    together = engine.generate(
+        [PROMPTS[0]] * 3, max_new_tokens=NEW, temperature=1.5, top_k=0, seed=5
+    )
     (alone,) = engine.generate([PROMPTS[0]], max_new_tokens=NEW, temperature=1.5, top_k=0, seed=6)
     engine.close()
     assert alone.token_ids == together[1].token_ids
@@ -172,7 +223,11 @@ def between_micro_batches(rank: int, world: int, stage: int) -> None:
     ends = []
     for generates in (False, True):
         model = built("llama")
-        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": stage},
+        }
         engine = plait.initialize(model, config)
         for _ in range(2):
             for _ in range(2):
@@ -186,7 +241,9 @@ def between_micro_batches(rank: int, world: int, stage: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("name", [*TRAINED, "activations in files", "a pipeline's activations in files"])
+@pytest.mark.parametrize(
+    "name", [*TRAINED, "activations in files", "a pipeline's activations in files"]
+)
 def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool, name: str) -> None:
     pool.run(2, trained, [name])
 
@@ -215,12 +272,21 @@ def within_a_pipelines_step(rank: int, world: int) -> None:
     losses = []
     for interrupted in (False, True):
         engine = plait.initialize(
-            built("llama"), {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]}, loss_fn=loss, weight_fn=plait.causal_lm_loss.weight
+            built("llama"),
+            {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]},
+            loss_fn=loss,
+            weight_fn=plait.causal_lm_loss.weight,
         )
-        calls = partial(engine.generate, PROMPTS, max_new_tokens=2), partial(engine.score, PROMPTS), partial(engine.predict, batch[0])
+        calls = (
+            partial(engine.generate, PROMPTS, max_new_tokens=2),
+            partial(engine.score, PROMPTS),
+            partial(engine.predict, batch[0]),
+        )
         for call in calls if interrupted else ():
             inner[:] = [call]
-            with pytest.raises(InputError, match="was called while the pipeline runs .* call it between two steps"):
+            with pytest.raises(
+                InputError, match="was called while the pipeline runs .* call it between two steps"
+            ):
                 engine.train_batch(batch)
         inner.clear()
         losses.append([float(engine.train_batch(batch).loss) for _ in range(2)])
@@ -239,7 +305,9 @@ def interrupted(name: str, *, first: bool, hears: bool) -> tuple[list[float], li
     batch = [{"input_ids": ids, "labels": ids}]
     model, armed, heard = built("llama"), list[str](), list[str]()
     attentions = [path for path, _ in model.named_modules() if path.endswith("self_attn")]
-    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **TWO[name]}, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        model, {"train_micro_batch_size_per_gpu": 2, **TWO[name]}, loss_fn=plait.causal_lm_loss
+    )
     made = (
         partial(engine.generate, PROMPTS, max_new_tokens=2),
         partial(engine.score, PROMPTS),
@@ -275,8 +343,14 @@ def caught_in_a_hook(rank: int, world: int, names: list[str], who: int | None) -
         kept, _ = interrupted(name, first=rank == 0, hears=False)
         losses, heard = interrupted(name, first=rank == 0, hears=who in (None, rank))
         assert losses == kept, name
-        said = ["while the pipeline runs"] * 2 if name == "pp" else ["inside of the model's forward", "inside of the model's backward"]
-        assert len(heard) == (8 if who in (None, rank) else 0) and all(said[at // 4] in one for at, one in enumerate(heard)), heard
+        said = (
+            ["while the pipeline runs"] * 2
+            if name == "pp"
+            else ["inside of the model's forward", "inside of the model's backward"]
+        )
+        assert len(heard) == (8 if who in (None, rank) else 0) and all(
+            said[at // 4] in one for at, one in enumerate(heard)
+        ), heard
 
 
 @pytest.mark.parametrize("who", [None, 0, 1])
@@ -290,7 +364,9 @@ def ends_apart(rank: int, world: int, name: str) -> list[tuple[list[int], str]]:
     model, widths = built("gemma2"), []
     with keeping_float64(model):
         engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **TWO[name]})
-        model.get_submodule("model.norm").register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[0]))
+        model.get_submodule("model.norm").register_forward_pre_hook(
+            lambda _, given: widths.append(given[0].shape[0])
+        )
         made = engine.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=expected[1][2])
         engine.close()
     assert widths == [] or widths[-1] < 3
@@ -301,7 +377,9 @@ def ends_apart(rank: int, world: int, name: str) -> list[tuple[list[int], str]]:
 def test_a_request_that_ends_is_dropped(pool: Pool, name: str) -> None:
     expected = by_transformers("gemma2")
     end = expected[1][2]
-    wanted = [(row[: row.index(end) + 1], "stop") if end in row else (row, "length") for row in expected]
+    wanted = [
+        (row[: row.index(end) + 1], "stop") if end in row else (row, "length") for row in expected
+    ]
     assert pool.run(2, ends_apart, name) == [wanted, wanted]
 
 
@@ -312,7 +390,9 @@ def in_an_own_loop(rank: int, world: int) -> list[list[int]]:
     with keeping_float64(model):
         sharded = plait.parallelize(model, {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        sharded.forward_backward({"input_ids": ids}, lambda output, piece: output.logits.logsumexp(-1).mean())
+        sharded.forward_backward(
+            {"input_ids": ids}, lambda output, piece: output.logits.logsumexp(-1).mean()
+        )
         made = plait.generate(sharded, PROMPTS, max_new_tokens=NEW)
         sharded.step(optimizer)
         sharded.close()
@@ -326,7 +406,9 @@ def test_in_your_own_loop(pool: Pool) -> None:
 
 def wrong(rank: int, world: int) -> list[str]:
     """What every rank hears when rank 1 is wrong. Runs in a worker."""
-    engine = plait.initialize(built("llama"), {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}})
+    engine = plait.initialize(
+        built("llama"), {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    )
     heard = []
     for prompts, settings in (
         ([[1, 2]] if rank == 0 else [[]], {}),
@@ -345,7 +427,10 @@ def wrong(rank: int, world: int) -> list[str]:
 
 def test_an_error_of_one_rank_is_raised_by_all(pool: Pool) -> None:
     for empty, long, text, token, seed in pool.run(2, wrong):
-        assert "prompt 0 has token 101, and the model's tokens are 0 to 100" in token and "seed = -1 must be" in seed
+        assert (
+            "prompt 0 has token 101, and the model's tokens are 0 to 100" in token
+            and "seed = -1 must be" in seed
+        )
         assert "rank 1, generate: prompt 0 has no token" in empty
         assert "5,002 tokens" in long and "max_position_embeddings" in long and "rank 1" in long
         assert "stop_strings needs tokenizer=" in text
@@ -398,10 +483,17 @@ def test_where_the_rank_that_chooses_fails_all_raise(pool: Pool) -> None:
     both = pool.run(2, failing, names, timeout=60)
     for name, *heard in zip(names, *both, strict=True):
         chooses, other = reversed(heard) if name == "pp" else heard
-        assert chooses["text"] == "RuntimeError: no text for that" and "logits are not finite" in chooses["numbers"]
+        assert (
+            chooses["text"] == "RuntimeError: no text for that"
+            and "logits are not finite" in chooses["numbers"]
+        )
         assert heard[0]["on_token"] == "KeyError: 'mine'"
         if name == "ZeRO 3":
-            assert other["text"] == other["on_token"] == "InputError: another rank failed, which tells its error"
+            assert (
+                other["text"]
+                == other["on_token"]
+                == "InputError: another rank failed, which tells its error"
+            )
         else:
             assert other["text"] == "InputError: the rank that chooses tokens: no text for that"
             assert "logits are not finite" in other["numbers"]
@@ -412,8 +504,15 @@ def of_recurrent(rank: int, world: int, kinds: list[str]) -> list[list[list[int]
     """Runs in a worker."""
     found = []
     for kind in kinds:
-        engine = plait.initialize(recurrent.built(kind), {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]})
-        found.append([one.token_ids for one in engine.generate(recurrent.PROMPTS, max_new_tokens=recurrent.NEW)])
+        engine = plait.initialize(
+            recurrent.built(kind), {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]}
+        )
+        found.append(
+            [
+                one.token_ids
+                for one in engine.generate(recurrent.PROMPTS, max_new_tokens=recurrent.NEW)
+            ]
+        )
         engine.close()
     return found
 

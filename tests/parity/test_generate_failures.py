@@ -46,7 +46,9 @@ class _Fails:
             raise RuntimeError("of this block")
 
 
-def failing(rank: int, world: int, layout: str, layers: list[int], forwards: list[int], names: list[str]) -> list[str]:
+def failing(
+    rank: int, world: int, layout: str, layers: list[int], forwards: list[int], names: list[str]
+) -> list[str]:
     """What is heard of blocks that fail, in the order of the arguments. Runs in a worker."""
     config = {"train_micro_batch_size_per_gpu": 1, **{**TWO, **FOUR}[layout]}
     engine = plait.initialize(built(), config, loss_fn=plait.causal_lm_loss)
@@ -57,7 +59,9 @@ def failing(rank: int, world: int, layout: str, layers: list[int], forwards: lis
         for at in forwards:
             for name in names:
                 call = (
-                    partial(engine.score, PROMPTS, batch_size=1) if "score" in name else partial(engine.generate, PROMPTS, max_new_tokens=6)
+                    partial(engine.score, PROMPTS, batch_size=1)
+                    if "score" in name
+                    else partial(engine.generate, PROMPTS, max_new_tokens=6)
                 )
                 fails.left = at
                 with pytest.raises((RuntimeError, InputError)) as error:
@@ -82,24 +86,44 @@ def check(found: list[list[str]], owners: list[set[int]], count: int, chooses: i
             if rank in own:
                 assert words.endswith("of this block"), (rank, words)
             else:
-                who = "the rank that chooses tokens" if chooses in own else "parallel.pp, rank 0 of the pipeline"
-                assert who in words and words.startswith("InputError") and words.endswith("of this block"), (rank, words)
+                who = (
+                    "the rank that chooses tokens"
+                    if chooses in own
+                    else "parallel.pp, rank 0 of the pipeline"
+                )
+                assert (
+                    who in words
+                    and words.startswith("InputError")
+                    and words.endswith("of this block")
+                ), (rank, words)
 
 
 def test_a_stage_that_fails(pool: Pool) -> None:
     names = list(ASKED)
-    check(pool.run(2, failing, "pp", [0, 3], [1, 3], names, timeout=60), [{0}, {1}], 2 * len(names), 1)
+    check(
+        pool.run(2, failing, "pp", [0, 3], [1, 3], names, timeout=60), [{0}, {1}], 2 * len(names), 1
+    )
 
 
 def test_stages_of_one_rank(pool: Pool) -> None:
     """A rank has the first and the third of four."""
     owners = [{0}, {1}, {0}, {1}]
-    check(pool.run(2, failing, "pp, interleaved", [0, 1, 2, 3], [2], ["a token"], timeout=60), owners, 1, 1)
+    check(
+        pool.run(2, failing, "pp, interleaved", [0, 1, 2, 3], [2], ["a token"], timeout=60),
+        owners,
+        1,
+        1,
+    )
 
 
 @pytest.mark.proof
 def test_stages_of_two_tensor_parallel_ranks(pool: Pool) -> None:
-    check(pool.run(4, failing, "tp x pp", [0, 3], [1, 3], list(ASKED), timeout=120), [{0, 1}, {2, 3}], 2 * len(ASKED), 2)
+    check(
+        pool.run(4, failing, "tp x pp", [0, 3], [1, 3], list(ASKED), timeout=120),
+        [{0, 1}, {2, 3}],
+        2 * len(ASKED),
+        2,
+    )
 
 
 def without_an_index(rank: int, world: int) -> str:
@@ -114,4 +138,7 @@ def without_an_index(rank: int, world: int) -> str:
 
 
 def test_a_stage_that_cannot_keep_keys(pool: Pool) -> None:
-    assert all("does not say which layer of a cache is its own" in heard for heard in pool.run(2, without_an_index, timeout=60))
+    assert all(
+        "does not say which layer of a cache is its own" in heard
+        for heard in pool.run(2, without_an_index, timeout=60)
+    )

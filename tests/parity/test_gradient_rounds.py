@@ -60,11 +60,18 @@ def plain(*, frozen: bool = False, twice: bool = False) -> Checkpointed:
 
 def data(parts: int) -> list[torch.Tensor]:
     """One tensor a rank and backward."""
-    return list(torch.randn(WORLD * parts, 4, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64))
+    return list(
+        torch.randn(
+            WORLD * parts, 4, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+        )
+    )
 
 
 def gradients(model: nn.Module) -> Gradients:
-    return {name: None if p.grad is None else whole(p.grad).clone() for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else whole(p.grad).clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def reference(model: nn.Module, pieces: list[torch.Tensor], scale: float) -> Gradients:
@@ -73,7 +80,9 @@ def reference(model: nn.Module, pieces: list[torch.Tensor], scale: float) -> Gra
     return gradients(model)
 
 
-def same(found: Gradients, wanted: Gradients, tolerance: float = 1e-13, *, zero_is_none: bool = False) -> None:
+def same(
+    found: Gradients, wanted: Gradients, tolerance: float = 1e-13, *, zero_is_none: bool = False
+) -> None:
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         got = found[name]
@@ -81,10 +90,18 @@ def same(found: Gradients, wanted: Gradients, tolerance: float = 1e-13, *, zero_
             missing = [t for t in (gradient, got) if t is not None]
             assert not missing or (zero_is_none and not missing[0].any()), name
             continue
-        torch.testing.assert_close(got, gradient, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got,
+            gradient,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
-def engine_of(model: nn.Module, stage: int, more: dict[str, Any] | None = None, accumulation: int = 1) -> plait.Engine:
+def engine_of(
+    model: nn.Module, stage: int, more: dict[str, Any] | None = None, accumulation: int = 1
+) -> plait.Engine:
     config = settings(WORLD, stage, 1, accumulation)
     config["gradient_clipping"] = 0
     config["parallel"] |= more or {}
@@ -96,7 +113,12 @@ def engine_of(model: nn.Module, stage: int, more: dict[str, Any] | None = None, 
 
 def several_backwards(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
     """Runs in a worker."""
-    for frozen, twice, parts in ((False, False, 1), (True, False, 1), (True, True, 1), (False, True, 3)):
+    for frozen, twice, parts in (
+        (False, False, 1),
+        (True, False, 1),
+        (True, True, 1),
+        (False, True, 3),
+    ):
         if twice and stage:
             continue  # `fully_shard` shares no parameter between units
         pieces = data(parts)
@@ -107,7 +129,12 @@ def several_backwards(rank: int, world: int, stage: int, more: dict[str, Any]) -
             for piece in mine:
                 engine.backward(engine(piece).square().mean())
             found = gradients(engine.model)
-            same(found, wanted, 0.02 if "compress_gradients" in more else 1e-13, zero_is_none="unused_parameters" in more or stage > 0)
+            same(
+                found,
+                wanted,
+                0.02 if "compress_gradients" in more else 1e-13,
+                zero_is_none="unused_parameters" in more or stage > 0,
+            )
             with torch.no_grad():
                 engine.optimizer.param_groups[0]["lr"] = 0.0
             engine.step()
@@ -136,7 +163,12 @@ def test_gradients_that_come_in_parts(pool: Pool, stage: int, more: dict[str, An
 def own_loop(rank: int, world: int, stage: int) -> None:
     """Runs in a worker."""
     # In buckets of one parameter the shared layer's are sent before its last gradient has come.
-    for frozen, twice, parts, mib in ((True, False, 1, "auto"), (True, True, 1, "auto"), (False, True, 3, "auto"), (False, True, 1, 1e-5)):
+    for frozen, twice, parts, mib in (
+        (True, False, 1, "auto"),
+        (True, True, 1, "auto"),
+        (False, True, 3, "auto"),
+        (False, True, 1, 1e-5),
+    ):
         if twice and stage:
             continue
         pieces = data(parts)
@@ -146,7 +178,9 @@ def own_loop(rank: int, world: int, stage: int) -> None:
         for called in (True, False):
             model = plait.parallelize(plain(frozen=frozen, twice=twice), config).model
             for piece in pieces[rank::world]:
-                output = model(piece) if called or stage else model.forward(piece)  # hooks of the root do not see the second
+                output = (
+                    model(piece) if called or stage else model.forward(piece)
+                )  # hooks of the root do not see the second
                 output.square().mean().backward()
             same(gradients(model), wanted, zero_is_none=stage > 0)
 
@@ -193,24 +227,34 @@ def unusual(*, alias: bool) -> Unusual:
 
 def images(steps: int) -> torch.Tensor:
     """[steps, ranks, samples, 3, 5, 5]."""
-    return torch.randn(steps, WORLD, 2, 3, 5, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return torch.randn(
+        steps, WORLD, 2, 3, 5, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
 
 
 def lying_unusually(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
     """Runs in a worker. A caller's own fused kernel goes through memory without a look at strides: it is torch's
     where gradients lie as torch lays them."""
-    for kind, alias in (("SGD", stage == 0), ("AdamW", False), *((("fused", False),) if stage == 0 else ())):
+    for kind, alias in (
+        ("SGD", stage == 0),
+        ("AdamW", False),
+        *((("fused", False),) if stage == 0 else ()),
+    ):
         one = unusual(alias=alias)
         own: Callable[..., torch.optim.Optimizer] | None = None
         if kind == "fused":
             own = lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, fused=True)  # noqa: E731
         if kind in ("SGD", "fused"):
-            update: torch.optim.Optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, fused=kind == "fused")
+            update: torch.optim.Optimizer = torch.optim.SGD(
+                one.parameters(), lr=0.1, momentum=0.9, fused=kind == "fused"
+            )
             params: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
         else:
             update = torch.optim.AdamW(one.parameters(), lr=0.01, weight_decay=0.0, foreach=False)
             params = {"lr": 0.01}
-        config = settings(world, stage, 1, 1, **({} if own else {"optimizer": {"type": kind, "params": params}}))
+        config = settings(
+            world, stage, 1, 1, **({} if own else {"optimizer": {"type": kind, "params": params}})
+        )
         config = {**config, "gradient_clipping": 0, "parallel": {**config["parallel"], **more}}
         if own:
             config.pop("optimizer", None)
@@ -227,8 +271,12 @@ def lying_unusually(rank: int, world: int, stage: int, more: dict[str, Any]) -> 
         engine.close()
 
 
-@pytest.mark.parametrize(("stage", "more"), [(0, {}), (0, {"transport": "torch"}), (1, {}), (3, {})], ids=str)
-def test_parameters_that_lie_unusually_in_memory(pool: Pool, stage: int, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "more"), [(0, {}), (0, {"transport": "torch"}), (1, {}), (3, {})], ids=str
+)
+def test_parameters_that_lie_unusually_in_memory(
+    pool: Pool, stage: int, more: dict[str, Any]
+) -> None:
     """A2: the gradient, the optimizer's fused kernel and the shards see the same elements."""
     pool.run(WORLD, lying_unusually, stage, more)
 
@@ -300,7 +348,9 @@ def looks_between(rank: int, world: int, stage: int, more: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("transport", ["torch", "shared-memory"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_forward_before_the_update_leaves_no_old_values(pool: Pool, stage: int, transport: str) -> None:
+def test_a_forward_before_the_update_leaves_no_old_values(
+    pool: Pool, stage: int, transport: str
+) -> None:
     """A12."""
     pool.run(WORLD, looks_between, stage, {"transport": transport})
 
@@ -331,7 +381,12 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
 
     def engine_here() -> plait.Engine:
         return plait.initialize(
-            deep(), config, loss_fn=loss, weight_fn=lambda _: 1.0, forward=forward, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)
+            deep(),
+            config,
+            loss_fn=loss,
+            weight_fn=lambda _: 1.0,
+            forward=forward,
+            optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
         )
 
     engine = engine_here()
@@ -361,7 +416,11 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
                 if again == "forward" and index == 1:
                     fails(lambda piece=piece: engine(piece, "forward"))  # type: ignore[misc]
                     break
-                output = engine(piece, "backward" if again == "backward" and index == 1 else "").square().mean()
+                output = (
+                    engine(piece, "backward" if again == "backward" and index == 1 else "")
+                    .square()
+                    .mean()
+                )
                 if again == "backward" and index == 1:
                     fails(lambda output=output: engine.backward(output))  # type: ignore[misc]
                     break
@@ -384,7 +443,14 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("stage", "more"),
-    [(0, {}), (0, {"transport": "torch"}), (1, {}), (2, {"transport": "torch"}), (3, {}), (3, {"transport": "torch"})],
+    [
+        (0, {}),
+        (0, {"transport": "torch"}),
+        (1, {}),
+        (2, {"transport": "torch"}),
+        (3, {}),
+        (3, {"transport": "torch"}),
+    ],
     ids=str,
 )
 def test_a_failed_step_leaves_nothing_behind(pool: Pool, stage: int, more: dict[str, Any]) -> None:
@@ -449,7 +515,11 @@ def refused(rank: int, world: int) -> None:
         engine = engine_of(deep(), stage)
         with pytest.raises(InputError, match=r"loss.backward\(\)"):
             engine(piece).square().mean().backward()
-        for loss, words in ((None, "not NoneType"), (torch.ones(3), "shape"), (torch.ones(()), "without a gradient")):
+        for loss, words in (
+            (None, "not NoneType"),
+            (torch.ones(3), "shape"),
+            (torch.ones(()), "without a gradient"),
+        ):
             with pytest.raises(InputError, match=words):
                 engine.backward(loss)  # type: ignore[arg-type]
         engine.zero_grad()
@@ -462,8 +532,12 @@ def refused(rank: int, world: int) -> None:
             engine.step()
     engine = engine_of(deep(), 1, accumulation=2)
     engine.backward(engine(piece).square().mean())
-    engine.set_gradient_accumulation_boundary(True)  # too late: the backward left its gradients for the next one to reduce
-    with pytest.raises(InputError, match="before the forward and backward of the micro-batch that is the last"):
+    engine.set_gradient_accumulation_boundary(
+        True
+    )  # too late: the backward left its gradients for the next one to reduce
+    with pytest.raises(
+        InputError, match="before the forward and backward of the micro-batch that is the last"
+    ):
         engine.step()
     for stage in (1, 3):
         engine = engine_of(deep(), stage)
@@ -472,8 +546,12 @@ def refused(rank: int, world: int) -> None:
         with pytest.raises(InputError, match=r"blocks.0.*is read by the loss itself"):
             engine.backward(engine(piece).square().mean() + penalty)
     total = plait.per_sample(lambda output, _: output.sum())
-    engine = plait.initialize(deep(), config, loss_fn=total, forward=lambda whole, x: whole.blocks[0].own(x))
-    with pytest.raises(InputError, match="let forward= call the model and not the modules inside it"):
+    engine = plait.initialize(
+        deep(), config, loss_fn=total, forward=lambda whole, x: whole.blocks[0].own(x)
+    )
+    with pytest.raises(
+        InputError, match="let forward= call the model and not the modules inside it"
+    ):
         engine.train_batch(iter([piece, piece]))
     replicated = settings(world, 0, 1, 1)
     sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True))
@@ -484,7 +562,11 @@ def refused(rank: int, world: int) -> None:
             plait.initialize(wrong, replicated)
     watched = deep()
     watched.last.weight.register_hook(lambda gradient: gradient)
-    for wrong, words in ((unusual(alias=True), "no elements|same memory"), (nn.Linear(0, 2), "no elements"), (watched, "has a hook")):
+    for wrong, words in (
+        (unusual(alias=True), "no elements|same memory"),
+        (nn.Linear(0, 2), "no elements"),
+        (watched, "has a hook"),
+    ):
         with pytest.raises(ModelError, match=words):
             plait.initialize(wrong, config)
 

@@ -17,7 +17,13 @@ from tests.pool import Pool
 
 NEW = 128
 BAR = 1e-5
-PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99], [55], [4, 9, 16, 25, 36, 49, 64, 81, 100, 21, 44, 69]]
+PROMPTS = [
+    [5, 17, 33, 2, 90, 41, 7, 11, 64],
+    [8, 3],
+    [71, 12, 12, 12, 99],
+    [55],
+    [4, 9, 16, 25, 36, 49, 64, 81, 100, 21, 44, 69],
+]
 KINDS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama": ("llama", False, {"num_key_value_heads": 4}),
     "llama, grouped heads": ("llama", False, {"num_key_value_heads": 2}),
@@ -57,7 +63,14 @@ def by_transformers(kind: str, new: int) -> tuple[list[list[int]], torch.Tensor]
     made = (
         built(kind)
         .eval()
-        .generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+        .generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
     )
     return made.sequences[:, longest:].tolist(), torch.stack(made.logits, dim=1)
 
@@ -65,15 +78,24 @@ def by_transformers(kind: str, new: int) -> tuple[list[list[int]], torch.Tensor]
 Found = list[tuple[list[Generation], torch.Tensor | None]]
 
 
-def generated(rank: int, world: int, kind: str, config: dict[str, Any], new: int, recomputes: bool) -> Found:
+def generated(
+    rank: int, world: int, kind: str, config: dict[str, Any], new: int, recomputes: bool
+) -> Found:
     """What this rank's prompts became, with a cache and without, and their logits. Runs in a worker."""
     with pytest.MonkeyPatch.context() as patch:
         seen = SeenLogits(patch)
-        engine = plait.initialize(built(kind), {"train_micro_batch_size_per_gpu": 2, **config}, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            built(kind),
+            {"train_micro_batch_size_per_gpu": 2, **config},
+            loss_fn=plait.causal_lm_loss,
+        )
         try:
             mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
             ways = (True, False) if recomputes else (True,)
-            return [(engine.generate(mine, max_new_tokens=new, use_cache=way), seen.take()) for way in ways]
+            return [
+                (engine.generate(mine, max_new_tokens=new, use_cache=way), seen.take())
+                for way in ways
+            ]
         finally:
             engine.close()
 
@@ -86,15 +108,24 @@ def check(pool: Pool, kind: str, layout: str, *, new: int = NEW, recomputes: boo
     for found in pool.run(world, generated, kind, config, new, recomputes):
         for made, chosen_from in found:
             places = [PROMPTS.index(one.prompt_ids) for one in made]
-            assert [one.token_ids for one in made] == [tokens[place] for place in places], (kind, layout)
+            assert [one.token_ids for one in made] == [tokens[place] for place in places], (
+                kind,
+                layout,
+            )
             assert places or chosen_from is None
             for one, place in zip(made, places, strict=True):
-                of_tokens = torch.log_softmax(logits[place], -1).gather(1, torch.tensor(tokens[place]).unsqueeze(1))[:, 0]
+                of_tokens = torch.log_softmax(logits[place], -1).gather(
+                    1, torch.tensor(tokens[place]).unsqueeze(1)
+                )[:, 0]
                 differences.append(float((torch.tensor(one.logprobs) - of_tokens).abs().max()))
             if chosen_from is not None:
                 differences.append(float((chosen_from - logits[places]).abs().max()))
     # A logit of each way and a log probability of each request at least.
-    assert len(differences) >= (1 + recomputes) * (1 + len(PROMPTS)) and max(differences) <= BAR, (kind, layout, max(differences))
+    assert len(differences) >= (1 + recomputes) * (1 + len(PROMPTS)) and max(differences) <= BAR, (
+        kind,
+        layout,
+        max(differences),
+    )
     return max(differences)
 
 
@@ -104,7 +135,9 @@ def test_a_sample(pool: Pool) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_every_kind_on_every_layout(pool: Pool, kind: str, record_property: pytest.RecordProperty) -> None:
+def test_every_kind_on_every_layout(
+    pool: Pool, kind: str, record_property: pytest.RecordProperty
+) -> None:
     for layout in LAYOUTS:
         found = check(pool, kind, layout)
         record_property(layout, found)

@@ -19,7 +19,9 @@ from tests.pool import Pool
 
 def lose_a_gradient(rank: int, world: int) -> str:
     """Runs in a worker. The hook that notes a block's gradients is lost, as by a hook that was registered too early."""
-    engine = plait.initialize(cases.build("plain", tied=True), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("plain", tied=True), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss
+    )
     first, second = cases.ragged_steps(world, steps=2, keys=())
     engine.train_batch([first[rank]])
     # The tensors that autograd accumulates into are others than the sharded parameters.
@@ -55,7 +57,9 @@ def test_an_unchanged_parameter_is_named_once(pool: Pool, stage: int) -> None:
     first, second = pool.run(2, train_with_a_constant_part, settings(2, stage, 1, 1))
     assert not second
     (message,) = first
-    assert message.startswith("blocks.0.side.weight and 5 more did not change in the first 10 updates"), message
+    assert message.startswith(
+        "blocks.0.side.weight and 5 more did not change in the first 10 updates"
+    ), message
 
 
 class Encoder(cases.PlainModel):
@@ -67,10 +71,14 @@ class Encoder(cases.PlainModel):
 
 def call_a_method(rank: int, world: int) -> str:
     """Runs in a worker."""
-    engine = plait.initialize(Encoder(tied=False), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        Encoder(tied=False), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss
+    )
     engine.model.encode(torch.arange(3))  # the embedding and the head gather themselves
     engine.train_batch([cases.ragged_steps(world, steps=1, keys=())[0][rank]])
-    engine = plait.initialize(Encoder(tied=True), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        Encoder(tied=True), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss
+    )
     with pytest.raises(InputError) as caught:
         engine.model.encode(torch.arange(3))
     return str(caught.value)
@@ -78,4 +86,6 @@ def call_a_method(rank: int, world: int) -> str:
 
 def test_a_method_that_reads_shards_is_named(pool: Pool) -> None:
     for message in pool.run(2, call_a_method):
-        assert message.startswith("Encoder.encode computes with parameters that are shards"), message
+        assert message.startswith("Encoder.encode computes with parameters that are shards"), (
+            message
+        )

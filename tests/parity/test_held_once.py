@@ -40,8 +40,13 @@ def written(rank: int, ranks: int) -> None:
         memory.begin()
         memory.finish()
         for index, whole in enumerate(memory.wholes):
-            expected = torch.tensor([100.0 * step + 10 * index + r for r in range(ranks)], dtype=torch.float64)
-            assert torch.equal(whole.view(ranks, -1), expected.view(-1, 1).expand(ranks, memory.rows[index].numel())), (step, index)
+            expected = torch.tensor(
+                [100.0 * step + 10 * index + r for r in range(ranks)], dtype=torch.float64
+            )
+            assert torch.equal(
+                whole.view(ranks, -1),
+                expected.view(-1, 1).expand(ranks, memory.rows[index].numel()),
+            ), (step, index)
         memory.release()
 
 
@@ -75,7 +80,12 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 def trained(
-    rank: int, world: int, config: dict[str, Any], late: int | None, moved: bool = False, free: int | None = None
+    rank: int,
+    world: int,
+    config: dict[str, Any],
+    late: int | None,
+    moved: bool = False,
+    free: int | None = None,
 ) -> dict[str, Any]:
     """Three steps with an evaluation in between. Rank `late` is slow; `moved`: the user puts copies in the parameters' places; `free`: so
     many bytes of memory are said to be left. Runs in a worker."""
@@ -87,7 +97,9 @@ def trained(
         if rank == late:
             late_in_backward(model, 0.005)
         losses = []
-        for step in cases.steps_for("llama", world * config["gradient_accumulation_steps"], steps=3):
+        for step in cases.steps_for(
+            "llama", world * config["gradient_accumulation_steps"], steps=3
+        ):
             mine = step[rank::world]
             losses.append(float(engine.train_batch(mine).loss))
             losses.append(engine.eval_batch(mine[0])[0])
@@ -120,7 +132,9 @@ def transported(config: dict[str, Any], transport: str) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_same_bits_as_gathered(pool: Pool, stage: int, accumulation: int, more: dict[str, Any], late: int | None) -> None:
+def test_same_bits_as_gathered(
+    pool: Pool, stage: int, accumulation: int, more: dict[str, Any], late: int | None
+) -> None:
     """Of two ranks: a sum of two numbers has no order."""
     config = settings(2, stage, 1, accumulation)
     config["parallel"] |= more
@@ -167,11 +181,21 @@ def said(rank: int, world: int, config: dict[str, Any]) -> tuple[str, bool]:
         (2, {"parallel": {"compress_weights": "int8"}}),
         (3, {"parallel": {"secondary_partition": 2}}),
         (2, {"parallel": {"transport": "torch"}}),
-        (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "FOLDER"}}}),
+        (
+            2,
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "FOLDER"},
+                }
+            },
+        ),
     ],
     ids=["cast", "compressed", "secondary partition", "torch", "on disk"],
 )
-def test_what_is_computed_with_must_be_the_shards_themselves(pool: Pool, tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
+def test_what_is_computed_with_must_be_the_shards_themselves(
+    pool: Pool, tmp_path: Path, stage: int, more: dict[str, Any]
+) -> None:
     world = 4 if "secondary_partition" in more.get("parallel", {}) else 2
     config = settings(world, stage, 1, 1)
     parallel = config["parallel"] | more.get("parallel", {})
@@ -185,7 +209,9 @@ def test_what_is_computed_with_must_be_the_shards_themselves(pool: Pool, tmp_pat
 # ---- an evaluation, after which a rank changes what it holds --------------------------------------------------------------------------
 
 
-def changed_after_evaluation(rank: int, world: int, config: dict[str, Any], waits: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def changed_after_evaluation(
+    rank: int, world: int, config: dict[str, Any], waits: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits, those of an evaluation after which rank 0 set its shards to zero while rank 1 was still computing). Runs in a worker."""
     with ExitStack() as stack:
         if not waits:

@@ -86,9 +86,14 @@ def counted(rank: int, world: int, stage: int, folder: Path) -> dict[str, Any]:
     hook, own = Counting(), Counting()
     config = settings(world, stage, 1, 2)
     with attached(hook):
-        engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
+        )
     batch = cases.steps_for("plain", 2 * world)[0][2 * rank : 2 * rank + 2]
-    found: dict[str, Any] = {"order": [type(each).__name__ for each in engine.hooks.all], "said": engine.communication}
+    found: dict[str, Any] = {
+        "order": [type(each).__name__ for each in engine.hooks.all],
+        "said": engine.communication,
+    }
     found["decided"] = engine.train_batch(batch).decided
     found["step"], hook.calls[:] = list(hook.calls), []
     for piece in batch:
@@ -121,13 +126,24 @@ def test_what_a_hook_is_told(pool: Pool, tmp_path: Path) -> None:
     for stage in (0, 2):
         for found in pool.run(2, counted, stage, tmp_path / str(stage)):
             own = ["Reducer"] if stage == 0 else ["ShardedSteps", "UnusedTracker"]
-            assert found["order"] == [*own, "ChangingBuffers", "Recomputed", "Counting", "Guard"], "other hooks follow"
+            assert found["order"] == [*own, "ChangingBuffers", "Recomputed", "Counting", "Guard"], (
+                "other hooks follow"
+            )
             assert found["said"].endswith("calls are written down")
             assert found["decided"] == "it was decided"
             micro = ["micro-batch not last", "backward", "micro-batch last", "backward"]
             assert found["step"] == [*micro, "reduction", "update", "step, skipped False"]
-            calls = [["micro-batch " + last] * 2 + ["backward", "after backward"] for last in ("not last", "last")]
-            assert found["three calls"] == [*calls[0], *calls[1], "reduction", "update", "step, skipped False"]
+            calls = [
+                ["micro-batch " + last] * 2 + ["backward", "after backward"]
+                for last in ("not last", "last")
+            ]
+            assert found["three calls"] == [
+                *calls[0],
+                *calls[1],
+                "reduction",
+                "update",
+                "step, skipped False",
+            ]
             assert found["loaded"] == 0
             assert found["error"] == ["drop", "micro-batch not last", "error in forward", "drop"]
             assert found["close"] == ["release", "close"]
@@ -139,13 +155,20 @@ def traced(rank: int, world: int) -> tuple[int, int]:
     from plait.parallel.tensor.tensor_parallel import make_plan
 
     config = settings(world, 0, 1, 2)
-    config["parallel"] = {"pp": 2, "recompute": {"mode": "budget", "budget_gib": 1, "sequence_length": 8}}
+    config["parallel"] = {
+        "pp": 2,
+        "recompute": {"mode": "budget", "budget_gib": 1, "sequence_length": 8},
+    }
     config["train_micro_batch_size_per_gpu"] = 1
     with (
         patch.object(Pipeline, "_bounds", autospec=True, side_effect=Pipeline._bounds) as bounds,
         patch("plait.parallel.tensor.tensor_parallel.make_plan", side_effect=make_plan) as plans,
     ):
-        engine = plait.initialize(cases.build("llama", tied=False, dtype=torch.float32, layers=2), config, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            cases.build("llama", tied=False, dtype=torch.float32, layers=2),
+            config,
+            loss_fn=plait.causal_lm_loss,
+        )
     engine.close()
     return bounds.call_count, plans.call_count
 

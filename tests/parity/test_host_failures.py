@@ -20,7 +20,12 @@ from plait.errors import CommunicationError
 from tests.pool import quick_starts
 
 GROUP_SECONDS = 2.0
-WHERE = {"all-gather": "all-gather", "held once": "all-gather", "reduce-scatter": "reduce-scatter", "all-reduce": "all-reduce"}
+WHERE = {
+    "all-gather": "all-gather",
+    "held once": "all-gather",
+    "reduce-scatter": "reduce-scatter",
+    "all-reduce": "all-reduce",
+}
 """What is done, to the operation that its error names."""
 
 
@@ -30,8 +35,12 @@ def gather(way: Any) -> None:
 
 
 def scatter(way: Any) -> None:
-    given = way.reduce_scatter.allocate((200_000,), dtype=torch.float32, device=torch.device("cpu")).fill_(1)
-    output = way.reduce_scatter.allocate((100_000,), dtype=torch.float32, device=torch.device("cpu"))
+    given = way.reduce_scatter.allocate(
+        (200_000,), dtype=torch.float32, device=torch.device("cpu")
+    ).fill_(1)
+    output = way.reduce_scatter.allocate(
+        (100_000,), dtype=torch.float32, device=torch.device("cpu")
+    )
     way.reduce_scatter(output, given, dist.group.WORLD, dist.ReduceOp.SUM)
 
 
@@ -39,8 +48,12 @@ def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) 
     """Rank 1 takes part twice and then fails; rank 0 says what it saw."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=GROUP_SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
-    way = connect(dist.group.WORLD, label="dp_shard", device=torch.device("cpu"), wanted="shared-memory")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout
+    )
+    way = connect(
+        dist.group.WORLD, label="dp_shard", device=torch.device("cpu"), wanted="shared-memory"
+    )
     buckets = way.buckets([Flat(torch.float32, ((100_000,),))])
 
     def reduce() -> None:
@@ -54,7 +67,12 @@ def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) 
         parameters.begin()
         parameters.finish()
 
-    ways = {"all-gather": lambda: gather(way), "held once": meet, "reduce-scatter": lambda: scatter(way), "all-reduce": reduce}
+    ways = {
+        "all-gather": lambda: gather(way),
+        "held once": meet,
+        "reduce-scatter": lambda: scatter(way),
+        "all-reduce": reduce,
+    }
     once = ways[operation]
     once()
     once()
@@ -73,7 +91,12 @@ def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) 
 def run(tmp_path: Path, operation: str, victim_does: str) -> str:
     context = quick_starts()
     answers = context.Queue()
-    processes = [context.Process(target=work, args=(rank, str(tmp_path / "store"), operation, victim_does, answers)) for rank in range(2)]
+    processes = [
+        context.Process(
+            target=work, args=(rank, str(tmp_path / "store"), operation, victim_does, answers)
+        )
+        for rank in range(2)
+    ]
     for process in processes:
         process.start()
     try:
@@ -86,7 +109,9 @@ def run(tmp_path: Path, operation: str, victim_does: str) -> str:
 
 
 def shared_files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    return (
+        {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    )
 
 
 @pytest.mark.parametrize("operation", WHERE)
@@ -94,10 +119,14 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path, operation: str) -> None:
     before = shared_files()
     text = run(tmp_path, operation, "dies")
     assert text.startswith(f"{WHERE[operation]} over dp_shard: rank 1 (process "), text
-    assert "ended while rank 0 waited for it" in text, "not only at the deadline, of which another sentence tells"
+    assert "ended while rank 0 waited for it" in text, (
+        "not only at the deadline, of which another sentence tells"
+    )
     assert {name for name in shared_files() - before if "plait" in name} == set()
 
 
 def test_a_stuck_rank_is_named_at_the_deadline(tmp_path: Path) -> None:
     text = run(tmp_path, "all-reduce", "hangs")
-    assert text.startswith("all-reduce over dp_shard: rank 0 waited 2 s for rank 1, which runs and did not take part"), text
+    assert text.startswith(
+        "all-reduce over dp_shard: rank 0 waited 2 s for rank 1, which runs and did not take part"
+    ), text

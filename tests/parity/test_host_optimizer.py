@@ -27,7 +27,9 @@ CHECK = OptimizerOffload.check
 
 def is_offloaded(module: FSDPModule) -> bool:
     """Whether torch moves the unit's shards to and from the host."""
-    return all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in parameter_groups(module))
+    return all(
+        isinstance(group.offload_policy, CPUOffloadPolicy) for group in parameter_groups(module)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +40,46 @@ def unchecked() -> Iterator[Pool]:
     made.close()
 
 
-def digests(rank: int, world: int, kind: str, config: dict[str, Any], ratios: list[float], dtype: torch.dtype) -> list[str]:
+def digests(
+    rank: int,
+    world: int,
+    kind: str,
+    config: dict[str, Any],
+    ratios: list[float],
+    dtype: torch.dtype,
+) -> list[str]:
     """Runs in a worker. Ratio 0 does not offload."""
     found = []
     for ratio in ratios:
         offload = ratio > 0
-        zero = {**config["zero_optimization"], **({"offload_optimizer": {"device": "cpu", "ratio": ratio}} if offload else {})}
+        zero = {
+            **config["zero_optimization"],
+            **({"offload_optimizer": {"device": "cpu", "ratio": ratio}} if offload else {}),
+        }
         resolved = resolve(load({**config, "zero_optimization": zero}), world_size=world)
         if offload and OptimizerOffload.check is CHECK:  # later it is out
             with pytest.raises(ConfigError, match="nothing would move"):
-                plait.initialize(build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss)
+                plait.initialize(
+                    build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss
+                )
             OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
-        engine = plait.initialize(build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss
+        )
         assert engine.parts.shard.master_weights_on_host == offload
-        on_host = [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule) and is_offloaded(module)]
+        on_host = [
+            name
+            for name, module in engine.model.named_modules()
+            if isinstance(module, FSDPModule) and is_offloaded(module)
+        ]
         layers = [f"model.layers.{index}" for index in range(2)]
         assert on_host == ([] if not offload else ["", *layers] if ratio == 1 else layers[:1])
         dp = world // config["parallel"]["tp"]
-        found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
+        found.append(
+            digest(
+                engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))
+            )
+        )
     return found
 
 
@@ -82,10 +106,15 @@ def in_a_pipeline(rank: int, world: int, config: dict[str, Any]) -> Trace | None
     return pipeline.train(rank, world, "qwen3", True, {**config, "zero_optimization": zero})
 
 
-@pytest.mark.parametrize(("stage", "schedule"), [pytest.param(1, "interleaved-1f1b", marks=pytest.mark.proof), (2, "zbv"), (3, "1f1b")])
+@pytest.mark.parametrize(
+    ("stage", "schedule"),
+    [pytest.param(1, "interleaved-1f1b", marks=pytest.mark.proof), (2, "zbv"), (3, "1f1b")],
+)
 def test_in_a_pipeline(unchecked: Pool, stage: int, schedule: str) -> None:
     """One process in float64: a schedule that reduces outside of autograd, stages of a rank that end at different times, freed parameters;
     embeddings tied between the first and the last stage."""
-    found = unchecked.run(4, in_a_pipeline, pipeline.settings(stage, 4, schedule, pp=2, dp_shard=2))[0]
+    found = unchecked.run(
+        4, in_a_pipeline, pipeline.settings(stage, 4, schedule, pp=2, dp_shard=2)
+    )[0]
     difference = worst(compare(pipeline.reference("qwen3", True, 8), found))
     assert difference.ok(1e-10), f"{difference.name}: {difference.error}"

@@ -65,11 +65,21 @@ def gather(way: Transport, shard: torch.Tensor, ranks: int, *, ask: bool) -> tor
     return output
 
 
-def scatter(way: Transport, stacked: torch.Tensor, ranks: int, *, ask: bool, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+def scatter(
+    way: Transport, stacked: torch.Tensor, ranks: int, *, ask: bool, op: Any = dist.ReduceOp.SUM
+) -> torch.Tensor:
     assert way.reduce_scatter is not None
-    given = way.reduce_scatter.allocate((stacked.numel(),), dtype=stacked.dtype, device=CPU).copy_(stacked) if ask else stacked
+    given = (
+        way.reduce_scatter.allocate((stacked.numel(),), dtype=stacked.dtype, device=CPU).copy_(
+            stacked
+        )
+        if ask
+        else stacked
+    )
     if ask:
-        output = way.reduce_scatter.allocate((stacked.numel() // ranks,), dtype=stacked.dtype, device=CPU)
+        output = way.reduce_scatter.allocate(
+            (stacked.numel() // ranks,), dtype=stacked.dtype, device=CPU
+        )
     else:
         output = torch.empty(stacked.numel() // ranks, dtype=stacked.dtype)
     way.reduce_scatter(output, given, dist.group.WORLD, op)
@@ -86,12 +96,26 @@ def against_torch(rank: int, ranks: int) -> None:
         for dtype in DTYPES:
             for ask in (True, False):
                 shard = numbers(10 * number + rank, numel, dtype, whole=True)
-                everyone = [numbers(10 * number + r, numel, dtype, whole=True) for r in range(ranks)]
-                assert torch.equal(gather(way, shard, ranks, ask=ask), torch.cat(everyone)), (numel, dtype, ask)
-                inputs = [numbers(77 * number + r, ranks * numel, dtype, whole=True) for r in range(ranks)]
+                everyone = [
+                    numbers(10 * number + r, numel, dtype, whole=True) for r in range(ranks)
+                ]
+                assert torch.equal(gather(way, shard, ranks, ask=ask), torch.cat(everyone)), (
+                    numel,
+                    dtype,
+                    ask,
+                )
+                inputs = [
+                    numbers(77 * number + r, ranks * numel, dtype, whole=True) for r in range(ranks)
+                ]
                 total = sum(inputs[1:], inputs[0])[rank * numel : (rank + 1) * numel]
-                assert torch.equal(scatter(way, inputs[rank], ranks, ask=ask), total), (numel, dtype, ask)
-    mean = scatter(way, torch.full((ranks * 3,), float(rank)), ranks, ask=True, op=dist.ReduceOp.AVG)
+                assert torch.equal(scatter(way, inputs[rank], ranks, ask=ask), total), (
+                    numel,
+                    dtype,
+                    ask,
+                )
+    mean = scatter(
+        way, torch.full((ranks * 3,), float(rank)), ranks, ask=True, op=dist.ReduceOp.AVG
+    )
     assert torch.equal(mean, torch.full((3,), sum(range(ranks)) / ranks))
     with pytest.raises(NotImplementedError, match="MAX"):
         scatter(way, torch.ones(ranks), ranks, ask=False, op=dist.ReduceOp.MAX)
@@ -105,7 +129,13 @@ def test_equals_torch(pool: Pool, ranks: int) -> None:
 def sums_of_buckets(rank: int, ranks: int) -> list[bytes]:
     """Several in flight over several steps, started and finished in any order that all share. Runs in a worker."""
     way = shared()
-    sizes = [(100_003, torch.float32), (1, torch.float32), (4096, torch.bfloat16), (7, torch.float64), (0, torch.float32)]
+    sizes = [
+        (100_003, torch.float32),
+        (1, torch.float32),
+        (4096, torch.bfloat16),
+        (7, torch.float64),
+        (0, torch.float32),
+    ]
     buckets = way.buckets([flat(numel, dtype) for numel, dtype in sizes])
     order = random.Random(4)
     bits = []
@@ -114,11 +144,16 @@ def sums_of_buckets(rank: int, ranks: int) -> list[bytes]:
             sum(i * i for i in range(20_000 * rank))
         starts = order.sample(range(len(sizes)), len(sizes))
         for index in starts:
-            buckets.buffers[index].copy_(numbers(step * 100 + index * 10 + rank, *sizes[index], whole=True))
+            buckets.buffers[index].copy_(
+                numbers(step * 100 + index * 10 + rank, *sizes[index], whole=True)
+            )
             buckets.start(index)
         for index in order.sample(starts, len(starts)):
             buckets.finish(index)
-            inputs = [numbers(step * 100 + index * 10 + r, *sizes[index], whole=True) for r in range(ranks)]
+            inputs = [
+                numbers(step * 100 + index * 10 + r, *sizes[index], whole=True)
+                for r in range(ranks)
+            ]
             assert torch.equal(buckets.buffers[index], sum(inputs[1:], inputs[0])), (step, index)
     for index, (numel, dtype) in enumerate(sizes):
         buckets.buffers[index].copy_(numbers(index * 10 + rank, numel, dtype, whole=False))
@@ -139,7 +174,9 @@ def half_sums(rank: int, ranks: int) -> None:
     way = shared()
     inputs = [numbers(r, ranks * 999, torch.bfloat16, whole=False) for r in range(ranks)]
     exact = sum((x.float() for x in inputs[1:]), inputs[0].float()).to(torch.bfloat16)
-    assert torch.equal(scatter(way, inputs[rank], ranks, ask=True), exact[rank * 999 : (rank + 1) * 999])
+    assert torch.equal(
+        scatter(way, inputs[rank], ranks, ask=True), exact[rank * 999 : (rank + 1) * 999]
+    )
 
 
 def test_half_precision_is_summed_in_float32(pool: Pool) -> None:
@@ -160,12 +197,19 @@ def held(rank: int, ranks: int) -> None:
             shard = numbers(step * 10 + rank, numel, torch.float32, whole=False)
             output = gather(way, shard, ranks, ask=order.random() < 0.8)
             kept.append((output, output.clone()))
-            expected = torch.cat([numbers(step * 10 + r, numel, torch.float32, whole=False) for r in range(ranks)])
+            expected = torch.cat(
+                [numbers(step * 10 + r, numel, torch.float32, whole=False) for r in range(ranks)]
+            )
             assert torch.equal(output, expected), step
             if order.random() < 0.5:
-                inputs = [numbers(step * 10 + r, numel * ranks, torch.float32, whole=True) for r in range(ranks)]
+                inputs = [
+                    numbers(step * 10 + r, numel * ranks, torch.float32, whole=True)
+                    for r in range(ranks)
+                ]
                 part = scatter(way, inputs[rank], ranks, ask=True)
-                assert torch.equal(part, sum(inputs[1:], inputs[0])[rank * numel : (rank + 1) * numel]), step
+                assert torch.equal(
+                    part, sum(inputs[1:], inputs[0])[rank * numel : (rank + 1) * numel]
+                ), step
             for tensor, copy in kept:
                 assert torch.equal(tensor, copy), "written to while it was in use"
             while len(kept) > order.choice((0, 1, 2, 3, 4)):
@@ -191,7 +235,9 @@ def slow_reader(rank: int, ranks: int) -> None:
     kept = None
     with patch.object(collectives, "add_in_order", late if rank == 1 else real):
         for step in range(4):
-            given = way.reduce_scatter.allocate((2000,), dtype=torch.float32, device=CPU).fill_(step)
+            given = way.reduce_scatter.allocate((2000,), dtype=torch.float32, device=CPU).fill_(
+                step
+            )
             output = way.reduce_scatter.allocate((1000,), dtype=torch.float32, device=CPU)
             way.reduce_scatter(output, given, dist.group.WORLD, dist.ReduceOp.SUM)
             assert torch.equal(output, torch.full((1000,), 2.0 * step)), step
@@ -210,10 +256,19 @@ def keeps_what_others_free(rank: int, ranks: int) -> None:
     for step in range(10):
         shard = numbers(step * 10 + rank, 100, torch.float32, whole=True)
         output = gather(way, shard, ranks, ask=True)
-        assert torch.equal(output, torch.cat([numbers(step * 10 + r, 100, torch.float32, whole=True) for r in range(ranks)]))
-        inputs = [numbers(step * 10 + r, 100 * ranks, torch.float32, whole=True) for r in range(ranks)]
+        assert torch.equal(
+            output,
+            torch.cat(
+                [numbers(step * 10 + r, 100, torch.float32, whole=True) for r in range(ranks)]
+            ),
+        )
+        inputs = [
+            numbers(step * 10 + r, 100 * ranks, torch.float32, whole=True) for r in range(ranks)
+        ]
         assert way.reduce_scatter is not None
-        given = way.reduce_scatter.allocate((100 * ranks,), dtype=torch.float32, device=CPU).copy_(inputs[rank])
+        given = way.reduce_scatter.allocate((100 * ranks,), dtype=torch.float32, device=CPU).copy_(
+            inputs[rank]
+        )
         result = way.reduce_scatter.allocate((100,), dtype=torch.float32, device=CPU)
         way.reduce_scatter(result, given, dist.group.WORLD, dist.ReduceOp.SUM)
         assert torch.equal(result, sum(inputs[1:], inputs[0])[rank * 100 : (rank + 1) * 100])
@@ -241,7 +296,10 @@ def pairs(rank: int, ranks: int) -> None:
         half_buckets.buffers[0].fill_(rank)
         whole_buckets.start(0)
         half_buckets.start(0)
-        assert torch.equal(scatter(half, torch.full((4,), float(rank)), 2, ask=True), torch.full((2,), 1.0 + 4 * (rank // 2)))
+        assert torch.equal(
+            scatter(half, torch.full((4,), float(rank)), 2, ask=True),
+            torch.full((2,), 1.0 + 4 * (rank // 2)),
+        )
         half_buckets.finish(0)
         whole_buckets.finish(0)
         assert torch.equal(whole_buckets.buffers[0], torch.full((1000,), 4.0 * step + 6))
@@ -284,9 +342,14 @@ def not_here(rank: int, ranks: int) -> list[str]:
             assert isinstance(found.reduce_scatter, AllToAllReduceScatter)
             assert found.all_gather is None
             reasons.append(found.reason)
-            with pytest.raises(ConfigError, match=r"parallel.transport = 'shared-memory': rank 1: another"):
+            with pytest.raises(
+                ConfigError, match=r"parallel.transport = 'shared-memory': rank 1: another"
+            ):
                 connect(group, label="the test", device=CPU, wanted="shared-memory")
-    assert connect(group, label="the test", device=CPU, wanted="torch").reason == "set in the configuration"
+    assert (
+        connect(group, label="the test", device=CPU, wanted="torch").reason
+        == "set in the configuration"
+    )
     return reasons
 
 
@@ -321,16 +384,27 @@ def short_of_memory(rank: int, ranks: int) -> None:
                 shard = numbers(rank, numel, torch.float32, whole=True)
                 everyone = [numbers(r, numel, torch.float32, whole=True) for r in range(ranks)]
                 assert torch.equal(gather(way, shard, ranks, ask=True), torch.cat(everyone))
-                inputs = [numbers(r, numel * ranks, torch.float32, whole=True) for r in range(ranks)]
-                assert torch.equal(scatter(way, inputs[rank], ranks, ask=True), sum(inputs[1:], inputs[0]).chunk(ranks)[rank])
+                inputs = [
+                    numbers(r, numel * ranks, torch.float32, whole=True) for r in range(ranks)
+                ]
+                assert torch.equal(
+                    scatter(way, inputs[rank], ranks, ask=True),
+                    sum(inputs[1:], inputs[0]).chunk(ranks)[rank],
+                )
             buckets = way.buckets([flat(1_000_000)])
             buckets.buffers[0].fill_(rank)
             buckets.start(0)
             buckets.finish(0)
-            assert torch.equal(buckets.buffers[0], torch.full((1_000_000,), float(sum(range(ranks)))))
-        assert "all_to_all" in {call.kind for call in traffic.calls}, "large reduce-scatters go through torch"
+            assert torch.equal(
+                buckets.buffers[0], torch.full((1_000_000,), float(sum(range(ranks))))
+            )
+        assert "all_to_all" in {call.kind for call in traffic.calls}, (
+            "large reduce-scatters go through torch"
+        )
         with pytest.raises(ConfigError, match="to share, and"):
-            connect(dist.group.WORLD, label="the test", device=CPU, wanted="shared-memory").buckets([flat(1_000_000)])
+            connect(dist.group.WORLD, label="the test", device=CPU, wanted="shared-memory").buckets(
+                [flat(1_000_000)]
+            )
 
 
 def test_short_of_memory(pool: Pool) -> None:
@@ -341,7 +415,10 @@ def out_of_step(rank: int, ranks: int) -> None:
     """Ranks that gather different amounts are told so. Runs in a worker."""
     way = shared()
     gather(way, torch.ones(100), ranks, ask=True)
-    with pytest.raises(CommunicationError, match=r"all-gather over the test: rank \d gathers \d+ bytes and rank \d \d+; the ranks issue"):
+    with pytest.raises(
+        CommunicationError,
+        match=r"all-gather over the test: rank \d gathers \d+ bytes and rank \d \d+; the ranks issue",
+    ):
         gather(way, torch.ones(10 + rank), ranks, ask=True)
     scatter(way, torch.ones(100 * ranks), ranks, ask=True)
     with pytest.raises(CommunicationError, match="reduce-scatter over the test: rank . reduces"):
@@ -354,18 +431,34 @@ def test_different_sizes_are_an_error(pool: Pool) -> None:
 
 # ---- whole trainings ----------------------------------------------------------------------------------------------------------------
 
-LAYOUTS = [(2, 0, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (3, 2, 1), (4, 0, 1), (4, 3, 1), (4, 1, 2), (4, 3, 2)]
+LAYOUTS = [
+    (2, 0, 1),
+    (2, 1, 1),
+    (2, 2, 1),
+    (2, 3, 1),
+    (3, 2, 1),
+    (4, 0, 1),
+    (4, 3, 1),
+    (4, 1, 2),
+    (4, 3, 2),
+]
 
 
 @pytest.mark.parametrize(
     ("world", "stage", "replicas", "accumulation"),
     cover(
         ((*layout, accumulation) for layout in LAYOUTS for accumulation in (1, 3)),
-        features=lambda world, stage, replicas, accumulation: (world, (stage, replicas), accumulation),
+        features=lambda world, stage, replicas, accumulation: (
+            world,
+            (stage, replicas),
+            accumulation,
+        ),
         cost=lambda world, *_: world,
     ),
 )
-def test_training_equals_one_process(pool: Pool, world: int, stage: int, replicas: int, accumulation: int) -> None:
+def test_training_equals_one_process(
+    pool: Pool, world: int, stage: int, replicas: int, accumulation: int
+) -> None:
     """float64, ragged, uneven shards."""
     config = settings(world, stage, replicas, accumulation)
     config["parallel"]["transport"] = "shared-memory"
@@ -387,7 +480,19 @@ def bf16_run(rank: int, world: int, config: dict[str, Any]) -> tuple[list[float]
 
 @pytest.mark.parametrize(
     ("stage", "wire"),
-    cover([(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"), (0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")], strength=1),
+    cover(
+        [
+            (0, "fp32"),
+            (1, "bf16"),
+            (2, "fp32"),
+            (3, "bf16"),
+            (0, "bf16"),
+            (1, "fp32"),
+            (2, "bf16"),
+            (3, "fp32"),
+        ],
+        strength=1,
+    ),
 )
 def test_bf16_has_the_same_losses_and_bytes_as_torch(pool: Pool, stage: int, wire: str) -> None:
     """Two ranks: a sum of two numbers has no order, so losses are the same to the bit. The counted bytes are too."""
@@ -415,7 +520,9 @@ def counted(rank: int, world: int, config: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_are_counted(pool: Pool, stage: int) -> None:
     config = settings(2, stage, 1, 1)
-    config["parallel"]["measure_seconds"] = 0  # or torch's collectives may be made of messages, which are counted as such
+    config["parallel"]["measure_seconds"] = (
+        0  # or torch's collectives may be made of messages, which are counted as such
+    )
     sent = {}
     for transport in ("torch", "shared-memory"):
         config["parallel"]["transport"] = transport

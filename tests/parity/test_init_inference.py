@@ -31,7 +31,9 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double().eval()
 
 
-def work(rank: int, world: int, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int, list[str]]:
+def work(
+    rank: int, world: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, int, list[str]]:
     engine = deepspeed.init_inference(model().train(), **options)
     assert not engine.module.training
     logits = engine(input_ids=IDS, attention_mask=MASK).logits
@@ -42,10 +44,18 @@ def work(rank: int, world: int, options: dict[str, Any]) -> tuple[torch.Tensor, 
             engine.generate(**bad)
         refused.append(str(caught.value))
     rows = engine.module.model.layers[0].mlp.up_proj.weight
-    return logits, tokens, (rows.to_local() if hasattr(rows, "to_local") else rows).shape[0], refused
+    return (
+        logits,
+        tokens,
+        (rows.to_local() if hasattr(rows, "to_local") else rows).shape[0],
+        refused,
+    )
 
 
-@pytest.mark.parametrize(("options", "rows"), [({"tensor_parallel": {"tp_size": 2}}, 24), ({"mp_size": 1, "max_out_tokens": 512}, 48)])
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [({"tensor_parallel": {"tp_size": 2}}, 24), ({"mp_size": 1, "max_out_tokens": 512}, 48)],
+)
 def test_one_process(pool: Pool, options: dict[str, Any], rows: int) -> None:
     with torch.no_grad():
         logits = model()(input_ids=IDS, attention_mask=MASK).logits

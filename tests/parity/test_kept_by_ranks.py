@@ -27,14 +27,29 @@ def held(rank: int, world: int, folder: str, tp: int, pp: int) -> tuple[int, int
     new_cache = sharded.new_cache
     object.__setattr__(sharded, "new_cache", lambda **of: made.append(new_cache(**of)) or made[-1])
     try:
-        generate(sharded, PROMPTS, max_new_tokens=NEW, temperature=0, eos_token_id=[39], pad_token_id=0)
+        generate(
+            sharded, PROMPTS, max_new_tokens=NEW, temperature=0, eos_token_id=[39], pad_token_id=0
+        )
         (cache,) = made
         layers = cache.own_layers() if isinstance(cache, StageCaches) else cache.layers
-        several = [list(value.values()) if isinstance(value, dict) else [value] for layer in layers for value in vars(layer).values()]
-        found = sum(one.nbytes for values in several for one in values if isinstance(one, torch.Tensor) and one.ndim)
+        several = [
+            list(value.values()) if isinstance(value, dict) else [value]
+            for layer in layers
+            for value in vars(layer).values()
+        ]
+        found = sum(
+            one.nbytes
+            for values in several
+            for one in values
+            if isinstance(one, torch.Tensor) and one.ndim
+        )
         keeps, asked = kept_of(sharded.model), Asked(len(PROMPTS), len(PROMPTS[0]) + NEW - 1, 4)
         blocks = None if sharded.pipeline is None else sharded.parts.blocks
-        return found, cache_bytes(keeps, asked, tp=tp, blocks=blocks), cache_bytes(keeps, asked, tp=tp, pp=pp)
+        return (
+            found,
+            cache_bytes(keeps, asked, tp=tp, blocks=blocks),
+            cache_bytes(keeps, asked, tp=tp, pp=pp),
+        )
     finally:
         sharded.close()
 

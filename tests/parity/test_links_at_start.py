@@ -38,7 +38,10 @@ def config_of(**parallel: Any) -> dict[str, Any]:
 
 
 def links_with(cheap: str, *, times_as_slow: float = 1.0) -> GroupLinks:
-    costs = {way: Cost(1e-4 * times_as_slow, (1e-9 if way == cheap else 1e-7) * times_as_slow) for way in WAYS}
+    costs = {
+        way: Cost(1e-4 * times_as_slow, (1e-9 if way == cheap else 1e-7) * times_as_slow)
+        for way in WAYS
+    }
     return GroupLinks("dp_replicate", 1, 2, Level(2, costs))
 
 
@@ -65,7 +68,9 @@ def started(
     data = resolved.data_parallel.model_copy(update={"kept_links": str(kept) if kept else None})
     with instead_of_measuring(planted[rank] if planted else None, agreement):
         engine = plait.initialize(
-            cases.build("plain", tied=False), resolved.model_copy(update={"data_parallel": data}), loss_fn=plait.causal_lm_loss
+            cases.build("plain", tied=False),
+            resolved.model_copy(update={"data_parallel": data}),
+            loss_fn=plait.causal_lm_loss,
         )
     assert engine.hooks.of(Reducer) is not None
     loss = float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
@@ -89,7 +94,9 @@ def test_a_start_measures_decides_alike_and_keeps(pool: Pool, tmp_path: Path) ->
     assert facts["device"] == "cpu"
 
 
-def test_the_next_start_goes_by_what_was_kept_while_a_probe_agrees(pool: Pool, tmp_path: Path) -> None:
+def test_the_next_start_goes_by_what_was_kept_while_a_probe_agrees(
+    pool: Pool, tmp_path: Path
+) -> None:
     kept = tmp_path / "links.json"
     pool.run(2, started, config_of(), kept, (links_with("ring"),) * 2)
     results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2, 1e9)
@@ -101,7 +108,10 @@ def test_links_that_became_others_are_measured_again(pool: Pool, tmp_path: Path)
     kept = tmp_path / "links.json"
     pool.run(2, started, config_of(), kept, (links_with("ring", times_as_slow=1e8),) * 2)
     results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2)
-    assert all("reduced by recursive-doubling" in said and "because a probe took" in said for said, *_ in results)
+    assert all(
+        "reduced by recursive-doubling" in said and "because a probe took" in said
+        for said, *_ in results
+    )
     assert load_with_facts(kept)[0]["dp_replicate"] == links_with("recursive-doubling")
 
 
@@ -119,14 +129,21 @@ def test_a_file_of_other_machines_is_not_believed(pool: Pool, tmp_path: Path, ch
 
 def test_ranks_that_measured_differently_decide_alike(pool: Pool) -> None:
     """Or they would wait for each other for ever."""
-    results = pool.run(2, started, config_of(), None, (links_with("ring"), links_with("recursive-doubling")))
+    results = pool.run(
+        2, started, config_of(), None, (links_with("ring"), links_with("recursive-doubling"))
+    )
     assert all("reduced by ring" in said for said, *_ in results)
     assert results[0] == results[1]
 
 
 def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
     """The links say that all ways are about as good; one is, and the others take 3 ms more. Runs in a worker."""
-    links = GroupLinks("dp_replicate", 1, 2, Level(2, {way: Cost(1e-4, 1e-9 * (1 + 0.1 * n)) for n, way in enumerate(WAYS)}))
+    links = GroupLinks(
+        "dp_replicate",
+        1,
+        2,
+        Level(2, {way: Cost(1e-4, 1e-9 * (1 + 0.1 * n)) for n, way in enumerate(WAYS)}),
+    )
     honest, clock = measure.ways_of, Clock()
 
     def later(operation: Any) -> None:
@@ -135,11 +152,19 @@ def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
 
     def ways_of(*args: Any, **options: Any) -> Any:
         of = honest(*args, **options)
-        return lambda nbytes: {way: op if way == fast else partial(later, op) for way, op in of(nbytes).items()}
+        return lambda nbytes: {
+            way: op if way == fast else partial(later, op) for way, op in of(nbytes).items()
+        }
 
     began, honest_seconds = time.perf_counter(), time.perf_counter
-    slow = SimpleNamespace(perf_counter=lambda: began + (honest_seconds() - began) * (1 + 50 * rank))  # rank 1's clock runs ahead
-    with patch.object(measure, "ways_of", ways_of), patch.object(measure, "time", clock), patch.object(startup, "time", slow):
+    slow = SimpleNamespace(
+        perf_counter=lambda: began + (honest_seconds() - began) * (1 + 50 * rank)
+    )  # rank 1's clock runs ahead
+    with (
+        patch.object(measure, "ways_of", ways_of),
+        patch.object(measure, "time", clock),
+        patch.object(startup, "time", slow),
+    ):
         return started(rank, world, config, None, (links,) * 2)[0]
 
 
@@ -174,7 +199,9 @@ def slow_rank(rank: int, world: int) -> float:
     import torch
 
     with patch.object(dist, "all_reduce", late):
-        found = startup.find_links("dp_replicate", dist.group.WORLD, None, device=torch.device("cpu"), seconds=1.0)
+        found = startup.find_links(
+            "dp_replicate", dist.group.WORLD, None, device=torch.device("cpu"), seconds=1.0
+        )
     return found.links.whole.costs["all-reduce"].at(MIB)
 
 

@@ -24,7 +24,9 @@ class Counting:
     """Batches of a shuffled order; says where it stands as torchdata's loader does."""
 
     def __init__(self, rank: int, world: int) -> None:
-        self._order = torch.randperm(24, generator=torch.Generator().manual_seed(1))[rank::world].tolist()
+        self._order = torch.randperm(24, generator=torch.Generator().manual_seed(1))[
+            rank::world
+        ].tolist()
         self._at = 0
 
     def __iter__(self) -> Any:
@@ -33,7 +35,11 @@ class Counting:
             yield torch.tensor(self._order[self._at - 2 : self._at])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self._at, "order": tuple(self._order), "generator": torch.zeros(3, dtype=torch.uint8)}
+        return {
+            "at": self._at,
+            "order": tuple(self._order),
+            "generator": torch.zeros(3, dtype=torch.uint8),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert isinstance(state_dict["order"], tuple)
@@ -57,7 +63,9 @@ def batch_of(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def engine_of(world: int) -> plait.Engine:
-    return plait.initialize(cases.build("plain", tied=True), settings(world, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+    return plait.initialize(
+        cases.build("plain", tied=True), settings(world, 2, 1, 1), loss_fn=plait.causal_lm_loss
+    )
 
 
 def steps(engine: plait.Engine, loader: Any, count: int) -> list[list[int]]:
@@ -108,18 +116,28 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
         with pytest.raises(error) as raised:
             engine.load_checkpoint(folder, loader=loader)
         found.append(str(raised.value))
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items()) and engine.global_steps == 0
+    assert (
+        all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items())
+        and engine.global_steps == 0
+    )
     engine.close()
     return found
 
 
-KINDS = ["duck", pytest.param("torchdata", marks=pytest.mark.skipif(not TORCHDATA, reason="torchdata is not installed"))]
+KINDS = [
+    "duck",
+    pytest.param(
+        "torchdata", marks=pytest.mark.skipif(not TORCHDATA, reason="torchdata is not installed")
+    ),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, kind: str) -> None:
     whole_run = pool.run(2, in_one_go, kind, str(tmp_path))
-    for (seen, found), (wanted, weights_then) in zip(pool.run(2, gone_on, kind, str(tmp_path)), whole_run, strict=True):
+    for (seen, found), (wanted, weights_then) in zip(
+        pool.run(2, gone_on, kind, str(tmp_path)), whole_run, strict=True
+    ):
         assert len(wanted) == STEPS and seen == wanted[SAVED:]
         assert all(torch.equal(found[name], tensor) for name, tensor in weights_then.items())
 
@@ -127,8 +145,13 @@ def test_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, kind: str) -> Non
 def test_on_another_layout_it_is_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, in_one_go, "duck", str(tmp_path))
     ((other, stateless),) = pool.run(1, refused, str(tmp_path))
-    assert "this layout is another (dp_shard 2 -> 1): samples would be left out or repeated" in other
-    assert "has no state_dict, so nothing says where it stands; use torchdata's StatefulDataLoader" in stateless
+    assert (
+        "this layout is another (dp_shard 2 -> 1): samples would be left out or repeated" in other
+    )
+    assert (
+        "has no state_dict, so nothing says where it stands; use torchdata's StatefulDataLoader"
+        in stateless
+    )
 
 
 def without(rank: int, world: int, folder: str) -> list[str]:

@@ -28,7 +28,14 @@ from tests.pool import Pool
 def measured(rank: int, ranks: int, per_machine: int) -> GroupLinks:
     """Runs in a worker."""
     levels = split_by_node(dist.group.WORLD, [r // per_machine for r in range(ranks)])
-    return measure_group("dp_replicate", dist.group.WORLD, levels, machines=ranks // per_machine, device=torch.device("cpu"), seconds=0.2)
+    return measure_group(
+        "dp_replicate",
+        dist.group.WORLD,
+        levels,
+        machines=ranks // per_machine,
+        device=torch.device("cpu"),
+        seconds=0.2,
+    )
 
 
 def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> None:
@@ -37,29 +44,53 @@ def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> No
     assert all(other.whole == first.whole for other in others)
     assert (first.machines, first.per_machine, first.ranks) == (2, 2, 4)
     assert first.inside is not None and first.across is not None
-    ways = {"shared-memory", "all-reduce", "reduce-scatter+all-gather", "hierarchical", "recursive-doubling", "ring"}
-    assert set(first.whole.costs) == ways | {"int8", "int4", "all_reduce", "all_gather", "reduce_scatter", "exchange", "far_exchange"}
+    ways = {
+        "shared-memory",
+        "all-reduce",
+        "reduce-scatter+all-gather",
+        "hierarchical",
+        "recursive-doubling",
+        "ring",
+    }
+    assert set(first.whole.costs) == ways | {
+        "int8",
+        "int4",
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "exchange",
+        "far_exchange",
+    }
     for cost in first.whole.costs.values():
         assert 0 < cost.at(MIB) < 5
     assert set(prices(MIB, first)) == ways
     assert set(prices(MIB, first, lossy=True)) == ways | {"int8", "int4"}
 
 
-def trained(rank: int, world: int, config: dict[str, Any], measured: GroupLinks) -> tuple[str, float]:
+def trained(
+    rank: int, world: int, config: dict[str, Any], measured: GroupLinks
+) -> tuple[str, float]:
     """(what is said of the communication, loss of a step). Runs in a worker."""
     with patch.object(startup, "measure_ways", lambda *args, **options: measured):
-        engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
+        )
     return engine.communication, float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
 
 
 @pytest.mark.parametrize("cheap", ["recursive-doubling", "all-reduce"])
 def test_training_takes_what_the_measured_links_say(pool: Pool, cheap: str) -> None:
     """The choice changes with the measurement, and not the numbers."""
-    costs = {name: Cost(1e-6, 1e-10 if name == cheap else 1e-7) for name in ("all-reduce", "recursive-doubling")}
+    costs = {
+        name: Cost(1e-6, 1e-10 if name == cheap else 1e-7)
+        for name in ("all-reduce", "recursive-doubling")
+    }
     measured = GroupLinks("dp_replicate", 1, 2, Level(2, costs))
     config = settings(2, 0, 1, 1)
     config["parallel"] |= {"transport": "torch"}
-    plain = pool.run(2, trained, {**config, "parallel": {**config["parallel"], "measure_seconds": 0}}, measured)
+    plain = pool.run(
+        2, trained, {**config, "parallel": {**config["parallel"], "measure_seconds": 0}}, measured
+    )
     results = pool.run(2, trained, config, measured)
     assert results[0] == results[1]
     assert f"by {cheap}" in results[0][0]
@@ -71,7 +102,19 @@ def test_training_takes_what_the_measured_links_say(pool: Pool, cheap: str) -> N
 def test_the_verb(tmp_path: Path) -> None:
     """As a user runs it, on two processes."""
     path = tmp_path / "links.json"
-    command = [sys.executable, "-m", "plait", "doctor", "--links", "--nproc-per-node", "2", "--seconds", "0.3", "--out", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "plait",
+        "doctor",
+        "--links",
+        "--nproc-per-node",
+        "2",
+        "--seconds",
+        "0.3",
+        "--out",
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     group = load_with_facts(path)[0]["dp_replicate"]

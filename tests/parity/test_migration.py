@@ -18,11 +18,18 @@ from tests.parity import trainers
 from tests.pool import Pool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
-BLOCKS = {title.strip(): code for title, code in re.findall(r"^```python\n# ([^\n]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)}
+BLOCKS = {
+    title.strip(): code
+    for title, code in re.findall(
+        r"^```python\n# ([^\n]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE
+    )
+}
 ANY = "plait: any layout"
 
 
-def run(titles: list[str], changes: dict[str, str]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+def run(
+    titles: list[str], changes: dict[str, str]
+) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """(losses, weights) of blocks with changed settings, each on a model of its own. The group of the workers is there already."""
     found = []
     for title in titles:
@@ -34,7 +41,12 @@ def run(titles: list[str], changes: dict[str, str]) -> list[tuple[list[float], d
         exec(BLOCKS["both"], names)
         model = names["model"]
         exec(code, names)
-        found.append((names["losses"], {name: whole(p).detach().clone() for name, p in model.named_parameters()}))
+        found.append(
+            (
+                names["losses"],
+                {name: whole(p).detach().clone() for name, p in model.named_parameters()},
+            )
+        )
         for handle in ("engine", "sharded"):
             if handle in names:
                 names[handle].close()
@@ -50,12 +62,23 @@ def on_plait(rank: int, world: int, titles: list[str], changes: dict[str, str]) 
 def close(found: Any, wanted: Any) -> None:
     assert found[0] == pytest.approx(wanted[0], rel=1e-5)
     for name, tensor in found[1].items():
-        torch.testing.assert_close(tensor, wanted[1][name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor,
+            wanted[1][name],
+            rtol=1e-5,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("ddp", 0), ("accelerate", 0), ("fsdp2", 3), *(pytest.param("ddp", stage, marks=pytest.mark.proof) for stage in (1, 2, 3))],
+    [
+        ("ddp", 0),
+        ("accelerate", 0),
+        ("fsdp2", 3),
+        *(pytest.param("ddp", stage, marks=pytest.mark.proof) for stage in (1, 2, 3)),
+    ],
 )
 def test_a_loop(pool: Pool, kind: str, stage: int) -> None:
     changes = {'"stage": 0': f'"stage": {stage}'} if kind == "ddp" else {}
@@ -97,7 +120,9 @@ def test_files_and_flags_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 ROWS = re.findall(r"^\| `([^`]*)` \| `(\{\"[^`]*)` \|$", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [row for row in ROWS if row[0].startswith(("{", "--"))])
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [row for row in ROWS if row[0].startswith(("{", "--"))]
+)
 def test_a_row(tmp_path: Path, theirs: str, ours: str) -> None:
     """What a table says of a file is all that becomes of it, besides `run.processes`; of flags, besides Megatron's own defaults."""
     wanted = json.loads(ours)
@@ -112,4 +137,7 @@ def test_a_row(tmp_path: Path, theirs: str, ours: str) -> None:
 
 
 def test_there_are_rows_of_both() -> None:
-    assert sum(theirs.startswith("{") for theirs, _ in ROWS) == 9 and sum(theirs.startswith("--") for theirs, _ in ROWS) == 11
+    assert (
+        sum(theirs.startswith("{") for theirs, _ in ROWS) == 9
+        and sum(theirs.startswith("--") for theirs, _ in ROWS) == 11
+    )

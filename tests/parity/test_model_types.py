@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 
 from tests.measured.loaded_types import FOLDER, Loaded, load_cell
-from tests.measured.model_types import LATE, LAYOUTS, PROCESSES, Cell, Small, make_small, model_types, run_cell
+from tests.measured.model_types import (
+    LATE,
+    LAYOUTS,
+    PROCESSES,
+    Cell,
+    Small,
+    make_small,
+    model_types,
+    run_cell,
+)
 from tests.pool import Pool, WorkerFailed
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +44,9 @@ def known() -> dict[str, Any]:
 
 @cache
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plait_model_types_tool", ROOT / "tools" / "model_types.py")
+    spec = importlib.util.spec_from_file_location(
+        "plait_model_types_tool", ROOT / "tools" / "model_types.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -48,7 +59,11 @@ def all_cells(rank: int, world: int, small: Small) -> dict[str, Cell]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in COVER else pytest.mark.proof) for n in (*COVER, *sorted({*known()} - {*COVER}))]
+    "name",
+    [
+        pytest.param(n, marks=() if n in COVER else pytest.mark.proof)
+        for n in (*COVER, *sorted({*known()} - {*COVER}))
+    ],
 )
 def test_a_type_is_exact_or_refused(pool: Pool, name: str) -> None:
     """A3 among them: a parameter of a stage that is used and not there is no longer right by luck."""
@@ -56,10 +71,15 @@ def test_a_type_is_exact_or_refused(pool: Pool, name: str) -> None:
     if "cells" not in entry:
         pytest.skip(entry["not_small"])
     small = make_small(name)
-    before = {layout: entry["cells"][layout]["outcome"] for layout in LAYOUTS if layout in entry["cells"]}
+    before = {
+        layout: entry["cells"][layout]["outcome"] for layout in LAYOUTS if layout in entry["cells"]
+    }
     if name in COVER:
         assert "failed" not in before.values()
-        after = {layout: cell.outcome for layout, cell in pool.run(PROCESSES, all_cells, small)[0].items()}
+        after = {
+            layout: cell.outcome
+            for layout, cell in pool.run(PROCESSES, all_cells, small)[0].items()
+        }
         assert after == before
         return
     for layout in LAYOUTS:  # one at a time, because one that fails ends its workers
@@ -73,7 +93,11 @@ def test_a_type_is_exact_or_refused(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in COVER else pytest.mark.proof) for n in (*COVER, *sorted({*known()} - {*COVER}))]
+    "name",
+    [
+        pytest.param(n, marks=() if n in COVER else pytest.mark.proof)
+        for n in (*COVER, *sorted({*known()} - {*COVER}))
+    ],
 )
 def test_a_type_is_loaded_in_slices_or_in_full(pool: Pool, tmp_path: Path, name: str) -> None:
     entry = known()[name]
@@ -81,10 +105,15 @@ def test_a_type_is_loaded_in_slices_or_in_full(pool: Pool, tmp_path: Path, name:
         pytest.skip(entry["not_small"])
     before = entry["cells"][FOLDER]
     found = pool.run(PROCESSES, load_cell, make_small(name).tested, str(tmp_path))
-    assert found[0] == Loaded(before["outcome"], before["reason"]) and found[1].outcome == found[0].outcome != "failed"
+    assert (
+        found[0] == Loaded(before["outcome"], before["reason"])
+        and found[1].outcome == found[0].outcome != "failed"
+    )
 
 
 def test_the_page_is_made_from_the_data() -> None:
-    assert (ROOT / "docs" / "model_types.md").read_text() == tool().page(json.loads((ROOT / "docs" / "model_types.json").read_text()))
+    assert (ROOT / "docs" / "model_types.md").read_text() == tool().page(
+        json.loads((ROOT / "docs" / "model_types.json").read_text())
+    )
     rest = json.loads((ROOT / "docs" / "model_types.json").read_text())["not_run"]
     assert {*known(), *rest} == set(model_types()), "run `make model-types` for this Transformers"

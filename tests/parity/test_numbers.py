@@ -27,12 +27,19 @@ def engine_of(stage: int, world: int, **faults: Any) -> Any:
         "parallel": layout,
         "faults": faults,
     }
-    return plait.initialize(model, config, loss_fn=Weighted(lambda out, batch: (out.square().sum(), len(out)), len))
+    return plait.initialize(
+        model, config, loss_fn=Weighted(lambda out, batch: (out.square().sum(), len(out)), len)
+    )
 
 
 def tensors(engine: Any) -> list[torch.Tensor]:
     found = list(engine.model.parameters())
-    found += [value for state in engine.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    found += [
+        value
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return [local_tensor(tensor).detach().clone() for tensor in found]
 
 
@@ -53,7 +60,9 @@ def numbers(rank: int, world: int, stage: int) -> dict[str, Any]:
         except NumbersError as error:
             found[policy] = str(error)
         found[f"{policy} changed"] = [
-            index for index, (a, b) in enumerate(zip(before, tensors(engine), strict=True)) if not torch.equal(a, b)
+            index
+            for index, (a, b) in enumerate(zip(before, tensors(engine), strict=True))
+            if not torch.equal(a, b)
         ]
         found[f"{policy} after"] = float(engine.train_batch(batches[2]).loss)
         engine.close()
@@ -63,9 +72,13 @@ def numbers(rank: int, world: int, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_loss_that_is_not_finite(pool: Pool, stage: int) -> None:
     for found in pool.run(2, numbers, stage):
-        assert found["auto"].startswith("step 2: the loss of rank 1 is not finite; the gradient of `0.weight` on rank "), found
+        assert found["auto"].startswith(
+            "step 2: the loss of rank 1 is not finite; the gradient of `0.weight` on rank "
+        ), found
         assert "Nothing was updated: parameters and optimizer are those of step 1." in found["auto"]
-        assert found["skip"].startswith("skipped: True, loss ") and found["skip"].endswith(("inf", "nan"))
+        assert found["skip"].startswith("skipped: True, loss ") and found["skip"].endswith(
+            ("inf", "nan")
+        )
         assert found["auto changed"] == found["skip changed"] == []
         assert found["auto after"] == found["skip after"]
 
@@ -89,7 +102,9 @@ def flip(rank: int, world: int) -> str:
 
 def test_a_flipped_bit_is_named(pool: Pool) -> None:
     for text in pool.run(2, flip):
-        assert text.startswith("step 4: replicas of `1.weight` differ: ranks 0-1 along dp_replicate, of which none"), text
+        assert text.startswith(
+            "step 4: replicas of `1.weight` differ: ranks 0-1 along dp_replicate, of which none"
+        ), text
 
 
 def test_one_bit_changes_the_sum() -> None:

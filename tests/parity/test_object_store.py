@@ -31,7 +31,11 @@ class Killed(BaseException):
 
 
 def engine_of(world: int, stage: int) -> plait.Engine:
-    return plait.initialize(build("llama", torch.float32, dropout=False), settings(world, 1, stage, 1, 1), loss_fn=plait.causal_lm_loss)
+    return plait.initialize(
+        build("llama", torch.float32, dropout=False),
+        settings(world, 1, stage, 1, 1),
+        loss_fn=plait.causal_lm_loss,
+    )
 
 
 def step(engine: plait.Engine, number: int) -> None:
@@ -53,30 +57,58 @@ def in_memory(rank: int, world: int) -> None:
     for number in range(3):
         step(engine, number)
         contents.append(live_content(engine)[0])
-        assert engine.save_checkpoint(url, tag=f"step-{number}", wait=number == 1) == folder / f"step-{number}"
+        assert (
+            engine.save_checkpoint(url, tag=f"step-{number}", wait=number == 1)
+            == folder / f"step-{number}"
+        )
         engine.checkpoint_written(wait=True)
     assert [one.manifest.content for one in complete(folder)] == contents[::-1]
     assert (folder / "step-0").is_dir() and not (folder / "step-0" / "begun").exists()
     step(engine, 3)
     again = engine.save_checkpoint(url, tag="step-2")
-    assert again.name == "step-2.2" and good(find(folder)) == "step-2" and not (folder / "step-2").exists()
-    assert engine.save_checkpoint(url, tag="step-2").name == "step-2" and not (folder / "step-2.2").exists()
+    assert (
+        again.name == "step-2.2"
+        and good(find(folder)) == "step-2"
+        and not (folder / "step-2").exists()
+    )
+    assert (
+        engine.save_checkpoint(url, tag="step-2").name == "step-2"
+        and not (folder / "step-2.2").exists()
+    )
     other = engine_of(world, 0)
     loaded = other.load_checkpoint(url)
-    assert loaded is not None and live_content(other)[0] == live_content(engine)[0] and other.global_steps == 4
-    assert plait.load_trained(cases.build("llama", tied=True, dtype=torch.float32, device="cpu"), url) == folder / "step-2"
-    assert other.load_checkpoint(url, tag="step-0") is not None and live_content(other)[0] == contents[0]
+    assert (
+        loaded is not None
+        and live_content(other)[0] == live_content(engine)[0]
+        and other.global_steps == 4
+    )
+    assert (
+        plait.load_trained(cases.build("llama", tied=True, dtype=torch.float32, device="cpu"), url)
+        == folder / "step-2"
+    )
+    assert (
+        other.load_checkpoint(url, tag="step-0") is not None
+        and live_content(other)[0] == contents[0]
+    )
     # Damage: the newest is passed over, with a note.
     raw = (folder / "step-2" / "00000.safetensors").read_bytes()
     (folder / "step-2" / "00000.safetensors").put(raw[:-1] + bytes([raw[-1] ^ 1]))
     notes: list[str] = []
-    assert other.load_checkpoint(url, on_note=notes.append) == (folder / "step-1", {}) and "is damaged" in notes[0]
+    assert (
+        other.load_checkpoint(url, on_note=notes.append) == (folder / "step-1", {})
+        and "is damaged" in notes[0]
+    )
     (folder / "step-2" / "00000.safetensors").put(raw)
     remove_old(folder, keep=2)
-    assert [good(one) for one in complete(folder)] == ["step-2", "step-1"] and not (folder / "step-0").exists()
+    assert [good(one) for one in complete(folder)] == ["step-2", "step-1"] and not (
+        folder / "step-0"
+    ).exists()
     listed = CliRunner().invoke(app, ["ls", url])
     assert listed.exit_code == 0 and contents[1][:12] in listed.output, listed.output
-    assert CliRunner().invoke(app, ["diff", f"{url}/step-1", f"{url}/step-2", "--quick"]).exit_code == 1
+    assert (
+        CliRunner().invoke(app, ["diff", f"{url}/step-1", f"{url}/step-2", "--quick"]).exit_code
+        == 1
+    )
 
 
 def test_a_store_in_memory(pool: Pool) -> None:
@@ -115,9 +147,14 @@ def killed_everywhere(rank: int, world: int, url: str) -> int:
             return first
         found = candidates(folder)[0]
         assert good(found) == "one" and found.manifest.content in wanted.values(), first
-        assert all(good(one) for one in complete(folder)) and not [row for row in rows(folder) if row.problem]
+        assert all(good(one) for one in complete(folder)) and not [
+            row for row in rows(folder) if row.problem
+        ]
         prune(folder, keep=1)
-        assert good(find(folder)) == "one" and len(list(folder.iterdir())) == 2, (first, list(folder.iterdir()))
+        assert good(find(folder)) == "one" and len(list(folder.iterdir())) == 2, (
+            first,
+            list(folder.iterdir()),
+        )
     raise AssertionError("a save never ended")
 
 
@@ -144,7 +181,10 @@ def refused(rank: int, world: int, url: str) -> list[str]:
     engine.save_checkpoint(url, tag="one")
     for call in ("write", "sizes"):
         error = OSError(13, "Access Denied", url)
-        with patch.object(StorePath, call, side_effect=error), pytest.raises(CheckpointError) as caught:
+        with (
+            patch.object(StorePath, call, side_effect=error),
+            pytest.raises(CheckpointError) as caught,
+        ):
             engine.save_checkpoint(url, tag="two")
         said.append(str(caught.value))
         assert good(find(place_of(url))) == "one"
@@ -169,7 +209,9 @@ def test_urls_that_are_none() -> None:
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, str]]:
     """What a process needs in its environment to reach a server of S3's API on this machine."""
-    server = pytest.importorskip("moto.server", reason="moto is not installed; `make object-stores` runs this")
+    server = pytest.importorskip(
+        "moto.server", reason="moto is not installed; `make object-stores` runs this"
+    )
     pytest.importorskip("s3fs", reason="s3fs is not installed; `make object-stores` runs this")
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
@@ -201,7 +243,9 @@ def saves_to(rank: int, world: int, url: str, environment: dict[str, str]) -> li
     return contents
 
 
-def loads_from(rank: int, world: int, url: str, folder: str, environment: dict[str, str]) -> list[str]:
+def loads_from(
+    rank: int, world: int, url: str, folder: str, environment: dict[str, str]
+) -> list[str]:
     """What one process on another layout finds; the same state in a folder has the same content. Runs in a worker."""
     os.environ.update(environment)
     engine, contents = engine_of(world, 0), []
@@ -216,7 +260,9 @@ def loads_from(rank: int, world: int, url: str, folder: str, environment: dict[s
     return contents
 
 
-def test_s3(pool: Pool, tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3(
+    pool: Pool, tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks at ZeRO 3 save beside their steps; one process loads it; the commands list, verify and prune."""
     url = "s3://bucket/run"
     saved = pool.run(2, saves_to, url, s3)[0]

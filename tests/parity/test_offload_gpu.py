@@ -21,7 +21,9 @@ pytestmark = pytest.mark.gpu
 def trace(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, int]:
     """(trace, the most bytes of the device). Runs in a worker."""
     torch.cuda.reset_peak_memory_stats()
-    engine = plait.initialize(cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
+    )
     found = engine_trace(engine, cases.ragged_steps(2))
     return found, torch.cuda.max_memory_allocated()
 
@@ -31,7 +33,9 @@ def test_activations_on_the_host_change_no_bit(pool: Pool, mode: str) -> None:
     """Half of the blocks, and all."""
     plain, _ = pool.run(1, trace, settings(1, 1, 3, 1, 2, recompute={"mode": mode}))[0]
     for fraction in (0.5, 1.0):
-        config = settings(1, 1, 3, 1, 2, recompute={"mode": mode}, activation_offload={"fraction": fraction})
+        config = settings(
+            1, 1, 3, 1, 2, recompute={"mode": mode}, activation_offload={"fraction": fraction}
+        )
         assert digest(pool.run(1, trace, config)[0][0]) == digest(plain)
 
 
@@ -40,7 +44,10 @@ def test_states_on_the_host(pool: Pool, stage: int) -> None:
     """The host's AdamW rounds otherwise than the device's; less of the device is taken."""
     config = {**settings(1, 1, stage, 1, 2), "bf16": {"enabled": True}}
     plain, whole = pool.run(1, trace, config)[0]
-    config["zero_optimization"] = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
+    config["zero_optimization"] = {
+        **config["zero_optimization"],
+        "offload_optimizer": {"device": "cpu"},
+    }
     found, less = pool.run(1, trace, config)[0]
     difference = worst(compare(plain, found))
     assert difference.ok(1e-4), difference
@@ -54,7 +61,10 @@ def test_a_share_of_the_states_on_the_host(pool: Pool, stage: int) -> None:
     plain, most = pool.run(1, trace, config)[0]
     taken = []
     for ratio in (0.4, 1):
-        config["zero_optimization"] = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+        config["zero_optimization"] = {
+            **config["zero_optimization"],
+            "offload_optimizer": {"device": "cpu", "ratio": ratio},
+        }
         found, size = pool.run(1, trace, config)[0]
         difference = worst(compare(plain, found))
         assert difference.ok(1e-4), difference

@@ -84,7 +84,9 @@ class HookReadsEmbedding(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed.register_forward_hook(lambda module, _, output: output + 0.1 * output @ module.weight.t() @ module.weight)
+        self.embed.register_forward_hook(
+            lambda module, _, output: output + 0.1 * output @ module.weight.t() @ module.weight
+        )
 
 
 class ReadsHead(Base):
@@ -98,7 +100,10 @@ class ReadsHeadFirst(Base):
     """The head's weight is also what tokens are looked up in, before the head is called."""
 
     def embedded(self, ids: torch.Tensor, flag: bool) -> torch.Tensor:
-        return self.embed(ids) + F.embedding(ids, self.head.weight) @ self.head.weight.t() @ self.second.weight
+        return (
+            self.embed(ids)
+            + F.embedding(ids, self.head.weight) @ self.head.weight.t() @ self.second.weight
+        )
 
 
 class ReadsAll(Base):
@@ -106,7 +111,9 @@ class ReadsAll(Base):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         norms = sum(parameter.square().sum() for parameter in self.embed.parameters())
-        return self.head(hidden) * (1 + 0.1 * norms.sqrt()) + 0 * sum(p.sum() for p in self.second.parameters())
+        return self.head(hidden) * (1 + 0.1 * norms.sqrt()) + 0 * sum(
+            p.sum() for p in self.second.parameters()
+        )
 
 
 class FrozenEmbedding(Base):
@@ -155,10 +162,14 @@ def model_of(name: str) -> Base:
 def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
     """Micro-batches of which every second one sets the flag."""
     plan = cases.ragged_steps(micro_batches, keys=())
-    return [[{**piece, "flag": index % 2 == 1} for index, piece in enumerate(pieces)] for pieces in plan]
+    return [
+        [{**piece, "flag": index % 2 == 1} for index, piece in enumerate(pieces)] for pieces in plan
+    ]
 
 
-def train(rank: int, world: int, names: list[str], config: dict[str, Any]) -> list[tuple[Trace, int]]:
+def train(
+    rank: int, world: int, names: list[str], config: dict[str, Any]
+) -> list[tuple[Trace, int]]:
     """Runs in a worker: the trace of every model, and the bytes of parameters that are gathered after an evaluation."""
     found = []
     for name in names:
@@ -173,16 +184,30 @@ def train(rank: int, world: int, names: list[str], config: dict[str, Any]) -> li
 def refuse_differences(pool: Pool, world: int, names: list[str], config: dict[str, Any]) -> None:
     """Compare with one process, all models before the first failure is raised."""
     count, failures = world * config["gradient_accumulation_steps"], []
-    for name, (found, gathered) in zip(names, pool.run(world, train, names, config)[0], strict=True):
-        wanted = reference_trace(model_of(name), steps(count), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    for name, (found, gathered) in zip(
+        names, pool.run(world, train, names, config)[0], strict=True
+    ):
+        wanted = reference_trace(
+            model_of(name),
+            steps(count),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
+        )
         bar = worst(compare(wanted, found))
         if not bar.ok(1e-10) or gathered:
-            failures.append(f"{name}: {bar.name} differs by {bar.error}, {gathered} bytes are gathered")
+            failures.append(
+                f"{name}: {bar.name} differs by {bar.error}, {gathered} bytes are gathered"
+            )
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("stage", "accumulation", "transport"), [(3, 2, "torch"), (2, 1, "auto"), (1, 2, "torch")])
-def test_gradients_are_those_of_one_process(pool: Pool, stage: int, accumulation: int, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "transport"), [(3, 2, "torch"), (2, 1, "auto"), (1, 2, "torch")]
+)
+def test_gradients_are_those_of_one_process(
+    pool: Pool, stage: int, accumulation: int, transport: str
+) -> None:
     config = settings(2, stage, 1, accumulation)
     config["parallel"]["transport"] = transport
     refuse_differences(pool, 2, list(MODELS), config)
@@ -202,7 +227,9 @@ def gathers(rank: int, world: int, name: str) -> tuple[int, int]:
     config["parallel"]["transport"] = "torch"
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     held: list[int] = []
-    model.blocks[1].register_forward_pre_hook(lambda *_: held.append(unsharded_parameter_bytes(model)))
+    model.blocks[1].register_forward_pre_hook(
+        lambda *_: held.append(unsharded_parameter_bytes(model))
+    )
     for _ in range(2):
         with count_traffic() as traffic:
             engine.train_batch(steps(1)[0][0])
@@ -214,14 +241,21 @@ def test_each_end_is_gathered_once_and_freed(pool: Pool) -> None:
     found, held = pool.run(2, gathers, "Base")[0]
     model = model_of("Base")
     block = sum(8 * (-(-p.shape[0] // 2)) * 2 * p[0].numel() for p in model.blocks[0].parameters())
-    ends = sum(8 * (-(-p.shape[0] // 2)) * 2 * p[0].numel() for name, p in model.named_parameters() if not name.startswith("blocks."))
+    ends = sum(
+        8 * (-(-p.shape[0] // 2)) * 2 * p[0].numel()
+        for name, p in model.named_parameters()
+        if not name.startswith("blocks.")
+    )
     assert found == (3 * 2 * block + ends) // 2
     assert held == block + sum(8 * p.numel() for p in model.norm.parameters())
 
 
 def test_an_embedding_that_others_read_stays_gathered(pool: Pool) -> None:
     """It is gathered once per micro-batch, as the root is."""
-    (plain, held), (read, kept) = pool.run(2, gathers, "Base")[0], pool.run(2, gathers, "ReadsEmbedding")[0]
+    (plain, held), (read, kept) = (
+        pool.run(2, gathers, "Base")[0],
+        pool.run(2, gathers, "ReadsEmbedding")[0],
+    )
     assert read == plain
     assert kept - held == 8 * (VOCABULARY + 1) * WIDTH
 
@@ -253,7 +287,13 @@ def test_several_forwards_before_a_backward(pool: Pool, stage: int) -> None:
             wanted[name] = wanted.get(name, 0) + gradient / 2
     for found in pool.run(2, two_forwards, stage):
         for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                gradient,
+                rtol=0,
+                atol=1e-12,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 def penalised(model: Base, read: Callable[[Base], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
@@ -272,7 +312,9 @@ def penalty(rank: int, world: int, stage: int, leaf: str) -> dict[str, torch.Ten
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("stage", "leaf"), [(1, "head.weight"), (2, "embed.weight"), (3, "head.weight")])
+@pytest.mark.parametrize(
+    ("stage", "leaf"), [(1, "head.weight"), (2, "embed.weight"), (3, "head.weight")]
+)
 def test_a_loss_that_reads_a_weight(pool: Pool, stage: int, leaf: str) -> None:
     wanted: dict[str, torch.Tensor] = {}
     for rank in range(2):
@@ -283,7 +325,13 @@ def test_a_loss_that_reads_a_weight(pool: Pool, stage: int, leaf: str) -> None:
     for found in pool.run(2, penalty, stage, leaf):
         assert isinstance(found, dict)
         for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                gradient,
+                rtol=0,
+                atol=1e-12,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 def test_a_loss_that_reads_a_freed_embedding_is_refused(pool: Pool) -> None:

@@ -31,7 +31,9 @@ def mine(sharded: plait.ParallelModel, step: list[Any]) -> list[Any]:
     return step[begin : begin + COUNT]
 
 
-def loop(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+def loop(
+    rank: int, world: int, config: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """(weights here, this rank's losses, norms). Runs in a worker."""
     model = cases.build("plain", tied=True)
     sharded = plait.parallelize(model, config)
@@ -45,7 +47,9 @@ def loop(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, torch
     return {name: whole(p) for name, p in model.named_parameters()}, losses, norms
 
 
-def parallel(pp: int = 1, tp: int = 1, stage: int = 0, dp: int = 1, schedule: str | None = None) -> dict[str, Any]:
+def parallel(
+    pp: int = 1, tp: int = 1, stage: int = 0, dp: int = 1, schedule: str | None = None
+) -> dict[str, Any]:
     """A configuration file of pp x tp x dp processes."""
     config = settings(dp, stage, 1, COUNT)
     config["parallel"] |= {"pp": pp, "tp": tp} | (tensor_parallel.plan("plain") if tp > 1 else {})
@@ -71,7 +75,13 @@ def test_a_loop_is_one_process(pool: Pool, world: int, layout: dict[str, Any]) -
     wanted = one_process(dp)
     for weights, losses, norms in pool.run(world, loop, parallel(**layout)):
         for name, tensor in weights.items():
-            torch.testing.assert_close(tensor, wanted[0][name], rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                tensor,
+                wanted[0][name],
+                rtol=0,
+                atol=1e-12,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
         assert any(losses == pytest.approx(found, rel=1e-12) for found in wanted[1])
         assert norms == pytest.approx(wanted[2], rel=1e-12)
 
@@ -82,7 +92,10 @@ def one_process(dp: int) -> tuple[dict[str, torch.Tensor], list[list[float]], li
     optimizer, losses, norms = cases.adamw(list(model.parameters())), [[] for _ in range(dp)], []
     for step in cases.ragged_steps(dp * COUNT, steps=STEPS, keys=()):
         for rank in range(dp):
-            found = [mean_of(model(piece["input_ids"]), piece) for piece in step[rank * COUNT : (rank + 1) * COUNT]]
+            found = [
+                mean_of(model(piece["input_ids"]), piece)
+                for piece in step[rank * COUNT : (rank + 1) * COUNT]
+            ]
             losses[rank].append(float(sum(found).detach() / COUNT))
             sum(loss / len(step) for loss in found).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
@@ -94,10 +107,14 @@ def one_process(dp: int) -> tuple[dict[str, torch.Tensor], list[list[float]], li
 # ---- beside the engine's three calls ------------------------------------------------------------------------------------------------
 
 
-def both(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[list[bool], list[bool]]:
+def both(
+    rank: int, world: int, config: dict[str, Any], folder: str
+) -> tuple[list[bool], list[bool]]:
     """(steps that the engine skipped, that the loop skipped); the bits of both runs are the same. Runs in a worker."""
     steps = cases.ragged_steps(world * 2, steps=4)
-    engine = plait.initialize(build("gpt2", torch.float32, dropout=False), config, optimizer=cases.adamw)
+    engine = plait.initialize(
+        build("gpt2", torch.float32, dropout=False), config, optimizer=cases.adamw
+    )
     skipped: tuple[list[bool], list[bool]] = ([], [])
     for step in steps:
         for piece in step[rank * 2 : (rank + 1) * 2]:
@@ -107,10 +124,15 @@ def both(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[li
     model = build("gpt2", torch.float32, dropout=False)
     if folder:
         files = {"device": "nvme", "nvme_path": folder, "buffer_size": 6000}
-        config = {**config, "zero_optimization": {"stage": 3, "offload_optimizer": files, "offload_param": files}}
+        config = {
+            **config,
+            "zero_optimization": {"stage": 3, "offload_optimizer": files, "offload_param": files},
+        }
     sharded = plait.parallelize(model, config)
     optimizer = cases.adamw(list(model.parameters()))
-    with pytest.raises(InputError, match=r"call sharded.step\(optimizer\) instead of optimizer.step\(\)"):
+    with pytest.raises(
+        InputError, match=r"call sharded.step\(optimizer\) instead of optimizer.step\(\)"
+    ):
         optimizer.step()
     for step in steps:
         first, last = step[rank * 2 : (rank + 1) * 2]
@@ -122,7 +144,9 @@ def both(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[li
         sharded.step(cases.adamw(list(model.parameters())))
     with pytest.raises(InputError, match="sharded.step clips"):
         sharded.clip_grad_norm(1.0)
-    for (name, one), (_, other) in zip(engine.model.named_parameters(), model.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        engine.model.named_parameters(), model.named_parameters(), strict=True
+    ):
         assert torch.equal(whole(one), whole(other)), name
     assert sharded.loss_scale == engine.sharded.loss_scale
     with pytest.raises(InputError, match=r"loss.backward\(\)"):
@@ -174,7 +198,9 @@ def test_two_optimizers(pool: Pool, stage: int) -> None:
 def after_a_failure(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
     """A plain loop that goes on after exceptions in the middle of a step. Runs in a worker."""
     model = materialised("plain", tied=True)
-    model.out_of_buckets = torch.nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+    model.out_of_buckets = torch.nn.Parameter(
+        torch.ones(2, dtype=torch.float64), requires_grad=False
+    )
     sharded = plait.parallelize(model, settings(world, stage, 1, 2))
     optimizer = cases.adamw(list(model.parameters()))
     mine, calls = cases.ragged_steps(world * 2, steps=1, keys=())[0][rank * 2 : (rank + 1) * 2], []
@@ -200,7 +226,9 @@ def after_a_failure(rank: int, world: int, stage: int) -> dict[str, torch.Tensor
     found = {name: whole(p) for name, p in model.named_parameters()}
     if not stage:
         model.out_of_buckets.requires_grad_(True).grad = torch.ones(2, dtype=torch.float64)
-        with pytest.raises(InputError, match="out_of_buckets .* was frozen when plait.parallelize was called"):
+        with pytest.raises(
+            InputError, match="out_of_buckets .* was frozen when plait.parallelize was called"
+        ):
             optimizer.step()
     return found
 

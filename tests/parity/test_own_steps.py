@@ -20,38 +20,52 @@ def loss_of(model: Any, inputs: Any, reduction: str) -> torch.Tensor:
     """Cross-entropy of the next token."""
     logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
     labels = inputs["labels"][:, 1:].flatten()
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction=reduction)
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction=reduction
+    )
 
 
 def trainer_class(kind: str, base: Any) -> Any:
     """A class of a script, over Transformers' Trainer or Plait's."""
 
     class Mean(base):
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        def compute_loss(
+            self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
             return loss_of(model, inputs, "mean")
 
     class DeclaredMean(Mean):
         loss_is_scaled_for_ga = False
 
     class Divided(base):
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        def compute_loss(
+            self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
             return loss_of(model, inputs, "sum") / num_items_in_batch
 
     class DividedForRanks(base):
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            return loss_of(model, inputs, "sum") / num_items_in_batch * self.accelerator.num_processes
+        def compute_loss(
+            self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
+            return (
+                loss_of(model, inputs, "sum") / num_items_in_batch * self.accelerator.num_processes
+            )
 
     class Logged(base):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
     class Twice(base):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        def training_step(
+            self, model: Any, inputs: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
             model.train()
             inputs = self._prepare_inputs(inputs)
             first = self.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
             self.accelerator.backward(first)
-            second = 0.5 * self.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
+            second = 0.5 * self.compute_loss(
+                model, dict(inputs), num_items_in_batch=num_items_in_batch
+            )
             self.accelerator.backward(second)
             return (first + second).detach()
 
@@ -62,20 +76,33 @@ def trainer_class(kind: str, base: Any) -> Any:
     return locals()[kind]
 
 
-def history_of(kind: str, base: Any, arguments: Any, folder: str, **settings: Any) -> dict[str, list[float]]:
+def history_of(
+    kind: str, base: Any, arguments: Any, folder: str, **settings: Any
+) -> dict[str, list[float]]:
     """What a run logs."""
     given = trainers.arguments(arguments, folder, **settings)
-    trainer = trainer_class(kind, base)(model=trainers.model(), args=given, train_dataset=trainers.samples())
+    trainer = trainer_class(kind, base)(
+        model=trainers.model(), args=given, train_dataset=trainers.samples()
+    )
     trainer.train()
     return trainers.history(trainer)
 
 
-def on_plait(rank: int, world: int, kind: str, config: dict[str, Any], folder: str, steps: int) -> dict[str, list[float]]:
+def on_plait(
+    rank: int, world: int, kind: str, config: dict[str, Any], folder: str, steps: int
+) -> dict[str, list[float]]:
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        return history_of(kind, Trainer, TrainingArguments, folder, deepspeed=config, gradient_accumulation_steps=steps)
+        return history_of(
+            kind,
+            Trainer,
+            TrainingArguments,
+            folder,
+            deepspeed=config,
+            gradient_accumulation_steps=steps,
+        )
 
 
 def native(kind: str, folder: str) -> dict[str, list[float]]:
@@ -98,7 +125,9 @@ def native(kind: str, folder: str) -> dict[str, list[float]]:
         ("DeclaredMean", zero(1), 2),
     ],
 )
-def test_own_steps_are_one_process(pool: Pool, tmp_path: Path, kind: str, config: dict[str, Any], steps: int) -> None:
+def test_own_steps_are_one_process(
+    pool: Pool, tmp_path: Path, kind: str, config: dict[str, Any], steps: int
+) -> None:
     """In the last step, micro-batches differ in what they count, and a mean over means follows who has which."""
     wanted = native(kind, str(tmp_path))
     for found in pool.run(2, on_plait, kind, config, str(tmp_path), steps):
@@ -134,6 +163,14 @@ def test_cautions_about_losses(wraps: bool) -> None:
         trainer.model_accepts_loss_kwargs = True
         found[kind] = " ".join(cautions_about_loss(trainer, ranks=2, accumulation=4))
         assert not cautions_about_loss(trainer, ranks=1, accumulation=1)
-    assert "Mean.compute_loss does not read num_items_in_batch" in found["Mean"] and "4 micro-batches" in found["Mean"]
-    assert "multiplied by self.accelerator.num_processes" in found["Divided"] and "2 times smaller" in found["Divided"]
-    assert not any(found[kind] for kind in ("DeclaredMean", "DividedForRanks", "Logged", "Super")), found
+    assert (
+        "Mean.compute_loss does not read num_items_in_batch" in found["Mean"]
+        and "4 micro-batches" in found["Mean"]
+    )
+    assert (
+        "multiplied by self.accelerator.num_processes" in found["Divided"]
+        and "2 times smaller" in found["Divided"]
+    )
+    assert not any(
+        found[kind] for kind in ("DeclaredMean", "DividedForRanks", "Logged", "Super")
+    ), found

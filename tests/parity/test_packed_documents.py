@@ -22,7 +22,36 @@ from tests.parity.context_parallel import CLIPPING, STEPS, Case, build, configur
 from tests.pool import Pool
 from tests.unit.model.families import family
 
-LENGTHS = [9, 4, 16, 3, 7, 5, 2, 11, 13, 6, 8, 1, 30, 12, 4, 10, 5, 9, 3, 14, 16, 2, 7, 15, 8, 6, 11, 5]
+LENGTHS = [
+    9,
+    4,
+    16,
+    3,
+    7,
+    5,
+    2,
+    11,
+    13,
+    6,
+    8,
+    1,
+    30,
+    12,
+    4,
+    10,
+    5,
+    9,
+    3,
+    14,
+    16,
+    2,
+    7,
+    15,
+    8,
+    6,
+    11,
+    5,
+]
 LENGTH = 16
 Piece = dict[str, torch.Tensor]
 
@@ -40,10 +69,16 @@ def packed() -> Documents:
 def alone(piece: Piece) -> list[Piece]:
     """The documents of a micro-batch, each a batch of its own without positions; padding is left out with them."""
     found = []
-    for ids, labels, positions in zip(piece["input_ids"], piece["labels"], piece["position_ids"], strict=True):
+    for ids, labels, positions in zip(
+        piece["input_ids"], piece["labels"], piece["position_ids"], strict=True
+    ):
         starts = [*torch.where(positions == 0)[0].tolist(), len(ids)]
         parts = [slice(first, last) for first, last in pairwise(starts)]
-        found += [{"input_ids": ids[part][None], "labels": labels[part][None]} for part in parts if (labels[part] >= 0).any()]
+        found += [
+            {"input_ids": ids[part][None], "labels": labels[part][None]}
+            for part in parts
+            if (labels[part] >= 0).any()
+        ]
     return found
 
 
@@ -52,13 +87,19 @@ def steps(micro_batches: int) -> list[list[Piece]]:
     rows = packed()
     assert len(rows) >= 2 * micro_batches
     return [
-        [rows.take(len(rows) - 1 - (np.arange(2) + 2 * (index + step)) % len(rows)) for index in range(micro_batches)]
+        [
+            rows.take(len(rows) - 1 - (np.arange(2) + 2 * (index + step)) % len(rows))
+            for index in range(micro_batches)
+        ]
         for step in range(STEPS)
     ]
 
 
 def total_loss(model: Any, pieces: list[Piece]) -> torch.Tensor:
-    return sum(plait.causal_lm_loss(model(**{k: v for k, v in piece.items() if k != "labels"}), piece)[0] for piece in pieces)  # type: ignore[return-value]
+    return sum(
+        plait.causal_lm_loss(model(**{k: v for k, v in piece.items() if k != "labels"}), piece)[0]
+        for piece in pieces
+    )  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in WITHOUT_DOCUMENTS])
@@ -69,10 +110,15 @@ def test_a_family(kind: str) -> None:
     model.config.use_cache = False
     with keeping_float64(model):
         gradients = []
-        for pieces in ([packed().take(np.arange(-5, -1) % len(packed()))], alone(packed().take(np.arange(-5, -1) % len(packed())))):
+        for pieces in (
+            [packed().take(np.arange(-5, -1) % len(packed()))],
+            alone(packed().take(np.arange(-5, -1) % len(packed()))),
+        ):
             loss = total_loss(model, pieces)
             loss.backward()
-            gradients.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+            gradients.append(
+                [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            )
             model.zero_grad()
     assert len(alone(packed().take(np.arange(-5, -1) % len(packed())))) > 6
     for found, wanted in zip(*gradients, strict=True):
@@ -108,7 +154,9 @@ def test_a_layout(pool: Pool, case: Case) -> None:
     materialise.initialise(model, template, find_blocks(model), seed=SEED)
     apart = [[one for piece in step for one in alone(piece)] for step in steps(2 * case.dp)]
     with keeping_float64(model):
-        wanted = reference_trace(model, apart, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+        wanted = reference_trace(
+            model, apart, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+        )
     for trace in pool.run(case.world, train, case):
         if trace is not None:
             bar = worst(compare(wanted, trace))

@@ -22,15 +22,28 @@ def made(wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: A
 
     return wrap(SFTTrainer)(
         model=trainers.model(),
-        args=trainers.arguments(SFTConfig, folder, bf16=False, dataset_num_proc=None, optim="sgd", packing=True, max_length=16, **settings),
+        args=trainers.arguments(
+            SFTConfig,
+            folder,
+            bf16=False,
+            dataset_num_proc=None,
+            optim="sgd",
+            packing=True,
+            max_length=16,
+            **settings,
+        ),
         train_dataset=words.texts(),
         eval_dataset=words.texts(),
         processing_class=words.tokenizer(),
     )
 
 
-@pytest.mark.parametrize(("dp", "config"), [(2, zero(3)), (1, {"parallel": {"tp": 2}}), (2, zero(0))])
-def test_packed_rows_are_those_of_one_process(pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("dp", "config"), [(2, zero(3)), (1, {"parallel": {"tp": 2}}), (2, zero(0))]
+)
+def test_packed_rows_are_those_of_one_process(
+    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]
+) -> None:
     wanted = trl_runs.native(made, (), dp, lora=False)
     found = pool.run(2, trl_runs.on_plait, made, (), config, str(tmp_path), False)[0]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)

@@ -26,26 +26,52 @@ PARAMETERS, STATES = {"offload_param"}, {"offload_optimizer"}
 
 def in_files(zero: dict[str, Any], folder: str, sections: set[str], buffer: int) -> dict[str, Any]:
     """`zero` with sections that put parameters or states into files under `folder`."""
-    more = {"offload_optimizer": {"device": "nvme", "nvme_path": f"{folder}/states", "buffer_size": 5000}}
-    more["offload_param"] = {"device": "nvme", "nvme_path": f"{folder}/parameters", "buffer_size": buffer}
+    more = {
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": f"{folder}/states",
+            "buffer_size": 5000,
+        }
+    }
+    more["offload_param"] = {
+        "device": "nvme",
+        "nvme_path": f"{folder}/parameters",
+        "buffer_size": buffer,
+    }
     return {**zero, **{name: more[name] for name in sections}}
 
 
 def are_in_files(engine: plait.Engine, sections: set[str]) -> None:
     """Everything that the sections name is, and nothing else."""
     tier = engine.hooks.of(DiskTier)
-    shards = [buffer for unit in sharded_modules(engine.model) for buffer in shard_buffers(unit) if buffer.numel()]
-    states = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
-    assert states and (shards or "offload_param" not in sections)  # one process in its own dtype shards nothing by itself
+    shards = [
+        buffer
+        for unit in sharded_modules(engine.model)
+        for buffer in shard_buffers(unit)
+        if buffer.numel()
+    ]
+    states = [
+        v
+        for state in engine.optimizer.state.values()
+        for v in state.values()
+        if isinstance(v, torch.Tensor) and v.ndim
+    ]
+    assert states and (
+        shards or "offload_param" not in sections
+    )  # one process in its own dtype shards nothing by itself
     for name, tensors in (("offload_param", shards), ("offload_optimizer", states)):
-        held = [tier is not None and tier.holds(local_tensor(tensor.detach())) for tensor in tensors]
+        held = [
+            tier is not None and tier.holds(local_tensor(tensor.detach())) for tensor in tensors
+        ]
         assert all(held) if name in sections else not any(held), name
 
 
 def run(engine: plait.Engine, config: dict[str, Any]) -> str:
     """Steps that are looked into, evaluations and a prediction between them, and steps that are not: all bits of it."""
     count = config["gradient_accumulation_steps"]
-    steps = cases.ragged_steps(engine.dp_size * count, steps=3 if "fp16" in config else 2)  # float16 overflows at first
+    steps = cases.ragged_steps(
+        engine.dp_size * count, steps=3 if "fp16" in config else 2
+    )  # float16 overflows at first
     found = digest(engine_trace(engine, steps))
     for step in steps:
         pieces = list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
@@ -55,13 +81,25 @@ def run(engine: plait.Engine, config: dict[str, Any]) -> str:
     return found + digest_of(engine)
 
 
-def digests(rank: int, world: int, kind: str, config: dict[str, Any], folder: str, dtype: torch.dtype, buffer: int) -> list[str]:
+def digests(
+    rank: int,
+    world: int,
+    kind: str,
+    config: dict[str, Any],
+    folder: str,
+    dtype: torch.dtype,
+    buffer: int,
+) -> list[str]:
     """In memory, then with each kind of files; one process also with room for everything, and with the states alone. Runs in a worker."""
     found = []
     more = ((PARAMETERS, 10**6), (STATES, 0)) if world == 1 else ()
     for sections, size in (({}, 0), (PARAMETERS, buffer), (PARAMETERS | STATES, buffer), *more):
         zero = in_files(config["zero_optimization"], folder, set(sections), size)
-        engine = plait.initialize(build(kind, dtype, dropout=True), {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            build(kind, dtype, dropout=True),
+            {**config, "zero_optimization": zero},
+            loss_fn=plait.causal_lm_loss,
+        )
         found.append(run(engine, config))
         are_in_files(engine, set(sections))
         assert not [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -73,9 +111,21 @@ CASES = [
     (1, "llama", {"bf16": {"enabled": True}}, torch.float32, 6_000),
     (2, "llama", {"parallel.recompute": {"mode": "full"}}, torch.float64, 6_000),
     (2, "gpt2", {"fp16": {"enabled": True, "initial_scale_power": 20}}, torch.float32, 6_000),
-    (2, "qwen3", {"optimizer": {"type": "Muon", "params": OPTIMIZERS["Muon"]}}, torch.float32, 6_000),
+    (
+        2,
+        "qwen3",
+        {"optimizer": {"type": "Muon", "params": OPTIMIZERS["Muon"]}},
+        torch.float32,
+        6_000,
+    ),
     (4, "qwen3", {"parallel.recompute": {"mode": "selective"}}, torch.float64, 6_000),
-    (4, "llama", {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "bf16": {"enabled": True}}, torch.float32, 6_000),
+    (
+        4,
+        "llama",
+        {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "bf16": {"enabled": True}},
+        torch.float32,
+        6_000,
+    ),
     (4, "llama", {"parallel.tp": 2, "parallel.dp_shard": 2}, torch.float32, 6_000),
     (4, "gpt2", {"parallel.secondary_partition": 2}, torch.float32, 6_000),
 ]
@@ -87,9 +137,20 @@ COVER = (0, 1, 2, 4)
 
 @pytest.mark.parametrize(
     ("world", "kind", "more", "dtype", "buffer"),
-    [pytest.param(*case, marks=[] if number in COVER else pytest.mark.proof) for number, case in enumerate(CASES)],
+    [
+        pytest.param(*case, marks=[] if number in COVER else pytest.mark.proof)
+        for number, case in enumerate(CASES)
+    ],
 )
-def test_same_bits(pool: Pool, tmp_path: Path, world: int, kind: str, more: dict[str, Any], dtype: torch.dtype, buffer: int) -> None:
+def test_same_bits(
+    pool: Pool,
+    tmp_path: Path,
+    world: int,
+    kind: str,
+    more: dict[str, Any],
+    dtype: torch.dtype,
+    buffer: int,
+) -> None:
     """Accumulation, clipping, tied embeddings, dropout, evaluations between steps; pools with and without room to read ahead."""
     config = settings(world, 1, 3, 1, 2)
     for name, value in more.items():
@@ -101,10 +162,17 @@ def test_same_bits(pool: Pool, tmp_path: Path, world: int, kind: str, more: dict
         assert len(found) > 2 and set(found) == {found[0]}
 
 
-def resumed(rank: int, world: int, config: dict[str, Any], folder: str, parts: list[list[str]]) -> str:
+def resumed(
+    rank: int, world: int, config: dict[str, Any], folder: str, parts: list[list[str]]
+) -> str:
     """Each of the two parts of `two_parts` with its sections. Runs in a worker."""
-    zeros = [in_files(config["zero_optimization"], f"{folder}/files", set(sections), 6_000) for sections in parts]
-    for sections, engine in zip(parts, two_parts(world, config, zeros, f"{folder}/checkpoints-{parts}"), strict=True):
+    zeros = [
+        in_files(config["zero_optimization"], f"{folder}/files", set(sections), 6_000)
+        for sections in parts
+    ]
+    for sections, engine in zip(
+        parts, two_parts(world, config, zeros, f"{folder}/checkpoints-{parts}"), strict=True
+    ):
         are_in_files(engine, set(sections))
     return digest_of(engine)
 
@@ -122,7 +190,11 @@ def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
     ("world", "config"),
     [
         (2, pipeline.settings(3, 4, "1f1b", pp=2)),
-        pytest.param(4, pipeline.settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2), marks=pytest.mark.proof),
+        pytest.param(
+            4,
+            pipeline.settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2),
+            marks=pytest.mark.proof,
+        ),
     ],
 )
 def test_in_a_pipeline(pool: Pool, tmp_path: Path, world: int, config: dict[str, Any]) -> None:
@@ -144,9 +216,15 @@ def refused(rank: int, world: int, folder: str) -> str:
 def test_a_pool_too_small_for_a_unit_is_refused(pool: Pool, tmp_path: Path) -> None:
     """With the least size that is enough, which then is."""
     said = pool.run(2, refused, str(tmp_path))
-    assert said[0] == said[1] and "zero_optimization.offload_param.buffer_size = 100" in said[0] and "gathered as one" in said[0]
+    assert (
+        said[0] == said[1]
+        and "zero_optimization.offload_param.buffer_size = 100" in said[0]
+        and "gathered as one" in said[0]
+    )
     least = int(said[0].split("set it to ")[1].split(" ")[0])
-    assert pool.run(2, fits, str(tmp_path), least) == [True, True] and pool.run(2, fits, str(tmp_path), least - 1) == [False, False]
+    assert pool.run(2, fits, str(tmp_path), least) == [True, True] and pool.run(
+        2, fits, str(tmp_path), least - 1
+    ) == [False, False]
 
 
 def fits(rank: int, world: int, folder: str, buffer: int) -> bool:
@@ -154,7 +232,11 @@ def fits(rank: int, world: int, folder: str, buffer: int) -> bool:
     config = settings(world, 1, 3, 1, 1)
     config["zero_optimization"] = in_files(config["zero_optimization"], folder, PARAMETERS, buffer)
     try:
-        plait.initialize(cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+        plait.initialize(
+            cases.build("llama", tied=True, dtype=torch.float32),
+            config,
+            loss_fn=plait.causal_lm_loss,
+        )
     except ConfigError:
         return False
     return True

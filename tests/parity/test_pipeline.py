@@ -26,7 +26,11 @@ from tests.pool import Pool
 @pytest.mark.parametrize(
     ("schedule", "pp"),
     [
-        pytest.param(schedule, pp, marks=[pytest.mark.proof] if pp == 4 and schedule not in ("1f1b", "zbv") else [])
+        pytest.param(
+            schedule,
+            pp,
+            marks=[pytest.mark.proof] if pp == 4 and schedule not in ("1f1b", "zbv") else [],
+        )
         for schedule in SCHEDULES
         for pp in (2, 4)
     ],
@@ -60,7 +64,10 @@ def test_families(pool: Pool, kind: str, tied: bool, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "accumulation"), cover([("gpipe", 1), ("1f1b", 3), ("zbv", 1), ("gpipe", 3), ("1f1b", 1), ("zbv", 3)], strength=1)
+    ("schedule", "accumulation"),
+    cover(
+        [("gpipe", 1), ("1f1b", 3), ("zbv", 1), ("gpipe", 3), ("1f1b", 1), ("zbv", 3)], strength=1
+    ),
 )
 def test_fewer_micro_batches_than_stages(pool: Pool, schedule: str, accumulation: int) -> None:
     """One micro-batch is a plain split by layers."""
@@ -68,11 +75,24 @@ def test_fewer_micro_batches_than_stages(pool: Pool, schedule: str, accumulation
 
 
 COMBINED = [
-    *((4, settings(stage, 4, schedule, pp=2, dp_shard=2)) for stage in (1, 2) for schedule in SCHEDULES),
+    *(
+        (4, settings(stage, 4, schedule, pp=2, dp_shard=2))
+        for stage in (1, 2)
+        for schedule in SCHEDULES
+    ),
     *((4, settings(3, 4, schedule, pp=2, dp_shard=2)) for schedule in SCHEDULES[:4]),
-    *((4, settings(0, 4, schedule, pp=2, dp_replicate=2)) for schedule in ("1f1b", "interleaved-1f1b", "zbv")),
-    *((4, settings(0, 4, schedule, pp=2, tp=2)) for schedule in ("1f1b", "interleaved-zero-bubble", "dualpipev")),
-    *((4, settings(0, 2, schedule, pp=2, tp=2, sequence_parallel=True)) for schedule in ("gpipe", "interleaved-1f1b", "zbv")),
+    *(
+        (4, settings(0, 4, schedule, pp=2, dp_replicate=2))
+        for schedule in ("1f1b", "interleaved-1f1b", "zbv")
+    ),
+    *(
+        (4, settings(0, 4, schedule, pp=2, tp=2))
+        for schedule in ("1f1b", "interleaved-zero-bubble", "dualpipev")
+    ),
+    *(
+        (4, settings(0, 2, schedule, pp=2, tp=2, sequence_parallel=True))
+        for schedule in ("gpipe", "interleaved-1f1b", "zbv")
+    ),
     *((8, settings(stage, 4, pp=2, dp_shard=2, tp=2)) for stage in (1, 2, 3)),
     (8, settings(2, 4, "interleaved-1f1b", pp=2, dp_shard=2, tp=2, sequence_parallel=True)),
     (8, settings(2, 4, "zbv", pp=2, dp_shard=2, tp=2)),
@@ -80,22 +100,50 @@ COMBINED = [
     (8, settings(1, 4, "interleaved-zero-bubble", pp=2, dp_replicate=2, dp_shard=2)),
     (8, settings(3, 8, pp=4, dp_shard=2)),
     (6, settings(2, 3, pp=2, dp_shard=3)),
-    *((2, settings(0, 4, schedule, pp=2, recompute={"mode": mode})) for schedule in ("1f1b", "zbv") for mode in ("full", "selective")),
-    (4, settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2, recompute={"mode": "full", "every": 2})),
-    *((2, settings(0, 4, schedule, pp=2, loss_chunk_tokens=8)) for schedule in ("1f1b", "dualpipev")),
+    *(
+        (2, settings(0, 4, schedule, pp=2, recompute={"mode": mode}))
+        for schedule in ("1f1b", "zbv")
+        for mode in ("full", "selective")
+    ),
+    (
+        4,
+        settings(
+            3, 4, "interleaved-1f1b", pp=2, dp_shard=2, recompute={"mode": "full", "every": 2}
+        ),
+    ),
+    *(
+        (2, settings(0, 4, schedule, pp=2, loss_chunk_tokens=8))
+        for schedule in ("1f1b", "dualpipev")
+    ),
 ]
 
 
 def meeting(world: int, config: dict[str, Any]) -> frozenset[Hashable]:
     """What has to meet: every schedule with stage 0, 1 or 2, and 3; every stage with every set of axes; every schedule with recompute."""
-    degrees, schedule, stage = config["parallel"], config["parallel"]["pipeline"]["schedule"], config["zero_optimization"]["stage"]
+    degrees, schedule, stage = (
+        config["parallel"],
+        config["parallel"]["pipeline"]["schedule"],
+        config["zero_optimization"]["stage"],
+    )
     others = tuple(axis for axis in degrees if axis not in ("pp", "pipeline"))
-    return frozenset({(schedule, {1: 2}.get(stage, stage)), (others, world < 8 and stage == 3), (schedule, others[-1:])})
+    return frozenset(
+        {
+            (schedule, {1: 2}.get(stage, stage)),
+            (others, world < 8 and stage == 3),
+            (schedule, others[-1:]),
+        }
+    )
 
 
 @pytest.mark.parametrize(
     ("world", "config"),
-    cover(COMBINED, strength=1, features=meeting, cost=lambda world, _: world, name=lambda _, config: named(config)),
+    cover(
+        COMBINED,
+        strength=1,
+        features=meeting,
+        cost=lambda world, _: world,
+        name=lambda _, config: named(config),
+    ),
 )
 def test_combined(pool: Pool, world: int, config: dict[str, Any]) -> None:
     """Pipelines with ZeRO 0 to 3, hybrid sharding, tensor and sequence parallelism."""
@@ -105,7 +153,11 @@ def test_combined(pool: Pool, world: int, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(settings(1, 4, "interleaved-1f1b", pp=2, dp_shard=2), marks=pytest.mark.proof, id="ZeRO-1"),
+        pytest.param(
+            settings(1, 4, "interleaved-1f1b", pp=2, dp_shard=2),
+            marks=pytest.mark.proof,
+            id="ZeRO-1",
+        ),
         pytest.param(settings(3, 4, "gpipe", pp=2, dp_shard=2), id="ZeRO-3"),
     ],
 )
@@ -137,7 +189,9 @@ def layered() -> nn.Module:
 
 
 LAYERED_LOSS = plait.per_sample(
-    lambda logits, batch: nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
+    lambda logits, batch: nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch[1].flatten(), reduction="sum"
+    )
 )
 
 
@@ -145,7 +199,9 @@ def layered_steps(micro_batches: int) -> list[list[tuple[torch.Tensor, torch.Ten
     """(ids, targets) [2, length], of several lengths."""
     generator = torch.Generator().manual_seed(4)
     draw = lambda length: torch.randint(0, cases.VOCABULARY, (2, length), generator=generator)  # noqa: E731
-    return [[(draw(5 + index), draw(5 + index)) for index in range(micro_batches)] for _ in range(3)]
+    return [
+        [(draw(5 + index), draw(5 + index)) for index in range(micro_batches)] for _ in range(3)
+    ]
 
 
 def train_layered(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
@@ -153,13 +209,19 @@ def train_layered(rank: int, world: int, config: dict[str, Any]) -> Trace | None
     with torch.device("meta"):
         model = layered()
     engine = plait.initialize(model, config, loss_fn=LAYERED_LOSS)
-    trace = engine_trace(engine, layered_steps(dp_of(config) * config["gradient_accumulation_steps"]))
+    trace = engine_trace(
+        engine, layered_steps(dp_of(config) * config["gradient_accumulation_steps"])
+    )
     return trace if rank == 0 else None
 
 
 @pytest.mark.parametrize(
     ("world", "config"),
-    [(2, settings(0, 4, "1f1b", pp=2)), (2, settings(0, 4, "zbv", pp=2)), (6, settings(2, 3, "gpipe", pp=3, dp_shard=2))],
+    [
+        (2, settings(0, 4, "1f1b", pp=2)),
+        (2, settings(0, 4, "zbv", pp=2)),
+        (6, settings(2, 3, "gpipe", pp=3, dp_shard=2)),
+    ],
     ids=["1f1b", "zbv", "zero2"],
 )
 def test_layer_specs(pool: Pool, world: int, config: dict[str, Any]) -> None:
@@ -169,7 +231,9 @@ def test_layer_specs(pool: Pool, world: int, config: dict[str, Any]) -> None:
         model = layered()
     plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}}).close()
     steps = layered_steps(dp_of(config) * config["gradient_accumulation_steps"])
-    expected = reference_trace(model, steps, loss_fn=LAYERED_LOSS, optimizer=cases.adamw, clipping=CLIPPING)
+    expected = reference_trace(
+        model, steps, loss_fn=LAYERED_LOSS, optimizer=cases.adamw, clipping=CLIPPING
+    )
     difference = worst(compare(expected, found))
     assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
 
@@ -179,7 +243,9 @@ def test_layer_specs(pool: Pool, world: int, config: dict[str, Any]) -> None:
 
 def evaluate(rank: int, world: int, config: dict[str, Any]) -> tuple[tuple[float, float], Any, Any]:
     """Runs in a worker: (loss sum and weight, logits or None, logits as every rank gets them)."""
-    engine = plait.initialize(cases.build("qwen3", tied=True, layers=LAYERS), config, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("qwen3", tied=True, layers=LAYERS), config, loss_fn=plait.causal_lm_loss
+    )
     piece = cases.steps_for("qwen3", 1)[0][0]
     output = engine.predict(piece)
     logits = None if output is None else output.logits
@@ -189,10 +255,20 @@ def evaluate(rank: int, world: int, config: dict[str, Any]) -> tuple[tuple[float
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
 def test_evaluation_runs_through_the_stages(pool: Pool, schedule: str) -> None:
     """The same sums and logits as one process; logits where the last stage is."""
-    config = settings(3 if schedule == "1f1b" else 0, 4, schedule, pp=2, **({"dp_shard": 2} if schedule == "1f1b" else {}))
+    config = settings(
+        3 if schedule == "1f1b" else 0,
+        4,
+        schedule,
+        pp=2,
+        **({"dp_shard": 2} if schedule == "1f1b" else {}),
+    )
     world = 2 * dp_of(config)
     model = cases.build("qwen3", tied=True, layers=LAYERS)
-    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}}, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        model,
+        {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}},
+        loss_fn=plait.causal_lm_loss,
+    )
     piece = cases.steps_for("qwen3", 1)[0][0]
     total, weight = engine.eval_batch(piece)
     expected = engine.predict(piece).logits
@@ -204,7 +280,9 @@ def test_evaluation_runs_through_the_stages(pool: Pool, schedule: str) -> None:
         assert logits is None or torch.equal(logits, shared)
 
 
-def resume(rank: int, world: int, config: dict[str, Any], folder: str, first: int, last: int, save: bool) -> dict[str, torch.Tensor]:
+def resume(
+    rank: int, world: int, config: dict[str, Any], folder: str, first: int, last: int, save: bool
+) -> dict[str, torch.Tensor]:
     """Runs in a worker: steps `first` to `last`, then the weights that this rank has."""
     model = cases.build("qwen3", tied=True, layers=LAYERS)
     with keeping_float64(model):
@@ -221,13 +299,26 @@ def resume(rank: int, world: int, config: dict[str, Any], folder: str, first: in
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param((2, settings(0, 8, pp=2)), (4, settings(0, 8, "interleaved-1f1b", pp=4)), marks=pytest.mark.proof),
-        pytest.param((4, settings(2, 4, "zbv", pp=2, dp_shard=2)), (2, settings(3, 4, pp=1, dp_shard=2)), marks=pytest.mark.proof),
-        ((2, settings(2, 4, pp=1, dp_shard=2)), (4, settings(0, 4, "interleaved-1f1b", pp=2, dp_replicate=2))),
+        pytest.param(
+            (2, settings(0, 8, pp=2)),
+            (4, settings(0, 8, "interleaved-1f1b", pp=4)),
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
+            (4, settings(2, 4, "zbv", pp=2, dp_shard=2)),
+            (2, settings(3, 4, pp=1, dp_shard=2)),
+            marks=pytest.mark.proof,
+        ),
+        (
+            (2, settings(2, 4, pp=1, dp_shard=2)),
+            (4, settings(0, 4, "interleaved-1f1b", pp=2, dp_replicate=2)),
+        ),
     ],
     ids=["wider", "to ZeRO-3", "from ZeRO-2"],
 )
-def test_checkpoints_load_on_any_pipeline(pool: Pool, tmp_path: Path, before: Any, after: Any) -> None:
+def test_checkpoints_load_on_any_pipeline(
+    pool: Pool, tmp_path: Path, before: Any, after: Any
+) -> None:
     """Optimizer states of tied parameters included."""
     straight = pool.run(2, resume, settings(0, 8, pp=2), str(tmp_path / "none"), 0, 4, False)
     expected = {name: tensor for rank in straight for name, tensor in rank.items()}
@@ -282,7 +373,10 @@ def overflow(rank: int, world: int, at: int, schedule: str) -> list[tuple[bool, 
     for factor in (1.0, 60000.0, 1.0):
         before = [whole(p) for p in engine.model.parameters()]
         result = engine.train_batch((torch.ones(8, 8), torch.full((8,), factor), torch.zeros(8)))
-        changed = any(not torch.equal(a, whole(b)) for a, b in zip(before, engine.model.parameters(), strict=True))
+        changed = any(
+            not torch.equal(a, whole(b))
+            for a, b in zip(before, engine.model.parameters(), strict=True)
+        )
         told.append((result.skipped, result.loss_scale, changed))
     return told
 
@@ -298,7 +392,9 @@ def test_every_stage_skips_what_overflowed_on_one(pool: Pool, at: int, schedule:
 def between_inputs_and_weights(rank: int, world: int) -> list[int]:
     """Runs in a worker. How many gradients a rank holds of what its stages received, whenever it has sent them back."""
     engine = plait.initialize(
-        cases.build("qwen3", tied=False, layers=4), settings(0, 4, "interleaved-zero-bubble", pp=world), loss_fn=plait.causal_lm_loss
+        cases.build("qwen3", tied=False, layers=4),
+        settings(0, 4, "interleaved-zero-bubble", pp=world),
+        loss_fn=plait.causal_lm_loss,
     )
     found = []
 

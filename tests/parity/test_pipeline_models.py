@@ -66,7 +66,9 @@ class EarlierBlock(cases.PlainModel):
     def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
         outputs = [self.embed(input_ids)]
         for block in self.blocks:
-            outputs.append(block(outputs[-1] + outputs[1] if len(outputs) > 2 else outputs[-1], side))
+            outputs.append(
+                block(outputs[-1] + outputs[1] if len(outputs) > 2 else outputs[-1], side)
+            )
         return cases.Output(self.head(outputs[-1]))
 
 
@@ -90,7 +92,13 @@ def padded(micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
         for index in range(micro_batches):
             ids = torch.randint(0, cases.VOCABULARY, (2, 8), generator=generator)
             mask = (torch.arange(8) < (8, 4, 3, 7)[(index + step) % 4]).long().expand(2, 8)
-            pieces.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+            pieces.append(
+                {
+                    "input_ids": ids,
+                    "attention_mask": mask,
+                    "labels": ids.masked_fill(mask == 0, -100),
+                }
+            )
         steps.append(pieces)
     return steps
 
@@ -122,15 +130,24 @@ def data_of(kind: str, micro_batches: int) -> list[list[dict[str, torch.Tensor]]
     """What the model takes."""
     if kind in ("trims", "halves"):
         return padded(micro_batches)
-    return cases.ragged_steps(micro_batches, keys=("attention_mask",) if kind in ("mixtral", "bart") else ())
+    return cases.ragged_steps(
+        micro_batches, keys=("attention_mask",) if kind in ("mixtral", "bart") else ()
+    )
 
 
-def train_all(rank: int, world: int, kinds: list[str], config: dict[str, Any], folder: str) -> dict[str, Trace]:
+def train_all(
+    rank: int, world: int, kinds: list[str], config: dict[str, Any], folder: str
+) -> dict[str, Trace]:
     """Runs in a worker. The optimizer is an instance over all parameters."""
     traces = {}
     for kind in kinds:
         model = model_of(kind)
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=cases.sgd(list(model.parameters())))
+        engine = plait.initialize(
+            model,
+            config,
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.sgd(list(model.parameters())),
+        )
         steps = data_of(kind, dp_of(config) * config["gradient_accumulation_steps"])
         traces[kind] = engine_trace(engine, steps)
         engine.save_checkpoint(f"{folder}/{kind}")
@@ -138,12 +155,20 @@ def train_all(rank: int, world: int, kinds: list[str], config: dict[str, Any], f
     return traces if rank == 0 else {}
 
 
-def compared(pool: Pool, world: int, kinds: list[str], config: dict[str, Any], folder: Path) -> None:
+def compared(
+    pool: Pool, world: int, kinds: list[str], config: dict[str, Any], folder: Path
+) -> None:
     """Train each and compare with one process."""
     found = pool.run(world, train_all, kinds, config, str(folder))[0]
     for kind in kinds:
         steps = data_of(kind, dp_of(config) * config["gradient_accumulation_steps"])
-        wanted = reference_trace(model_of(kind), steps, loss_fn=plait.causal_lm_loss, optimizer=cases.sgd, clipping=CLIPPING)
+        wanted = reference_trace(
+            model_of(kind),
+            steps,
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.sgd,
+            clipping=CLIPPING,
+        )
         difference = worst(compare(wanted, found[kind]))
         assert difference.ok(1e-9), f"{kind}: {difference.name}: {difference.error}"
 
@@ -157,7 +182,9 @@ def test_what_models_may_do(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_stages_with_nothing_to_train_and_data_parallelism(pool: Pool, tmp_path: Path, stage: int) -> None:
+def test_stages_with_nothing_to_train_and_data_parallelism(
+    pool: Pool, tmp_path: Path, stage: int
+) -> None:
     """B4: their ranks have no buckets, or sharded units without gradients."""
     axis = "dp_replicate" if stage == 0 else "dp_shard"
     compared(pool, 4, ["early", "late", "skip"], settings(stage, 2, pp=2, **{axis: 2}), tmp_path)
@@ -179,13 +206,23 @@ def told(rank: int, world: int) -> dict[str, str]:
     """Runs in a worker: what is said on this rank."""
     config = settings(0, 2, pp=2)
     said = {}
-    for kind, loss in (("recorded", reads_recorded), ("mixtral", reads_router), ("twice", None), ("earlier", None)):
+    for kind, loss in (
+        ("recorded", reads_recorded),
+        ("mixtral", reads_router),
+        ("twice", None),
+        ("earlier", None),
+    ):
         model = model_of(kind)
         if kind == "mixtral":
             model.config.output_router_logits = True
         try:
             weigh = plait.causal_lm_loss.weight
-            engine = plait.initialize(model, config, loss_fn=loss or plait.causal_lm_loss, weight_fn=weigh if loss else None)
+            engine = plait.initialize(
+                model,
+                config,
+                loss_fn=loss or plait.causal_lm_loss,
+                weight_fn=weigh if loss else None,
+            )
             said[kind] = "made"
             engine.train_batch(data_of(kind, 2)[0])
         except plait.PlaitError as error:
@@ -193,7 +230,9 @@ def told(rank: int, world: int) -> dict[str, str]:
     engine = plait.initialize(model_of("recorded"), config, loss_fn=plait.causal_lm_loss)
     output = engine.predict(data_of("recorded", 1)[0][0])
     try:
-        said["predict"] = "" if output is None else f"{tuple(output.logits.shape)[-1]} {output.states[1]}"
+        said["predict"] = (
+            "" if output is None else f"{tuple(output.logits.shape)[-1]} {output.states[1]}"
+        )
     except plait.PlaitError as error:
         said["predict"] = str(error)
     return said
@@ -205,7 +244,10 @@ def test_what_they_may_not_do(pool: Pool) -> None:
     first, second = pool.run(2, told)
     outputs = first.pop("predict"), second.pop("predict")
     assert first == second
-    assert "the model's output `size` follows from blocks before blocks." in first["recorded"] and "stage 1" in first["recorded"]
+    assert (
+        "the model's output `size` follows from blocks before blocks." in first["recorded"]
+        and "stage 1" in first["recorded"]
+    )
     assert "the balance loss is a sum over ranks, which no output holds" in first["mixtral"]
     assert "4 of the 4 blocks run more than once" in first["twice"]
     assert "does not pass through the chain of blocks" in first["earlier"]

@@ -95,7 +95,9 @@ def error_of(rank: int, world: int, case: str) -> str:
         model.counts = case
     plan = cases.ragged_steps(2, steps=2, keys=())
     try:
-        engine = plait.initialize(model, CONFIG, loss_fn=loss, weight_fn=plait.causal_lm_loss.weight)
+        engine = plait.initialize(
+            model, CONFIG, loss_fn=loss, weight_fn=plait.causal_lm_loss.weight
+        )
         engine.train_batch(plan[0])
         model.skip_blocks = case == "skip"
         engine.train_batch(plan[1])

@@ -15,12 +15,16 @@ from tests.parity import cases
 from tests.parity.data_parallel import materialised, settings
 from tests.pool import Pool
 
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
+FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+}
 
 
 def run(rank: int, world: int, config: dict[str, Any], overflow_at: int | None) -> dict[str, Any]:
     """Six steps; in step `overflow_at` the last rank alone meets an infinite loss. Runs in a worker."""
-    engine = plait.initialize(cases.build("plain", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("plain", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
+    )
     history = []
     before = {name: whole(p) for name, p in engine.model.named_parameters()}
     for index, step in enumerate(cases.ragged_steps(world, steps=6, keys=())):
@@ -32,9 +36,21 @@ def run(rank: int, world: int, config: dict[str, Any], overflow_at: int | None) 
         engine.loss_fn = plait.causal_lm_loss
         after = {name: whole(p) for name, p in engine.model.named_parameters()}
         changed = any(not torch.equal(before[name], after[name]) for name in after)
-        history.append((result.loss_scale, result.skipped, changed, float(result.grad_norm), float(result.loss)))
+        history.append(
+            (
+                result.loss_scale,
+                result.skipped,
+                changed,
+                float(result.grad_norm),
+                float(result.loss),
+            )
+        )
         before = after
-    return {"history": history, "dtypes": {k: traffic.dtypes(k) for k in ("all_gather", "reduce_scatter", "all_reduce")}, "weights": before}
+    return {
+        "history": history,
+        "dtypes": {k: traffic.dtypes(k) for k in ("all_gather", "reduce_scatter", "all_reduce")},
+        "weights": before,
+    }
 
 
 class Exploding:
@@ -69,7 +85,9 @@ def test_half_precision_is_close_to_full(pool: Pool, stage: int, name: str) -> N
     section: dict[str, Any] = FP16 if name == "fp16" else {"bf16": {"enabled": True}}
     half = pool.run(2, run, settings(2, stage, 1, 1, **section), None)[0]
     full = pool.run(2, run, settings(2, stage, 1, 1), None)[0]
-    for (*_, norm, loss), (*_, wanted_norm, wanted_loss) in zip(half["history"], full["history"], strict=True):
+    for (*_, norm, loss), (*_, wanted_norm, wanted_loss) in zip(
+        half["history"], full["history"], strict=True
+    ):
         assert loss == pytest.approx(wanted_loss, rel=1e-2)
         assert norm == pytest.approx(wanted_norm, rel=3e-2)
 
@@ -78,8 +96,16 @@ def test_dtypes_on_the_wire(pool: Pool) -> None:
     """Gathers in the compute dtype; reductions too, as in DeepSpeed, whether or not Plait's sections are there (A24), or as told."""
     file = settings(2, 2, 1, 1, bf16={"enabled": True})
     without = {k: v for k, v in file.items() if k not in ("run", "parallel")}
-    told, added_up = {**file, "communication_data_type": "fp32"}, {**file, "data_types": {"grad_accum_dtype": "fp32"}}
-    for config, reduced in ((file, torch.bfloat16), (without, torch.bfloat16), (told, torch.float32), (added_up, torch.float32)):
+    told, added_up = (
+        {**file, "communication_data_type": "fp32"},
+        {**file, "data_types": {"grad_accum_dtype": "fp32"}},
+    )
+    for config, reduced in (
+        (file, torch.bfloat16),
+        (without, torch.bfloat16),
+        (told, torch.float32),
+        (added_up, torch.float32),
+    ):
         dtypes = pool.run(2, run, config, None)[0]["dtypes"]
         assert dtypes["all_gather"] == {torch.bfloat16}
         assert dtypes["reduce_scatter"] == {reduced}

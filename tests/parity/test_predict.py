@@ -35,15 +35,24 @@ def differences(rank: int, world: int) -> dict[str, float]:
     for name, settings in CASES.items():
         model = cases.build("llama", tied=False)
         with keeping_float64(model):
-            engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **settings}, loss_fn=plait.causal_lm_loss)
+            engine = plait.initialize(
+                model,
+                {"train_micro_batch_size_per_gpu": 2, **settings},
+                loss_fn=plait.causal_lm_loss,
+            )
             full = engine.predict({"input_ids": ids})
             cache = engine.new_cache()
             assert isinstance(cache, DynamicCache) or name == "pp"
             with engine.evaluating():
-                parts = [engine.predict({"input_ids": ids[:, at]}, cache=cache) for at in (slice(0, 4), slice(4, 5), slice(5, 7))]
+                parts = [
+                    engine.predict({"input_ids": ids[:, at]}, cache=cache)
+                    for at in (slice(0, 4), slice(4, 5), slice(5, 7))
+                ]
             assert cache.get_seq_length() == 7
             if engine.sharded.holds_output:
-                found[name] = float((torch.cat([part.logits for part in parts], dim=1) - full.logits).abs().max())
+                found[name] = float(
+                    (torch.cat([part.logits for part in parts], dim=1) - full.logits).abs().max()
+                )
     return found
 
 
@@ -61,12 +70,19 @@ def test_where_there_is_no_place_for_a_cache() -> None:
     """Refused by the layout."""
 
     def at(layout: Layout, *hooks: StepHook) -> tuple[Parts, Mesh]:
-        return Parts(torch.nn.Linear(1, 1), (), hooks=Hooks(hooks)), Mesh(layout, torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
+        return Parts(torch.nn.Linear(1, 1), (), hooks=Hooks(hooks)), Mesh(
+            layout, torch.device("cpu"), 0, None, None
+        )  # type: ignore[arg-type]
 
     refuse_cache(*at(Layout(tp=2)), object())
-    with pytest.raises(InputError, match="parallel.pp = 2: predict.* got a object, and each of 2 stages .* pass what engine.new_cache"):
+    with pytest.raises(
+        InputError,
+        match="parallel.pp = 2: predict.* got a object, and each of 2 stages .* pass what engine.new_cache",
+    ):
         refuse_cache(*at(Layout(pp=2)), object())
-    with pytest.raises(InputError, match="gives the model a batch as it is, and Cuts changes every micro-batch"):
+    with pytest.raises(
+        InputError, match="gives the model a batch as it is, and Cuts changes every micro-batch"
+    ):
         refuse_cache(*at(Layout(), Cuts()), object())
     with pytest.raises(InputError, match=r"engine\(...\) gives the model"):
         refuse_own_batches(at(Layout(), Cuts())[0], "engine(...)")

@@ -14,7 +14,11 @@ from tests.parity import trainers
 from tests.pool import Pool
 
 NEW = 5
-SETTINGS: dict[str, Any] = {"predict_with_generate": True, "generation_max_length": trainers.LENGTH + NEW, "per_device_eval_batch_size": 7}
+SETTINGS: dict[str, Any] = {
+    "predict_with_generate": True,
+    "generation_max_length": trainers.LENGTH + NEW,
+    "per_device_eval_batch_size": 7,
+}
 """Three full batches: Transformers counts the loss of a last one that is not full as often as that of others."""
 
 
@@ -29,7 +33,9 @@ def prompts() -> list[dict[str, torch.Tensor]]:
     found = []
     for sample in trainers.samples():
         length = int(sample["attention_mask"].sum())
-        found.append({name: tensor.roll(trainers.LENGTH - length) for name, tensor in sample.items()})
+        found.append(
+            {name: tensor.roll(trainers.LENGTH - length) for name, tensor in sample.items()}
+        )
     return found
 
 
@@ -37,11 +43,30 @@ def small(**fields: Any) -> Any:
     """A Bart: with an encoder and a decoder."""
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    widths = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": trainers.VOCABULARY, "dropout": 0.0}
-    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
+    sizes = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    widths = {
+        "d_model": 16,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+        "vocab_size": trainers.VOCABULARY,
+        "dropout": 0.0,
+    }
+    marks = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": 2,
+    }
     torch.manual_seed(3)
-    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes, **widths, **marks, max_position_embeddings=32))
+    return AutoModelForSeq2SeqLM.from_config(
+        AutoConfig.for_model("bart", **sizes, **widths, **marks, max_position_embeddings=32)
+    )
 
 
 def made(encoder: bool) -> Any:
@@ -52,14 +77,18 @@ def made(encoder: bool) -> Any:
     return found
 
 
-def run(trainer_kind: Any, arguments_kind: Any, folder: str, encoder: bool, **settings: Any) -> tuple[Any, dict[str, float]]:
+def run(
+    trainer_kind: Any, arguments_kind: Any, folder: str, encoder: bool, **settings: Any
+) -> tuple[Any, dict[str, float]]:
     """(tokens of all samples after training, metrics)."""
     args = trainers.arguments(arguments_kind, folder, **SETTINGS, **settings)
     trainer = trainer_kind(
         model=made(encoder),
         args=args,
         processing_class=Words(),
-        data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]},
+        data_collator=lambda rows: {
+            name: torch.stack([row[name] for row in rows]) for name in rows[0]
+        },
         train_dataset=prompts(),
         eval_dataset=prompts(),
         compute_metrics=lambda prediction: {
@@ -70,7 +99,11 @@ def run(trainer_kind: Any, arguments_kind: Any, folder: str, encoder: bool, **se
     trainer.train()
     metrics = trainer.evaluate()
     found = trainer.predict(prompts())
-    kept = {name: value for name, value in metrics.items() if name in ("eval_loss", "eval_samples", "eval_first")}
+    kept = {
+        name: value
+        for name, value in metrics.items()
+        if name in ("eval_loss", "eval_samples", "eval_first")
+    }
     assert found.label_ids.shape[0] == trainers.SAMPLES
     return found.predictions.tolist(), kept
 
@@ -80,7 +113,13 @@ def native(dp: int, encoder: bool) -> Any:
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
-        return run(Seq2SeqTrainer, Seq2SeqTrainingArguments, folder, encoder, gradient_accumulation_steps=2 * dp)
+        return run(
+            Seq2SeqTrainer,
+            Seq2SeqTrainingArguments,
+            folder,
+            encoder,
+            gradient_accumulation_steps=2 * dp,
+        )
 
 
 def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, encoder: bool) -> Any:
@@ -103,7 +142,9 @@ def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, encoder
         pytest.param(2, trainers.zero(3), True, id="encoder-zero3"),
     ],
 )
-def test_it_is_one_process(pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], encoder: bool) -> None:
+def test_it_is_one_process(
+    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], encoder: bool
+) -> None:
     """All tokens of 21 samples, in three batches; an encoder with beams too."""
     tokens, metrics = native(dp, encoder)
     for found, scores in pool.run(2, on_plait, config, str(tmp_path), encoder):

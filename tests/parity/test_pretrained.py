@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import plait
 from plait._torch.dtensor import local_tensor
@@ -20,7 +26,10 @@ from plait.verify.parity import whole
 from tests.parity import experts, trainers
 from tests.pool import Pool
 
-CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
@@ -37,9 +46,21 @@ def loaded(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
     for config in ({"zero_optimization": {"stage": 3}}, {"parallel": {"tp": 2}}):
         model = plait.from_pretrained(folder)
         assert is_meta(model)
-        found.append({name: whole(tensor) for name, tensor in plait.initialize(model, CONFIG | config).model.named_parameters()})
+        found.append(
+            {
+                name: whole(tensor)
+                for name, tensor in plait.initialize(
+                    model, CONFIG | config
+                ).model.named_parameters()
+            }
+        )
     model = plait.from_pretrained(folder, model_class=LlamaForCausalLM)
-    found.append({name: whole(tensor) for name, tensor in plait.parallelize(model, CONFIG).model.named_parameters()})
+    found.append(
+        {
+            name: whole(tensor)
+            for name, tensor in plait.parallelize(model, CONFIG).model.named_parameters()
+        }
+    )
     return found
 
 
@@ -51,7 +72,12 @@ def evaluated(rank: int, world: int, folder: str) -> float:
         arguments = trainers.arguments(TrainingArguments, folder)
         config = {"zero_optimization": {"stage": 3}}
         kind = plait.hf.Trainer
-        trainer = kind(model=plait.from_pretrained(folder), args=arguments, eval_dataset=trainers.samples(5), plait_config=config)
+        trainer = kind(
+            model=plait.from_pretrained(folder),
+            args=arguments,
+            eval_dataset=trainers.samples(5),
+            plait_config=config,
+        )
         return float(trainer.evaluate()["eval_loss"])
 
 
@@ -59,15 +85,23 @@ def test_each_rank_reads_its_slices(pool: Pool, tmp_path: Path) -> None:
     wanted = saved(tmp_path)
     for layouts in pool.run(2, loaded, str(tmp_path)):
         for found in layouts:
-            assert found.keys() == wanted.keys() and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+            assert found.keys() == wanted.keys() and all(
+                torch.equal(found[name], tensor) for name, tensor in wanted.items()
+            )
     real = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    own = Trainer(real, trainers.arguments(TrainingArguments, str(tmp_path)), eval_dataset=trainers.samples(5)).evaluate()
+    own = Trainer(
+        real, trainers.arguments(TrainingArguments, str(tmp_path)), eval_dataset=trainers.samples(5)
+    ).evaluate()
     assert pool.run(2, evaluated, str(tmp_path)) == pytest.approx([own["eval_loss"]] * 2, abs=1e-5)
 
 
-def most_memory(rank: int, world: int, tiny: str, folder: str, config: dict[str, Any]) -> tuple[float, float]:
+def most_memory(
+    rank: int, world: int, tiny: str, folder: str, config: dict[str, Any]
+) -> tuple[float, float]:
     """MiB of host memory that loading adds at most, by the kernel's account of this process, and of the shard. Runs in a worker."""
-    plait.initialize(plait.from_pretrained(tiny), config).close()  # what is imported and connected once
+    plait.initialize(
+        plait.from_pretrained(tiny), config
+    ).close()  # what is imported and connected once
 
     def status(name: str) -> float:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
@@ -77,7 +111,10 @@ def most_memory(rank: int, world: int, tiny: str, folder: str, config: dict[str,
     before = status("VmRSS:")
     engine = plait.initialize(plait.from_pretrained(folder), config)
     most = status("VmHWM:") - before
-    shard = sum(local_tensor(parameter.detach()).nbytes for parameter in engine.module.parameters()) / 2**20
+    shard = (
+        sum(local_tensor(parameter.detach()).nbytes for parameter in engine.module.parameters())
+        / 2**20
+    )
     engine.close()
     return most, shard
 
@@ -92,15 +129,21 @@ def most_memory(rank: int, world: int, tiny: str, folder: str, config: dict[str,
         pytest.param(4, 6, {"parallel": {"tp": 4}}, id="tp4"),
     ],
 )
-def test_no_process_holds_all(pool: Pool, tmp_path: Path, world: int, layers: int, layout: dict[str, Any]) -> None:
+def test_no_process_holds_all(
+    pool: Pool, tmp_path: Path, world: int, layers: int, layout: dict[str, Any]
+) -> None:
     """A shard, one tensor and 64 MiB at most: so much of a file is mapped at once, and half of it is copied into memory that ranks share
     before its first place is given back. Measured: 23 to 40 MiB besides the shard, of 424 and of 1144 MiB of weights."""
     saved(tmp_path / "tiny")
-    large = trainers.model(hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, vocab_size=8192)
+    large = trainers.model(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, vocab_size=8192
+    )
     sizes = [parameter.nbytes / 2**20 for parameter in large.parameters()]
     large.save_pretrained(tmp_path / "large", max_shard_size="100MB")
     del large
-    for most, shard in pool.run(world, most_memory, str(tmp_path / "tiny"), str(tmp_path / "large"), CONFIG | layout):
+    for most, shard in pool.run(
+        world, most_memory, str(tmp_path / "tiny"), str(tmp_path / "large"), CONFIG | layout
+    ):
         assert sum(sizes) / world <= shard + 1 and shard < 1.2 * sum(sizes) / world
         assert shard / 2 < most < shard + max(sizes) + 64, (most, shard, max(sizes))
 
@@ -111,12 +154,20 @@ def experts_of_others(rank: int, world: int, folder: str) -> list[dict[str, torc
     for stage in (0, 1, 3):
         config = CONFIG | {"zero_optimization": {"stage": stage}, "parallel": {"ep": 2}}
         model = plait.initialize(plait.from_pretrained(folder, use_cache=False), config).model
-        biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(BIAS)}
+        biases = {
+            name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(BIAS)
+        }
         found.append({name: whole(tensor) for name, tensor in model.named_parameters()} | biases)
     return found
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name == "mixtral" else [pytest.mark.proof]) for name in experts.SIZES])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name == "mixtral" else [pytest.mark.proof])
+        for name in experts.SIZES
+    ],
+)
 def test_each_rank_reads_its_experts(pool: Pool, tmp_path: Path, family: str) -> None:
     """Of a folder as it is released, in which each expert has tensors of its own (all but GPT-OSS), in several files."""
     model = experts.build(experts.Case(family), dtype=torch.bfloat16)  # type: ignore[arg-type]
@@ -125,18 +176,27 @@ def test_each_rank_reads_its_experts(pool: Pool, tmp_path: Path, family: str) ->
         if name.endswith(BIAS):
             wanted[name] = buffer.uniform_().float()
     model.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
-    stored = {name for file in tmp_path.glob("*.safetensors") for name in safe_open(file, "pt").keys()}  # noqa: SIM118
+    stored: set[str] = set()
+    for file in tmp_path.glob("*.safetensors"):
+        stored.update(safe_open(file, "pt").keys())
     assert any(".experts.1." in name for name in stored) or family == "gpt_oss"
     for layouts in pool.run(2, experts_of_others, str(tmp_path)):
         for found in layouts:
-            assert found.keys() == wanted.keys() and all(torch.equal(found[name].float(), tensor) for name, tensor in wanted.items())
+            assert found.keys() == wanted.keys() and all(
+                torch.equal(found[name].float(), tensor) for name, tensor in wanted.items()
+            )
 
 
 def test_what_is_built(tmp_path: Path) -> None:
     """Fields and dtype; a head that the files lack; a model inside of another one."""
     saved(tmp_path)
     model: Any = plait.from_pretrained(tmp_path, dtype=torch.bfloat16, use_cache=False)
-    assert model.dtype == torch.bfloat16 and model.training and not model.config.use_cache and model.generation_config.max_length == 7
+    assert (
+        model.dtype == torch.bfloat16
+        and model.training
+        and not model.config.use_cache
+        and model.generation_config.max_length == 7
+    )
     assert weights_of(model) == tmp_path
     with pytest.raises(InputError, match="inside of another one"):
         weights_of(torch.nn.Sequential(model, torch.nn.Linear(2, 2)))
@@ -145,5 +205,7 @@ def test_what_is_built(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         plait.from_pretrained(tmp_path / "none")
     with pytest.warns(UserWarning, match="in full in every process"):
-        other = plait.from_pretrained(tmp_path, model_class=AutoModelForSequenceClassification, num_labels=3)
+        other = plait.from_pretrained(
+            tmp_path, model_class=AutoModelForSequenceClassification, num_labels=3
+        )
     assert not is_meta(other) and weights_of(other) is None and other.score.out_features == 3  # type: ignore[union-attr]

@@ -26,9 +26,15 @@ def model(dtype: torch.dtype, *, folder: str, bits: int) -> Any:
     """The tiny model from a folder, quantised while it is loaded; adapters and what is computed in are float32."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    how = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    how = (
+        {"load_in_8bit": True}
+        if bits == 8
+        else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    )
     settings: Any = BitsAndBytesConfig(**how)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": "cpu"}, quantization_config=settings)
+    base = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, device_map={"": "cpu"}, quantization_config=settings
+    )
     kinds = {type(parameter).__name__ for parameter in base.parameters()}
     assert {8: "Int8Params", 4: "Params4bit"}[bits] in kinds
     return adapted.on(base)
@@ -50,24 +56,40 @@ def base(tmp_path: Path) -> str:
         pytest.param(2, 1, {"parallel": {"pp": 2}}, 8, id="8bit-pp2"),
     ],
 )
-def test_it_is_one_process(pool: Pool, tmp_path: Path, base: str, world: int, dp: int, config: dict[str, Any], bits: int) -> None:
+def test_it_is_one_process(
+    pool: Pool, tmp_path: Path, base: str, world: int, dp: int, config: dict[str, Any], bits: int
+) -> None:
     """Quantised weights are replicated on every rank, or on their stage's ranks; what else there is follows the ZeRO stage."""
     made = partial(model, folder=base, bits=bits)
     wanted = trainers.native(dp, made=made, **SETTINGS)
-    found = pool.run(world, trainers.on_plait, config, str(tmp_path / "out"), {"made": made, **SETTINGS})
+    found = pool.run(
+        world, trainers.on_plait, config, str(tmp_path / "out"), {"made": made, **SETTINGS}
+    )
     close(found[0], wanted)
     assert len(wanted["weights"]) == 2 * 2 * len(adapted.TARGETS)
-    saved = [path.read_text() for path in (tmp_path / "out" / "checkpoint-2" / "plait").rglob("*.json")]
-    assert any("lora_A" in text for text in saved) and not any("base_layer" in text for text in saved)
+    saved = [
+        path.read_text() for path in (tmp_path / "out" / "checkpoint-2" / "plait").rglob("*.json")
+    ]
+    assert any("lora_A" in text for text in saved) and not any(
+        "base_layer" in text for text in saved
+    )
 
 
-def goes_on(rank: int, world: int, config: dict[str, Any], folder: str, base: str, resume: str) -> dict[str, list[float]]:
+def goes_on(
+    rank: int, world: int, config: dict[str, Any], folder: str, base: str, resume: str
+) -> dict[str, list[float]]:
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        args = trainers.arguments(TrainingArguments, folder, deepspeed=config, gradient_accumulation_steps=4, **SETTINGS)
-        trainer = Trainer(model=model(torch.float32, folder=base, bits=4), args=args, train_dataset=trainers.samples())
+        args = trainers.arguments(
+            TrainingArguments, folder, deepspeed=config, gradient_accumulation_steps=4, **SETTINGS
+        )
+        trainer = Trainer(
+            model=model(torch.float32, folder=base, bits=4),
+            args=args,
+            train_dataset=trainers.samples(),
+        )
         trainer.train(resume_from_checkpoint=resume)
         return trainers.history(trainer)
 
@@ -77,7 +99,9 @@ def test_it_goes_on_in_a_pipeline(pool: Pool, tmp_path: Path, base: str) -> None
     wanted = trainers.native(2, made=made, **SETTINGS)
     pool.run(2, trainers.on_plait, zero(2), str(tmp_path / "out"), {"made": made, **SETTINGS})
     resume = str(tmp_path / "out" / "checkpoint-2")
-    for found in pool.run(2, goes_on, {"parallel": {"pp": 2}}, str(tmp_path / "then"), base, resume):
+    for found in pool.run(
+        2, goes_on, {"parallel": {"pp": 2}}, str(tmp_path / "then"), base, resume
+    ):
         for key in ("loss", "grad_norm", "learning_rate"):
             assert found[key] == pytest.approx(wanted[key], rel=1e-5), key
 
@@ -88,8 +112,16 @@ def test_in_bfloat16(pool: Pool, tmp_path: Path, base: str, config: dict[str, An
     made = partial(model, folder=base, bits=4)
     dp = 1 if "parallel" in config else 2
     wanted = trainers.native(dp, made=made, **SETTINGS)
-    found = pool.run(2, trainers.on_plait, config, str(tmp_path / "out"), {"made": made, "bf16": True, **SETTINGS})[0]
-    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-2) and found["loss"] != wanted["loss"]
+    found = pool.run(
+        2,
+        trainers.on_plait,
+        config,
+        str(tmp_path / "out"),
+        {"made": made, "bf16": True, **SETTINGS},
+    )[0]
+    assert (
+        found["loss"] == pytest.approx(wanted["loss"], rel=1e-2) and found["loss"] != wanted["loss"]
+    )
     assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=5e-2)
 
 
@@ -103,12 +135,21 @@ def refused(rank: int, world: int, folder: str, base: str) -> list[str]:
 
         for config in (
             {"parallel": {"tp": 2}},
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}},
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": folder},
+                }
+            },
         ):
             AcceleratorState._reset_state(reset_partial_state=True)
             args = trainers.arguments(TrainingArguments, folder, deepspeed=config)
             with pytest.raises(ModelError) as raised:
-                Trainer(model=model(torch.float32, folder=base, bits=4), args=args, train_dataset=trainers.samples()).train()
+                Trainer(
+                    model=model(torch.float32, folder=base, bits=4),
+                    args=args,
+                    train_dataset=trainers.samples(),
+                ).train()
             said.append(str(raised.value))
     return said
 

@@ -37,7 +37,14 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def digests(rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]], dtype: torch.dtype) -> list[str]:
+def digests(
+    rank: int,
+    world: int,
+    kind: str,
+    config: dict[str, Any],
+    modes: list[dict[str, Any]],
+    dtype: torch.dtype,
+) -> list[str]:
     """One run without recompute, and one for each of `modes`. Runs in a worker."""
     found = []
     dp = world // config["parallel"]["tp"]
@@ -45,16 +52,35 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], modes: lis
         mode = dict(more)
         partition = mode.pop("partition", False)
         parallel = {**config["parallel"], **({"recompute": mode} if mode else {})}
-        file = {**config, "parallel": parallel, "activation_checkpointing": {"partition_activations": partition}}
-        model = build(kind, dtype, dropout=not config["parallel"]["sequence_parallel"])  # which refuses dropout
+        file = {
+            **config,
+            "parallel": parallel,
+            "activation_checkpointing": {"partition_activations": partition},
+        }
+        model = build(
+            kind, dtype, dropout=not config["parallel"]["sequence_parallel"]
+        )  # which refuses dropout
         engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
-        expected = sum(m == "none" for m in engine.config.recompute.modes(len(engine.parts.blocks))) < len(engine.parts.blocks)
+        expected = sum(
+            m == "none" for m in engine.config.recompute.modes(len(engine.parts.blocks))
+        ) < len(engine.parts.blocks)
         assert expected == bool(mode)
-        found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
+        found.append(
+            digest(
+                engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))
+            )
+        )
     return found
 
 
-def same_bits(pool: Pool, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]], dtype: Any = torch.float64) -> None:
+def same_bits(
+    pool: Pool,
+    world: int,
+    kind: str,
+    config: dict[str, Any],
+    modes: list[dict[str, Any]],
+    dtype: Any = torch.float64,
+) -> None:
     """Every mode gives the bits of the first run."""
     for found in pool.run(world, digests, kind, config, modes, dtype):
         assert len(found) == len(modes) + 1
@@ -66,7 +92,8 @@ ALL = list(MODES.values())
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage", "modes"), [("gpt2", 0, ALL), ("llama", 1, ALL[2:3]), ("qwen3", 2, ALL[:1]), ("gpt2", 3, ALL[1:3])]
+    ("kind", "stage", "modes"),
+    [("gpt2", 0, ALL), ("llama", 1, ALL[2:3]), ("qwen3", 2, ALL[:1]), ("gpt2", 3, ALL[1:3])],
 )
 def test_with_zero(pool: Pool, kind: str, stage: int, modes: list[dict[str, Any]]) -> None:
     """Two data-parallel ranks, accumulation."""
@@ -79,7 +106,13 @@ def test_with_tensor_parallelism(pool: Pool, kind: str, modes: list[dict[str, An
     same_bits(pool, 2, kind, settings(2, 2, 0, 1, 2), [*modes, {"mode": "full", "partition": True}])
 
 
-@pytest.mark.parametrize("modes", [pytest.param(ALL[:1], marks=pytest.mark.proof, id="full"), pytest.param(ALL[2:3], id="selective")])
+@pytest.mark.parametrize(
+    "modes",
+    [
+        pytest.param(ALL[:1], marks=pytest.mark.proof, id="full"),
+        pytest.param(ALL[2:3], id="selective"),
+    ],
+)
 def test_with_sequence_parallelism(pool: Pool, modes: list[dict[str, Any]]) -> None:
     """Lengths that tp does not divide; the length of a micro-batch is remembered for its backward. Slices of sequences are not aligned in
     memory as whole ones are, and products of float64 differ by that in the last bit, so this is not compared bit by bit."""
@@ -97,28 +130,47 @@ PIPELINES: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = [
 ]
 
 
-def in_pipeline(rank: int, world: int, config: dict[str, Any], modes: list[dict[str, Any]]) -> tuple[list[str], list[tuple[str, ...]]]:
+def in_pipeline(
+    rank: int, world: int, config: dict[str, Any], modes: list[dict[str, Any]]
+) -> tuple[list[str], list[tuple[str, ...]]]:
     """One run without recompute, and one for each of `modes`; what every block did. Runs in a worker."""
     found, chosen = [], []
     dp = config["parallel"].get("dp_shard", 1)
     for more in ({}, *modes):
         mode = dict(more)
         if mode.get("mode") == "budget":
-            bounds = [(at.least()[0], at.most(("none",) * at.blocks)) for at in foretold(config, world, torch.float64)]
-            mode |= {"budget_gib": max(least + 0.4 * (most - least) for least, most in bounds) / GIB, "sequence_length": LENGTH}
+            bounds = [
+                (at.least()[0], at.most(("none",) * at.blocks))
+                for at in foretold(config, world, torch.float64)
+            ]
+            mode |= {
+                "budget_gib": max(least + 0.4 * (most - least) for least, most in bounds) / GIB,
+                "sequence_length": LENGTH,
+            }
         file = {**config, "parallel": {**config["parallel"], "recompute": mode}}
         model = build("llama", torch.float64, dropout=True, layers=LAYERS)
         engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
-        found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
+        found.append(
+            digest(
+                engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))
+            )
+        )
         chosen.append(engine.parts.noted(Recompute).modes(len(engine.parts.blocks)))
     return found, chosen
 
 
 @pytest.mark.parametrize(
     ("world", "config", "modes"),
-    [pytest.param(*case, id=named(case[1]), marks=[] if "zbv" in named(case[1]) else [pytest.mark.proof]) for case in PIPELINES],
+    [
+        pytest.param(
+            *case, id=named(case[1]), marks=[] if "zbv" in named(case[1]) else [pytest.mark.proof]
+        )
+        for case in PIPELINES
+    ],
 )
-def test_in_a_pipeline(pool: Pool, world: int, config: dict[str, Any], modes: list[dict[str, Any]]) -> None:
+def test_in_a_pipeline(
+    pool: Pool, world: int, config: dict[str, Any], modes: list[dict[str, Any]]
+) -> None:
     """A budget for all micro-batches in flight, ranks for themselves; dropout, tied embeddings, ragged micro-batches; backwards in halves
     recompute twice."""
     ranks = pool.run(world, in_pipeline, config, modes)
@@ -133,7 +185,9 @@ def test_in_a_pipeline(pool: Pool, world: int, config: dict[str, Any], modes: li
 def test_in_every_pipeline(pool: Pool, schedule: str) -> None:
     """Every schedule, with tensor parallelism; a budget and all modes."""
     modes: list[dict[str, Any]] = [{"mode": "budget"}, {"mode": "selective"}, {"mode": "full"}]
-    for bits, chosen in pool.run(4, in_pipeline, pipeline_settings(0, 4, schedule, pp=2, tp=2), modes):
+    for bits, chosen in pool.run(
+        4, in_pipeline, pipeline_settings(0, 4, schedule, pp=2, tp=2), modes
+    ):
         assert bits == [bits[0]] * (1 + len(modes)), chosen
 
 
@@ -144,7 +198,13 @@ def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
         model = build("llama", torch.float32, dropout=False)
         mesh = build_mesh(Layout(tp=2))
         batch = token_batch(2, LENGTH)
-        (foretold_rank,) = rank_activations(model, blocks=find_blocks(model), mesh=mesh, batch=batch, tensor_parallel=TensorParallel())
+        (foretold_rank,) = rank_activations(
+            model,
+            blocks=find_blocks(model),
+            mesh=mesh,
+            batch=batch,
+            tensor_parallel=TensorParallel(),
+        )
         own = foretold_rank.most(("none", "none")) - 1
     else:
         config = pipeline_settings(0, 2, "1f1b", pp=2, tp=2)
@@ -168,15 +228,21 @@ def test_ranks_with_uneven_slices_decide_alike(pool: Pool, pp: int) -> None:
     assert any(set(modes) != {"none"} for modes in found)
 
 
-def traces(rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]]) -> list[Trace]:
+def traces(
+    rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]]
+) -> list[Trace]:
     """One run without recompute, and one for each of `modes`. Runs in a worker."""
     found = []
     for mode in ({}, *modes):
         parallel = {**config["parallel"], **({"recompute": mode} if mode else {})}
         model = build(kind, torch.float64, dropout=False)
         with keeping_float64(model):
-            engine = plait.initialize(model, {**config, "parallel": parallel}, loss_fn=plait.causal_lm_loss)
-            found.append(engine_trace(engine, cases.ragged_steps(2 * config["gradient_accumulation_steps"])))
+            engine = plait.initialize(
+                model, {**config, "parallel": parallel}, loss_fn=plait.causal_lm_loss
+            )
+            found.append(
+                engine_trace(engine, cases.ragged_steps(2 * config["gradient_accumulation_steps"]))
+            )
     return found if rank == 0 else []
 
 
@@ -188,12 +254,21 @@ def test_everywhere(pool: Pool, kind: str, stage: int, sequence: bool) -> None:
     """tp 2 x dp 2, every mode."""
     if kind == "gpt2" and sequence:
         pytest.skip("GPT-2 has no sequence parallelism")
-    modes = [*ALL, *([] if sequence else [{"mode": "full", "partition": True}, {"mode": "selective", "partition": True}])]
+    modes = [
+        *ALL,
+        *(
+            []
+            if sequence
+            else [{"mode": "full", "partition": True}, {"mode": "selective", "partition": True}]
+        ),
+    ]
     same_bits(pool, 4, kind, settings(4, 2, stage, 1, 2, sequence), modes)
 
 
 @pytest.mark.parametrize(
-    "precision", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}], ids=["bf16", "fp16"]
+    "precision",
+    [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}],
+    ids=["bf16", "fp16"],
 )
 @pytest.mark.parametrize("tp", [1, 2])
 def test_with_mixed_precision(pool: Pool, precision: dict[str, Any], tp: int) -> None:
@@ -212,10 +287,16 @@ def test_equals_one_process(pool: Pool, kind: str, mode: str) -> None:
 def interleaved(rank: int, world: int, mode: str) -> dict[str, torch.Tensor]:
     """Two micro-batches of different lengths forward, then backward of both, as a pipeline does. Runs in a worker."""
     config = settings(2, 2, 0, 1, 2, True, recompute={"mode": mode})
-    engine = plait.initialize(build("llama", torch.float64, dropout=False), config, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        build("llama", torch.float64, dropout=False), config, loss_fn=plait.causal_lm_loss
+    )
     ids = [torch.arange(2 * length).view(2, length) % cases.VOCABULARY for length in (11, 6)]
     sum(plait.causal_lm_loss(engine.model(input_ids=x), {"labels": x})[0] for x in ids).backward()  # type: ignore[union-attr]
-    return {name: local_tensor(p.grad).clone() for name, p in engine.model.named_parameters() if p.grad is not None}
+    return {
+        name: local_tensor(p.grad).clone()
+        for name, p in engine.model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def test_a_micro_batch_is_recomputed_with_its_own_length(pool: Pool) -> None:

@@ -41,7 +41,9 @@ class Plain(torch.optim.Optimizer):
                     state = self.state[p]
                     state["history"] = [*state.get("history", []), group["count"]]
                     state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad
-                    p.mul_(0.99).sub_(group["rate"] * state["mean"] * (len(state["history"]) + self.total))
+                    p.mul_(0.99).sub_(
+                        group["rate"] * state["mean"] * (len(state["history"]) + self.total)
+                    )
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "total": self.total}
@@ -62,7 +64,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def engine_of(
-    world: int, *, stage: int = 2, lr: float = 0.01, kind: str = "plain", layers: int | None = None, made: Any = None, **more: Any
+    world: int,
+    *,
+    stage: int = 2,
+    lr: float = 0.01,
+    kind: str = "plain",
+    layers: int | None = None,
+    made: Any = None,
+    **more: Any,
 ) -> plait.Engine:
     """One micro-batch of two samples a rank and step, float64."""
     conf: dict[str, Any] = {
@@ -74,11 +83,15 @@ def engine_of(
     }
     scheduler = more.pop("lr_scheduler", None)
     model = cases.build(kind, tied=True, layers=layers)
-    return plait.initialize(model, conf | more, loss_fn=plait.causal_lm_loss, optimizer=made, lr_scheduler=scheduler)
+    return plait.initialize(
+        model, conf | more, loss_fn=plait.causal_lm_loss, optimizer=made, lr_scheduler=scheduler
+    )
 
 
 def batch(rank: int, step: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, cases.VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank))
+    ids = torch.randint(
+        0, cases.VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank)
+    )
     return {"input_ids": ids, "labels": ids}
 
 
@@ -111,7 +124,9 @@ def saved_and_not(rank: int, world: int, folder: str, names: list[str]) -> dict[
         go(saved, 1)
         saved.save_checkpoint(at, tag="second")
         go(saved, 2, 3)
-        loaded = go(engine_of(world, made=make), 9)  # has states of its own, which the checkpoint has not
+        loaded = go(
+            engine_of(world, made=make), 9
+        )  # has states of its own, which the checkpoint has not
         loaded.load_checkpoint(at, tag="first")
         assert not loaded.optimizer.state
         go(loaded, 1, 2, 3)
@@ -119,14 +134,23 @@ def saved_and_not(rank: int, world: int, folder: str, names: list[str]) -> dict[
         resumed.load_checkpoint(at, tag="second")
         go(resumed, 2, 3)
         wrong = {"saved": saved, "loaded": loaded, "resumed": resumed}
-        found[name] = [f"{word}: {where}" for word, engine in wrong.items() for where in differing(straight, weights(engine))]
+        found[name] = [
+            f"{word}: {where}"
+            for word, engine in wrong.items()
+            for where in differing(straight, weights(engine))
+        ]
     return found
 
 
 def test_saving_and_loading_change_nothing(pool: Pool, tmp_path: Path) -> None:
     """A7: saved or loaded before the first update, and saved and loaded after one, training goes on to the same bits."""
-    for world, names in ((2, ["adamw", "a user's"]), (1, [name for name in OPTIMIZERS if name not in ("adamw", "a user's")])):
-        assert pool.run(world, saved_and_not, str(tmp_path), names)[0] == {name: [] for name in names}
+    for world, names in (
+        (2, ["adamw", "a user's"]),
+        (1, [name for name in OPTIMIZERS if name not in ("adamw", "a user's")]),
+    ):
+        assert pool.run(world, saved_and_not, str(tmp_path), names)[0] == {
+            name: [] for name in names
+        }
 
 
 def skipped_first(rank: int, world: int, folder: str) -> list[str]:
@@ -160,7 +184,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "lambda": lambda o: LAMBDA(o, lambda step: 1 / (1 + step)),
     "partial": lambda o: LAMBDA(o, functools.partial(lambda rate, step: rate**step, 0.7)),
     "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o, [torch.optim.lr_scheduler.LinearLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)], milestones=[3]
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)],
+        milestones=[3],
     ),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8),
     "warm restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2),
@@ -179,13 +205,19 @@ def schedules_go_on(rank: int, world: int, folder: str) -> dict[str, Any]:
         resumed = engine_of(1, stage=0, lr_scheduler=make)
         loaded = resumed.load_checkpoint(at)
         assert loaded is not None and loaded[1] == {4: (1, 2), "set": {3}}
-        found[name] = (rates[3:], [go(resumed, step).get_lr()[0] for step in (3, 4, 5)], differing(weights(straight), weights(resumed)))
+        found[name] = (
+            rates[3:],
+            [go(resumed, step).get_lr()[0] for step in (3, 4, 5)],
+            differing(weights(straight), weights(resumed)),
+        )
     return found
 
 
 def test_every_schedule_goes_on(pool: Pool, tmp_path: Path) -> None:
     """A9: integer keys, functions, schedules of schedules; and a client state of such values."""
-    for name, (straight, resumed, different) in pool.run(1, schedules_go_on, str(tmp_path))[0].items():
+    for name, (straight, resumed, different) in pool.run(1, schedules_go_on, str(tmp_path))[
+        0
+    ].items():
         assert resumed == straight, name
         assert not different, name
         assert len(set(straight)) > 1, name
@@ -196,7 +228,10 @@ def test_every_schedule_goes_on(pool: Pool, tmp_path: Path) -> None:
 def test_a_schedule_that_needs_a_metric_is_refused(pool: Pool) -> None:
     """B15: before the first step, with the way to use it."""
     said = pool.run(1, refusals)[0]
-    assert "ReduceLROnPlateau follows a metric" in said[0] and "call its step(metric) after each validation" in said[0]
+    assert (
+        "ReduceLROnPlateau follows a metric" in said[0]
+        and "call its step(metric) after each validation" in said[0]
+    )
     assert "the state of LambdaLR.odd is a object" in said[1]
 
 
@@ -220,7 +255,10 @@ def refusals(rank: int, world: int) -> list[str]:
 
 LONGER = {"type": "CosineAnnealingLR", "params": {"T_max": 9}}
 COSINE = {"type": "CosineAnnealingLR", "params": {"T_max": 6}}
-WARM = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4, "warmup_type": "linear"}}
+WARM = {
+    "type": "WarmupLR",
+    "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4, "warmup_type": "linear"},
+}
 
 
 def changed(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -233,8 +271,14 @@ def changed(rank: int, world: int, folder: str) -> dict[str, Any]:
     pairs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "nothing": (adamw(), adamw()),
         "lr": (adamw(), adamw(lr=0.005)),
-        "lr under a schedule": ({**adamw(), "scheduler": COSINE}, {**adamw(lr=0.005), "scheduler": COSINE}),
-        "lr that a schedule replaces": ({**adamw(), "scheduler": WARM}, {**adamw(lr=0.005), "scheduler": WARM}),
+        "lr under a schedule": (
+            {**adamw(), "scheduler": COSINE},
+            {**adamw(lr=0.005), "scheduler": COSINE},
+        ),
+        "lr that a schedule replaces": (
+            {**adamw(), "scheduler": WARM},
+            {**adamw(lr=0.005), "scheduler": WARM},
+        ),
         "lr under a passed schedule": (adamw() | decay, adamw(lr=0.005) | decay),
         "a longer schedule": (
             {**adamw(), "scheduler": COSINE},
@@ -251,7 +295,10 @@ def changed(rank: int, world: int, folder: str) -> dict[str, Any]:
         always = go(engine_of(1, stage=0, **after), 0, 1)
         resumed, notes = engine_of(1, stage=0, **after), []
         resumed.load_checkpoint(at, on_note=notes.append)
-        rates = [[engine.get_lr()[0], *(go(engine, step).get_lr()[0] for step in (2, 3))] for engine in (resumed, always)]
+        rates = [
+            [engine.get_lr()[0], *(go(engine, step).get_lr()[0] for step in (2, 3))]
+            for engine in (resumed, always)
+        ]
         found[name] = (*rates, notes)
     go(engine_of(1, stage=0, **adamw(weight_decay=0.1)), 0).save_checkpoint(Path(folder) / "decay")
     resumed, notes = engine_of(1, stage=0, **adamw(weight_decay=0.2, betas=[0.8, 0.99])), []
@@ -268,7 +315,9 @@ def changed(rank: int, world: int, folder: str) -> dict[str, Any]:
         engine_of(1, stage=0, **adamw(amsgrad=True)).load_checkpoint(Path(folder) / "hand")
     found["amsgrad"] = str(error.value)
     with pytest.raises(CheckpointError) as error:
-        engine_of(1, stage=0, optimizer={"type": "SGD", "params": {"lr": 0.1}}).load_checkpoint(Path(folder) / "hand")
+        engine_of(1, stage=0, optimizer={"type": "SGD", "params": {"lr": 0.1}}).load_checkpoint(
+            Path(folder) / "hand"
+        )
     found["class"] = str(error.value)
     return found
 
@@ -278,7 +327,10 @@ def test_what_the_configuration_says_now_wins(pool: Pool, tmp_path: Path) -> Non
     found = pool.run(1, changed, str(tmp_path))[0]
     assert found.pop("by hand") == [0.123]
     assert "amsgrad = True: it needs `max_exp_avg_sq`" in found.pop("amsgrad")
-    assert "holds the states of torch.optim.AdamW, and this run's optimizer is torch.optim.SGD" in found.pop("class")
+    assert (
+        "holds the states of torch.optim.AdamW, and this run's optimizer is torch.optim.SGD"
+        in found.pop("class")
+    )
     decay, betas, notes = found.pop("decay")
     assert (decay, betas) == (0.2, (0.8, 0.99))
     assert {note.partition(" is ")[0] for note in notes} == {"weight_decay", "betas"}
@@ -343,7 +395,11 @@ def drawn(rank: int, world: int, folder: str, first: dict[str, int], second: dic
     build(second).load_checkpoint(folder, on_note=notes.append)
     same = torch.equal(at_save, torch.get_rng_state())
     assert ((random.getstate(), np.random.random(2).tolist()) == others) == same
-    return same, [*torch.rand(4).tolist(), random.random()], [note for note in notes if "generators" in note]
+    return (
+        same,
+        [*torch.rand(4).tolist(), random.random()],
+        [note for note in notes if "generators" in note],
+    )
 
 
 def test_generators_follow_the_layout(pool: Pool, tmp_path: Path) -> None:

@@ -25,7 +25,11 @@ SETTINGS = {"learning_rate": 3e-2, "max_steps": 2}
 
 def saved_in(folder: Path | str) -> dict[str, torch.Tensor]:
     """Every tensor of a folder's own files."""
-    return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in Path(folder).glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def merged_on_plait(rank: int, world: int, config: dict[str, Any], folder: str) -> None:
@@ -48,7 +52,9 @@ def test_merged_adapters(pool: Pool, tmp_path: Path, stage: int) -> None:
     from transformers import Trainer, TrainingArguments
 
     with trainers.launched_alone():
-        arguments = trainers.arguments(TrainingArguments, str(tmp_path), gradient_accumulation_steps=4, **SETTINGS)
+        arguments = trainers.arguments(
+            TrainingArguments, str(tmp_path), gradient_accumulation_steps=4, **SETTINGS
+        )
         one = Trainer(model=adapted.model(), args=arguments, train_dataset=trainers.samples())
         one.train()
         wanted = one.model.merge_and_unload().state_dict()
@@ -57,7 +63,9 @@ def test_merged_adapters(pool: Pool, tmp_path: Path, stage: int) -> None:
     found = saved_in(tmp_path / "merged")
     assert found.keys() == wanted.keys() and not list(tmp_path.glob("merged/adapter*"))
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def two_adapters(rank: int, world: int, config: dict[str, Any], folder: str) -> None:
@@ -68,7 +76,9 @@ def two_adapters(rank: int, world: int, config: dict[str, Any], folder: str) -> 
         from plait.hf import Trainer, TrainingArguments
 
         model = adapted.model()
-        model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        model.add_adapter(
+            "other", LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        )
         arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, **SETTINGS)
         trainer = Trainer(model=model, args=arguments, train_dataset=trainers.samples())
         trainer.train()
@@ -97,7 +107,9 @@ def said(call: Callable[[], Any]) -> str:
     return str(raised.value)
 
 
-def saved_by_scripts(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[list[str], dict[str, Any]]:
+def saved_by_scripts(
+    rank: int, world: int, config: dict[str, Any], folder: str
+) -> tuple[list[str], dict[str, Any]]:
     """Ways of scripts to save a Trainer's model. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -108,30 +120,49 @@ def saved_by_scripts(rank: int, world: int, config: dict[str, Any], folder: str)
         model, file = trainer.model, f"{folder}/{rank}.pt"
         refusals = [said(lambda: torch.save(model.state_dict(), file))]
         if config != {"parallel": {"pp": 2}}:
-            shards = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+            shards = {
+                name: parameter.detach().cpu() for name, parameter in model.named_parameters()
+            }
             refusals += [
                 said(lambda: torch.save(shards, file)),
                 said(lambda: trainer._save(f"{folder}/alpaca", state_dict=shards)),
                 said(lambda: model.save_pretrained(f"{folder}/pretrained", state_dict=shards)),
             ]
         resized = said(lambda: model.resize_token_embeddings(70))
-        assert "resize_token_embeddings(70)" in resized and "load the model, resize it, and then train it" in resized
+        assert (
+            "resize_token_embeddings(70)" in resized
+            and "load the model, resize it, and then train it" in resized
+        )
         full = trainer.accelerator.get_state_dict(model)
         trainer.engine.close()
         return refusals, full
 
 
-@pytest.mark.parametrize("config", [zero(3), {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}], ids=["zero3", "tp2", "pp2"])
+@pytest.mark.parametrize(
+    "config",
+    [zero(3), {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}],
+    ids=["zero3", "tp2", "pp2"],
+)
 def test_parts_are_no_weights(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
     """The advised call returns every weight, in plain tensors, on the first process."""
     found = pool.run(2, saved_by_scripts, config, str(tmp_path))
     for refusals, _ in found:
         assert "call trainer.save_model(folder)" in refusals[0]
-        assert all("holds a part" in text and "get_state_dict(model)" in text for text in refusals), refusals
-    assert [path.name for path in tmp_path.rglob("*") if path.suffix in (".pt", ".safetensors") and path.stat().st_size > 2000] == []
+        assert all(
+            "holds a part" in text and "get_state_dict(model)" in text for text in refusals
+        ), refusals
+    assert [
+        path.name
+        for path in tmp_path.rglob("*")
+        if path.suffix in (".pt", ".safetensors") and path.stat().st_size > 2000
+    ] == []
     wanted = trainers.model().state_dict()
-    assert {name: tensor.shape for name, tensor in found[0][1].items()} == {name: tensor.shape for name, tensor in wanted.items()}
-    assert all(type(tensor) is torch.Tensor for tensor in found[0][1].values()) and found[1][1] == {}
+    assert {name: tensor.shape for name, tensor in found[0][1].items()} == {
+        name: tensor.shape for name, tensor in wanted.items()
+    }
+    assert (
+        all(type(tensor) is torch.Tensor for tensor in found[0][1].values()) and found[1][1] == {}
+    )
 
 
 def part_of_a_pipeline(rank: int, world: int, folder: str) -> tuple[str, dict[str, torch.Tensor]]:
@@ -154,7 +185,10 @@ def part_of_a_pipeline(rank: int, world: int, folder: str) -> tuple[str, dict[st
 def test_a_stage_is_not_the_model(pool: Pool, tmp_path: Path) -> None:
     wanted = trainers.model().state_dict()
     for refusal, weights in pool.run(2, part_of_a_pipeline, str(tmp_path)):
-        assert "each process holds a part" in refusal and "plait.iterate_weights(engine.sharded)" in refusal
+        assert (
+            "each process holds a part" in refusal
+            and "plait.iterate_weights(engine.sharded)" in refusal
+        )
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
 
@@ -178,9 +212,16 @@ def test_adapters_of_which_ranks_have_parts(pool: Pool, tmp_path: Path) -> None:
     """The advised way merges them in one process."""
     peft = pytest.importorskip("peft")
     for refusals in pool.run(2, merged_parts, str(tmp_path)):
-        assert all("merge it in one process: PeftModel.from_pretrained(model, folder)" in text for text in refusals)
+        assert all(
+            "merge it in one process: PeftModel.from_pretrained(model, folder)" in text
+            for text in refusals
+        )
     before = trainers.model().state_dict()
-    merged = peft.PeftModel.from_pretrained(trainers.model(), str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    merged = (
+        peft.PeftModel.from_pretrained(trainers.model(), str(tmp_path / "adapter"))
+        .merge_and_unload()
+        .state_dict()
+    )
     assert merged.keys() == before.keys()
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(merged[name], before[name])
@@ -192,14 +233,31 @@ def with_images(kind: str) -> Any:
 
     torch.manual_seed(3)
     if kind == "llava":
-        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
         vision |= {"image_size": 8, "patch_size": 4, "projection_dim": 8}
-        parts = {"vision_config": transformers.CLIPVisionConfig(**vision), "text_config": transformers.LlamaConfig(**trainers.SHAPE)}
+        parts = {
+            "vision_config": transformers.CLIPVisionConfig(**vision),
+            "text_config": transformers.LlamaConfig(**trainers.SHAPE),
+        }
         config = transformers.LlavaConfig(**parts)
         return transformers.LlavaForConditionalGeneration(config)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1, "patch_size": 4}
-    config = transformers.Qwen2VLConfig(text_config={**trainers.SHAPE, "rope_parameters": rope}, vision_config=vision)
+    vision = {
+        "depth": 2,
+        "embed_dim": 16,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "mlp_ratio": 1,
+        "patch_size": 4,
+    }
+    config = transformers.Qwen2VLConfig(
+        text_config={**trainers.SHAPE, "rope_parameters": rope}, vision_config=vision
+    )
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
@@ -247,7 +305,11 @@ def saved_without_a_trainer(rank: int, world: int, which: str, folder: str) -> t
     model = Net()
     wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = {"train_micro_batch_size_per_gpu": 2, **zero(3)}
-    made: Any = plait.parallelize(model, config) if which == "parallelize" else plait.initialize(model, config)
+    made: Any = (
+        plait.parallelize(model, config)
+        if which == "parallelize"
+        else plait.initialize(model, config)
+    )
     file = f"{folder}/{rank}.pt"
     refusal = said(lambda: torch.save(model.state_dict(), file))
     torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), file)
@@ -268,7 +330,9 @@ def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     save_file({}, tmp_path / "other" / "adapter_model.safetensors")
     refuse_empty_files(tmp_path)
-    with pytest.raises(CheckpointError, match=r"other/adapter_model.safetensors was written without a tensor"):
+    with pytest.raises(
+        CheckpointError, match=r"other/adapter_model.safetensors was written without a tensor"
+    ):
         refuse_empty_files(tmp_path, ["other"])
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["model.safetensors"]
 

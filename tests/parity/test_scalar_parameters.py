@@ -42,7 +42,10 @@ def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
     """Steps of which the second does not use the scalars of blocks, and of the third only the first micro-batch does."""
     plan = cases.ragged_steps(micro_batches, steps=3, keys=())
     uses = [lambda index: True, lambda index: False, lambda index: index == 0]
-    return [[{**piece, "side": use(index)} for index, piece in enumerate(pieces)] for pieces, use in zip(plan, uses, strict=True)]
+    return [
+        [{**piece, "side": use(index)} for index, piece in enumerate(pieces)]
+        for pieces, use in zip(plan, uses, strict=True)
+    ]
 
 
 def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
@@ -55,7 +58,13 @@ def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
 @pytest.mark.parametrize(("stage", "accumulation"), [(1, 2), (2, 1), (3, 2)])
 def test_scalars_train_at_every_stage(pool: Pool, stage: int, accumulation: int) -> None:
     trace = pool.run(2, train, settings(2, stage, 1, accumulation))[0]
-    expected = reference_trace(build(), steps(2 * accumulation), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    expected = reference_trace(
+        build(),
+        steps(2 * accumulation),
+        loss_fn=plait.causal_lm_loss,
+        optimizer=cases.adamw,
+        clipping=CLIPPING,
+    )
     bar = worst(compare(expected, trace))
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
 
@@ -83,7 +92,13 @@ def test_own_loop(pool: Pool) -> None:
         (mean_of(model, piece) / 4).backward()
     for gradients in pool.run(2, own_loop):
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12, msg=lambda t, n=name: f"{n}: {t}")
+            torch.testing.assert_close(
+                gradients[name],
+                parameter.grad,
+                rtol=0,
+                atol=1e-12,
+                msg=lambda t, n=name: f"{n}: {t}",
+            )
 
 
 def save_and_load(rank: int, world: int, folder: str) -> tuple[list[float], list[float]]:

@@ -27,7 +27,9 @@ def made(wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: A
 
     return wrap(SFTTrainer)(
         model=adapted.model() if lora else trainers.model(),
-        args=trainers.arguments(SFTConfig, folder, bf16=False, dataset_num_proc=None, optim="sgd", **settings),
+        args=trainers.arguments(
+            SFTConfig, folder, bf16=False, dataset_num_proc=None, optim="sgd", **settings
+        ),
         train_dataset=words.texts(),
         eval_dataset=words.texts(),
         processing_class=words.tokenizer(),
@@ -44,7 +46,9 @@ def made(wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: A
         pytest.param(2, zero(0), False, id="dp2"),
     ],
 )
-def test_supervised_fine_tuning_is_one_process(pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], lora: bool) -> None:
+def test_supervised_fine_tuning_is_one_process(
+    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], lora: bool
+) -> None:
     wanted = trl_runs.native(made, METRICS, dp, lora=lora)
     found = pool.run(2, trl_runs.on_plait, made, METRICS, config, str(tmp_path), lora)[0]
     close(found, wanted)
@@ -71,7 +75,12 @@ def test_every_field_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("where", "name", "generates"),
-    [("gkd", "GKDTrainer", True), ("gold", "GOLDTrainer", True), ("kto", "KTOTrainer", False), ("orpo", "ORPOTrainer", False)],
+    [
+        ("gkd", "GKDTrainer", True),
+        ("gold", "GOLDTrainer", True),
+        ("kto", "KTOTrainer", False),
+        ("orpo", "ORPOTrainer", False),
+    ],
 )
 def test_other_trainers_of_trl(where: str, name: str, generates: bool) -> None:
     """Also those that are subclasses of the two that are taken; each for its own reason."""
@@ -80,7 +89,9 @@ def test_other_trainers_of_trl(where: str, name: str, generates: bool) -> None:
     module = pytest.importorskip(f"trl.experimental.{where}", exc_type=ImportError)
     with pytest.raises(InputError) as raised:
         wrap(getattr(module, name))()
-    assert str(raised.value).startswith(f"{name}: ") and "use SFTTrainer or DPOTrainer" in str(raised.value)
+    assert str(raised.value).startswith(f"{name}: ") and "use SFTTrainer or DPOTrainer" in str(
+        raised.value
+    )
     assert ("generates between steps" in str(raised.value)) is generates
 
 
@@ -89,11 +100,23 @@ def test_what_is_refused(pool: Pool, tmp_path: Path) -> None:
 
     from plait.hf import wrap
 
-    with trainers.launched_alone(), pytest.raises(InputError, match="GRPOTrainer: it generates between .* use SFTTrainer or DPOTrainer"):
+    with (
+        trainers.launched_alone(),
+        pytest.raises(
+            InputError, match="GRPOTrainer: it generates between .* use SFTTrainer or DPOTrainer"
+        ),
+    ):
         wrap(trl.GRPOTrainer)(trainers.model(), reward_funcs=len)
     args = trainers.arguments(
-        trl.DPOConfig, str(tmp_path), bf16=False, precompute_ref_log_probs=True, sync_ref_model=True, activation_offloading=True
+        trl.DPOConfig,
+        str(tmp_path),
+        bf16=False,
+        precompute_ref_log_probs=True,
+        sync_ref_model=True,
+        activation_offloading=True,
     )
     refused_fields = {"precompute_ref_log_probs", "sync_ref_model", "activation_offloading"}
-    assert {problem.field.rpartition(".")[2] for problem in examined(args, Layout())[0]} == refused_fields
+    assert {
+        problem.field.rpartition(".")[2] for problem in examined(args, Layout())[0]
+    } == refused_fields
     assert all("no stage can run" in said for said in pool.run(2, refused, str(tmp_path)))

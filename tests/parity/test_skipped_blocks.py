@@ -46,7 +46,10 @@ def steps(accumulation: int, *, penalty: bool) -> list[list[dict[str, Any]]]:
     """Micro-batches of two ranks, with what each leaves out."""
     plan = cases.ragged_steps(2 * accumulation, steps=len(SKIPPED), keys=())
     return [
-        [{**piece, "skip": skipped[index // accumulation], "penalty": penalty} for index, piece in enumerate(pieces)]
+        [
+            {**piece, "skip": skipped[index // accumulation], "penalty": penalty}
+            for index, piece in enumerate(pieces)
+        ]
         for pieces, skipped in zip(plan, SKIPPED, strict=True)
     ]
 
@@ -60,8 +63,12 @@ def train(rank: int, world: int, config: dict[str, Any], penalty: bool) -> Trace
 
 
 @pytest.mark.parametrize("transport", ["torch", "auto"])
-@pytest.mark.parametrize(("stage", "accumulation", "penalty"), [(1, 2, False), (2, 2, False), (2, 1, True)])
-def test_ranks_skip_different_blocks(pool: Pool, stage: int, accumulation: int, penalty: bool, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "penalty"), [(1, 2, False), (2, 2, False), (2, 1, True)]
+)
+def test_ranks_skip_different_blocks(
+    pool: Pool, stage: int, accumulation: int, penalty: bool, transport: str
+) -> None:
     config = settings(2, stage, 1, accumulation)
     config["parallel"]["transport"] = transport
     trace = pool.run(2, train, config, penalty)[0]
@@ -93,7 +100,9 @@ def test_different_blocks_at_stage_3_are_named(pool: Pool) -> None:
         assert "rank 0: gathering of blocks.2; rank 1: gathering of blocks.1" in message, message
 
 
-def own_loop(rank: int, world: int, config: dict[str, Any], case: str) -> dict[str, torch.Tensor | None]:
+def own_loop(
+    rank: int, world: int, config: dict[str, Any], case: str
+) -> dict[str, torch.Tensor | None]:
     """Runs in a worker. Returns the gradients of one step of the user's own loop."""
     model = build()
     plait.parallelize(model, config)
@@ -108,7 +117,10 @@ def mean_of(model: Any, piece: dict[str, Any], skip: str) -> torch.Tensor:
 
 def gradients_of(model: Any, case: str, ranks: list[int]) -> dict[str, torch.Tensor | None]:
     """Gradients of a step in which ranks skip different blocks. `case` says what happens around the forward."""
-    first, second = cases.ragged_steps(2, steps=2, keys=())[1], cases.ragged_steps(2, steps=3, keys=())[2]
+    first, second = (
+        cases.ragged_steps(2, steps=2, keys=())[1],
+        cases.ragged_steps(2, steps=3, keys=())[2],
+    )
     for rank in ranks:
         if case == "evaluation before":
             with torch.no_grad():
@@ -128,7 +140,9 @@ def gradients_of(model: Any, case: str, ranks: list[int]) -> dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("case", ["evaluation before", "evaluation between", "two forwards", "a block twice on one rank"])
+@pytest.mark.parametrize(
+    "case", ["evaluation before", "evaluation between", "two forwards", "a block twice on one rank"]
+)
 def test_around_a_forward_with_skipped_blocks(pool: Pool, stage: int, case: str) -> None:
     config = settings(2, stage, 1, 1)
     config["parallel"]["transport"] = "torch"
@@ -139,4 +153,6 @@ def test_around_a_forward_with_skipped_blocks(pool: Pool, stage: int, case: str)
         for name, gradient in expected.items():
             assert (gradients[name] is None) == (gradient is None), name
             if gradient is not None:
-                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-12, msg=lambda t, n=name: f"{n}: {t}")
+                torch.testing.assert_close(
+                    gradients[name], gradient, rtol=0, atol=1e-12, msg=lambda t, n=name: f"{n}: {t}"
+                )

@@ -17,24 +17,37 @@ from tests.parity.data_parallel import settings
 from tests.pool import Pool
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01}}}
+SCHEDULE = {
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01}}
+}
 COMPRESSED = {"compress_gradients": "int8", "error_feedback": True}
 
 
 def everything(engine: Any) -> dict[str, torch.Tensor]:
     """This rank's tensors that a step changes."""
-    found = {f"weight {index}": p.to_local().detach().clone() for index, p in enumerate(engine.model.parameters())}
+    found = {
+        f"weight {index}": p.to_local().detach().clone()
+        for index, p in enumerate(engine.model.parameters())
+    }
     for index, state in enumerate(engine.optimizer.state.values()):
-        found |= {f"moment {index} {name}": getattr(value, "to_local", lambda v=value: v)().clone() for name, value in state.items()}
+        found |= {
+            f"moment {index} {name}": getattr(value, "to_local", lambda v=value: v)().clone()
+            for name, value in state.items()
+        }
     found |= {f"carried {name}": value.clone() for name, value in engine.hooks.state().items()}
-    return found | {"random": torch.get_rng_state(), "rate": torch.tensor([*engine.get_lr(), engine.lr_scheduler.last_epoch])}
+    return found | {
+        "random": torch.get_rng_state(),
+        "rate": torch.tensor([*engine.get_lr(), engine.lr_scheduler.last_epoch]),
+    }
 
 
 def skip(rank: int, world: int, stage: int, overflows: bool) -> dict[str, Any]:
     """Runs in a worker: four steps, of which the third meets an infinite gradient in its first micro-batch, on the last rank alone."""
     config = settings(world, stage, 1, 2, **FP16, **SCHEDULE)
     config["parallel"] |= COMPRESSED
-    engine = plait.initialize(cases.build("plain", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("plain", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
+    )
     first = [True]
 
     def exploding(output: Any, batch: Any) -> tuple[torch.Tensor, Any]:
@@ -49,14 +62,21 @@ def skip(rank: int, world: int, stage: int, overflows: bool) -> dict[str, Any]:
             if not overflows:
                 continue
             engine.loss_fn = Weighted(exploding, plait.causal_lm_loss.weight)
-        result = engine.train_batch([{**piece, "side": True} for piece in step[rank * 2 : rank * 2 + 2]])
+        result = engine.train_batch(
+            [{**piece, "side": True} for piece in step[rank * 2 : rank * 2 + 2]]
+        )
         engine.loss_fn = plait.causal_lm_loss
         assert result.skipped == (index == 2)
         if index == 2:
             after = everything(engine)
-            scaled = {name: value / 2 if name.startswith("carried") else value for name, value in before.items()}
+            scaled = {
+                name: value / 2 if name.startswith("carried") else value
+                for name, value in before.items()
+            }
             unlike = [name for name, value in scaled.items() if not torch.equal(value, after[name])]
-            assert any(name.startswith("carried") and bool(value.any()) for name, value in before.items())
+            assert any(
+                name.startswith("carried") and bool(value.any()) for name, value in before.items()
+            )
     return {"unlike": unlike, "end": everything(engine)}
 
 
@@ -75,14 +95,33 @@ def buckets(rank: int, world: int) -> list[str]:
     said = []
     for revocable in (True, False):
         made: list[Any] = [
-            QuantisedBuckets(dist.group.WORLD, flats, torch.device("cpu"), bits=8, feedback=True, revocable=revocable),
-            PowerSGDBuckets(dist.group.WORLD, flats, torch.device("cpu"), rank=2, whole_steps=1, revocable=revocable),
+            QuantisedBuckets(
+                dist.group.WORLD,
+                flats,
+                torch.device("cpu"),
+                bits=8,
+                feedback=True,
+                revocable=revocable,
+            ),
+            PowerSGDBuckets(
+                dist.group.WORLD,
+                flats,
+                torch.device("cpu"),
+                rank=2,
+                whole_steps=1,
+                revocable=revocable,
+            ),
         ]
         for way in made:
             for step, skipped in enumerate((False, False, True, False)):
                 before = {name: tensor.clone() for name, tensor in way.state.items()}
                 for index, buffer in enumerate(way.buffers):
-                    buffer.copy_(torch.randn(buffer.numel(), generator=torch.Generator().manual_seed(10 * step + rank)))
+                    buffer.copy_(
+                        torch.randn(
+                            buffer.numel(),
+                            generator=torch.Generator().manual_seed(10 * step + rank),
+                        )
+                    )
                     if skipped and index == rank == 0:
                         buffer[5] = float("inf")
                     way.start(index)

@@ -38,14 +38,18 @@ def reference(states: str, micro_batches: int, layers: int | None = None, steps:
             model,
             cases.steps_for("wide", micro_batches, steps=steps),
             loss_fn=plait.causal_lm_loss,
-            optimizer=lambda _: build_optimizer(OptimizerSpec(**optimizer(states)), model.named_parameters()),
+            optimizer=lambda _: build_optimizer(
+                OptimizerSpec(**optimizer(states)), model.named_parameters()
+            ),
             clipping=CLIPPING,
         )
 
 
 def pipeline_model(layers: int) -> torch.nn.Module:
     model = cases.build("wide", tied=True, layers=layers)
-    plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": pipeline.SEED}}).close()  # only for its initial weights
+    plait.initialize(
+        model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": pipeline.SEED}}
+    ).close()  # only for its initial weights
     return model
 
 
@@ -92,7 +96,9 @@ def test_in_a_pipeline(pool: Pool, stage: int, schedule: str) -> None:
     degrees = {"pp": 2, "dp_shard": 2} if stage else {"pp": 2, "dp_replicate": 2}
     config = pipeline.settings(stage, 4, schedule, **degrees, optimizer=optimizer("int8"))
     found = pool.run(4, pipeline.train, "wide", True, config)[0]
-    difference = worst(compare(reference("int8", 8, pipeline.layers_of(config), pipeline.STEPS), found))
+    difference = worst(
+        compare(reference("int8", 8, pipeline.layers_of(config), pipeline.STEPS), found)
+    )
     assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
 
 
@@ -101,7 +107,9 @@ def bits(rank: int, world: int, config: dict[str, Any], stages: list[int]) -> li
     found = []
     for stage in stages:
         model = cases.build("wide", tied=True, dtype=torch.float32)
-        engine = plait.initialize(model, {**config, "zero_optimization": {"stage": stage}}, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            model, {**config, "zero_optimization": {"stage": stage}}, loss_fn=plait.causal_lm_loss
+        )
         found.append(digest(engine_trace(engine, cases.ragged_steps(world, steps=8))))
         assert (0 < engine.skipped_steps < 8) == ("fp16" in config)
         states = {v.dtype for state in engine.optimizer.state.values() for v in state.values()}
@@ -109,18 +117,27 @@ def bits(rank: int, world: int, config: dict[str, Any], stages: list[int]) -> li
     return found
 
 
-MIXED = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
+MIXED = {
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1},
+}
 
 
 @pytest.mark.parametrize("precision", MIXED)
 def test_stages_agree_to_the_bit(pool: Pool, precision: str) -> None:
     """Mixed precision; skipped steps of float16 change no state."""
-    config = {**settings(2, 1, 1, 1, 1), precision: MIXED[precision], "optimizer": optimizer("int8")}
+    config = {
+        **settings(2, 1, 1, 1, 1),
+        precision: MIXED[precision],
+        "optimizer": optimizer("int8"),
+    }
     for found in pool.run(2, bits, config, [1, 2, 3]):
         assert found == [found[0]] * 3
 
 
-def resumed(rank: int, world: int, config: dict[str, Any], folder: str, first: int, last: int) -> dict[str, torch.Tensor]:
+def resumed(
+    rank: int, world: int, config: dict[str, Any], folder: str, first: int, last: int
+) -> dict[str, torch.Tensor]:
     """Steps `first` to `last` of 12 micro-batches, from the checkpoint that a run from the beginning saves: parameters and states, whole.
     Runs in a worker."""
     model = cases.build("wide", tied=True)
@@ -131,7 +148,9 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, first: i
         def note(when: str) -> None:
             for name, parameter in engine.model.named_parameters():
                 values = {"": parameter, **engine.optimizer.state.get(parameter, {})}
-                found.update({f"{when} {name} {key}": whole(value) for key, value in values.items()})
+                found.update(
+                    {f"{when} {name} {key}": whole(value) for key, value in values.items()}
+                )
 
         if first:
             assert engine.load_checkpoint(folder) is not None
@@ -157,7 +176,10 @@ MOVES = {
     ("states", "move"),
     [
         ("int8", "tp 2 to 1"),
-        *(pytest.param("int8", move, marks=pytest.mark.proof) for move in ("2 to 1", "2 to 4", "1 to tp 2")),
+        *(
+            pytest.param("int8", move, marks=pytest.mark.proof)
+            for move in ("2 to 1", "2 to 4", "1 to tp 2")
+        ),
         pytest.param("float8", "2 to 4", marks=pytest.mark.proof),
         pytest.param("bf16", "tp 2 to 1", marks=pytest.mark.proof),
     ],
@@ -173,7 +195,10 @@ def test_checkpoints_on_any_layout(pool: Pool, tmp_path: Path, states: str, move
     found = pool.run(after[0], resumed, config(*after), str(tmp_path), 2, 4)[0]
     loaded = {name: value for name, value in found.items() if name.startswith("loaded")}
     assert set(loaded) == set(saved)
-    assert any(value.dtype == (torch.bfloat16 if states == "bf16" else torch.uint8) for value in loaded.values())
+    assert any(
+        value.dtype == (torch.bfloat16 if states == "bf16" else torch.uint8)
+        for value in loaded.values()
+    )
     for name, value in saved.items():
         assert torch.equal(loaded[name], value), name
     straight = pool.run(before[0], resumed, config(*before), str(tmp_path), 2, 4)[0]
@@ -181,11 +206,17 @@ def test_checkpoints_on_any_layout(pool: Pool, tmp_path: Path, states: str, move
         torch.testing.assert_close(found[name].double(), value.double(), rtol=0, atol=1e-10)
 
 
-def refused(rank: int, world: int, config: dict[str, Any], folder: str, forms: list[str]) -> list[str]:
+def refused(
+    rank: int, world: int, config: dict[str, Any], folder: str, forms: list[str]
+) -> list[str]:
     """What loading says. Runs in a worker."""
     said = []
     for form in forms:
-        engine = plait.initialize(cases.build("wide", tied=True), {**config, "optimizer": optimizer(form)}, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            cases.build("wide", tied=True),
+            {**config, "optimizer": optimizer(form)},
+            loss_fn=plait.causal_lm_loss,
+        )
         try:
             engine.load_checkpoint(folder)
             said.append("loaded")
@@ -213,7 +244,9 @@ def test_own_and_bf16_load_each_others(pool: Pool, tmp_path: Path, before: str, 
     for name in saved:
         narrow = after == "bf16" and name.endswith(" exp_avg")
         wanted = saved[name].bfloat16() if narrow else saved[name].to(found[name].dtype)
-        assert found[name].dtype == (torch.bfloat16 if narrow else wanted.dtype) and torch.equal(found[name], wanted), name
+        assert found[name].dtype == (torch.bfloat16 if narrow else wanted.dtype) and torch.equal(
+            found[name], wanted
+        ), name
 
 
 @cache

@@ -156,14 +156,21 @@ def train(rank: int, world: int, kinds: list[str], config: dict[str, Any]) -> di
     traces = {}
     for kind in kinds:
         model = model_of(kind)
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=cases.sgd(list(model.parameters())))
+        engine = plait.initialize(
+            model,
+            config,
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.sgd(list(model.parameters())),
+        )
         traces[kind] = engine_trace(engine, steps_of(config))
     return traces if rank == 0 else {}
 
 
 def steps_of(config: dict[str, Any]) -> list[list[dict[str, torch.Tensor]]]:
     """Micro-batches of all ranks, by step."""
-    return cases.steps_for("plain", dp_of(config) * config["gradient_accumulation_steps"], steps=STEPS)
+    return cases.steps_for(
+        "plain", dp_of(config) * config["gradient_accumulation_steps"], steps=STEPS
+    )
 
 
 def with_zeros(trace: Trace) -> Trace:
@@ -173,7 +180,10 @@ def with_zeros(trace: Trace) -> Trace:
     one process has None.
     """
     filled = [
-        {name: torch.zeros_like(trace.parameters[name]) if tensor is None else tensor for name, tensor in step.items()}
+        {
+            name: torch.zeros_like(trace.parameters[name]) if tensor is None else tensor
+            for name, tensor in step.items()
+        }
         for step in trace.gradients
     ]
     return replace(trace, gradients=tuple(filled))
@@ -184,7 +194,13 @@ def check(pool: Pool, world: int, kinds: list[str], config: dict[str, Any]) -> N
     found = pool.run(world, train, kinds, config)[0]
     failures = []
     for kind in kinds:
-        wanted = reference_trace(model_of(kind), steps_of(config), loss_fn=plait.causal_lm_loss, optimizer=cases.sgd, clipping=CLIPPING)
+        wanted = reference_trace(
+            model_of(kind),
+            steps_of(config),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.sgd,
+            clipping=CLIPPING,
+        )
         difference = worst(compare(with_zeros(wanted), with_zeros(found[kind])))
         if not difference.ok(1e-10):
             failures.append(f"{kind}: {difference.name}: {difference.error}")

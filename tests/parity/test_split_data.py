@@ -186,13 +186,18 @@ def in_the_trainer(rank: int, world: int, kind: str, workers: int) -> list[int] 
         return seen
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("distributed sampler", 0), ("equal sampler", 0), ("stream", 0), ("noise", 1)])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("distributed sampler", 0), ("equal sampler", 0), ("stream", 0), ("noise", 1)],
+)
 def test_the_trainer_reads_every_row_once(pool: Pool, kind: str, workers: int) -> None:
     read = pool.run(2, in_the_trainer, kind, workers)
     assert sorted(row for rows in read for row in rows) == list(range(ROWS)), read
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("own rows", 0), ("own rows", 1), ("own stream", 0), ("own stream", 1)])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("own rows", 0), ("own rows", 1), ("own stream", 0), ("own stream", 1)]
+)
 def test_the_trainer_refuses_another_split(pool: Pool, kind: str, workers: int) -> None:
     said = pool.run(2, in_the_trainer, kind, workers)
     assert all("first rows differ between ranks" in words for words in said), said

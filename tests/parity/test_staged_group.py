@@ -99,13 +99,29 @@ def calls_of_torch(rank: int, world: int) -> list[str]:
     # DTensor uses these, which call the group from C++.
     compare("functional all_reduce", functional.all_reduce(own, "sum", group), everyone.sum(0))
     compare("functional all_gather", functional.all_gather_tensor(own, 0, group), everyone)
-    compare("functional reduce_scatter", functional.reduce_scatter_tensor(own, "sum", 0, group), columns.sum(0)[rank])
-    compare("functional all_to_all", functional.all_to_all_single(own, None, None, group), columns[:, rank])
+    compare(
+        "functional reduce_scatter",
+        functional.reduce_scatter_tensor(own, "sum", 0, group),
+        columns.sum(0)[rank],
+    )
+    compare(
+        "functional all_to_all",
+        functional.all_to_all_single(own, None, None, group),
+        columns[:, rank],
+    )
     several = functional.all_gather_into_tensor_coalesced([own, own + 1], group)
-    compare("functional coalesced all_gather", torch.stack(several), torch.stack([everyone, everyone + 1]))
+    compare(
+        "functional coalesced all_gather",
+        torch.stack(several),
+        torch.stack([everyone, everyone + 1]),
+    )
     several = functional.reduce_scatter_tensor_coalesced([own, own + 1], "sum", [0, 0], group)
     expected = columns.sum(0)[rank]
-    compare("functional coalesced reduce_scatter", torch.stack(several), torch.stack([expected, expected + world]))
+    compare(
+        "functional coalesced reduce_scatter",
+        torch.stack(several),
+        torch.stack([expected, expected + world]),
+    )
     dist.destroy_process_group(group)
     return [name for name, (ours, theirs) in found.items() if not torch.equal(ours, theirs)]
 

@@ -23,4 +23,7 @@ def test_a_few_saves_are_of_the_call(pool: Pool, tmp_path: Path, kind: str) -> N
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_saves_are_of_the_call(pool: Pool, tmp_path: Path, kind: str) -> None:
-    assert pool.run(KINDS[kind][0], saves, kind, str(tmp_path), 90, timeout=900) == [90] * KINDS[kind][0]
+    assert (
+        pool.run(KINDS[kind][0], saves, kind, str(tmp_path), 90, timeout=900)
+        == [90] * KINDS[kind][0]
+    )

@@ -21,7 +21,9 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "gradient_clipping"
 
 def net() -> nn.Sequential:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return nn.Sequential(
+        nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)
+    ).double()
 
 
 def pairs(step: int) -> list[torch.Tensor]:
@@ -68,13 +70,19 @@ def apart(rank: int, world: int, stage: int) -> dict[str, Any]:
     model = net()
     config = settings(world, stage, 1, 2, **SGD)
     engine = plait.initialize(
-        model, config, loss_fn=squares, optimizer=lambda _: torch.optim.SGD(some(model)[1:], lr=0.05), forward=lambda m, b: m(b[0])
+        model,
+        config,
+        loss_fn=squares,
+        optimizer=lambda _: torch.optim.SGD(some(model)[1:], lr=0.05),
+        forward=lambda m, b: m(b[0]),
     )
     norms, left = [], []
     share = ROWS // world
     for step in range(STEPS):
         change(model, engine.optimizer, step)
-        result = engine.train_batch([part[rank * share : (rank + 1) * share] for part in pairs(step)])
+        result = engine.train_batch(
+            [part[rank * share : (rank + 1) * share] for part in pairs(step)]
+        )
         norms.append(float(result.grad_norm))
         left.append([name for name, p in model.named_parameters() if p.grad is not None])
     weights = {name: whole(p) for name, p in model.named_parameters()}
@@ -105,4 +113,7 @@ def test_only_what_the_optimizer_holds_counts(pool: Pool, stage: int) -> None:
         assert found["left"] == [[]] * STEPS
         for name, tensor in weights.items():
             torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=1e-12)
-        assert "the loss returned weights that add up to 12, and its weight function" in found["said"] and "said 8" in found["said"]
+        assert (
+            "the loss returned weights that add up to 12, and its weight function" in found["said"]
+            and "said 8" in found["said"]
+        )

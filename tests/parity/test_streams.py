@@ -37,10 +37,23 @@ def stream(kind: str) -> Any:
     return found.shuffle(seed=3, buffer_size=6) if kind == "shuffled" else found
 
 
-def trainer_of(trainer: Any, arguments: Any, folder: str, data: Any, *, accumulation: int, **settings: Any) -> Any:
-    fixed = {"max_steps": STEPS, "gradient_accumulation_steps": accumulation, "save_strategy": "steps", "save_steps": 1}
+def trainer_of(
+    trainer: Any, arguments: Any, folder: str, data: Any, *, accumulation: int, **settings: Any
+) -> Any:
+    fixed = {
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": accumulation,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
     args = trainers.arguments(arguments, folder, **fixed, **settings)
-    return trainer(model=trainers.model(), args=args, train_dataset=data, eval_dataset=data, compute_metrics=trainers.metrics)
+    return trainer(
+        model=trainers.model(),
+        args=args,
+        train_dataset=data,
+        eval_dataset=data,
+        compute_metrics=trainers.metrics,
+    )
 
 
 class Sized(torch.utils.data.IterableDataset[Any]):
@@ -71,19 +84,35 @@ def alone(kind: str) -> tuple[dict[str, list[float]], dict[str, float]]:
 
 
 def on_plait(
-    rank: int, world: int, config: dict[str, Any], folder: str, kind: str, accumulation: int, resume: str | None
+    rank: int,
+    world: int,
+    config: dict[str, Any],
+    folder: str,
+    kind: str,
+    accumulation: int,
+    resume: str | None,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        made = trainer_of(Trainer, TrainingArguments, folder, stream(kind), accumulation=accumulation, deepspeed=config)
+        made = trainer_of(
+            Trainer,
+            TrainingArguments,
+            folder,
+            stream(kind),
+            accumulation=accumulation,
+            deepspeed=config,
+        )
         made.train(resume_from_checkpoint=resume)
         evaluated = made.evaluate()
         return trainers.history(made), evaluated
 
 
-def assert_same(found: tuple[dict[str, list[float]], dict[str, float]], wanted: tuple[dict[str, list[float]], dict[str, float]]) -> None:
+def assert_same(
+    found: tuple[dict[str, list[float]], dict[str, float]],
+    wanted: tuple[dict[str, list[float]], dict[str, float]],
+) -> None:
     for key in ("loss", "grad_norm", "learning_rate"):
         assert found[0][key] == pytest.approx(wanted[0][key], rel=1e-5), key
     assert len(found[0]["loss"]) == STEPS
@@ -96,10 +125,17 @@ def assert_same(found: tuple[dict[str, list[float]], dict[str, float]], wanted: 
     ("name", "kind"),
     [
         ("dp2", "shuffled"),
-        *(pytest.param(name, kind, marks=pytest.mark.proof) for name in LAYOUTS for kind in ("plain", "shuffled") if name != "dp2"),
+        *(
+            pytest.param(name, kind, marks=pytest.mark.proof)
+            for name in LAYOUTS
+            for kind in ("plain", "shuffled")
+            if name != "dp2"
+        ),
     ],
 )
-def test_the_trainer_has_the_numbers_of_one_process(pool: Pool, tmp_path: Any, name: str, kind: str) -> None:
+def test_the_trainer_has_the_numbers_of_one_process(
+    pool: Pool, tmp_path: Any, name: str, kind: str
+) -> None:
     """Four passes over a stream of 21 samples, each ending in a step that is not full."""
     world, dp, config = LAYOUTS[name]
     for found in pool.run(world, on_plait, config, str(tmp_path), kind, 4 // dp, None):
@@ -123,7 +159,15 @@ def test_a_trainer_goes_on(pool: Pool, tmp_path: Any, before: str, then: str, at
     world, dp, config = LAYOUTS[before]
     pool.run(world, on_plait, config, str(tmp_path), "shuffled", 4 // dp, None)
     world, dp, config = LAYOUTS[then]
-    for found in pool.run(world, on_plait, config, str(tmp_path / "other"), "shuffled", 4 // dp, f"{tmp_path}/checkpoint-{at}"):
+    for found in pool.run(
+        world,
+        on_plait,
+        config,
+        str(tmp_path / "other"),
+        "shuffled",
+        4 // dp,
+        f"{tmp_path}/checkpoint-{at}",
+    ):
         assert_same(found, alone("shuffled"))
 
 
@@ -133,7 +177,10 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        for settings, data in (({"max_steps": 2}, stream("plain").shuffle(seed=rank)), ({}, stream("plain"))):
+        for settings, data in (
+            ({"max_steps": 2}, stream("plain").shuffle(seed=rank)),
+            ({}, stream("plain")),
+        ):
             try:
                 args = trainers.arguments(TrainingArguments, folder, **settings)
                 Trainer(model=trainers.model(), args=args, train_dataset=data).train()
@@ -173,7 +220,9 @@ def engine_of(count: int, world: int, **parallel: int) -> Any:
         "optimizer": cases.OPTIMIZER,
         "parallel": parallel,
     }
-    return deepspeed.initialize(model=trainers.model(torch.float64), training_data=Numbers(count), config=config)
+    return deepspeed.initialize(
+        model=trainers.model(torch.float64), training_data=Numbers(count), config=config
+    )
 
 
 def read(engine: Any, batches: Any) -> tuple[list[list[int]], list[float]]:
@@ -217,7 +266,13 @@ def test_deepspeeds_calls(pool: Pool, tmp_path: Any) -> None:
     for one, other in zip(first[0][0], second[0][0], strict=True):
         assert len(one) == len(other) == 2
     both = [one + other for one, other in zip(first[0][0], second[0][0], strict=True)]
-    assert both[:5] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 16, 17]]
+    assert both[:5] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+        [16, 17, 16, 17],
+    ]
     assert both[5:] == both[:5]
     # tp 2 reads a micro-batch of 4 on both ranks; its last one has the two samples that are left
     assert first[3][0] == second[3][0] == [*both[3:4], [16, 17], *both[:4], [16, 17]]
@@ -246,8 +301,13 @@ def refused_scripts(rank: int, world: int) -> list[str]:
 
 def test_what_deepspeeds_calls_refuse(pool: Pool) -> None:
     for said in pool.run(2, refused_scripts):
-        assert "the data was left after 6 samples, and a micro-batch of all ranks has 4 here" in said[0]
-        assert "with 2 workers: it is read in its own order, by one reader in every process" in said[1]
+        assert (
+            "the data was left after 6 samples, and a micro-batch of all ranks has 4 here"
+            in said[0]
+        )
+        assert (
+            "with 2 workers: it is read in its own order, by one reader in every process" in said[1]
+        )
         assert "has no length: ranks could not share it" in said[2]
         assert "its first rows differ between ranks" in said[3]
         assert "has no len()" in said[4]

@@ -32,7 +32,14 @@ class Dropping(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(cases.VOCABULARY, width)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.LayerNorm(width), "up": nn.Linear(width, 25), "down": nn.Linear(25, width)}) for _ in range(2)
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(width),
+                    "up": nn.Linear(width, 25),
+                    "down": nn.Linear(25, width),
+                }
+            )
+            for _ in range(2)
         )
         self.head = nn.Linear(width, cases.VOCABULARY, bias=False)
 
@@ -59,7 +66,12 @@ def build(kind: str) -> nn.Module:
 
 
 def configured(kind: str, **more: Any) -> dict[str, Any]:
-    plan = {"embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "vocab_head"}
+    plan = {
+        "embed": "embedding_rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+        "head": "vocab_head",
+    }
     return settings(2, 2, 0, 1, 1, **({"plan": plan} if kind == "own" else {}), **more)
 
 
@@ -71,7 +83,9 @@ def data(kind: str) -> list[list[dict[str, torch.Tensor]]]:
 def dropping(draw: Callable[[torch.Tensor, float], torch.Tensor]) -> Iterator[None]:
     """Every dropout multiplies with what `draw` gives."""
 
-    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def dropout(
+        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         return x * draw(x, p) if training and p > 0 else x
 
     with patch.object(F, "dropout", dropout):
@@ -97,19 +111,26 @@ def runs(rank: int, world: int, kind: str, sequence: bool) -> dict[str, tuple[Tr
     ways: dict[str, dict[str, Any]] = {"none": {}, "full": {"recompute": {"mode": "full"}}}
     if not sequence:
         ways["selective"] = {"recompute": {"mode": "selective"}}
-    return {way: run(kind, configured(kind, sequence_parallel=sequence, **more)) for way, more in ways.items()}
+    return {
+        way: run(kind, configured(kind, sequence_parallel=sequence, **more))
+        for way, more in ways.items()
+    }
 
 
 def joined(parts: Masks, whole: torch.Size) -> torch.Tensor:
     """One mask of the parts that the ranks drew. Those that are no parts are equal."""
     if parts[0].shape == whole:
-        assert all(torch.equal(part, parts[0]) for part in parts), "what all ranks hold was dropped differently"
+        assert all(torch.equal(part, parts[0]) for part in parts), (
+            "what all ranks hold was dropped differently"
+        )
         return parts[0]
     dim = next(dim for dim, size in enumerate(whole) if parts[0].shape[dim] != size)
     return torch.cat(parts, dim)
 
 
-@pytest.mark.parametrize(("kind", "sequence"), [("own", False), ("gpt_neox", False), ("llama", True)])
+@pytest.mark.parametrize(
+    ("kind", "sequence"), [("own", False), ("gpt_neox", False), ("llama", True)]
+)
 def test_masks(pool: Pool, kind: str, sequence: bool) -> None:
     """A19: 13 and 12 columns; heads; tokens of sequences that tp does not divide."""
     found = pool.run(2, runs, kind, sequence)
@@ -129,7 +150,13 @@ def test_masks(pool: Pool, kind: str, sequence: bool) -> None:
 
     model = build(kind)
     with keeping_float64(model), dropping(replay):
-        wanted = reference_trace(model, data(kind), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+        wanted = reference_trace(
+            model,
+            data(kind),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
+        )
     assert next(calls, None) is None
     difference = worst(compare(wanted, found[0]["none"][0]))
     assert difference.ok(1e-10), f"{difference.name}: {difference.error}"

@@ -39,8 +39,16 @@ LAYER = "model.layers.1"
 @pytest.mark.parametrize(
     ("where", "kind", "said"),
     [
-        ("mlp.up_proj", "forward_hook", "forward hook mix would be given this rank's part of outputs only"),
-        ("mlp.down_proj", "forward_pre_hook", f"hook {LAYER}.mlp, whose inputs and outputs are unsharded"),
+        (
+            "mlp.up_proj",
+            "forward_hook",
+            "forward hook mix would be given this rank's part of outputs only",
+        ),
+        (
+            "mlp.down_proj",
+            "forward_pre_hook",
+            f"hook {LAYER}.mlp, whose inputs and outputs are unsharded",
+        ),
         ("self_attn.v_proj", "full_backward_hook", "or use parallel.tp = 1"),
         ("self_attn.o_proj", "full_backward_hook", "part of inputs"),
         ("mlp.act_fn", "forward_hook", "part of the features"),
@@ -74,7 +82,9 @@ def test_hooks_of_parameters_and_parametrizations_are_refused() -> None:
     for change in (parametrizations.weight_norm, parametrizations.spectral_norm, weight_norm):
         model = cases.build("llama", tied=False, device="cpu")
         change(model.get_submodule(f"{LAYER}.mlp.up_proj"))
-        with pytest.raises(ModelError, match=rf"{LAYER}.mlp.up_proj .* cannot be 'colwise'.*its weight is computed"):
+        with pytest.raises(
+            ModelError, match=rf"{LAYER}.mlp.up_proj .* cannot be 'colwise'.*its weight is computed"
+        ):
             check(model)
 
 
@@ -116,7 +126,13 @@ def built(kind: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    return AutoModelForCausalLM.from_config(cases.transformers_config(kind, tied=False), attn_implementation="eager").double().train()
+    return (
+        AutoModelForCausalLM.from_config(
+            cases.transformers_config(kind, tied=False), attn_implementation="eager"
+        )
+        .double()
+        .train()
+    )
 
 
 def test_hooks_that_see_full_tensors_are_right_and_later_ones_are_refused(pool: Pool) -> None:
@@ -124,19 +140,32 @@ def test_hooks_that_see_full_tensors_are_right_and_later_ones_are_refused(pool: 
     model = built("llama")
     hook_everywhere(model)
     with keeping_float64(model):
-        wanted = reference_trace(model, cases.steps_for("llama", 1), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+        wanted = reference_trace(
+            model,
+            cases.steps_for("llama", 1),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
+        )
     for trace, said in pool.run(2, hooked, settings(2, 2, 0, 1, 1)):
         difference = worst(compare(wanted, trace))
         assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
-        for where, words in zip(("mlp.gate_proj", "self_attn.k_proj", "mlp.act_fn", "mlp.gate_proj"), said, strict=True):
+        for where, words in zip(
+            ("mlp.gate_proj", "self_attn.k_proj", "mlp.act_fn", "mlp.gate_proj"), said, strict=True
+        ):
             assert words.startswith(f"{LAYER}.{where}: ")
         assert "no longer a parameter of the layer" in said[-1]
 
 
 def total(output: Any, batch: Any) -> torch.Tensor:
     """A loss of everything that a model returns."""
-    hidden = sum(((index + 1) * state.sin()).sum() for index, state in enumerate(output.hidden_states))
-    attention = sum((weights * torch.arange(weights.numel(), dtype=weights.dtype).view_as(weights)).sum() for weights in output.attentions)
+    hidden = sum(
+        ((index + 1) * state.sin()).sum() for index, state in enumerate(output.hidden_states)
+    )
+    attention = sum(
+        (weights * torch.arange(weights.numel(), dtype=weights.dtype).view_as(weights)).sum()
+        for weights in output.attentions
+    )
     return output.logits.logsumexp(-1).sum() + hidden + attention / 100
 
 
@@ -151,7 +180,9 @@ def returned(rank: int, world: int, kind: str) -> list[Trace]:
     for sequence in (False, True):
         model = built(kind)
         with keeping_float64(model):
-            engine = plait.initialize(model, settings(2, 2, 0, 1, 1, sequence), loss_fn=plait.per_sample(total))
+            engine = plait.initialize(
+                model, settings(2, 2, 0, 1, 1, sequence), loss_fn=plait.per_sample(total)
+            )
             traces.append(engine_trace(engine, steps(kind)))
     return traces
 
@@ -161,7 +192,13 @@ def test_a_loss_of_hidden_states_and_attention_weights(pool: Pool, kind: str) ->
     """A5: hidden states are sequence shards inside, attention weights the heads of a rank; OpenAI's GPT returns both in lists."""
     model = built(kind)
     with keeping_float64(model):
-        wanted = reference_trace(model, steps(kind), loss_fn=plait.per_sample(total), optimizer=cases.adamw, clipping=CLIPPING)
+        wanted = reference_trace(
+            model,
+            steps(kind),
+            loss_fn=plait.per_sample(total),
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
+        )
     for traces in pool.run(2, returned, kind):
         for trace in traces:
             difference = worst(compare(wanted, trace))

@@ -22,10 +22,30 @@ def gemma4() -> nn.Module:
     """Heads of two widths, and two layers that read the keys of earlier ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    widths = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": cases.VOCABULARY}
-    layers = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
-    tokens = {"vocab_size": cases.VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 53,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    widths = {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": cases.VOCABULARY,
+    }
+    layers = {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+    }
+    tokens = {
+        "vocab_size": cases.VOCABULARY,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     torch.manual_seed(7)
     config = AutoConfig.for_model("gemma4_text", **sizes, **widths, **layers, **tokens)
     return AutoModelForCausalLM.from_config(config).double().train()
@@ -35,7 +55,9 @@ def layers_that_differ(rank: int, world: int) -> Trace:
     """Runs in a worker."""
     model = gemma4()
     with keeping_float64(model):
-        engine = plait.initialize(model, settings(world, world, 0, 1, 1), loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            model, settings(world, world, 0, 1, 1), loss_fn=plait.causal_lm_loss
+        )
         return engine_trace(engine, cases.steps_for("llama", 1, steps=2))
 
 
@@ -45,7 +67,9 @@ def test_gemma4(pool: Pool, tp: int) -> None:
     model = gemma4()
     with keeping_float64(model):
         steps = cases.steps_for("llama", 1, steps=2)
-        wanted = reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+        wanted = reference_trace(
+            model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+        )
     difference = worst(compare(wanted, pool.run(tp, layers_that_differ)[0]))
     assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
 
@@ -68,12 +92,28 @@ def own_loss_and_full_tensors(rank: int, world: int, stage: int) -> tuple[Trace,
         engine = plait.initialize(model, settings(world, 2, stage, 1, 1), loss_fn=Smoothed())
         trace = engine_trace(engine, cases.steps_for("llama", world // 2))
     model.load_state_dict(full)
-    wrong = [name for name, parameter in model.named_parameters() if not bool((whole(parameter) == 0.5).all())]
-    wrong += [f"{name}.decays" for name, parameter in model.named_parameters() if getattr(parameter, "decays", "") != name]
+    wrong = [
+        name
+        for name, parameter in model.named_parameters()
+        if not bool((whole(parameter) == 0.5).all())
+    ]
+    wrong += [
+        f"{name}.decays"
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, "decays", "") != name
+    ]
     model.get_submodule("model.layers.0.mlp").load_state_dict(
-        {name.removeprefix("model.layers.0.mlp."): tensor * 2 for name, tensor in full.items() if name.startswith("model.layers.0.mlp.")}
+        {
+            name.removeprefix("model.layers.0.mlp."): tensor * 2
+            for name, tensor in full.items()
+            if name.startswith("model.layers.0.mlp.")
+        }
     )
-    wrong += [name for name, p in model.named_parameters() if ".0.mlp." in name and not bool((whole(p) == 1).all())]
+    wrong += [
+        name
+        for name, p in model.named_parameters()
+        if ".0.mlp." in name and not bool((whole(p) == 1).all())
+    ]
     return trace, wrong
 
 
@@ -84,7 +124,9 @@ def test_a_loss_of_one_s_own_and_full_tensors(pool: Pool, world: int, stage: int
     model = cases.build("llama", tied=True, device="cpu")
     with keeping_float64(model):
         steps = cases.steps_for("llama", world // 2)
-        wanted = reference_trace(model, steps, loss_fn=Smoothed(), optimizer=cases.adamw, clipping=CLIPPING)
+        wanted = reference_trace(
+            model, steps, loss_fn=Smoothed(), optimizer=cases.adamw, clipping=CLIPPING
+        )
     for trace, wrong in pool.run(world, own_loss_and_full_tensors, stage):
         difference = worst(compare(wanted, trace))
         assert difference.ok(1e-10), f"{difference.name}: {difference.error}"

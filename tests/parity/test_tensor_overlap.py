@@ -28,20 +28,37 @@ PIECES = 3
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", *(pytest.param(kind, marks=[pytest.mark.proof] if at % 2 else []) for at, kind in enumerate(FAMILIES))]
+    "kind",
+    [
+        "plain",
+        *(
+            pytest.param(kind, marks=[pytest.mark.proof] if at % 2 else [])
+            for at, kind in enumerate(FAMILIES)
+        ),
+    ],
 )
 def test_families(pool: Pool, kind: str) -> None:
     """tp 2, accumulation; ragged lengths, so that pieces are uneven."""
-    check(pool, 2, kind, kind in ("llama", "gpt2"), settings(2, 2, 0, 1, 2, tensor_overlap=PIECES, **plan(kind)))
+    check(
+        pool,
+        2,
+        kind,
+        kind in ("llama", "gpt2"),
+        settings(2, 2, 0, 1, 2, tensor_overlap=PIECES, **plan(kind)),
+    )
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.proof) for stage in (1, 2)), 3])
+@pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(stage, marks=pytest.mark.proof) for stage in (1, 2)), 3]
+)
 def test_with_zero(pool: Pool, stage: int) -> None:
     """tp 2 x dp 2, accumulation."""
     check(pool, 4, "qwen3", True, settings(4, 2, stage, 1, 2, tensor_overlap=PIECES))
 
 
-@pytest.mark.parametrize(("kind", "pieces"), cover([("llama", 1), ("gpt2", 64), ("llama", 64), ("gpt2", 1)], strength=1))
+@pytest.mark.parametrize(
+    ("kind", "pieces"), cover([("llama", 1), ("gpt2", 64), ("llama", 64), ("gpt2", 1)], strength=1)
+)
 def test_four_ways(pool: Pool, kind: str, pieces: int) -> None:
     """One key-value head for two ranks, widths that do not divide; one piece, and more pieces than rows."""
     check(pool, 4, kind, False, settings(4, 4, 0, 1, 1, tensor_overlap=pieces))
@@ -55,13 +72,29 @@ def pipelined() -> dict[str, Any]:
 
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute": (2, settings(2, 2, 0, 1, 2, tensor_overlap=PIECES, recompute={"mode": "full"})),
-    "selective recompute": (2, settings(2, 2, 0, 1, 2, tensor_overlap=PIECES, recompute={"mode": "selective"})),
-    "activation offload": (4, settings(4, 2, 3, 1, 1, tensor_overlap=PIECES, activation_offload={"fraction": 1.0, "device": "disk"})),
+    "selective recompute": (
+        2,
+        settings(2, 2, 0, 1, 2, tensor_overlap=PIECES, recompute={"mode": "selective"}),
+    ),
+    "activation offload": (
+        4,
+        settings(
+            4,
+            2,
+            3,
+            1,
+            1,
+            tensor_overlap=PIECES,
+            activation_offload={"fraction": 1.0, "device": "disk"},
+        ),
+    ),
     "pipeline": (4, pipelined()),
 }
 
 
-def trained(rank: int, world: int, config: dict[str, Any], frozen: str) -> list[tuple[float, float]]:
+def trained(
+    rank: int, world: int, config: dict[str, Any], frozen: str
+) -> list[tuple[float, float]]:
     """(loss, norm) of three steps. Runs in a worker."""
     model = cases.build("llama", tied=False)
     for name, parameter in model.named_parameters():
@@ -70,7 +103,10 @@ def trained(rank: int, world: int, config: dict[str, Any], frozen: str) -> list[
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         micro = config["gradient_accumulation_steps"]
         mine = slice(engine.dp_rank * micro, (engine.dp_rank + 1) * micro)
-        results = [engine.train_batch(step[mine]) for step in cases.steps_for("llama", engine.dp_size * micro)]
+        results = [
+            engine.train_batch(step[mine])
+            for step in cases.steps_for("llama", engine.dp_size * micro)
+        ]
     return [(float(result.loss), float(result.grad_norm)) for result in results]
 
 
@@ -84,7 +120,10 @@ def test_beside_other_techniques(pool: Pool, tmp_path: Path, name: str) -> None:
     world, config = MORE[name]
     if "activation_offload" in config["parallel"]:
         config["parallel"]["activation_offload"]["path"] = str(tmp_path)
-    found, wanted = pool.run(world, trained, config, ""), pool.run(world, trained, without(config), "")
+    found, wanted = (
+        pool.run(world, trained, config, ""),
+        pool.run(world, trained, without(config), ""),
+    )
     assert found[0] == [pytest.approx(step, rel=1e-11) for step in wanted[0]]
     assert wanted[0][0] != wanted[0][-1]
 
@@ -92,7 +131,10 @@ def test_beside_other_techniques(pool: Pool, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("frozen", ["q_proj", "down_proj", "embed_tokens", "layers.0."])
 def test_weights_that_are_not_trained(pool: Pool, frozen: str) -> None:
     config = settings(2, 2, 0, 1, 1, tensor_overlap=PIECES)
-    found, wanted = pool.run(2, trained, config, frozen), pool.run(2, trained, without(config), frozen)
+    found, wanted = (
+        pool.run(2, trained, config, frozen),
+        pool.run(2, trained, without(config), frozen),
+    )
     assert found[0] == [pytest.approx(step, rel=1e-11) for step in wanted[0]]
 
 
@@ -132,7 +174,9 @@ def test_sums_are_beside_products(pool: Pool) -> None:
     blocks = 2
     row_products = ["piece", "sum"] * PIECES
     joined = " ".join(forward)
-    assert joined.count(" ".join(row_products)) >= 2 * blocks, "every piece is under way before the next is computed"
+    assert joined.count(" ".join(row_products)) >= 2 * blocks, (
+        "every piece is under way before the next is computed"
+    )
     backward = [event for event in backward if event in ("start", "wait", "weight")]
     while backward:  # of every door: gate and up, or q, k and v
         started, waited = backward.index("start"), backward.index("wait")
@@ -145,7 +189,9 @@ def tensors_alive(rank: int, world: int) -> list[int]:
     """Tensors after each of some steps, when nothing looks for circles: the fewest at some moments, because a thread of gloo
     frees those of the last collective somewhat later. Runs in a worker."""
     engine = plait.initialize(
-        cases.build("llama", tied=False), settings(2, 2, 0, 1, 1, tensor_overlap=PIECES), loss_fn=plait.causal_lm_loss
+        cases.build("llama", tied=False),
+        settings(2, 2, 0, 1, 1, tensor_overlap=PIECES),
+        loss_fn=plait.causal_lm_loss,
     )
     batch = cases.steps_for("llama", 1)[0][0]
     found = []
@@ -172,8 +218,14 @@ def test_a_step_leaves_no_activations_behind(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"sequence_parallel": True}, "parallel.sequence_parallel is true, whose all-gathers and reduce-scatters are not cut into chunks"),
-        ({"pp": 2, "dp_replicate": 1, "pipeline": {"schedule": "zbv"}}, "zbv defers the gradients of weights itself"),
+        (
+            {"sequence_parallel": True},
+            "parallel.sequence_parallel is true, whose all-gathers and reduce-scatters are not cut into chunks",
+        ),
+        (
+            {"pp": 2, "dp_replicate": 1, "pipeline": {"schedule": "zbv"}},
+            "zbv defers the gradients of weights itself",
+        ),
     ],
 )
 def test_what_is_not_proven_is_refused(more: dict[str, Any], message: str) -> None:

@@ -20,9 +20,16 @@ from tests.pool import Pool
 
 def alternately(kinds: list[str]) -> list[Any]:
     """(family, tied embeddings): every family in `make test`, every other one tied; the other half is proof."""
-    pairs = [(kind, (number + half) % 2 == 1) for half in (0, 1) for number, kind in enumerate(kinds)]
+    pairs = [
+        (kind, (number + half) % 2 == 1) for half in (0, 1) for number, kind in enumerate(kinds)
+    ]
     return [
-        pytest.param(kind, tied, id=f"{kind}-{'tied' if tied else 'untied'}", marks=[] if at < len(kinds) else [pytest.mark.proof])
+        pytest.param(
+            kind,
+            tied,
+            id=f"{kind}-{'tied' if tied else 'untied'}",
+            marks=[] if at < len(kinds) else [pytest.mark.proof],
+        )
         for at, (kind, tied) in enumerate(pairs)
     ]
 
@@ -33,14 +40,17 @@ def test_families(pool: Pool, kind: str, tied: bool) -> None:
     check(pool, 2, kind, tied, settings(2, 2, 0, 1, 2, **plan(kind)))
 
 
-@pytest.mark.parametrize(("kind", "tied"), alternately(["llama", "qwen3", "gemma", "gemma2", "mistral", "gpt_neox"]))
+@pytest.mark.parametrize(
+    ("kind", "tied"), alternately(["llama", "qwen3", "gemma", "gemma2", "mistral", "gpt_neox"])
+)
 def test_sequence_parallel(pool: Pool, kind: str, tied: bool) -> None:
     """Ragged lengths that tp does not divide included."""
     check(pool, 2, kind, tied, settings(2, 2, 0, 1, 2, True))
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage", "accumulation", "sequence"), cover(product(("llama", "qwen3"), (0, 1, 2, 3), (1, 3), (False, True)))
+    ("kind", "stage", "accumulation", "sequence"),
+    cover(product(("llama", "qwen3"), (0, 1, 2, 3), (1, 3), (False, True))),
 )
 def test_with_zero(pool: Pool, kind: str, stage: int, accumulation: int, sequence: bool) -> None:
     """tp 2 x dp 2."""
@@ -67,7 +77,11 @@ def shapes(rank: int, world: int) -> dict[str, Any]:
     model = nn.ModuleDict({"columns": nn.Linear(4096, 4096), "rows": nn.Linear(4096, 4096)})
     config = settings(4, 4, 0, 1, 1, plan={"columns": "colwise", "rows": "rowwise"})
     plait.parallelize(model, config)
-    return {name: (tuple(p.shape), tuple(p.to_local().shape)) for name, p in model.named_parameters() if hasattr(p, "to_local")}
+    return {
+        name: (tuple(p.shape), tuple(p.to_local().shape))
+        for name, p in model.named_parameters()
+        if hasattr(p, "to_local")
+    }
 
 
 def test_linear_4096_on_4_devices(pool: Pool) -> None:
@@ -80,7 +94,11 @@ def test_linear_4096_on_4_devices(pool: Pool) -> None:
 
 def logits(rank: int, world: int, config: dict[str, Any] | None) -> torch.Tensor:
     """What a caller of the model gets outside training. Runs in a worker."""
-    model = one_process_model("llama", tied=False) if config is None else cases.build("llama", tied=False)
+    model = (
+        one_process_model("llama", tied=False)
+        if config is None
+        else cases.build("llama", tied=False)
+    )
     with keeping_float64(model):
         if config is not None:
             plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -100,11 +118,19 @@ def shortest(rank: int, world: int) -> tuple[str, int, list[float]]:
     """Runs in a worker."""
     engine = plait.initialize(
         cases.build("llama", tied=True, dtype=torch.float32),
-        {"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+        {
+            "zero_optimization": {"stage": 2},
+            "tensor_parallel": {"tp_size": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        },
         loss_fn=plait.causal_lm_loss,
     )
     batch = cases.ragged_steps(1, steps=1, size=3)[0][0]
-    return str(engine.mesh.layout), engine.config.data_parallel.stage, [float(engine.train_batch(batch)) for _ in range(5)]
+    return (
+        str(engine.mesh.layout),
+        engine.config.data_parallel.stage,
+        [float(engine.train_batch(batch)) for _ in range(5)],
+    )
 
 
 def test_the_shortest_file(pool: Pool) -> None:
@@ -118,9 +144,17 @@ def with_dropout(rank: int, world: int, stage: int) -> tuple[list[float], dict[s
     """GPT-2 with all its dropouts. Runs in a worker."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": cases.VOCABULARY}
+    shape = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "vocab_size": cases.VOCABULARY,
+    }
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", bos_token_id=0, eos_token_id=0, **shape))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("gpt2", bos_token_id=0, eos_token_id=0, **shape)
+        )
     engine = plait.initialize(model, settings(world, 2, stage, 1, 1), loss_fn=plait.causal_lm_loss)
     steps = cases.ragged_steps(world // 2, steps=3)
     losses = [float(engine.train_batch([step[engine.dp_rank]])) for step in steps]

@@ -81,7 +81,9 @@ def test_three_calls(pool: Pool, stage: int, weighted: bool) -> None:
 
 def test_three_calls_of_ranks_that_share_a_batch(pool: Pool) -> None:
     """A mean over the ranks that have batches of their own: here one. Clipping would hide a factor."""
-    config = tensor_parallel.settings(2, 2, 0, 1, ACCUMULATION, **tensor_parallel.plan("plain")) | {"gradient_clipping": 0}
+    config = tensor_parallel.settings(2, 2, 0, 1, ACCUMULATION, **tensor_parallel.plan("plain")) | {
+        "gradient_clipping": 0
+    }
     for found in pool.run(2, three_calls, config, False):
         close(found, reference(1, weighted=False, clipping=0))
 
@@ -124,7 +126,9 @@ def refusals(rank: int, world: int) -> list[str]:
     """Runs in a worker: what must be refused, and what must be adopted."""
     said = []
     config = settings(world, 1, 1, 1)
-    wrapped = torch.nn.parallel.DistributedDataParallel(cases.build("plain", tied=False, device="cpu"))
+    wrapped = torch.nn.parallel.DistributedDataParallel(
+        cases.build("plain", tied=False, device="cpu")
+    )
     for model in (wrapped, torch.nn.ModuleDict({"inner": wrapped})):
         try:
             plait.initialize(model, config)

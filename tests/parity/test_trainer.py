@@ -23,17 +23,32 @@ from tests.pool import Pool
         pytest.param(2, 2, zero(3), id="zero3"),
         pytest.param(2, 1, {"parallel": {"tp": 2}}, id="tp2"),
         pytest.param(2, 1, {"parallel": {"pp": 2}}, id="pp2"),
-        *(pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof) for stage in (1, 2)),
-        pytest.param(2, 1, {"parallel": {"tp": 2, "sequence_parallel": True}}, id="sp2", marks=pytest.mark.proof),
+        *(
+            pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof)
+            for stage in (1, 2)
+        ),
+        pytest.param(
+            2,
+            1,
+            {"parallel": {"tp": 2, "sequence_parallel": True}},
+            id="sp2",
+            marks=pytest.mark.proof,
+        ),
         pytest.param(4, 2, {"parallel": {"tp": 2}}, id="tp2-dp2", marks=pytest.mark.proof),
         pytest.param(4, 2, {"parallel": {"pp": 2}}, id="pp2-dp2", marks=pytest.mark.proof),
-        pytest.param(4, 2, {"parallel": {"tp": 2}, **zero(3)}, id="tp2-zero3", marks=pytest.mark.proof),
-        pytest.param(4, 2, {"parallel": {"pp": 2}, **zero(3)}, id="pp2-zero3", marks=pytest.mark.proof),
+        pytest.param(
+            4, 2, {"parallel": {"tp": 2}, **zero(3)}, id="tp2-zero3", marks=pytest.mark.proof
+        ),
+        pytest.param(
+            4, 2, {"parallel": {"pp": 2}, **zero(3)}, id="pp2-zero3", marks=pytest.mark.proof
+        ),
         pytest.param(4, 1, {"parallel": {"pp": 2, "tp": 2}}, id="pp2-tp2", marks=pytest.mark.proof),
         pytest.param(3, 3, zero(3), id="zero3-of-3", marks=pytest.mark.proof),
     ],
 )
-def test_a_layout_is_one_process(pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]) -> None:
+def test_a_layout_is_one_process(
+    pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]
+) -> None:
     """21 samples, of which the last step has too few for all ranks."""
     from transformers import AutoModelForCausalLM
 
@@ -41,15 +56,31 @@ def test_a_layout_is_one_process(pool: Pool, tmp_path: Path, world: int, dp: int
     found = pool.run(world, trainers.on_plait, config, str(tmp_path), {})
     close(found[0], wanted)
     for other in found[1:]:
-        assert (other["loss"], other["grad_norm"], other["metrics"]) == (found[0]["loss"], found[0]["grad_norm"], found[0]["metrics"])
+        assert (other["loss"], other["grad_norm"], other["metrics"]) == (
+            found[0]["loss"],
+            found[0]["grad_norm"],
+            found[0]["metrics"],
+        )
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert type(opened).__name__ == "LlamaForCausalLM" and opened.config.architectures == ["LlamaForCausalLM"]
-    torch.testing.assert_close(opened.state_dict()["lm_head.weight"], wanted["weights"]["lm_head.weight"], rtol=1e-5, atol=1e-5)
+    assert type(opened).__name__ == "LlamaForCausalLM" and opened.config.architectures == [
+        "LlamaForCausalLM"
+    ]
+    torch.testing.assert_close(
+        opened.state_dict()["lm_head.weight"],
+        wanted["weights"]["lm_head.weight"],
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("world", "dp", "config"), [(2, 2, zero(3)), (2, 1, {"parallel": {"tp": 2}}), (2, 1, {"parallel": {"pp": 2}})])
-def test_in_float64(pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("world", "dp", "config"),
+    [(2, 2, zero(3)), (2, 1, {"parallel": {"tp": 2}}), (2, 1, {"parallel": {"pp": 2}})],
+)
+def test_in_float64(
+    pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]
+) -> None:
     """What the Trainer logs of a loss is float32 in both."""
     settings = {"dtype": torch.float64}
     found = pool.run(world, trainers.on_plait, config, str(tmp_path), settings)[0]
@@ -64,21 +95,35 @@ def test_in_float64(pool: Pool, tmp_path: Path, world: int, dp: int, config: dic
     [
         pytest.param(2, 2, {"parallel": {"ep": 2}, **zero(1)}, id="ep2-zero1"),
         *(
-            pytest.param(2, 2, {"parallel": {"ep": 2}, **zero(stage)}, id=f"ep2-zero{stage}", marks=pytest.mark.proof)
+            pytest.param(
+                2,
+                2,
+                {"parallel": {"ep": 2}, **zero(stage)},
+                id=f"ep2-zero{stage}",
+                marks=pytest.mark.proof,
+            )
             for stage in (0, 2, 3)
         ),
-        pytest.param(4, 4, {"parallel": {"ep": 2}, **zero(2)}, id="ep2-zero2-of-4", marks=pytest.mark.proof),
-        pytest.param(4, 2, {"parallel": {"ep": 2, "pp": 2}, **zero(1)}, id="ep2-pp2", marks=pytest.mark.proof),
+        pytest.param(
+            4, 4, {"parallel": {"ep": 2}, **zero(2)}, id="ep2-zero2-of-4", marks=pytest.mark.proof
+        ),
+        pytest.param(
+            4, 2, {"parallel": {"ep": 2, "pp": 2}, **zero(1)}, id="ep2-pp2", marks=pytest.mark.proof
+        ),
     ],
 )
-def test_experts_on_different_processes(pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]) -> None:
+def test_experts_on_different_processes(
+    pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]
+) -> None:
     """With Transformers' balance loss; a rank that has no batch exchanges another's tokens."""
     made = trainers.experts_alone if "pp" in config["parallel"] else trainers.experts
     wanted = trainers.native(dp, made=made)
     close(pool.run(world, trainers.on_plait, config, str(tmp_path), {"made": made})[0], wanted)
 
 
-def under_fsdp(rank: int, world: int, folder: str, settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def under_fsdp(
+    rank: int, world: int, folder: str, settings: dict[str, Any]
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The run, and what became of the arguments. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -98,18 +143,25 @@ def under_fsdp(rank: int, world: int, folder: str, settings: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({"fsdp": "full_shard auto_wrap", "fsdp_config": {"activation_checkpointing": True}}, (3, "full", "none")),
+        (
+            {"fsdp": "full_shard auto_wrap", "fsdp_config": {"activation_checkpointing": True}},
+            (3, "full", "none"),
+        ),
         ({"fsdp": "shard_grad_op"}, (2, "none", "none")),
     ],
 )
-def test_fsdp_of_the_arguments(pool: Pool, tmp_path: Path, settings: dict[str, Any], wanted: tuple[Any, ...]) -> None:
+def test_fsdp_of_the_arguments(
+    pool: Pool, tmp_path: Path, settings: dict[str, Any], wanted: tuple[Any, ...]
+) -> None:
     """In the words of Transformers, with and without a section."""
     for found, made in pool.run(2, under_fsdp, str(tmp_path), settings):
         close(found, trainers.native(2))
         assert made == wanted
 
 
-def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]], float, list[float]]:
+def resumed(
+    rank: int, world: int, folder: str
+) -> tuple[dict[str, Any], list[dict[str, Any]], float, list[float]]:
     """Two epochs on two data-parallel ranks, with a checkpoint inside of the first, from which tensor parallelism goes on, and the same
     layout. Runs in a worker. Returns (the history of the first, of those that go on, the loss of the model that is loaded at the end,
     losses of all evaluations)."""
@@ -120,13 +172,29 @@ def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[di
 
         def made(config: Any, steps: int, **settings: Any) -> Any:
             AcceleratorState._reset_state(reset_partial_state=True)
-            both = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": steps, **settings}
+            both = {
+                "num_train_epochs": 2,
+                "save_strategy": "steps",
+                "save_steps": 2,
+                "gradient_accumulation_steps": steps,
+                **settings,
+            }
             args = trainers.arguments(TrainingArguments, folder, deepspeed=config, **both)
             data = {"train_dataset": trainers.samples(), "eval_dataset": trainers.samples(7)}
             return Trainer(model=trainers.model(), args=args, **data)
 
-        best_is_worst = {"metric_for_best_model": "loss", "greater_is_better": True}  # the first, so that it has to be loaded
-        first = made(zero(1), 2, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, **best_is_worst)
+        best_is_worst = {
+            "metric_for_best_model": "loss",
+            "greater_is_better": True,
+        }  # the first, so that it has to be loaded
+        first = made(
+            zero(1),
+            2,
+            load_best_model_at_end=True,
+            eval_strategy="steps",
+            eval_steps=2,
+            **best_is_worst,
+        )
         first.train()
         best = [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row]
         again = first.evaluate()["eval_loss"]
@@ -149,9 +217,16 @@ def test_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
         assert first["loss"] == pytest.approx(wanted["loss"], rel=1e-5) and len(first["loss"]) == 6
         for second in others:
             for key in ("loss", "grad_norm", "learning_rate"):
-                assert second[key] == pytest.approx(wanted[key], rel=1e-5), key  # those before are in the checkpoint's own log
+                assert second[key] == pytest.approx(wanted[key], rel=1e-5), (
+                    key
+                )  # those before are in the checkpoint's own log
         assert again == pytest.approx(best[0], rel=1e-6) and best[-1] < best[0]
-    assert {path.name for path in (tmp_path / "checkpoint-2").iterdir()} >= {"plait", "model.safetensors", "config.json", "scheduler.pt"}
+    assert {path.name for path in (tmp_path / "checkpoint-2").iterdir()} >= {
+        "plait",
+        "model.safetensors",
+        "config.json",
+        "scheduler.pt",
+    }
 
 
 class Masking:
@@ -167,28 +242,51 @@ class Masking:
         return {**batch, "input_ids": batch["input_ids"].masked_fill(left, 1)}
 
 
-def masked(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[list[list[int]], list[int]]:
+def masked(
+    rank: int, world: int, config: dict[str, Any], folder: str
+) -> tuple[list[list[int]], list[int]]:
     """What was left out, and the lengths in the order of `group_by_length`. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
         collator = Masking()
-        args = trainers.arguments(TrainingArguments, folder, deepspeed=config, train_sampling_strategy="group_by_length")
+        args = trainers.arguments(
+            TrainingArguments, folder, deepspeed=config, train_sampling_strategy="group_by_length"
+        )
         data = [{**one, "number": index} for index, one in enumerate(trainers.samples())]
         model = trainers.model(attention_dropout=0.1)
-        trainer = Trainer(model=model, args=args, data_collator=collator, train_dataset=data, eval_dataset=trainers.samples(7))
+        trainer = Trainer(
+            model=model,
+            args=args,
+            data_collator=collator,
+            train_dataset=data,
+            eval_dataset=trainers.samples(7),
+        )
         trainer.train()
         trainer.evaluate()
-        assert trainer.engine is not None and len(trainer.engine.generate([[5, 6, 7]], max_new_tokens=2)[0].token_ids) == 2
-        order = [int(index) for batch in trainer.get_train_dataloader().batch_sampler for index in batch]
+        assert (
+            trainer.engine is not None
+            and len(trainer.engine.generate([[5, 6, 7]], max_new_tokens=2)[0].token_ids) == 2
+        )
+        order = [
+            int(index) for batch in trainer.get_train_dataloader().batch_sampler for index in batch
+        ]
         return collator.seen, order
 
 
-@pytest.mark.parametrize("config", [{"parallel": {"pp": 2}}, {"parallel": {"tp": 2}}], ids=["pp2", "tp2"])
-def test_ranks_that_share_a_batch_draw_the_same(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "config", [{"parallel": {"pp": 2}}, {"parallel": {"tp": 2}}], ids=["pp2", "tp2"]
+)
+def test_ranks_that_share_a_batch_draw_the_same(
+    pool: Pool, tmp_path: Path, config: dict[str, Any]
+) -> None:
     """Stages draw other numbers for dropout, and read the same batches in the same order."""
     (seen, order), other = pool.run(2, masked, config, str(tmp_path))
-    assert (seen, order) == other and len(seen) == 11 + 2 and sorted(order) == list(range(trainers.SAMPLES))
+    assert (
+        (seen, order) == other
+        and len(seen) == 11 + 2
+        and sorted(order) == list(range(trainers.SAMPLES))
+    )
 
 
 def written(rank: int, world: int, config: dict[str, Any], folder: str) -> str:
@@ -206,10 +304,16 @@ def written(rank: int, world: int, config: dict[str, Any], folder: str) -> str:
 
 @pytest.mark.parametrize(
     "config",
-    [zero(3), {"parallel": {"tp": 2}}, pytest.param({"parallel": {"pp": 2}}, marks=pytest.mark.proof)],
+    [
+        zero(3),
+        {"parallel": {"tp": 2}},
+        pytest.param({"parallel": {"pp": 2}}, marks=pytest.mark.proof),
+    ],
     ids=["zero3", "tp2", "pp2"],
 )
-def test_a_part_of_the_weights_is_no_folder(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_a_part_of_the_weights_is_no_folder(
+    pool: Pool, tmp_path: Path, config: dict[str, Any]
+) -> None:
     """In a pipeline it would have been one stage's, without a word."""
     for said in pool.run(2, written, config, str(tmp_path)):
         assert "call trainer.save_model(folder) on every process" in said

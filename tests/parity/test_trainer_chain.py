@@ -28,7 +28,10 @@ class Noting:
     """A collator that remembers which samples every micro-batch has."""
 
     def __init__(self) -> None:
-        self.numbers = {tuple(row["input_ids"].tolist()): number for number, row in enumerate(trainers.samples(COUNT))}
+        self.numbers = {
+            tuple(row["input_ids"].tolist()): number
+            for number, row in enumerate(trainers.samples(COUNT))
+        }
         self.seen: list[list[int]] = []
         assert len(self.numbers) == COUNT
 
@@ -37,7 +40,9 @@ class Noting:
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def run(kinds: tuple[Any, Any], folder: str, steps: int, last: int, resume: str | None, **settings: Any) -> dict[str, Any]:
+def run(
+    kinds: tuple[Any, Any], folder: str, steps: int, last: int, resume: str | None, **settings: Any
+) -> dict[str, Any]:
     """Train until step `last`, with `steps` micro-batches of 2 in a step. Adds "seen": the samples of every micro-batch."""
     from transformers import TrainerCallback
 
@@ -47,7 +52,13 @@ def run(kinds: tuple[Any, Any], folder: str, steps: int, last: int, resume: str 
 
     trainer, arguments = kinds
     collator = Noting()
-    both = {"num_train_epochs": 2, "gradient_accumulation_steps": steps, "save_strategy": "steps", "save_steps": 100, **settings}
+    both = {
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": steps,
+        "save_strategy": "steps",
+        "save_steps": 100,
+        **settings,
+    }
     made = trainer(
         model=trainers.model(torch.float64),
         args=trainers.arguments(arguments, folder, **both),
@@ -64,7 +75,15 @@ def run(kinds: tuple[Any, Any], folder: str, steps: int, last: int, resume: str 
     return {**trainers.result(made, evaluated, f"{folder}/model"), "seen": seen}
 
 
-def hop(rank: int, world: int, config: dict[str, Any], folder: str, steps: int, last: int, resume: str | None) -> dict[str, Any]:
+def hop(
+    rank: int,
+    world: int,
+    config: dict[str, Any],
+    folder: str,
+    steps: int,
+    last: int,
+    resume: str | None,
+) -> dict[str, Any]:
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -88,7 +107,9 @@ def test_two_data_parallel_then_tensor_and_data_then_a_pipeline(pool: Pool, tmp_
     with trainers.launched_alone():
         wanted = run((Trainer, TrainingArguments), str(tmp_path / "alone"), 4, STEPS, None)
     read = wanted["seen"]
-    first_epoch, second = ([number for batch in part for number in batch] for part in (read[:23], read[23:]))
+    first_epoch, second = (
+        [number for batch in part for number in batch] for part in (read[:23], read[23:])
+    )
     assert sorted(first_epoch) == sorted(second) == list(range(COUNT)) and first_epoch != second
     resume, first = None, 0
     for number, (world, dp, config, last) in enumerate(HOPS):

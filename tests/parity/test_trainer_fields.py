@@ -80,7 +80,11 @@ def metrics(prediction: Any) -> dict[str, float]:
     if isinstance(labels, tuple):
         return {"samples": float(len(labels[0])), "label_names": float(len(labels))}
     found = trainers.metrics(prediction)
-    return found | {name: float(np.asarray(value).astype(np.float64).sum()) for name, value in given.items() if value is not None}
+    return found | {
+        name: float(np.asarray(value).astype(np.float64).sum())
+        for name, value in given.items()
+        if value is not None
+    }
 
 
 def outcome(trainer_kind: Any, arguments_kind: Any, folder: str, **settings: Any) -> dict[str, Any]:
@@ -95,15 +99,35 @@ def outcome(trainer_kind: Any, arguments_kind: Any, folder: str, **settings: Any
     trainer.train()
     after = trainer.evaluate()
     rows = [
-        (row["step"], sorted(key for key in row if "runtime" not in key and "per_second" not in key)) for row in trainer.state.log_history
+        (
+            row["step"],
+            sorted(key for key in row if "runtime" not in key and "per_second" not in key),
+        )
+        for row in trainer.state.log_history
     ]
-    saved = {path.parent.name: path for path in Path(folder).glob("checkpoint-*/trainer_state.json")}
-    optimizers = {name: (path.parent / "plait").exists() or (path.parent / "optimizer.pt").exists() for name, path in saved.items()}
-    numbers = {key: value for key, value in after.items() if "runtime" not in key and "per_second" not in key and key != "epoch"}
+    saved = {
+        path.parent.name: path for path in Path(folder).glob("checkpoint-*/trainer_state.json")
+    }
+    optimizers = {
+        name: (path.parent / "plait").exists() or (path.parent / "optimizer.pt").exists()
+        for name, path in saved.items()
+    }
+    numbers = {
+        key: value
+        for key, value in after.items()
+        if "runtime" not in key and "per_second" not in key and key != "epoch"
+    }
     logged = {key: trainers.history(trainer)[key] for key in ("loss", "grad_norm", "learning_rate")}
     best = Path(trainer.state.best_model_checkpoint or "").name
     tokens = int(trainer.state.num_input_tokens_seen)
-    return {"rows": rows, "saved": optimizers, "evaluated": numbers, **logged, "best": best, "tokens": tokens}
+    return {
+        "rows": rows,
+        "saved": optimizers,
+        "evaluated": numbers,
+        **logged,
+        "best": best,
+        "tokens": tokens,
+    }
 
 
 @cache
@@ -113,7 +137,9 @@ def _alone(items: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     settings = {name: eval(text) for name, text in items}  # of this file's own
     steps = 2 * settings.pop("gradient_accumulation_steps", 2)
     with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
-        return outcome(Trainer, TrainingArguments, folder, gradient_accumulation_steps=steps, **settings)
+        return outcome(
+            Trainer, TrainingArguments, folder, gradient_accumulation_steps=steps, **settings
+        )
 
 
 def alone(settings: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +147,9 @@ def alone(settings: dict[str, Any]) -> dict[str, Any]:
     return _alone(tuple(sorted((name, repr(value)) for name, value in settings.items())))
 
 
-def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+def on_plait(
+    rank: int, world: int, config: dict[str, Any], folder: str, settings: dict[str, Any]
+) -> dict[str, Any]:
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -142,9 +170,15 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "field", [pytest.param(name, marks=() if name == "label_smoothing_factor" else pytest.mark.proof) for name in CASES]
+    "field",
+    [
+        pytest.param(name, marks=() if name == "label_smoothing_factor" else pytest.mark.proof)
+        for name in CASES
+    ],
 )
-def test_a_field_changes_what_it_changes_in_transformers(pool: Pool, tmp_path: Path, field: str) -> None:
+def test_a_field_changes_what_it_changes_in_transformers(
+    pool: Pool, tmp_path: Path, field: str
+) -> None:
     both, change = CASES[field]
     assert FIELDS[field].effect != "noted"
     wanted, without = alone({**both, **change}), alone(both)
@@ -161,7 +195,9 @@ def test_a_field_changes_what_it_changes_in_transformers(pool: Pool, tmp_path: P
     ids=["dp2", "zero3", "tp2", "pp2"],
 )
 @pytest.mark.parametrize("field", ["label_smoothing_factor"])
-def test_on_every_layout(pool: Pool, tmp_path: Path, field: str, dp: int, config: dict[str, Any]) -> None:
+def test_on_every_layout(
+    pool: Pool, tmp_path: Path, field: str, dp: int, config: dict[str, Any]
+) -> None:
     """Transformers tells by the class of a model, which sharding changes, that a label is the next token."""
     change = CASES[field][1]
     wanted = alone(change) if dp == 2 else alone({**change, "gradient_accumulation_steps": 1})

@@ -20,10 +20,14 @@ def model(dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **trainers.SHAPE), dtype=dtype)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen2", **trainers.SHAPE), dtype=dtype
+    )
 
 
-def moved(rank: int, world: int, hops: list[tuple[dict[str, Any], int]], folder: str) -> tuple[dict[str, Any], list[list[int]]]:
+def moved(
+    rank: int, world: int, hops: list[tuple[dict[str, Any], int]], folder: str
+) -> tuple[dict[str, Any], list[list[int]]]:
     """One step on each layout, each going on from the one before. Runs in a worker."""
     from accelerate.state import AcceleratorState
     from transformers import TrainerCallback
@@ -41,9 +45,18 @@ def moved(rank: int, world: int, hops: list[tuple[dict[str, Any], int]], folder:
         resume, counts = None, []
         for number, (config, accumulation) in enumerate(hops, 1):
             AcceleratorState._reset_state(reset_partial_state=True)
-            settings: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "save_strategy": "steps", "save_steps": 100}
+            settings: dict[str, Any] = {
+                "gradient_accumulation_steps": accumulation,
+                "save_strategy": "steps",
+                "save_steps": 100,
+            }
             arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, **settings)
-            trainer = Trainer(model=model(), args=arguments, train_dataset=trainers.samples(), callbacks=[Stop(number)])
+            trainer = Trainer(
+                model=model(),
+                args=arguments,
+                train_dataset=trainers.samples(),
+                callbacks=[Stop(number)],
+            )
             trainer.train(resume_from_checkpoint=resume)
             resume = f"{folder}/checkpoint-{number}"
             counts.append([len(group["params"]) for group in trainer.optimizer.param_groups])
@@ -51,13 +64,19 @@ def moved(rank: int, world: int, hops: list[tuple[dict[str, Any], int]], folder:
         return trainers.history(trainer), counts
 
 
-@pytest.mark.parametrize("where", [[zero(3), {"parallel": {"tp": 2}}, zero(3)]], ids=["zero3-tp2-zero3"])
-def test_a_schedule_goes_on_elsewhere(pool: Pool, tmp_path: Path, where: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "where", [[zero(3), {"parallel": {"tp": 2}}, zero(3)]], ids=["zero3-tp2-zero3"]
+)
+def test_a_schedule_goes_on_elsewhere(
+    pool: Pool, tmp_path: Path, where: list[dict[str, Any]]
+) -> None:
     """Losses, norms and rates are those of one process that was never stopped."""
     from transformers import Trainer, TrainingArguments
 
     with trainers.launched_alone():
-        arguments = trainers.arguments(TrainingArguments, str(tmp_path), gradient_accumulation_steps=4)
+        arguments = trainers.arguments(
+            TrainingArguments, str(tmp_path), gradient_accumulation_steps=4
+        )
         one = Trainer(model=model(), args=arguments, train_dataset=trainers.samples())
         one.train()
         wanted = trainers.history(one)

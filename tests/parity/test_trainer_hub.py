@@ -25,7 +25,9 @@ def pushed(rank: int, world: int, config: dict[str, Any], folder: str) -> Pushed
     def upload(self: Any, *, folder_path: str, commit_message: str, **others: Any) -> Any:
         assert others["repo_id"] == "me/tiny" and others["revision"] == "draft"
         path = Path(folder_path)
-        weights = {name: tensor.clone() for name, tensor in load_file(path / "model.safetensors").items()}  # the file is written again
+        weights = {
+            name: tensor.clone() for name, tensor in load_file(path / "model.safetensors").items()
+        }  # the file is written again
         sent.append((commit_message, weights, sorted(file.name for file in path.iterdir())))
         return SimpleNamespace(done=lambda: True, is_done=lambda: True)
 
@@ -37,8 +39,18 @@ def pushed(rank: int, world: int, config: dict[str, Any], folder: str) -> Pushed
     ):
         from plait.hf import Trainer, TrainingArguments
 
-        given: dict[str, Any] = {"push_to_hub": True, "hub_model_id": "me/tiny", "hub_revision": "draft", "hub_always_push": True}
-        settings = given | {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "gradient_accumulation_steps": 1}
+        given: dict[str, Any] = {
+            "push_to_hub": True,
+            "hub_model_id": "me/tiny",
+            "hub_revision": "draft",
+            "hub_always_push": True,
+        }
+        settings = given | {
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "max_steps": 2,
+            "gradient_accumulation_steps": 1,
+        }
         arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, **settings)
         trainer = Trainer(model=trainers.model(), args=arguments, train_dataset=trainers.samples())
         trainer.train()
@@ -56,16 +68,26 @@ def pushed(rank: int, world: int, config: dict[str, Any], folder: str) -> Pushed
         pytest.param({"parallel": {"tp": 2}}, id="tp2", marks=pytest.mark.proof),
     ],
 )
-def test_the_first_process_pushes_the_whole_model(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_the_first_process_pushes_the_whole_model(
+    pool: Pool, tmp_path: Path, config: dict[str, Any]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     sent, other = pool.run(2, pushed, config, str(tmp_path))
     assert other == []
-    messages = ["Training in progress, step 1", "Training in progress, step 2", "Model save", "End of training"]
+    messages = [
+        "Training in progress, step 1",
+        "Training in progress, step 2",
+        "Model save",
+        "End of training",
+    ]
     assert [message for message, _, _ in sent] == messages
     shapes = {name: tensor.shape for name, tensor in trainers.model().state_dict().items()}
     for _, weights, names in sent:
-        assert {name: tensor.shape for name, tensor in weights.items()} == shapes and {"config.json", "training_args.bin"} <= set(names)
+        assert {name: tensor.shape for name, tensor in weights.items()} == shapes and {
+            "config.json",
+            "training_args.bin",
+        } <= set(names)
     first, second, last = sent[0][1], sent[1][1], sent[3][1]
     assert any(not torch.equal(first[name], second[name]) for name in first), "learned nothing"
     assert all(torch.equal(second[name], last[name]) for name in last) and "README.md" in sent[3][2]

@@ -15,7 +15,9 @@ from tests.parity.trainers import zero
 from tests.pool import Pool
 
 
-def without_targets(rank: int, world: int, config: dict[str, Any], folder: str, first: int) -> dict[str, list[float]]:
+def without_targets(
+    rank: int, world: int, config: dict[str, Any], folder: str, first: int
+) -> dict[str, list[float]]:
     """A run whose first `first` samples have no target. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -23,8 +25,16 @@ def without_targets(rank: int, world: int, config: dict[str, Any], folder: str, 
         data = trainers.samples(12)
         for sample in data[:first]:
             sample["labels"][:] = -100
-        settings: dict[str, Any] = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 4 // config.get("dp", 1)}
-        arguments = trainers.arguments(TrainingArguments, folder, deepspeed={k: v for k, v in config.items() if k != "dp"}, **settings)
+        settings: dict[str, Any] = {
+            "train_sampling_strategy": "sequential",
+            "gradient_accumulation_steps": 4 // config.get("dp", 1),
+        }
+        arguments = trainers.arguments(
+            TrainingArguments,
+            folder,
+            deepspeed={k: v for k, v in config.items() if k != "dp"},
+            **settings,
+        )
         trainer = Trainer(model=trainers.model(), args=arguments, train_dataset=data)
         trainer.train()
         return trainers.history(trainer)
@@ -45,14 +55,26 @@ def mistakes(rank: int, world: int, folder: str) -> None:
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=zero(3), save_strategy="steps", save_steps=1, max_steps=1)
+        arguments = trainers.arguments(
+            TrainingArguments,
+            folder,
+            deepspeed=zero(3),
+            save_strategy="steps",
+            save_steps=1,
+            max_steps=1,
+        )
         trainer = Trainer(model=trainers.model(), args=arguments, train_dataset=trainers.samples())
         copy.deepcopy(trainer.model)
         trainer.train()
         for part in (trainer.model, trainer.model.model.layers[0]):
-            with pytest.raises(InputError, match=r"deepcopy of Llama\w+: .* sharded .*; copy the model before plait.initialize"):
+            with pytest.raises(
+                InputError,
+                match=r"deepcopy of Llama\w+: .* sharded .*; copy the model before plait.initialize",
+            ):
                 copy.deepcopy(part)
-        with pytest.raises(InputError, match="train_dataset has 0 samples.*1 at least; look at the split"):
+        with pytest.raises(
+            InputError, match="train_dataset has 0 samples.*1 at least; look at the split"
+        ):
             Trainer(model=trainers.model(), args=arguments, train_dataset=[]).train()
         state = Path(folder) / "checkpoint-1" / "trainer_state.json"
         for broken in (state.read_text(encoding="utf-8")[:50], "[]", '{"no_such_field": 1}', None):
@@ -62,7 +84,10 @@ def mistakes(rank: int, world: int, folder: str) -> None:
             elif rank == 0:
                 state.write_text(str(broken), encoding="utf-8")
             torch.distributed.barrier()
-            with pytest.raises(CheckpointError, match="checkpoint-1.*trainer_state.json.*; give another checkpoint-N"):
+            with pytest.raises(
+                CheckpointError,
+                match="checkpoint-1.*trainer_state.json.*; give another checkpoint-N",
+            ):
                 trainer.train(resume_from_checkpoint=str(state.parent))
 
 

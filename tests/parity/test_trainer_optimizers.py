@@ -23,8 +23,12 @@ def losses(rank: int, world: int, config: dict[str, Any], folder: str, optim: st
         from plait.hf import Trainer
         from plait.hf import TrainingArguments as Arguments
 
-        arguments = trainers.arguments(Arguments, folder, deepspeed=config, optim=optim, max_steps=2, learning_rate=1e-2)
-        trainer = Trainer(model=trainers.model(hidden_size=256), args=arguments, train_dataset=trainers.samples())
+        arguments = trainers.arguments(
+            Arguments, folder, deepspeed=config, optim=optim, max_steps=2, learning_rate=1e-2
+        )
+        trainer = Trainer(
+            model=trainers.model(hidden_size=256), args=arguments, train_dataset=trainers.samples()
+        )
         trainer.train()
         found = trainers.history(trainer)["loss"]
         trainer.engine.close()
@@ -47,7 +51,10 @@ def test_a_refused_optimizer_names_one_that_trains(pool: Pool, tmp_path: Path, o
     section = {"zero_optimization": {"stage": 1}, **section_in(problem.remedy)}
     if "offload_optimizer" in section["zero_optimization"]:
         # The processes of this test have no device besides the host, and nothing to offload to it.
-        assert resolve(load({"train_batch_size": 2, **section}), world_size=2).optimizer_offload.device == "cpu"
+        assert (
+            resolve(load({"train_batch_size": 2, **section}), world_size=2).optimizer_offload.device
+            == "cpu"
+        )
         section = {"zero_optimization": {"stage": section["zero_optimization"]["stage"]}}
     for found in pool.run(2, losses, section, str(tmp_path), "adamw_torch"):
         assert len(found) == 2 and all(loss > 0 for loss in found)

@@ -13,7 +13,9 @@ from tests.parity.trainers import zero
 from tests.pool import Pool
 
 
-def reported(rank: int, world: int, config: dict[str, Any], folder: str) -> list[tuple[int, dict[str, float]]]:
+def reported(
+    rank: int, world: int, config: dict[str, Any], folder: str
+) -> list[tuple[int, dict[str, float]]]:
     """(step, what was logged) that a tracker was given. Runs in a worker."""
     with trainers.launched(rank, world):
         from transformers import TrainerCallback
@@ -24,18 +26,36 @@ def reported(rank: int, world: int, config: dict[str, Any], folder: str) -> list
         rows: list[tuple[int, dict[str, float]]] = []
 
         class Tracker(TrainerCallback):  # type: ignore[misc]
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+            def on_log(
+                self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any
+            ) -> None:
                 if state.is_world_process_zero and "loss" in logs:
-                    rows.append((state.global_step, {key: float(logs[key]) for key in ("loss", "grad_norm", "learning_rate")}))
+                    rows.append(
+                        (
+                            state.global_step,
+                            {
+                                key: float(logs[key])
+                                for key in ("loss", "grad_norm", "learning_rate")
+                            },
+                        )
+                    )
 
         with mock.patch.dict(integration_utils.INTEGRATION_TO_CALLBACK, {"tracker": Tracker}):
-            arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, report_to=["tracker"])
-            Trainer(model=trainers.model(), args=arguments, train_dataset=trainers.samples()).train()
+            arguments = trainers.arguments(
+                TrainingArguments, folder, deepspeed=config, report_to=["tracker"]
+            )
+            Trainer(
+                model=trainers.model(), args=arguments, train_dataset=trainers.samples()
+            ).train()
         return rows
 
 
-@pytest.mark.parametrize(("dp", "config"), [(2, zero(3)), (1, {"parallel": {"pp": 2}})], ids=["zero3", "pp2"])
-def test_the_first_process_reports_what_one_process_does(pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("dp", "config"), [(2, zero(3)), (1, {"parallel": {"pp": 2}})], ids=["zero3", "pp2"]
+)
+def test_the_first_process_reports_what_one_process_does(
+    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]
+) -> None:
     """In a pipeline too, whose last stage has the loss."""
     wanted = trainers.native(dp)
     first, second = pool.run(2, reported, config, str(tmp_path))

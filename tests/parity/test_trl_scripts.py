@@ -33,10 +33,26 @@ COMMON = {
 
 def run(command: list[str], script: Path, folder: Path, **settings: Any) -> None:
     """The script on a model and data of the folder."""
-    given = {"model_name_or_path": folder / "model", "dataset_name": folder / "data", **COMMON, **settings}
+    given = {
+        "model_name_or_path": folder / "model",
+        "dataset_name": folder / "data",
+        **COMMON,
+        **settings,
+    }
     arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
-    done = subprocess.run([*command, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=280)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "home"),
+    }
+    done = subprocess.run(
+        [*command, str(script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
@@ -53,19 +69,42 @@ def test_the_script(tmp_path: Path, name: str, trainer: str, config: dict[str, A
     trainers.model().save_pretrained(tmp_path / "model")
     words.tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "data").mkdir()
-    (words.texts() if name == "sft" else words.preferences()).to_json(tmp_path / "data" / "train.jsonl")
+    (words.texts() if name == "sft" else words.preferences()).to_json(
+        tmp_path / "data" / "train.jsonl"
+    )
     (tmp_path / "ds.json").write_text(json.dumps(config))
     theirs = Path(trl.scripts.__path__[0]) / f"{name}.py"
     changed, text = tmp_path / f"{name}.py", theirs.read_text(encoding="utf-8")
     line = "import argparse\n"
     assert text.count(line) == 1
-    changed.write_text(text.replace(line, f"{line}import plait.hf, trl\ntrl.{trainer} = plait.hf.wrap(trl.{trainer})\n"))
-    run([sys.executable], theirs, tmp_path, output_dir=tmp_path / "alone", gradient_accumulation_steps=2)
+    changed.write_text(
+        text.replace(
+            line, f"{line}import plait.hf, trl\ntrl.{trainer} = plait.hf.wrap(trl.{trainer})\n"
+        )
+    )
+    run(
+        [sys.executable],
+        theirs,
+        tmp_path,
+        output_dir=tmp_path / "alone",
+        gradient_accumulation_steps=2,
+    )
     launch = [sys.executable, "-m", "plait", "launch", "--nproc-per-node", "2"]
-    run(launch, changed, tmp_path, output_dir=tmp_path / "here", gradient_accumulation_steps=1, deepspeed=tmp_path / "ds.json")
-    wanted, found = (load_file(tmp_path / folder / "model.safetensors") for folder in ("alone", "here"))
+    run(
+        launch,
+        changed,
+        tmp_path,
+        output_dir=tmp_path / "here",
+        gradient_accumulation_steps=1,
+        deepspeed=tmp_path / "ds.json",
+    )
+    wanted, found = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("alone", "here")
+    )
     first = load_file(tmp_path / "model" / "model.safetensors")
     assert wanted.keys() == found.keys()
     for key, tensor in wanted.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            found[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+        )
     assert not torch.equal(first["lm_head.weight"], found["lm_head.weight"])

@@ -19,7 +19,12 @@ def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
     """Step 0: nobody uses the side branch; step 1: only the last micro-batch does; step 2: all do; step 3: nobody again."""
     plan: list[list[dict[str, Any]]] = []
     for step, pieces in enumerate(cases.ragged_steps(micro_batches, steps=4, keys=())):
-        uses = {0: lambda i: False, 1: lambda i: i == micro_batches - 1, 2: lambda i: True, 3: lambda i: False}[step]
+        uses = {
+            0: lambda i: False,
+            1: lambda i: i == micro_batches - 1,
+            2: lambda i: True,
+            3: lambda i: False,
+        }[step]
         plan.append([{**piece, "side": uses(index)} for index, piece in enumerate(pieces)])
     return plan
 
@@ -27,7 +32,10 @@ def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
 def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
     """Runs in a worker."""
     engine = plait.initialize(cases.build("plain", tied=True), config, loss_fn=plait.causal_lm_loss)
-    dropped = {**cases.ragged_steps(1, steps=1, keys=())[0][0], "side": True}  # what it uses is not used by step 0
+    dropped = {
+        **cases.ragged_steps(1, steps=1, keys=())[0][0],
+        "side": True,
+    }  # what it uses is not used by step 0
     engine.backward(plait.causal_lm_loss(engine(dropped["input_ids"], side=True), dropped)[0])
     engine.zero_grad()
     trace = engine_trace(engine, steps(world * config["gradient_accumulation_steps"]))
@@ -40,7 +48,11 @@ def test_unused_parameters_are_skipped(pool: Pool, stage: int, accumulation: int
     """Gradients are None exactly where one process leaves them None."""
     found = pool.run(2, train, settings(2, stage, 1, accumulation))[0]
     wanted = reference_trace(
-        materialised("plain", tied=True), steps(2 * accumulation), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+        materialised("plain", tied=True),
+        steps(2 * accumulation),
+        loss_fn=plait.causal_lm_loss,
+        optimizer=cases.adamw,
+        clipping=CLIPPING,
     )
     assert wanted.gradients[0]["blocks.0.side.weight"] is None
     assert wanted.gradients[1]["blocks.0.side.weight"] is not None
@@ -61,7 +73,13 @@ def test_momentum_of_a_branch_used_later(pool: Pool, stage: int) -> None:
     """The branch's first gradient comes in the second step."""
     config = settings(2, stage, 1, 1) | {"optimizer": {"type": "SGD", "params": SGD}}
     found = pool.run(2, train, config)[0]
-    wanted = reference_trace(materialised("plain", tied=True), steps(2), loss_fn=plait.causal_lm_loss, optimizer=sgd, clipping=CLIPPING)
+    wanted = reference_trace(
+        materialised("plain", tied=True),
+        steps(2),
+        loss_fn=plait.causal_lm_loss,
+        optimizer=sgd,
+        clipping=CLIPPING,
+    )
     bar = worst(compare(wanted, found))
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
 
@@ -93,7 +111,12 @@ def own_loop(rank: int, world: int, config: dict[str, Any]) -> Gradients:
         (mean_of(model, last) / count).backward()
         if index == 2:  # a second backward, which leaves the branch out
             mean_of(model, {**last, "side": False}).backward()
-        gradients.append({name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()})
+        gradients.append(
+            {
+                name: None if p.grad is None else whole(p.grad)
+                for name, p in model.named_parameters()
+            }
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=index != 2)
     return [*gradients, {name: whole(p) for name, p in model.named_parameters()}]
@@ -111,7 +134,12 @@ def alone(count: int) -> Gradients:
         if index == 2:
             for piece in (step[count - 1], step[-1]):
                 (mean_of(model, {**piece, "side": False}) / 2).backward()
-        gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+        gradients.append(
+            {
+                name: None if p.grad is None else p.grad.clone()
+                for name, p in model.named_parameters()
+            }
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=index != 2)
     return [*gradients, {name: p.detach() for name, p in model.named_parameters()}]
@@ -127,6 +155,14 @@ def test_own_loop_skips_unused_parameters(pool: Pool, stage: int, accumulation: 
     assert wanted[1][norm] is None and wanted[3][side] is not None and not wanted[3][side].any()
     for found in pool.run(2, own_loop, settings(2, stage, 1, accumulation)):
         for step, (gradients, expected) in enumerate(zip(found, wanted, strict=True)):
-            assert {n for n, g in gradients.items() if g is None} == {n for n, g in expected.items() if g is None}, step
+            assert {n for n, g in gradients.items() if g is None} == {
+                n for n, g in expected.items() if g is None
+            }, step
             for name, gradient in expected.items():
-                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-12, msg=lambda t, n=name, i=step: f"{i} {n}: {t}")
+                torch.testing.assert_close(
+                    gradients[name],
+                    gradient,
+                    rtol=0,
+                    atol=1e-12,
+                    msg=lambda t, n=name, i=step: f"{i} {n}: {t}",
+                )

@@ -30,7 +30,13 @@ def agree(found: Any, wanted: Any, rtol: float, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(script, id=script.name, marks=() if script.name in QUICK else pytest.mark.proof) for script in ALL]
+    "script",
+    [
+        pytest.param(
+            script, id=script.name, marks=() if script.name in QUICK else pytest.mark.proof
+        )
+        for script in ALL
+    ],
 )
 def test_a_script(tmp_path: Path, script: Script) -> None:
     if script.peer == "deepspeed" and not DEEPSPEED_PYTHON:

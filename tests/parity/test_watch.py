@@ -22,7 +22,9 @@ from tests.pool import Pool
 def until(look: Callable[[], str], words: str) -> str:
     """What it says, once that has the words: torch notes the end of a collective a moment later."""
     ends = time.monotonic() + 10
-    while (text := look()) != words and (not words or words not in text) and time.monotonic() < ends:
+    while (
+        (text := look()) != words and (not words or words not in text) and time.monotonic() < ends
+    ):
         time.sleep(0.01)
     return text
 
@@ -47,8 +49,15 @@ def late(rank: int, world: int) -> dict[str, str]:
             assert own.board is not None
             own._looked = 0.0
             own.look(own.board)
-            readings = {other: reading for other, peer in own._peers.items() if (reading := read(peer.board)) is not None}
-            later = {other: reading.__class__(**{**vars(reading), "timeout_seconds": 0.0}) for other, reading in readings.items()}
+            readings = {
+                other: reading
+                for other, peer in own._peers.items()
+                if (reading := read(peer.board)) is not None
+            }
+            later = {
+                other: reading.__class__(**{**vars(reading), "timeout_seconds": 0.0})
+                for other, reading in readings.items()
+            }
             hung = hang.find(later, time.monotonic())
             return hang.cause(hung, readings) if hung is not None else ""
 
@@ -87,7 +96,13 @@ def late(rank: int, world: int) -> dict[str, str]:
 def test_a_rank_that_is_late_is_named_with_the_collective(pool: Pool) -> None:
     first, _ = pool.run(2, late)
     stuck = "rank 1 is stuck in step 4, forward: rank 0 has waited "
-    assert first["gloo"].startswith(stuck) and " in all-reduce over all ranks (dp_shard) (number " in first["gloo"], first
+    assert (
+        first["gloo"].startswith(stuck)
+        and " in all-reduce over all ranks (dp_shard) (number " in first["gloo"]
+    ), first
     assert "[3] float32) at " in first["gloo"] and "test_watch.py:" in first["gloo"], first
     assert first["ended"] == ""
-    assert first["memory"].startswith(stuck) and "in all-gather over dp_shard (number 7, [8] float32) at" in first["memory"], first
+    assert (
+        first["memory"].startswith(stuck)
+        and "in all-gather over dp_shard (number 7, [8] float32) at" in first["memory"]
+    ), first

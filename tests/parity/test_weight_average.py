@@ -19,7 +19,9 @@ from tests.pool import Pool
 STEPS, MIX = 3, 0.3
 
 
-def without_decay_of_vectors(parameters: Iterable[nn.Parameter], *, decay: float = 0.1) -> torch.optim.Optimizer:
+def without_decay_of_vectors(
+    parameters: Iterable[nn.Parameter], *, decay: float = 0.1
+) -> torch.optim.Optimizer:
     """As scripts write it: matrices decay, biases and norms do not. The rate is large, so that the rule is seen."""
     parameters = list(parameters)
     groups: list[dict[str, Any]] = [
@@ -38,9 +40,15 @@ def averaged(average: Weights, model: nn.Module) -> None:
 
 def on_plait(rank: int, world: int, config: dict[str, Any]) -> tuple[Weights, Weights]:
     """(weights, their average). Runs in a worker."""
-    given = {key: value for key, value in config.items() if key != "optimizer"} | {"gradient_clipping": 0}
-    engine = plait.initialize(cases.build("plain", tied=True), given, optimizer=without_decay_of_vectors)
-    average = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    given = {key: value for key, value in config.items() if key != "optimizer"} | {
+        "gradient_clipping": 0
+    }
+    engine = plait.initialize(
+        cases.build("plain", tied=True), given, optimizer=without_decay_of_vectors
+    )
+    average = {
+        name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()
+    }
     for step in cases.ragged_steps(engine.dp_size, steps=STEPS, keys=()):
         engine.backward(mean_loss(engine, step[engine.dp_rank])[0])
         engine.step()
@@ -65,7 +73,9 @@ def alone(batches: int, *, decay: float = 0.1) -> tuple[Weights, Weights]:
 
 CONFIGS = [
     *(pytest.param(settings(2, stage, 1, 1), 2, id=f"zero{stage}") for stage in (0, 1, 3)),
-    pytest.param(tensor_parallel.settings(2, 2, 0, 1, 1, **tensor_parallel.plan("plain")), 1, id="tp2"),
+    pytest.param(
+        tensor_parallel.settings(2, 2, 0, 1, 1, **tensor_parallel.plan("plain")), 1, id="tp2"
+    ),
 ]
 
 
@@ -73,7 +83,10 @@ CONFIGS = [
 def test_an_average_and_decay_by_a_rule(pool: Pool, config: dict[str, Any], batches: int) -> None:
     weights, average = alone(batches)
     assert any(not torch.allclose(average[name], weights[name], atol=1e-6) for name in weights)
-    assert any(not torch.allclose(alone(batches, decay=0.0)[0][name], weights[name], atol=1e-6) for name in weights)
+    assert any(
+        not torch.allclose(alone(batches, decay=0.0)[0][name], weights[name], atol=1e-6)
+        for name in weights
+    )
     for found, found_average in pool.run(2, on_plait, config):
         close(found, weights)
         close(found_average, average)

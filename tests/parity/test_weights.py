@@ -24,7 +24,9 @@ def tensors(model: torch.nn.Module) -> Weights:
     return {name: whole(tensor) for name, tensor in named}
 
 
-def initialised(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any], weights: str | None) -> Weights:
+def initialised(
+    rank: int, world: int, kind: str, tied: bool, config: dict[str, Any], weights: str | None
+) -> Weights:
     """Runs in a worker."""
     return tensors(plait.initialize(cases.build(kind, tied=tied), config, weights=weights).model)
 
@@ -45,18 +47,24 @@ def same(found: Weights, wanted: Weights) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("plain", False)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("plain", False)]
+)
 def test_initialisation_does_not_depend_on_the_layout(pool: Pool, kind: str, tied: bool) -> None:
     """Every stage on 1, 2, 3 and 4 ranks holds what one process draws."""
     wanted = tensors(materialised(kind, tied=tied))
     assert all(torch.isfinite(tensor).all() for tensor in wanted.values())
     for world, stage, replicas in LAYOUTS:
-        for found in pool.run(world, initialised, kind, tied, settings(world, stage, replicas, 1), None):
+        for found in pool.run(
+            world, initialised, kind, tied, settings(world, stage, replicas, 1), None
+        ):
             same(found, wanted)
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("gpt2", False)])
-def test_a_folder_loads_the_same_on_every_layout(pool: Pool, tmp_path: Path, kind: str, tied: bool) -> None:
+def test_a_folder_loads_the_same_on_every_layout(
+    pool: Pool, tmp_path: Path, kind: str, tied: bool
+) -> None:
     """A model saved by Transformers, rotary buffers included."""
     source = materialised(kind, tied=tied)
     with torch.no_grad():
@@ -65,7 +73,9 @@ def test_a_folder_loads_the_same_on_every_layout(pool: Pool, tmp_path: Path, kin
     source.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     for world, stage, replicas in LAYOUTS:
-        for found in pool.run(world, initialised, kind, tied, settings(world, stage, replicas, 1), str(tmp_path)):
+        for found in pool.run(
+            world, initialised, kind, tied, settings(world, stage, replicas, 1), str(tmp_path)
+        ):
             same(found, tensors(source))
 
 

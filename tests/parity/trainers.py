@@ -41,7 +41,9 @@ def samples(count: int = SAMPLES) -> list[dict[str, Any]]:
         found.append(
             {
                 "input_ids": torch.cat([ids, torch.zeros(fill, dtype=torch.int64)]),
-                "attention_mask": torch.cat([torch.ones_like(ids), torch.zeros(fill, dtype=torch.int64)]),
+                "attention_mask": torch.cat(
+                    [torch.ones_like(ids), torch.zeros(fill, dtype=torch.int64)]
+                ),
                 "labels": torch.cat([labels, torch.full((fill,), -100)]),
             }
         )
@@ -53,16 +55,26 @@ def model(dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**SHAPE, **fields}), dtype=dtype)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **{**SHAPE, **fields}), dtype=dtype
+    )
 
 
 def experts(dtype: torch.dtype = torch.float32) -> Any:
     """A Qwen 3 with experts and Transformers' balance loss."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "output_router_logits": True}
+    fields = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "output_router_logits": True,
+    }
     torch.manual_seed(3)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SHAPE, **fields), dtype=dtype)
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3_moe", **SHAPE, **fields), dtype=dtype
+    )
     made.config.keys_to_ignore_at_inference = ["past_key_values", "router_logits", "aux_loss"]
     return made
 
@@ -80,14 +92,23 @@ def metrics(prediction: Any) -> dict[str, float]:
     kept = labels != -100
     weights = 1.0 + np.arange(len(labels))[:, None]
     right = (logits.argmax(-1)[:, :-1] == labels[:, 1:]) & kept[:, 1:]
-    return {"samples": float(len(labels)), "right": float(right.mean()), "order": float((weights * labels * kept).sum())}
+    return {
+        "samples": float(len(labels)),
+        "right": float(right.mean()),
+        "order": float((weights * labels * kept).sum()),
+    }
 
 
 @contextmanager
 def launched(rank: int, world: int) -> Iterator[None]:
     """The variables of a launcher, which Accelerate looks for."""
     before = dict(os.environ)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
@@ -134,21 +155,44 @@ def arguments(kind: Any, folder: str, **settings: Any) -> Any:
 def history(trainer: Any) -> dict[str, list[float]]:
     """What was logged in every step."""
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    return {key: [float(row[key]) for row in rows] for key in ("loss", "grad_norm", "learning_rate", "epoch")}
+    return {
+        key: [float(row[key]) for row in rows]
+        for key in ("loss", "grad_norm", "learning_rate", "epoch")
+    }
 
 
 def result(trainer: Any, evaluated: dict[str, float], folder: str) -> dict[str, Any]:
     """Plain numbers of a run, and the saved weights."""
     from safetensors.torch import load_file
 
-    saved = {name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    kept = {key: value for key, value in evaluated.items() if key in ("eval_loss", "eval_samples", "eval_right", "eval_order")}
+    saved = {
+        name: tensor
+        for path in sorted(Path(folder).glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+    kept = {
+        key: value
+        for key, value in evaluated.items()
+        if key in ("eval_loss", "eval_samples", "eval_right", "eval_order")
+    }
     tokens = trainer.state.num_input_tokens_seen
-    return {**history(trainer), "tokens": tokens, "metrics": kept, "weights": saved, "steps": trainer.state.global_step}
+    return {
+        **history(trainer),
+        "tokens": tokens,
+        "metrics": kept,
+        "weights": saved,
+        "steps": trainer.state.global_step,
+    }
 
 
 def run(
-    trainer_kind: Any, arguments_kind: Any, folder: str, *, dtype: torch.dtype = torch.float32, made: Any = model, **settings: Any
+    trainer_kind: Any,
+    arguments_kind: Any,
+    folder: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    made: Any = model,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train, evaluate, save. `made(dtype)`: the model."""
     trainer = trainer_kind(
@@ -170,8 +214,19 @@ def native(dp: int = 1, dtype: torch.dtype = torch.float32, **settings: Any) -> 
     from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder, launched_alone():
-        steps = 2 * dp if "gradient_accumulation_steps" not in settings else settings.pop("gradient_accumulation_steps")
-        return run(Trainer, TrainingArguments, folder, dtype=dtype, gradient_accumulation_steps=steps, **settings)
+        steps = (
+            2 * dp
+            if "gradient_accumulation_steps" not in settings
+            else settings.pop("gradient_accumulation_steps")
+        )
+        return run(
+            Trainer,
+            TrainingArguments,
+            folder,
+            dtype=dtype,
+            gradient_accumulation_steps=steps,
+            **settings,
+        )
 
 
 @contextmanager
@@ -187,7 +242,9 @@ def launched_alone() -> Iterator[None]:
     PartialState._reset_state()
 
 
-def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+def on_plait(
+    rank: int, world: int, config: dict[str, Any], folder: str, settings: dict[str, Any]
+) -> dict[str, Any]:
     """The same on a layout. Runs in a worker."""
     with launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -209,4 +266,10 @@ def close(found: dict[str, Any], wanted: dict[str, Any], *, rtol: float = 1e-5) 
     assert found["weights"].keys() == wanted["weights"].keys()
     for name, tensor in wanted["weights"].items():
         assert found["weights"][name].dtype == tensor.dtype
-        torch.testing.assert_close(found["weights"][name], tensor, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found["weights"][name],
+            tensor,
+            rtol=rtol,
+            atol=rtol,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

@@ -16,7 +16,9 @@ from tests.parity import trainers
 class Made(Protocol):
     """Of a test."""
 
-    def __call__(self, wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: Any) -> Any:
+    def __call__(
+        self, wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: Any
+    ) -> Any:
         """A trainer, whose class went through `wrap`."""
 
 
@@ -27,12 +29,18 @@ def run(trainer: Any, folder: str, logged: tuple[str, ...]) -> dict[str, Any]:
     trainer.save_model(f"{folder}/model")
     found = trainers.result(trainer, evaluated, f"{folder}/model")
     found["metrics"] = {"eval_loss": evaluated["eval_loss"], "eval_samples": trainers.SAMPLES}
-    found["evaluated"] = {name: value for name, value in evaluated.items() if name.startswith(("eval_rewards", "eval_logps"))}
+    found["evaluated"] = {
+        name: value
+        for name, value in evaluated.items()
+        if name.startswith(("eval_rewards", "eval_logps"))
+    }
     rows = [row for row in trainer.state.log_history if "loss" in row]
     found |= {name: [row[name] for row in rows if name in row] for name in logged}
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
-        found["reference"] = sum(_part_of(parameter).numel() for parameter in reference.parameters())
+        found["reference"] = sum(
+            _part_of(parameter).numel() for parameter in reference.parameters()
+        )
     return found
 
 
@@ -45,10 +53,22 @@ def _part_of(parameter: torch.Tensor) -> torch.Tensor:
 def native(made: Made, logged: tuple[str, ...], dp: int, *, lora: bool) -> dict[str, Any]:
     """In one process, with as many micro-batches in a step as `dp` ranks have."""
     with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
-        return run(made(lambda kind: kind, folder, lora=lora, gradient_accumulation_steps=2 * dp), folder, logged)
+        return run(
+            made(lambda kind: kind, folder, lora=lora, gradient_accumulation_steps=2 * dp),
+            folder,
+            logged,
+        )
 
 
-def on_plait(rank: int, world: int, made: Made, logged: tuple[str, ...], config: dict[str, Any], folder: str, lora: bool) -> dict[str, Any]:
+def on_plait(
+    rank: int,
+    world: int,
+    made: Made,
+    logged: tuple[str, ...],
+    config: dict[str, Any],
+    folder: str,
+    lora: bool,
+) -> dict[str, Any]:
     """On a layout. Runs in a worker."""
     with trainers.launched(rank, world), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -37,28 +37,46 @@ class Script:
     def changed(self, folder: Path) -> Path:
         """The script on Plait."""
         text = self.path.read_text(encoding="utf-8")
-        assert text.count(self.theirs) == 1, f"{self.name}: {self.theirs!r} is there {text.count(self.theirs)} times"
+        assert text.count(self.theirs) == 1, (
+            f"{self.name}: {self.theirs!r} is there {text.count(self.theirs)} times"
+        )
         assert "plait" not in text.replace("Imports no Plait", ""), self.name
         found = folder / self.path.name
         found.write_text(text.replace(self.theirs, self.ours), encoding="utf-8")
         return found
 
 
-def _ddp(name: str, line: str = "from torch.nn.parallel import DistributedDataParallel as DDP\n") -> Script:
+def _ddp(
+    name: str, line: str = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+) -> Script:
     return Script(name, line, line.replace("torch.nn.parallel", "plait.compat.torch"))
 
 
 def _deepspeed(name: str) -> Script:
-    return Script(f"deepspeed_{name}", "import deepspeed\n", "import plait.compat.deepspeed as deepspeed\n", rtol=2e-5, peer="deepspeed")
+    return Script(
+        f"deepspeed_{name}",
+        "import deepspeed\n",
+        "import plait.compat.deepspeed as deepspeed\n",
+        rtol=2e-5,
+        peer="deepspeed",
+    )
 
 
 def _trainer(name: str, trainer: str = "Trainer") -> Script:
-    return Script(f"trainer_{name}", f"from transformers import {trainer}\n", f"from plait.hf import {trainer}\n")
+    return Script(
+        f"trainer_{name}",
+        f"from transformers import {trainer}\n",
+        f"from plait.hf import {trainer}\n",
+    )
 
 
 def _trl(name: str, method: str) -> Script:
     line = f"from trl import {method}Config, {method}Trainer\n"
-    return Script(f"trl_{name}", line, f"import plait.hf\n{line}\n{method}Trainer = plait.hf.wrap({method}Trainer)\n")
+    return Script(
+        f"trl_{name}",
+        line,
+        f"import plait.hf\n{line}\n{method}Trainer = plait.hf.wrap({method}Trainer)\n",
+    )
 
 
 _ZERO_3 = 'import plait\n\n    plait.parallelize(model, {"zero_optimization": {"stage": 3}})\n'
@@ -80,15 +98,26 @@ ALL = (
     _ddp("ddp_unused"),
     _ddp("ddp_reward"),
     *(
-        Script(f"accelerate_{name}", "from accelerate import Accelerator\n", "from plait.hf import Accelerator\n")
+        Script(
+            f"accelerate_{name}",
+            "from accelerate import Accelerator\n",
+            "from plait.hf import Accelerator\n",
+        )
         for name in ("classifier", "no_trainer", "tokens", "lora")
     ),
     *(_deepspeed(name) for name in ("pipeline", "zero_init", "own_optimizer", "resume", "llama")),
     Script("fsdp2_gpt", _BY_LAYERS, _ZERO_3),
     Script("fsdp2_accumulation", "shard(model)\n    optimizer", f"{_ZERO_3}    optimizer"),
     Script("fsdp2_stream", _STREAM, f"{_ZERO_3}optimizer".replace("\n    ", "\n")),
-    Script("torch_tensor_parallel", _PLAN, 'import plait\n\nplait.parallelize(model, {"parallel": {"tp": 2}})\n'),
-    *(_trainer(name) for name in ("run_clm", "lora", "subclass", "classifier", "entities", "vision", "stream")),
+    Script(
+        "torch_tensor_parallel",
+        _PLAN,
+        'import plait\n\nplait.parallelize(model, {"parallel": {"tp": 2}})\n',
+    ),
+    *(
+        _trainer(name)
+        for name in ("run_clm", "lora", "subclass", "classifier", "entities", "vision", "stream")
+    ),
     _trainer("seq2seq", "Seq2SeqTrainer"),
     _trl("chat", "SFT"),
     _trl("preferences", "DPO"),
@@ -96,12 +125,23 @@ ALL = (
 
 
 def launched(
-    command: Sequence[str], script: Path, folder: Path, *, seconds: int = 300, may_abort: bool = False, **more: str
+    command: Sequence[str],
+    script: Path,
+    folder: Path,
+    *,
+    seconds: int = 300,
+    may_abort: bool = False,
+    **more: str,
 ) -> dict[int, list[Any]]:
     """What every rank of a script printed after RESULT, by rank. It is run in `folder`; `more`: of the environment. `may_abort`: a process
     whose interpreter ends before gloo's threads do aborts, or waits for ever, after its work was done (`cluster.ending`)."""
     folder.mkdir(exist_ok=True)
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "home"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment = {**os.environ, **quiet, "ACCELERATE_USE_CPU": "true", **more}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = subprocess.Popen([*command, str(script)], cwd=folder, env=environment, **pipes)
@@ -120,14 +160,20 @@ def launched(
 
 def on_plait(script: Script, folder: Path) -> dict[int, list[Any]]:
     """The changed script on two processes."""
-    return launched([sys.executable, "-m", "plait", "launch", "--nproc-per-node", "2"], script.changed(folder), folder / "ours")
+    return launched(
+        [sys.executable, "-m", "plait", "launch", "--nproc-per-node", "2"],
+        script.changed(folder),
+        folder / "ours",
+    )
 
 
 def on_peer(script: Script, folder: Path) -> dict[int, list[Any]]:
     """The script as it is on two processes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if script.peer != "deepspeed":
-        return launched([sys.executable, *torchrun], script.path, folder / "theirs", seconds=120, may_abort=True)
+        return launched(
+            [sys.executable, *torchrun], script.path, folder / "theirs", seconds=120, may_abort=True
+        )
     path = f"{Path(DEEPSPEED_PYTHON).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed looks for ninja
     return launched(
         [DEEPSPEED_PYTHON, *torchrun],

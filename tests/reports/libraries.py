@@ -55,7 +55,9 @@ def single_samples(count: int = SAMPLES) -> DataLoader[Any]:
 
 def batch_sampler_as_sampler() -> DataLoader[Any]:
     rows = Rows(SAMPLES)
-    return DataLoader(rows, sampler=BatchSampler(SequentialSampler(rows), 2, False), batch_size=None)
+    return DataLoader(
+        rows, sampler=BatchSampler(SequentialSampler(rows), 2, False), batch_size=None
+    )
 
 
 def stream_of_batches() -> DataLoader[Any]:
@@ -77,7 +79,9 @@ def accelerator_of(dp: int, accumulation: int, arguments: dict[str, Any], config
     if plugin is not None:
         from accelerate.utils import GradientAccumulationPlugin
 
-        arguments["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=count, **plugin)
+        arguments["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
+            num_steps=count, **plugin
+        )
     else:
         arguments["gradient_accumulation_steps"] = count
     data = arguments.pop("data", None)
@@ -97,7 +101,14 @@ def accelerator_of(dp: int, accumulation: int, arguments: dict[str, Any], config
 class Training:
     """A training with an accelerator, and what was seen of it."""
 
-    def __init__(self, dp: int, accumulation: int, arguments: dict[str, Any], config: Any, *loaders: DataLoader[Any]) -> None:
+    def __init__(
+        self,
+        dp: int,
+        accumulation: int,
+        arguments: dict[str, Any],
+        config: Any,
+        *loaders: DataLoader[Any],
+    ) -> None:
         self.accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
         model = trainers.model(DTYPE)
         prepared = self.accelerator.prepare(*loaders, model, optimizer_of(model))
@@ -124,7 +135,9 @@ class Training:
         return {"updates": self.updates, "seen": sorted(self.seen), "weights": weights}
 
 
-def accelerate_loop(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+def accelerate_loop(
+    dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any
+) -> dict[str, Any]:
     """Train."""
     training = Training(dp, accumulation, arguments, config, LOADERS[loader]())
     for _ in range(epochs):
@@ -135,7 +148,9 @@ def accelerate_loop(dp: int, loader: str, accumulation: int, epochs: int, argume
     return training.result()
 
 
-def loop_with_evaluation(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+def loop_with_evaluation(
+    dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any
+) -> dict[str, Any]:
     """Train, and evaluate in the middle of an accumulated step."""
     training = Training(dp, accumulation, arguments, config, LOADERS[loader](), single_samples(8))
     batches, evaluation = training.loaders
@@ -152,7 +167,9 @@ def loop_with_evaluation(dp: int, loader: str, accumulation: int, epochs: int, a
     return training.result()
 
 
-def loop_over_parts(dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+def loop_over_parts(
+    dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any
+) -> dict[str, Any]:
     """Train on parts of each batch, each accumulated."""
     training = Training(dp, accumulation, arguments, config, LOADERS[loader]())
     for _ in range(epochs):
@@ -298,7 +315,9 @@ def on_transformers(made: str, settings: dict[str, Any]) -> dict[str, Any]:
         return trainer_run((Trainer, TrainingArguments), folder, made, settings)
 
 
-def on_plaits_trainer(rank: int, world: int, folder: str, made: str, settings: dict[str, Any]) -> dict[str, Any]:
+def on_plaits_trainer(
+    rank: int, world: int, folder: str, made: str, settings: dict[str, Any]
+) -> dict[str, Any]:
     """The run with Plait's Trainer. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments

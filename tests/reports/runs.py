@@ -148,7 +148,9 @@ class Run:
 class RankRun(Run):
     """The run of one data-parallel rank."""
 
-    def __init__(self, rank: int, world: int, stage: int, parallel: dict[str, Any], zero: dict[str, Any]) -> None:
+    def __init__(
+        self, rank: int, world: int, stage: int, parallel: dict[str, Any], zero: dict[str, Any]
+    ) -> None:
         super().__init__(world)
         self.ranks = [rank]
         self.rank = rank
@@ -223,7 +225,9 @@ class EngineRun(RankRun):
         self.engine.close()
 
 
-def train(run: Run, model: nn.Module, *, optimizer: OptimizerFactory = adamw, rows: int = 4) -> None:
+def train(
+    run: Run, model: nn.Module, *, optimizer: OptimizerFactory = adamw, rows: int = 4
+) -> None:
     """Three steps of a model that maps features to logits."""
     call = run.start(model, optimizer)
     for step in range(3):

@@ -283,7 +283,10 @@ def steps_of(kind: str, micro_batches: int) -> list[list[dict[str, Any]]]:
     plan = cases.steps_for("plain", micro_batches, steps=STEPS)
     if kind != "ignored inputs":
         return plan
-    return [[{**piece, "side": (at + s) % 2 == 1} for at, piece in enumerate(step)] for s, step in enumerate(plan)]
+    return [
+        [{**piece, "side": (at + s) % 2 == 1} for at, piece in enumerate(step)]
+        for s, step in enumerate(plan)
+    ]
 
 
 def micro_batches(config: dict[str, Any]) -> int:
@@ -293,7 +296,9 @@ def micro_batches(config: dict[str, Any]) -> int:
     return int(dp * config["gradient_accumulation_steps"])
 
 
-def train(rank: int, world: int, kind: str, config: dict[str, Any], evaluate: bool) -> Trace | str | None:
+def train(
+    rank: int, world: int, kind: str, config: dict[str, Any], evaluate: bool
+) -> Trace | str | None:
     """Train on a layout. Runs in a worker.
 
     Returns:
@@ -301,7 +306,9 @@ def train(rank: int, world: int, kind: str, config: dict[str, Any], evaluate: bo
     """
     model = model_of(kind)
     try:
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw)
+        engine = plait.initialize(
+            model, config, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw
+        )
         steps = steps_of(kind, micro_batches(config))
         if evaluate:
             engine.eval_batch(steps[0][0])
@@ -330,12 +337,16 @@ def frozen_llama(frozen: Sequence[str], *, tied: bool = False) -> nn.Module:
     return model
 
 
-def train_family(rank: int, world: int, frozen: Sequence[str], tied: bool, config: dict[str, Any]) -> Trace | str | None:
+def train_family(
+    rank: int, world: int, frozen: Sequence[str], tied: bool, config: dict[str, Any]
+) -> Trace | str | None:
     """Train a model of Transformers on a layout. Runs in a worker."""
     model = frozen_llama(frozen, tied=tied)
     with keeping_float64(model):
         try:
-            engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw)
+            engine = plait.initialize(
+                model, config, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw
+            )
             trace = engine_trace(engine, family_steps(micro_batches(config)))
         except plait.PlaitError as error:
             return f"{type(error).__name__}: {error}"

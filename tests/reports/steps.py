@@ -53,7 +53,9 @@ def many_groups_of_adam(run: Run) -> None:
     """A group per parameter, whose step counts must agree."""
 
     def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [{"params": [p], "lr": 1e-3 * (1 + index % 3)} for index, p in enumerate(parameters)]
+        groups = [
+            {"params": [p], "lr": 1e-3 * (1 + index % 3)} for index, p in enumerate(parameters)
+        ]
         return torch.optim.Adam(groups, betas=(0.5, 0.7))
 
     call = run.start(build(Net), grouped)
@@ -144,7 +146,9 @@ def groups_with_a_schedule(run: Run) -> None:
         )
 
     call = run.start(build(Net), grouped, accumulation=2, clipping=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, [lambda s, k=k: 1 / (1 + s * k) for k in range(4)])
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        run.optimizer, [lambda s, k=k: 1 / (1 + s * k) for k in range(4)]
+    )
     for step in range(STEPS):
         accumulate(run, call, step, 2)
         run.step()

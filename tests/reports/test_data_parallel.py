@@ -127,7 +127,10 @@ CASES = [
     Case(
         "DeepSpeed-1945",
         parameters.first_and_last_layer_shared,
-        refused=on(SHARDED, "put both modules into one module whose forward runs both, and name it in parallel.blocks"),
+        refused=on(
+            SHARDED,
+            "put both modules into one module whose forward runs both, and name it in parallel.blocks",
+        ),
     ),
     Case(
         "DeepSpeed-1945-remedy",
@@ -196,13 +199,21 @@ CASES = [
         "accelerate-3256-loop",
         steps.optimizer_built_before_sharding,
         refused={
-            layout: "build it over the parameters" if layout.startswith("engine") else "build the optimizer afterwards"
+            layout: "build it over the parameters"
+            if layout.startswith("engine")
+            else "build the optimizer afterwards"
             for layout in SHARDED
         },
     ),
     Case("DeeperSpeed-56", steps.weights_reloaded_in_bfloat16, tolerance=3e-2),
     Case("fairscale-918", steps.three_backwards_per_step),
-    Case("torchtitan-2318-own", steps.clipped_accumulation, ["own-3", "engine-2"], parallel={"dp_replicate": 2, "dp_shard": 2}, world=4),
+    Case(
+        "torchtitan-2318-own",
+        steps.clipped_accumulation,
+        ["own-3", "engine-2"],
+        parallel={"dp_replicate": 2, "dp_shard": 2},
+        world=4,
+    ),
 ]
 
 
@@ -259,7 +270,9 @@ def test_report(pool: Pool, case: Case, layout: str) -> None:
     assert not lines, "\n".join(lines[:8])
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.proof) for stage in (0, 2))])
+@pytest.mark.parametrize(
+    "stage", [3, *(pytest.param(stage, marks=pytest.mark.proof) for stage in (0, 2))]
+)
 def test_report_fairscale_601(pool: Pool, tmp_path: Path, stage: int) -> None:
     """A run of several parameter groups goes on from its checkpoint."""
     wanted = steps.uninterrupted_with_groups(2)

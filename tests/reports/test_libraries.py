@@ -36,11 +36,23 @@ LOOP_CASES = [
     LoopCase("accelerate-3877", accumulation=3),
     LoopCase("accelerate-679", "batch sampler", refused="give it a batch_size", stages=(3,)),
     LoopCase("accelerate-882", "stream", refused="give it a batch_size", stages=(3,)),
-    LoopCase("accelerate-1624", accumulation=4, epochs=2, arguments={"plugin": {"sync_with_dataloader": False}}),
+    LoopCase(
+        "accelerate-1624",
+        accumulation=4,
+        epochs=2,
+        arguments={"plugin": {"sync_with_dataloader": False}},
+    ),
     LoopCase("accelerate-3017", accumulation=3, loop="evaluation"),
-    LoopCase("accelerate-1847", arguments={"plugin": {"sync_with_dataloader": False}}, loop="parts"),
+    LoopCase(
+        "accelerate-1847", arguments={"plugin": {"sync_with_dataloader": False}}, loop="parts"
+    ),
     LoopCase("accelerate-1839", accumulation=4, epochs=2),
-    LoopCase("accelerate-961", arguments={"data": {"dispatch_batches": True}}, refused="dispatch_batches", stages=(3,)),
+    LoopCase(
+        "accelerate-961",
+        arguments={"data": {"dispatch_batches": True}},
+        refused="dispatch_batches",
+        stages=(3,),
+    ),
 ]
 
 
@@ -57,7 +69,11 @@ class TrainerCase:
 
 TRAINER_CASES = [
     TrainerCase("transformers-33455", {"num_train_epochs": 3, "gradient_accumulation_steps": 4}),
-    TrainerCase("transformers-38837", {"num_train_epochs": 2, "gradient_accumulation_steps": 4}, "without items"),
+    TrainerCase(
+        "transformers-38837",
+        {"num_train_epochs": 2, "gradient_accumulation_steps": 4},
+        "without items",
+    ),
     TrainerCase("transformers-22082", {"num_train_epochs": 2, "gradient_accumulation_steps": 8}),
     TrainerCase("transformers-36297", {"num_train_epochs": 1.7, "gradient_accumulation_steps": 2}),
     TrainerCase(

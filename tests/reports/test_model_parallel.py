@@ -123,7 +123,10 @@ def wanted_of(kind: str, count: int) -> Trace:
 
 def with_zeros(trace: Trace) -> Trace:
     """A stage without a gradient of its inputs sends zeros where one process has None."""
-    filled = [{n: torch.zeros_like(trace.parameters[n]) if t is None else t for n, t in step.items()} for step in trace.gradients]
+    filled = [
+        {n: torch.zeros_like(trace.parameters[n]) if t is None else t for n, t in step.items()}
+        for step in trace.gradients
+    ]
     return replace(trace, gradients=tuple(filled))
 
 

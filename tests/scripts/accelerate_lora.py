@@ -8,17 +8,27 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+shape = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def base():
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape, num_key_value_heads=2))
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen2", **shape, num_key_value_heads=2)
+    )
 
 
 def main():
     accelerator = Accelerator()
-    peft_config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    peft_config = LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]
+    )
     model = get_peft_model(base(), peft_config)
     torch.manual_seed(1)
     train = DataLoader(TensorDataset(torch.randint(0, 64, (32, 10))), batch_size=4)

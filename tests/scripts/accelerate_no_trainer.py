@@ -29,16 +29,36 @@ def main():
     accelerator.wait_for_everyone()
     blocks = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (40, 12)).tolist()]
     train_dataloader = DataLoader(blocks, collate_fn=default_data_collator, batch_size=2)
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape, num_key_value_heads=2))
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **shape, num_key_value_heads=2)
+    )
     no_decay = ["norm.weight"]
     groups = [
-        {"params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)], "weight_decay": 0.1},
-        {"params": [p for n, p in model.named_parameters() if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
+        {
+            "params": [
+                p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)
+            ],
+            "weight_decay": 0.1,
+        },
+        {
+            "params": [p for n, p in model.named_parameters() if any(nd in n for nd in no_decay)],
+            "weight_decay": 0.0,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
-    lr_scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2 * accelerator.num_processes, num_training_steps=20)
-    model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(model, optimizer, train_dataloader, lr_scheduler)
+    lr_scheduler = get_scheduler(
+        "cosine", optimizer, num_warmup_steps=2 * accelerator.num_processes, num_training_steps=20
+    )
+    model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
+        model, optimizer, train_dataloader, lr_scheduler
+    )
     losses, norms = [], []
 
     def epoch(dataloader, stop=None):
@@ -48,7 +68,9 @@ def main():
                 loss = model(**batch).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)))
+                    norms.append(
+                        float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+                    )
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()
@@ -72,7 +94,13 @@ def main():
     accelerator.wait_for_everyone()
     saved = load_file(os.path.join(args.output_dir, "model.safetensors"))
     total = sum(tensor.double().abs().sum().item() for tensor in saved.values())
-    print("\nRESULT " + json.dumps([accelerator.process_index, losses[:20], norms[:10], before, len(saved), total]), flush=True)
+    print(
+        "\nRESULT "
+        + json.dumps(
+            [accelerator.process_index, losses[:20], norms[:10], before, len(saved), total]
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ def main():
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = torch.randn(STEPS * ACCUMULATION * world, 4, 8, generator=torch.Generator().manual_seed(5))
+    data = torch.randn(
+        STEPS * ACCUMULATION * world, 4, 8, generator=torch.Generator().manual_seed(5)
+    )
     losses, norms = [], []
     for index, x in enumerate(data[rank::world]):
         last = (index + 1) % ACCUMULATION == 0

@@ -33,7 +33,14 @@ def main():
     images, labels = torch.randn(32, 3, 8, 8), torch.randint(0, 4, (32,))
     sampler = DistributedSampler(TensorDataset(images, labels), seed=3)
     loader = DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4))
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 4),
+    )
     model = DDP(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -43,7 +50,10 @@ def main():
         losses += train_one_epoch(model, loader, optimizer, nn.CrossEntropyLoss())
         schedule.step()
     mean = model.module[1].running_mean.double().sum().item()
-    print("\nRESULT " + json.dumps([dist.get_rank(), losses, evaluate(model, images, labels), mean]), flush=True)
+    print(
+        "\nRESULT " + json.dumps([dist.get_rank(), losses, evaluate(model, images, labels), mean]),
+        flush=True,
+    )
     dist.destroy_process_group()
 
 

@@ -10,18 +10,39 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-block_size, batch_size, max_iters, gradient_accumulation_steps, learning_rate, min_lr, warmup = 12, 2, 6, 4, 1e-2, 1e-3, 2
+block_size, batch_size, max_iters, gradient_accumulation_steps, learning_rate, min_lr, warmup = (
+    12,
+    2,
+    6,
+    4,
+    1e-2,
+    1e-3,
+    2,
+)
 
 
 class Block(nn.Module):
     def __init__(self, n):
         super().__init__()
-        self.ln_1, self.c_attn, self.c_proj = nn.LayerNorm(n), nn.Linear(n, 3 * n, bias=False), nn.Linear(n, n, bias=False)
-        self.ln_2, self.c_fc, self.c_out = nn.LayerNorm(n), nn.Linear(n, 4 * n, bias=False), nn.Linear(4 * n, n, bias=False)
+        self.ln_1, self.c_attn, self.c_proj = (
+            nn.LayerNorm(n),
+            nn.Linear(n, 3 * n, bias=False),
+            nn.Linear(n, n, bias=False),
+        )
+        self.ln_2, self.c_fc, self.c_out = (
+            nn.LayerNorm(n),
+            nn.Linear(n, 4 * n, bias=False),
+            nn.Linear(4 * n, n, bias=False),
+        )
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).chunk(3, dim=-1))
-        x = x + self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            t.unflatten(-1, (4, -1)).transpose(1, 2)
+            for t in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        )
+        x = x + self.c_proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.c_out(F.gelu(self.c_fc(self.ln_2(x))))
 
 
@@ -29,7 +50,11 @@ class GPT(nn.Module):
     def __init__(self, vocab=64, n=32):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab, n), nn.Embedding(block_size, n)
-        self.h, self.ln_f, self.lm_head = nn.ModuleList(Block(n) for _ in range(2)), nn.LayerNorm(n), nn.Linear(n, vocab, bias=False)
+        self.h, self.ln_f, self.lm_head = (
+            nn.ModuleList(Block(n) for _ in range(2)),
+            nn.LayerNorm(n),
+            nn.Linear(n, vocab, bias=False),
+        )
         self.wte.weight = self.lm_head.weight
 
     def forward(self, idx, targets):
@@ -43,7 +68,9 @@ class GPT(nn.Module):
 def get_lr(it):
     if it < warmup:
         return learning_rate * (it + 1) / (warmup + 1)
-    return min_lr + 0.5 * (1 + math.cos(math.pi * (it - warmup) / (max_iters - warmup))) * (learning_rate - min_lr)
+    return min_lr + 0.5 * (1 + math.cos(math.pi * (it - warmup) / (max_iters - warmup))) * (
+        learning_rate - min_lr
+    )
 
 
 init_process_group(backend="gloo")
@@ -55,7 +82,10 @@ model = GPT()
 model = DDP(model)
 decay = [p for p in model.parameters() if p.dim() >= 2]
 rest = [p for p in model.parameters() if p.dim() < 2]
-optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=learning_rate)
+optimizer = torch.optim.AdamW(
+    [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+    lr=learning_rate,
+)
 sampler = torch.Generator().manual_seed(1337 + rank)
 losses = []
 for it in range(max_iters):
@@ -64,7 +94,9 @@ for it in range(max_iters):
     for micro_step in range(gradient_accumulation_steps):
         model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1
         at = torch.randint(len(text) - block_size, (batch_size,), generator=sampler)
-        x, y = (torch.stack([text[i + shift : i + shift + block_size] for i in at]) for shift in (0, 1))
+        x, y = (
+            torch.stack([text[i + shift : i + shift + block_size] for i in at]) for shift in (0, 1)
+        )
         logits, loss = model(x, y)
         (loss / gradient_accumulation_steps).backward()
         losses.append(loss.item())

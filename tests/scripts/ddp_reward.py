@@ -19,8 +19,13 @@ class Pairs(Dataset):
         draw = torch.Generator().manual_seed(2)
         self.rows = []
         for index in range(count):
-            one, other = (torch.randint(1, 60, (length,), generator=draw) for length in (6 + index % 3, 5 + index % 4))
-            self.rows.append((one, other) if one.float().mean() > other.float().mean() else (other, one))
+            one, other = (
+                torch.randint(1, 60, (length,), generator=draw)
+                for length in (6 + index % 3, 5 + index % 4)
+            )
+            self.rows.append(
+                (one, other) if one.float().mean() > other.float().mean() else (other, one)
+            )
 
     def __len__(self):
         return len(self.rows)
@@ -38,12 +43,20 @@ def collate(pairs):
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo", rank=rank, world_size=world)
 torch.manual_seed(0)
-shape = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+shape = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 config = AutoConfig.for_model("llama", **shape, num_key_value_heads=2, num_labels=1, pad_token_id=0)
 model = DDP(AutoModelForSequenceClassification.from_config(config))
 decayed = [p for name, p in model.named_parameters() if p.ndim > 1]
 others = [p for name, p in model.named_parameters() if p.ndim <= 1]
-optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=5e-3)
+optimizer = torch.optim.AdamW(
+    [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=5e-3
+)
 data = Pairs(24)
 sampler = DistributedSampler(data, seed=3)
 loader = DataLoader(data, batch_size=3, sampler=sampler, collate_fn=collate)

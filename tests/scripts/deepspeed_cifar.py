@@ -32,7 +32,9 @@ def main():
     images, labels = torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
     data, net = torch.utils.data.TensorDataset(images, labels), Net()
     parameters = [p for p in net.parameters() if p.requires_grad]
-    engine, _, loader, _ = deepspeed.initialize(args=args, model=net, model_parameters=parameters, training_data=data)
+    engine, _, loader, _ = deepspeed.initialize(
+        args=args, model=net, model_parameters=parameters, training_data=data
+    )
     criterion, losses = nn.CrossEntropyLoss(), []
     for _ in range(2):
         for inputs, targets in loader:
@@ -41,7 +43,11 @@ def main():
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-    print("\nRESULT " + json.dumps([engine.global_rank, losses, float(engine.get_global_grad_norm())]), flush=True)
+    print(
+        "\nRESULT "
+        + json.dumps([engine.global_rank, losses, float(engine.get_global_grad_norm())]),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,11 @@ from torch.nn import functional as F
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
@@ -42,7 +46,9 @@ def main():
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = GPT()
-    engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    engine, _, _, _ = deepspeed.initialize(
+        args=args, model=model, model_parameters=model.parameters()
+    )
     draw = torch.Generator().manual_seed(1)
     losses = []
     for step in range(8):

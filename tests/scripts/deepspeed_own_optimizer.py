@@ -23,9 +23,17 @@ def main():
     net[0].requires_grad_(False)
     weights = [p for p in net.parameters() if p.requires_grad and p.ndim > 1]
     biases = [p for p in net.parameters() if p.requires_grad and p.ndim == 1]
-    optimizer = torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.03, "weight_decay": 0.0}], lr=0.01)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": weights, "weight_decay": 0.1},
+            {"params": biases, "lr": 0.03, "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
-    engine, optimizer, _, schedule = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    engine, optimizer, _, schedule = deepspeed.initialize(
+        model=net, optimizer=optimizer, lr_scheduler=schedule, config=config
+    )
     draw = torch.Generator().manual_seed(2)
     losses, rates, boundaries = [], [], []
     for _ in range(10):
@@ -36,7 +44,13 @@ def main():
         engine.step()
         losses.append(loss.item())
         rates.append(schedule.get_last_lr())
-    print("\nRESULT " + json.dumps([engine.global_rank, losses, rates, boundaries, float(engine.get_global_grad_norm())]), flush=True)
+    print(
+        "\nRESULT "
+        + json.dumps(
+            [engine.global_rank, losses, rates, boundaries, float(engine.get_global_grad_norm())]
+        ),
+        flush=True,
+    )
 
 
 main()

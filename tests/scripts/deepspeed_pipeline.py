@@ -37,8 +37,14 @@ def batches(seed):
 
 deepspeed.init_distributed(dist_backend="gloo")
 LayerSpec = deepspeed.pipe.LayerSpec
-layers = [LayerSpec(Seeded, 12, 16, 1), *(LayerSpec(Residual, 16, seed) for seed in (2, 3, 4)), LayerSpec(Seeded, 16, 5, 5)]
-net = deepspeed.pipe.PipelineModule(layers=layers, num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform")
+layers = [
+    LayerSpec(Seeded, 12, 16, 1),
+    *(LayerSpec(Residual, 16, seed) for seed in (2, 3, 4)),
+    LayerSpec(Seeded, 16, 5, 5),
+]
+net = deepspeed.pipe.PipelineModule(
+    layers=layers, num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform"
+)
 config = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
@@ -46,11 +52,18 @@ config = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}},
     "scheduler": {
         "type": "WarmupLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "warmup_type": "linear"},
+        "params": {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": 0.01,
+            "warmup_num_steps": 3,
+            "warmup_type": "linear",
+        },
     },
     "steps_per_print": 1000,
 }
-engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+engine, _, _, _ = deepspeed.initialize(
+    model=net, model_parameters=list(net.parameters()), config=config
+)
 train, held_out = batches(1), batches(2)
 losses = [engine.train_batch(data_iter=train).item() for _ in range(6)]
 evaluated = engine.eval_batch(data_iter=held_out).item()

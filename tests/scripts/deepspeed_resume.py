@@ -11,7 +11,10 @@ config = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
     "optimizer": {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.99], "torch_adam": True}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 12, "warmup_num_steps": 2, "warmup_max_lr": 0.02}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 12, "warmup_num_steps": 2, "warmup_max_lr": 0.02},
+    },
 }
 
 
@@ -24,7 +27,9 @@ def build():
 def train(engine, first, last):
     losses = []
     for step in range(first, last):
-        x = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(step))[engine.global_rank].to(engine.device)
+        x = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(step))[
+            engine.global_rank
+        ].to(engine.device)
         loss = nn.functional.cross_entropy(engine(x), (x.sum(1) > 0).long())
         engine.backward(loss)
         engine.step()
@@ -41,8 +46,17 @@ def main():
     again, _, _, schedule = build()
     path, client_state = again.load_checkpoint("checkpoints", tag="five")
     resumed = train(again, client_state["next"], 8)
-    assert path is not None and client_state["note"] == "half" and resumed == losses[5:], (resumed, losses)
-    print("\nRESULT " + json.dumps([again.global_rank, losses, again.global_steps, again.get_lr(), schedule.get_last_lr()]), flush=True)
+    assert path is not None and client_state["note"] == "half" and resumed == losses[5:], (
+        resumed,
+        losses,
+    )
+    print(
+        "\nRESULT "
+        + json.dumps(
+            [again.global_rank, losses, again.global_steps, again.get_lr(), schedule.get_last_lr()]
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

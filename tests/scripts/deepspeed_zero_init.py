@@ -9,7 +9,11 @@ from torch import nn
 config = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 4,
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "contiguous_gradients": False},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "contiguous_gradients": False,
+    },
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
     "gradient_clipping": 0.5,
     "zero_allow_untested_optimizer": True,
@@ -39,7 +43,9 @@ class Net(nn.Module):
 deepspeed.init_distributed("gloo")
 with deepspeed.zero.Init(config_dict_or_path=config):
     net = Net()
-engine, optimizer, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+engine, optimizer, _, _ = deepspeed.initialize(
+    model=net, model_parameters=net.parameters(), config=config
+)
 draw = torch.Generator().manual_seed(1)
 losses = []
 for _ in range(8):
@@ -50,6 +56,15 @@ for _ in range(8):
     losses.append(loss.item())
 with deepspeed.zero.GatheredParameters(list(engine.module.out.parameters())):
     weight = engine.module.out.weight.detach().flatten().tolist()
-states = [deepspeed.utils.safe_get_full_optimizer_state(engine.module.out.weight, key) for key in ("exp_avg", "exp_avg_sq")]
+states = [
+    deepspeed.utils.safe_get_full_optimizer_state(engine.module.out.weight, key)
+    for key in ("exp_avg", "exp_avg_sq")
+]
 moments = [state.flatten().tolist() for state in states]
-print("\nRESULT " + json.dumps([engine.global_rank, losses, weight, moments, float(engine.get_global_grad_norm())]), flush=True)
+print(
+    "\nRESULT "
+    + json.dumps(
+        [engine.global_rank, losses, weight, moments, float(engine.get_global_grad_norm())]
+    ),
+    flush=True,
+)

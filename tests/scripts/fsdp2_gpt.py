@@ -13,7 +13,11 @@ from torch.nn import functional as F
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.qkv, self.out = nn.RMSNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            nn.RMSNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
@@ -54,7 +58,9 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    full = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     total = {name: tensor.double().abs().sum().item() for name, tensor in full.items()}
     print("\nRESULT " + json.dumps([dist.get_rank(), losses, norms, total]), flush=True)
     dist.destroy_process_group()

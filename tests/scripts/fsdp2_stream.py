@@ -30,7 +30,9 @@ class Predictor(nn.Module):
     def __init__(self, width=16):
         super().__init__()
         self.start = nn.Linear(1, width)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, 2, 32, 0.0, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 32, 0.0, batch_first=True) for _ in range(2)
+        )
         self.end = nn.Linear(width, 1)
 
     def forward(self, x):

@@ -10,8 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape, num_key_value_heads=2))
+shape = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+model = AutoModelForCausalLM.from_config(
+    AutoConfig.for_model("llama", **shape, num_key_value_heads=2)
+)
 column = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
 column |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
 row = {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}

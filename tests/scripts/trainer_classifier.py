@@ -5,13 +5,21 @@ import os
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, EarlyStoppingCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    EarlyStoppingCallback,
+    TrainingArguments,
+)
 from transformers import Trainer
 
 
 def rows(count, seed):
     ids = torch.randint(2, 50, (count, 8), generator=torch.Generator().manual_seed(seed))
-    return [{"input_ids": one, "attention_mask": torch.ones_like(one), "label": int(one[0] > 25)} for one in ids]
+    return [
+        {"input_ids": one, "attention_mask": torch.ones_like(one), "label": int(one[0] > 25)}
+        for one in ids
+    ]
 
 
 def compute_metrics(eval_pred):
@@ -20,8 +28,17 @@ def compute_metrics(eval_pred):
 
 
 torch.manual_seed(0)
-shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 2}
-config = AutoConfig.for_model("bert", **shape, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+shape = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_labels": 2,
+}
+config = AutoConfig.for_model(
+    "bert", **shape, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+)
 args = TrainingArguments(
     output_dir="glue",
     eval_strategy="epoch",
@@ -50,7 +67,11 @@ trainer = Trainer(
 trainer.train()
 history = trainer.state.log_history
 losses = [row["loss"] for row in history if "loss" in row]
-evaluated = [[row["eval_loss"], row["eval_accuracy"], row["eval_count"]] for row in history if "eval_loss" in row]
+evaluated = [
+    [row["eval_loss"], row["eval_accuracy"], row["eval_count"]]
+    for row in history
+    if "eval_loss" in row
+]
 predictions, label_ids, metrics = trainer.predict(rows(19, 3))
 numbers = [losses, evaluated, predictions.tolist(), metrics["test_accuracy"]]
 print("\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), *numbers]), flush=True)

@@ -5,7 +5,12 @@ import os
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForTokenClassification, DataCollatorForTokenClassification, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForTokenClassification,
+    DataCollatorForTokenClassification,
+    TrainingArguments,
+)
 from transformers import Trainer
 
 NAMES = ["O", "B-PER", "I-PER"]
@@ -17,8 +22,14 @@ class Padding:
     padding_side = "right"
 
     def pad(self, features, return_tensors=None, **_):
-        rows = {key: [torch.tensor(row[key]) for row in features] for key in ("input_ids", "attention_mask")}
-        return {key: torch.nn.utils.rnn.pad_sequence(found, batch_first=True) for key, found in rows.items()}
+        rows = {
+            key: [torch.tensor(row[key]) for row in features]
+            for key in ("input_ids", "attention_mask")
+        }
+        return {
+            key: torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+            for key, found in rows.items()
+        }
 
 
 def rows(count, seed):
@@ -27,7 +38,13 @@ def rows(count, seed):
         words = draw.integers(2, 60, 5 + index % 4)
         tags = [int(word > 30) + int(word > 50) for word in words]
         labels = [-100 if place % 3 == 2 else tag for place, tag in enumerate(tags)]
-        found.append({"input_ids": [int(word) for word in words], "attention_mask": [1] * len(words), "labels": labels})
+        found.append(
+            {
+                "input_ids": [int(word) for word in words],
+                "attention_mask": [1] * len(words),
+                "labels": labels,
+            }
+        )
     return found
 
 
@@ -35,12 +52,23 @@ def compute_metrics(eval_pred):
     predictions = np.argmax(eval_pred.predictions, axis=-1)
     counted = eval_pred.label_ids != -100
     right = (predictions == eval_pred.label_ids) & counted
-    return {name: int((right & (eval_pred.label_ids == index)).sum()) for index, name in enumerate(NAMES)} | {"tokens": int(counted.sum())}
+    return {
+        name: int((right & (eval_pred.label_ids == index)).sum())
+        for index, name in enumerate(NAMES)
+    } | {"tokens": int(counted.sum())}
 
 
 torch.manual_seed(0)
-shape = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-config = AutoConfig.for_model("bert", **shape, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+shape = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+config = AutoConfig.for_model(
+    "bert", **shape, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+)
 args = TrainingArguments(
     output_dir="ner",
     per_device_train_batch_size=4,
@@ -68,5 +96,9 @@ trainer.train()
 history = trainer.state.log_history
 losses = [row["loss"] for row in history if "loss" in row]
 norms = [row["grad_norm"] for row in history if "loss" in row]
-found = [[row["eval_loss"], row["eval_tokens"], *(row[f"eval_{name}"] for name in NAMES)] for row in history if "eval_loss" in row]
+found = [
+    [row["eval_loss"], row["eval_tokens"], *(row[f"eval_{name}"] for name in NAMES)]
+    for row in history
+    if "eval_loss" in row
+]
 print("\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), losses, norms, found]), flush=True)

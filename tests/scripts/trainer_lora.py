@@ -8,15 +8,32 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from transformers import Trainer
 
-shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+shape = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def base():
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("mistral", **shape, num_key_value_heads=2))
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mistral", **shape, num_key_value_heads=2)
+    )
 
 
-model = get_peft_model(base(), LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type=TaskType.CAUSAL_LM))
+model = get_peft_model(
+    base(),
+    LoraConfig(
+        r=8,
+        lora_alpha=16,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type=TaskType.CAUSAL_LM,
+    ),
+)
 model.print_trainable_parameters()
 draw = torch.Generator().manual_seed(4)
 data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (32, 10), generator=draw)]
@@ -39,4 +56,7 @@ with torch.no_grad():
     again = opened(input_ids=torch.arange(10)[None], labels=torch.arange(10)[None]).loss.item()
 adapters = sorted(name for name, _ in opened.named_parameters() if "lora_" in name)
 losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-print("\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), losses, again, len(adapters)]), flush=True)
+print(
+    "\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), losses, again, len(adapters)]),
+    flush=True,
+)

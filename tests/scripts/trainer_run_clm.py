@@ -26,16 +26,31 @@ def main():
     data_args, training_args = parser.parse_args_into_dataclasses(f"{words} {more} {rest}".split())
     set_seed(training_args.seed)
     names = [f"w{i}" for i in range(60)]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="w0")))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(
+            models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="w0")
+        )
+    )
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    raw = Dataset.from_dict({"text": [" ".join(names[(i * k * k + 3) % 60] for k in range(5 + i % 9)) for i in range(60)]})
-    tokenized = raw.map(lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=["text"])
+    raw = Dataset.from_dict(
+        {
+            "text": [
+                " ".join(names[(i * k * k + 3) % 60] for k in range(5 + i % 9)) for i in range(60)
+            ]
+        }
+    )
+    tokenized = raw.map(
+        lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=["text"]
+    )
 
     def group_texts(examples):
         joined = {key: list(chain(*examples[key])) for key in ("input_ids", "attention_mask")}
         size = data_args.block_size
         total = (len(joined["input_ids"]) // size) * size
-        result = {key: [value[i : i + size] for i in range(0, total, size)] for key, value in joined.items()}
+        result = {
+            key: [value[i : i + size] for i in range(0, total, size)]
+            for key, value in joined.items()
+        }
         result["labels"] = result["input_ids"].copy()
         return result
 
@@ -61,7 +76,11 @@ def main():
     logs = [row for row in trainer.state.log_history if "loss" in row]
     rank = int(os.environ.get("RANK", 0))
     columns = [[row[key] for row in logs] for key in ("loss", "grad_norm", "learning_rate")]
-    print("\nRESULT " + json.dumps([rank, *columns, metrics["perplexity"], trainer.state.global_step]), flush=True)
+    print(
+        "\nRESULT "
+        + json.dumps([rank, *columns, metrics["perplexity"], trainer.state.global_step]),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -14,14 +14,30 @@ def rows(count, seed):
 
 
 def collate(batch):
-    pad = lambda ids, value: torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=value)  # noqa: E731
+    def pad(ids, value):
+        return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=value)
+
     ids = pad(batch, 0)
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": pad([one.flip(0) for one in batch], -100)}
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "labels": pad([one.flip(0) for one in batch], -100),
+    }
 
 
 torch.manual_seed(0)
-shape = {"vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **shape, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1))
+shape = {
+    "vocab_size": 40,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
+model = AutoModelForSeq2SeqLM.from_config(
+    AutoConfig.for_model("t5", **shape, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+)
 args = Seq2SeqTrainingArguments(
     output_dir="t5",
     per_device_train_batch_size=4,
@@ -48,4 +64,10 @@ trainer.train()
 metrics = trainer.evaluate()
 tokens = trainer.predict(rows(8, 3)).predictions.tolist()
 losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-print("\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), losses, metrics["eval_loss"], metrics["eval_seen"], tokens]), flush=True)
+print(
+    "\nRESULT "
+    + json.dumps(
+        [int(os.environ.get("RANK", 0)), losses, metrics["eval_loss"], metrics["eval_seen"], tokens]
+    ),
+    flush=True,
+)

@@ -16,12 +16,23 @@ class Stream(torch.utils.data.IterableDataset):
         for index in range(1000):
             ids = torch.randint(3, 50, (10,), generator=draw)
             masked = (torch.arange(10) + index) % 5 == 0
-            yield {"input_ids": ids.masked_fill(masked, 1), "labels": ids.masked_fill(~masked, -100)}
+            yield {
+                "input_ids": ids.masked_fill(masked, 1),
+                "labels": ids.masked_fill(~masked, -100),
+            }
 
 
 torch.manual_seed(0)
-shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-config = AutoConfig.for_model("roberta", **shape, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0)
+shape = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+config = AutoConfig.for_model(
+    "roberta", **shape, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0
+)
 args = TrainingArguments(
     output_dir="stream",
     max_steps=8,
@@ -42,4 +53,7 @@ trainer = Trainer(model=AutoModelForMaskedLM.from_config(config), args=args, tra
 result = trainer.train()
 rows = [row for row in trainer.state.log_history if "loss" in row]
 numbers = [[row[key] for row in rows] for key in ("loss", "grad_norm", "learning_rate")]
-print("\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), *numbers, result.training_loss]), flush=True)
+print(
+    "\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), *numbers, result.training_loss]),
+    flush=True,
+)

@@ -4,7 +4,12 @@ import json
 import os
 
 import torch
-from transformers import AutoConfig, AutoModelForTokenClassification, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForTokenClassification,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers import Trainer
 
 
@@ -13,7 +18,9 @@ class WeightedTrainer(Trainer):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         weight = torch.tensor([1.0, 3.0, 0.5], device=labels.device)
-        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), weight=weight)
+        loss = torch.nn.functional.cross_entropy(
+            outputs.logits.flatten(0, 1), labels.flatten(), weight=weight
+        )
         return (loss, outputs) if return_outputs else loss
 
 
@@ -34,8 +41,18 @@ def collate(rows):
 
 
 torch.manual_seed(0)
-shape = {"vocab_size": 50, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "dropout": 0.0, "attention_dropout": 0.0}
-model = AutoModelForTokenClassification.from_config(AutoConfig.for_model("distilbert", **shape, num_labels=3))
+shape = {
+    "vocab_size": 50,
+    "dim": 32,
+    "hidden_dim": 48,
+    "n_layers": 2,
+    "n_heads": 4,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+model = AutoModelForTokenClassification.from_config(
+    AutoConfig.for_model("distilbert", **shape, num_labels=3)
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 remember = Remember()
@@ -51,8 +68,15 @@ args = TrainingArguments(
     use_cpu=True,
     report_to="none",
 )
-trainer = WeightedTrainer(model, args, collate, data, optimizers=(optimizer, schedule), callbacks=[remember])
+trainer = WeightedTrainer(
+    model, args, collate, data, optimizers=(optimizer, schedule), callbacks=[remember]
+)
 trainer.train()
 rows = [row for row in trainer.state.log_history if "loss" in row]
-numbers = [[row["loss"] for row in rows], [row["grad_norm"] for row in rows], remember.rates, remember.epochs]
+numbers = [
+    [row["loss"] for row in rows],
+    [row["grad_norm"] for row in rows],
+    remember.rates,
+    remember.epochs,
+]
 print("\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), *numbers]), flush=True)

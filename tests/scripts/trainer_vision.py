@@ -20,8 +20,21 @@ class Images(torch.utils.data.Dataset):
 
 
 torch.manual_seed(0)
-shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8}
-config = AutoConfig.for_model("vit", **shape, image_size=16, num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+shape = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 8,
+}
+config = AutoConfig.for_model(
+    "vit",
+    **shape,
+    image_size=16,
+    num_labels=4,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
 args = TrainingArguments(
     output_dir="vit",
     per_device_train_batch_size=4,
@@ -33,7 +46,9 @@ args = TrainingArguments(
     use_cpu=True,
     report_to="none",
 )
-trainer = Trainer(model=AutoModelForImageClassification.from_config(config), args=args, train_dataset=Images(32))
+trainer = Trainer(
+    model=AutoModelForImageClassification.from_config(config), args=args, train_dataset=Images(32)
+)
 trainer.train()
 losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
 opened = AutoModelForImageClassification.from_pretrained(os.path.join("vit", "checkpoint-8"))

@@ -13,20 +13,35 @@ from trl import SFTConfig, SFTTrainer
 names = ["<pad>", "<eos>", "<user>", "<assistant>", *(f"w{i}" for i in range(40))]
 vocabulary = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0"))
 vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>")
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>"
+)
 begin = "{% if add_generation_prompt %}<assistant> {% endif %}"
-tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}" + begin
+tokenizer.chat_template = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}" + begin
+)
 
 
 def talk(i):
     words = [f"w{(i * k + 3 * k) % 40}" for k in range(1, 6)]
-    prompt, completion = {"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": " ".join(words[::-1]) + " <eos>"}
+    prompt, completion = (
+        {"role": "user", "content": " ".join(words)},
+        {"role": "assistant", "content": " ".join(words[::-1]) + " <eos>"},
+    )
     return {"prompt": [prompt], "completion": [completion]}
 
 
 torch.manual_seed(0)
-shape = {"vocab_size": len(names), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape, num_key_value_heads=2, pad_token_id=0))
+shape = {
+    "vocab_size": len(names),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+model = AutoModelForCausalLM.from_config(
+    AutoConfig.for_model("llama", **shape, num_key_value_heads=2, pad_token_id=0)
+)
 trainer = SFTTrainer(
     model=model,
     args=SFTConfig(
@@ -43,7 +58,9 @@ trainer = SFTTrainer(
     ),
     train_dataset=Dataset.from_list([talk(i) for i in range(32)]),
     processing_class=tokenizer,
-    peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM"),
+    peft_config=LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM"
+    ),
 )
 trainer.train()
 rows = [row for row in trainer.state.log_history if "loss" in row]

@@ -12,15 +12,28 @@ from trl import DPOConfig, DPOTrainer
 names = ["<pad>", "<eos>", *(f"w{i}" for i in range(40))]
 vocabulary = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0"))
 vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>")
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>"
+)
 said = lambda i, step: " ".join(f"w{(i * 7 + step * k) % 40}" for k in range(3 + i % 3))  # noqa: E731
-pairs = [{"prompt": said(i, 1), "chosen": " " + said(i, 3), "rejected": " " + said(i, 5)} for i in range(32)]
-shape = {"vocab_size": len(names), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+pairs = [
+    {"prompt": said(i, 1), "chosen": " " + said(i, 3), "rejected": " " + said(i, 5)}
+    for i in range(32)
+]
+shape = {
+    "vocab_size": len(names),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def made():
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape, num_key_value_heads=2, pad_token_id=0))
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen2", **shape, num_key_value_heads=2, pad_token_id=0)
+    )
 
 
 args = DPOConfig(
@@ -37,8 +50,18 @@ args = DPOConfig(
     report_to="none",
     save_strategy="no",
 )
-trainer = DPOTrainer(model=made(), ref_model=made(), args=args, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
+trainer = DPOTrainer(
+    model=made(),
+    ref_model=made(),
+    args=args,
+    train_dataset=Dataset.from_list(pairs),
+    processing_class=tokenizer,
+)
 trainer.train()
 rows = [row for row in trainer.state.log_history if "loss" in row]
 keys = ("loss", "grad_norm", "rewards/margins", "logps/chosen")
-print("\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), *([row[key] for row in rows] for key in keys)]), flush=True)
+print(
+    "\nRESULT "
+    + json.dumps([int(os.environ.get("RANK", 0)), *([row[key] for row in rows] for key in keys)]),
+    flush=True,
+)

@@ -50,13 +50,18 @@ def test_code_in_a_torchscript_archive_does_not_run(tmp_path: Path) -> None:
     """`torch.load` would hand the archive to `torch.jit.load`."""
     canary, archive = tmp_path / "written", tmp_path / "model.pt"
     torch.jit.script(WritesAFile(str(canary))).save(str(tmp_path / "compressed.pt"))
-    with zipfile.ZipFile(tmp_path / "compressed.pt") as source, zipfile.ZipFile(archive, "w") as stored:
+    with (
+        zipfile.ZipFile(tmp_path / "compressed.pt") as source,
+        zipfile.ZipFile(archive, "w") as stored,
+    ):
         for name in source.namelist():
             stored.writestr(name, source.read(name))
     torch.jit.load(str(archive))
     assert canary.exists(), "the archive is harmless, so this test shows nothing"
     canary.unlink()
-    with pytest.raises(CheckpointError, match="it has the record .*, which torch.save never writes"):
+    with pytest.raises(
+        CheckpointError, match="it has the record .*, which torch.save never writes"
+    ):
         read_torch(archive)
     assert not canary.exists()
 
@@ -105,7 +110,10 @@ def listening_addresses(port: int) -> set[str]:
             fields = line.split()
             address, number = fields[1].split(":")
             if fields[3] == "0A" and int(number, 16) == port:
-                words = [int(address[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(address), 8)]
+                words = [
+                    int(address[start : start + 8], 16).to_bytes(4, sys.byteorder)
+                    for start in range(0, len(address), 8)
+                ]
                 family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
                 found.add(socket.inet_ntop(family, b"".join(words)))
     return found
@@ -118,7 +126,10 @@ def test_code_in_a_model_folder_does_not_run(tmp_path: Path, call: str) -> None:
     folder.mkdir()
     code = f"open({str(canary)!r}, 'w')\nfrom transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
     (folder / "own.py").write_text(code)
-    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    config = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"x": torch.ones(1)}, folder / "model.safetensors")
     if call == "plait.from_pretrained":

@@ -29,10 +29,15 @@ def _fused_in(dtype: torch.dtype, name: str) -> Iterator[None]:
 def train_fused(rank: int, world: int, case: Case, dtypes: str) -> tuple[Any, int]:
     """A trace, and how often a fused kernel was called. `dtypes` names those of the kernel. Runs in a worker."""
     calls = 0
-    forward = {"FLASH_DTYPES": "_flash_attention_forward", "EFFICIENT_DTYPES": "_scaled_dot_product_efficient_attention"}[dtypes]
+    forward = {
+        "FLASH_DTYPES": "_flash_attention_forward",
+        "EFFICIENT_DTYPES": "_scaled_dot_product_efficient_attention",
+    }[dtypes]
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal calls
             calls += func._opname == forward
             return func(*args, **(kwargs or {}))

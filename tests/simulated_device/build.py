@@ -19,7 +19,13 @@ ROOT = HERE.parents[1]
 SOURCES = HERE / "sources"
 CORE = ("streams", "races", "memory", "device", "kernels", "journal", "profiler", "interface")
 GROUP = "process_group"
-FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-DNDEBUG")  # as torch was built: some of its classes have other fields without NDEBUG
+FLAGS = (
+    "-std=c++20",
+    "-O1",
+    "-fPIC",
+    "-w",
+    "-DNDEBUG",
+)  # as torch was built: some of its classes have other fields without NDEBUG
 
 
 class CannotBuild(Exception):
@@ -29,7 +35,10 @@ class CannotBuild(Exception):
 def cache_folder() -> Path:
     """Outside of the repository; of this user."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(os.environ.get("SIMULATED_DEVICE_CACHE") or os.path.join(home, "plait-tests", "simulated_device"))
+    return Path(
+        os.environ.get("SIMULATED_DEVICE_CACHE")
+        or os.path.join(home, "plait-tests", "simulated_device")
+    )
 
 
 def built() -> Path:
@@ -70,7 +79,9 @@ def _compiler() -> str | None:
 
 def environment_of_this_process() -> dict[str, str]:
     """With the tests on the path."""
-    paths = dict.fromkeys([str(ROOT), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)])
+    paths = dict.fromkeys(
+        [str(ROOT), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
+    )
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -102,26 +113,67 @@ def _key(compiler: str, torch_version: str) -> str:
 
 def _build(compiler: str, folder: Path) -> None:
     torch = _torch_folder()
-    include = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-I{sysconfig.get_paths()['include']}"]
+    include = [
+        f"-I{torch}/include",
+        f"-I{torch}/include/torch/csrc/api/include",
+        f"-I{sysconfig.get_paths()['include']}",
+    ]
     units = [*CORE, GROUP]
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         compiled = [
-            workers.submit(_run, compiler, *FLAGS, *include, "-c", SOURCES / f"{unit}.cpp", "-o", folder / f"{unit}.o") for unit in units
+            workers.submit(
+                _run,
+                compiler,
+                *FLAGS,
+                *include,
+                "-c",
+                SOURCES / f"{unit}.cpp",
+                "-o",
+                folder / f"{unit}.o",
+            )
+            for unit in units
         ]
         for unit in compiled:
             unit.result()
-    found = [f"-L{torch}/lib"]  # no path of this torch is kept: another clone's is loaded before (python/library.py)
+    found = [
+        f"-L{torch}/lib"
+    ]  # no path of this torch is kept: another clone's is loaded before (python/library.py)
     core, group = folder / "simulated_device.so", folder / "simulated_nccl.so"
     objects = [folder / f"{unit}.o" for unit in CORE]
-    _run(compiler, "-shared", "-o", core, "-Wl,-soname,simulated_device.so", *objects, *found, "-ltorch_cpu", "-lc10", "-ltorch")
+    _run(
+        compiler,
+        "-shared",
+        "-o",
+        core,
+        "-Wl,-soname,simulated_device.so",
+        *objects,
+        *found,
+        "-ltorch_cpu",
+        "-lc10",
+        "-ltorch",
+    )
     beside = [f"-L{folder}", "-l:simulated_device.so", "-Wl,-rpath,$ORIGIN"]
-    _run(compiler, "-shared", "-o", group, folder / f"{GROUP}.o", *beside, *found, "-ltorch_python", "-ltorch_cpu", "-lc10", "-ltorch")
+    _run(
+        compiler,
+        "-shared",
+        "-o",
+        group,
+        folder / f"{GROUP}.o",
+        *beside,
+        *found,
+        "-ltorch_python",
+        "-ltorch_cpu",
+        "-lc10",
+        "-ltorch",
+    )
     for unit in units:
         (folder / f"{unit}.o").unlink()
 
 
 def _run(*command: str | Path) -> None:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise CannotBuild(f"{' '.join(str(word) for word in command)}\n{done.stderr[-4000:]}")
 

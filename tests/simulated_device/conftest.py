@@ -42,7 +42,11 @@ def row(record_property: Callable[[str, object], None]) -> Iterator[Row]:
     RECORDS.clear()
 
     def put(configuration: str, compared_with: str, difference: float) -> None:
-        for name, value in (("configuration", configuration), ("compared with", compared_with), ("difference", difference)):
+        for name, value in (
+            ("configuration", configuration),
+            ("compared with", compared_with),
+            ("difference", difference),
+        ):
             record_property(name, value)
 
     yield put

@@ -50,7 +50,11 @@ class _Entry:
             else part.kind
             for part in self.parts
         ]
-        text = calls[0] if len(calls) == 1 else f"the group of {', '.join(calls[:4])}{', ...' if len(calls) > 4 else ''}"
+        text = (
+            calls[0]
+            if len(calls) == 1
+            else f"the group of {', '.join(calls[:4])}{', ...' if len(calls) > 4 else ''}"
+        )
         return f"rank {self.rank}: {text} on communicator {self.communicator}"
 
 
@@ -74,7 +78,11 @@ def stuck(journals: Sequence[Journal]) -> str:
 
     def head(rank: int, stream: int) -> _Entry | None:
         queue = streams[rank].get(stream, [])
-        return queue[at[rank][stream]] if stream in at[rank] and at[rank][stream] < len(queue) else None
+        return (
+            queue[at[rank][stream]]
+            if stream in at[rank] and at[rank][stream] < len(queue)
+            else None
+        )
 
     def waits_for(entry: _Entry) -> _Entry | None:
         """Work of its own rank."""
@@ -93,12 +101,20 @@ def stuck(journals: Sequence[Journal]) -> str:
                 while entry is not None:
                     if not entry.begun and waits_for(entry) is None:
                         entry.begun = moved = True
-                    if not (entry.begun and all(key in known and known[key].begun for key in _partners(entry))):
+                    if not (
+                        entry.begun
+                        and all(key in known and known[key].begun for key in _partners(entry))
+                    ):
                         break
                     at[rank][stream] += 1
                     entry.done = moved = True
                     entry = head(rank, stream)
-    left = [entry for rank, by_stream in enumerate(streams) for stream in by_stream if (entry := head(rank, stream)) is not None]
+    left = [
+        entry
+        for rank, by_stream in enumerate(streams)
+        for stream in by_stream
+        if (entry := head(rank, stream)) is not None
+    ]
     return "\n".join(_told(left, known, waits_for))
 
 
@@ -116,7 +132,9 @@ def _entries(journal: Journal) -> Iterator[_Entry]:
 
 def _keys(entry: _Entry) -> list[tuple[Any, ...]]:
     """By which others find it."""
-    return [_key(entry.communicator, part.kind, entry.rank, part.peer, part.nth) for part in entry.parts]
+    return [
+        _key(entry.communicator, part.kind, entry.rank, part.peer, part.nth) for part in entry.parts
+    ]
 
 
 def _key(communicator: str, kind: str, rank: int, peer: int, nth: int) -> tuple[Any, ...]:
@@ -135,12 +153,20 @@ def _partners(entry: _Entry) -> Iterator[tuple[Any, ...]]:
 def _unlike(known: dict[tuple[Any, ...], _Entry]) -> Iterator[str]:
     """Partners that are something else, or of another size."""
     for key, entry in known.items():
-        part = next(part for part in entry.parts if _key(entry.communicator, part.kind, entry.rank, part.peer, part.nth) == key)
+        part = next(
+            part
+            for part in entry.parts
+            if _key(entry.communicator, part.kind, entry.rank, part.peer, part.nth) == key
+        )
         for partner in _partners_of(entry, part):
             other = known.get(partner)
             if other is None or other.rank < entry.rank:
                 continue
-            theirs = next(p for p in other.parts if _key(other.communicator, p.kind, other.rank, p.peer, p.nth) == partner)
+            theirs = next(
+                p
+                for p in other.parts
+                if _key(other.communicator, p.kind, other.rank, p.peer, p.nth) == partner
+            )
             if part.peer < 0 and part.kind != theirs.kind:
                 yield f"{entry} meets {other}"
             elif part.kind in SAME_BYTES and part.bytes != theirs.bytes:
@@ -152,7 +178,9 @@ def _partners_of(entry: _Entry, part: _Part) -> Iterator[tuple[Any, ...]]:
     return _partners(alone)
 
 
-def _told(left: list[_Entry], known: dict[tuple[Any, ...], _Entry], waits_for: Any) -> Iterator[str]:
+def _told(
+    left: list[_Entry], known: dict[tuple[Any, ...], _Entry], waits_for: Any
+) -> Iterator[str]:
     for entry in left[:MOST_TOLD]:
         before = waits_for(entry) if not entry.begun else None
         if before is not None:

@@ -26,7 +26,9 @@ def serve(connection: Connection) -> None:
             found = pool.run(world, observed, function, args, sources, timeout=timeout)
             answer: tuple[bool, Any] = (True, found)
             if any(seen.failed or (sources and seen.races) for seen in found):
-                pool.discard(world)  # groups of a rank that failed are of no use, and what was begun without a wait may not be done
+                pool.discard(
+                    world
+                )  # groups of a rank that failed are of no use, and what was begun without a wait may not be done
         except WorkerFailed as error:
             answer = (False, str(error))
         connection.send_bytes(pickle.dumps(answer))

@@ -29,7 +29,13 @@ class Seen:
     """Names of what was planted and came by."""
 
 
-def observed(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...], sources: Mapping[str, str]) -> Seen:
+def observed(
+    rank: int,
+    world: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sources: Mapping[str, str],
+) -> Seen:
     """Runs in a worker. `sources`: modules that are changed meanwhile."""
     device: Any = sys.modules["simulated_device.on_torch"]
     device.clear()

@@ -40,8 +40,14 @@ def _changed(file: str, source: str) -> Iterator[None]:
     before = _functions(compile(path.read_text(encoding="utf-8"), str(path), "exec"))
     after = _functions(compile(source, str(path), "exec"))
     if list(before) != list(after):
-        raise ValueError(f"{file}: the changed source has other functions: {set(before) ^ set(after)}")
-    due = {(before[key].co_qualname, before[key].co_firstlineno): after[key] for key in before if not _alike(before[key], after[key])}
+        raise ValueError(
+            f"{file}: the changed source has other functions: {set(before) ^ set(after)}"
+        )
+    due = {
+        (before[key].co_qualname, before[key].co_firstlineno): after[key]
+        for key in before
+        if not _alike(before[key], after[key])
+    }
     put: list[tuple[FunctionType, CodeType]] = []
     for function in _of(module):
         code = due.pop((function.__code__.co_qualname, function.__code__.co_firstlineno), None)
@@ -77,10 +83,16 @@ def _functions(module: CodeType) -> dict[tuple[str, int], CodeType]:
 
 def _alike(one: CodeType, other: CodeType) -> bool:
     """Whether they do the same; lines may differ."""
-    if one.co_code != other.co_code or one.co_names != other.co_names or len(one.co_consts) != len(other.co_consts):
+    if (
+        one.co_code != other.co_code
+        or one.co_names != other.co_names
+        or len(one.co_consts) != len(other.co_consts)
+    ):
         return False
     return all(
-        _alike(mine, theirs) if isinstance(mine, CodeType) and isinstance(theirs, CodeType) else mine == theirs
+        _alike(mine, theirs)
+        if isinstance(mine, CodeType) and isinstance(theirs, CodeType)
+        else mine == theirs
         for mine, theirs in zip(one.co_consts, other.co_consts, strict=True)
     )
 

@@ -73,7 +73,9 @@ class SimulatedPool:
             self._start()
         assert self._connection is not None
         try:
-            self._connection.send_bytes(pickle.dumps((world_size, function, args, PLANTED, SECONDS)))
+            self._connection.send_bytes(
+                pickle.dumps((world_size, function, args, PLANTED, SECONDS))
+            )
             if not self._connection.poll(SECONDS + SLACK):
                 self.close()
                 raise WorkerFailed(f"no answer within {SECONDS + SLACK} s")
@@ -89,10 +91,15 @@ class SimulatedPool:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        command, variables = [sys.executable, "-m", "tests.simulated_device.host"], {**environment(devices=DEVICES), **self._variables}
+        command, variables = (
+            [sys.executable, "-m", "tests.simulated_device.host"],
+            {**environment(devices=DEVICES), **self._variables},
+        )
         with theirs:
             number = theirs.fileno()
-            self._process = subprocess.Popen([*command, str(number)], env=variables, cwd=ROOT, pass_fds=[number])
+            self._process = subprocess.Popen(
+                [*command, str(number)], env=variables, cwd=ROOT, pass_fds=[number]
+            )
 
     def close(self) -> None:
         """End all processes."""
@@ -113,6 +120,8 @@ def judge(found: Sequence[Seen]) -> None:
         raise Deadlock("\n".join([waiting, *failed]))
     if failed:
         raise WorkerFailed("\n".join(failed))
-    races = Counter(f"rank {rank}: {race}" for rank, seen in enumerate(found) for race in seen.races)
+    races = Counter(
+        f"rank {rank}: {race}" for rank, seen in enumerate(found) for race in seen.races
+    )
     if races:
         raise Races("\n".join(f"{count} x {race}" for race, count in races.most_common(20)))

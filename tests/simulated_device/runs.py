@@ -32,7 +32,9 @@ STATES: dict[str, dict[str, Any]] = {
     "on the device": {},
     "on the host": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
     "half on the host": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5}},
-    "parameters on the host too": {key: {"device": "cpu", "pin_memory": True} for key in ("offload_optimizer", "offload_param")},
+    "parameters on the host too": {
+        key: {"device": "cpu", "pin_memory": True} for key in ("offload_optimizer", "offload_param")
+    },
 }
 """Settings of `zero_optimization`."""
 
@@ -40,7 +42,9 @@ STATES: dict[str, dict[str, Any]] = {
 def on_axes(tp: int, dp: int, stage: int, technique: str, states: str) -> dict[str, Any]:
     """A configuration file without a pipeline; two micro-batches. With tp also along the sequence, by turns, and in chunks."""
     sequence = tp > 1 and stage >= 2 and technique != "chunks of the loss"
-    more = TECHNIQUES[technique] | ({"tensor_overlap": 2} if tp > 1 and not sequence and stage else {})
+    more = TECHNIQUES[technique] | (
+        {"tensor_overlap": 2} if tp > 1 and not sequence and stage else {}
+    )
     config = tensor_parallel.settings(tp * dp, tp, stage, 2 if dp == 4 else 1, 2, sequence, **more)
     config["zero_optimization"] |= STATES[states]
     return config
@@ -50,16 +54,29 @@ def fits(tp: int, dp: int, stage: int, technique: str, states: str) -> bool:
     """Whether Plait takes it, and it is not another row."""
     if "parameters" in states and stage < 3:
         return False
-    return (stage > 0 or states == "on the device") and (stage == 0 or not technique.startswith("all-reduce")) and (dp > 1 or stage == 0)
+    return (
+        (stage > 0 or states == "on the device")
+        and (stage == 0 or not technique.startswith("all-reduce"))
+        and (dp > 1 or stage == 0)
+    )
 
 
-def in_stages(schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str) -> dict[str, Any]:
+def in_stages(
+    schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str
+) -> dict[str, Any]:
     """A configuration file with a pipeline."""
     shard = {"dp_replicate": dp} if stage == 0 else {"dp_shard": dp}
     return pipelines.settings(stage, 8, schedule, pp=pp, tp=tp, **shard, **TECHNIQUES[technique])
 
 
-def config_of(world: int, stage: int, *, parallel: dict[str, Any], zero: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+def config_of(
+    world: int,
+    stage: int,
+    *,
+    parallel: dict[str, Any],
+    zero: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
     """A configuration file with data parallelism."""
     degrees = {"dp_shard": world} if stage else {"dp_replicate": world}
     return {
@@ -68,14 +85,23 @@ def config_of(world: int, stage: int, *, parallel: dict[str, Any], zero: dict[st
         "gradient_clipping": CLIPPING,
         "zero_optimization": {"stage": stage, **(zero or {})},
         "optimizer": cases.OPTIMIZER,
-        "parallel": {**degrees, "measure_seconds": 0, **parallel},  # which algorithm runs does not depend on the machine's load
+        "parallel": {
+            **degrees,
+            "measure_seconds": 0,
+            **parallel,
+        },  # which algorithm runs does not depend on the machine's load
         "run": {"seed": SEED},
         **more,
     }
 
 
 def resumed(
-    rank: int, world: int, config: dict[str, Any], folder: str, dtype: torch.dtype, beside: bool = False
+    rank: int,
+    world: int,
+    config: dict[str, Any],
+    folder: str,
+    dtype: torch.dtype,
+    beside: bool = False,
 ) -> tuple[Trace, Trace, list[dict[str, str]]]:
     """Four steps; the last two from a checkpoint of the first two; the devices of both engines' residuals by name. `beside`: it is written
     while the training goes on. Runs in a worker."""
@@ -89,28 +115,42 @@ def resumed(
     straight.save_checkpoint(folder, wait=not beside)
     if beside:
         staged = device.copies()["deferred"] - before["deferred"]
-        there = sum(parameter.device.type != "cpu" for parameter in straight.model.parameters())  # others are offloaded with their states
+        there = sum(
+            parameter.device.type != "cpu" for parameter in straight.model.parameters()
+        )  # others are offloaded with their states
         assert staged >= there, f"{staged} copies did not wait"
     on = engine_trace(straight, steps[2:])
     straight.checkpoint_written(wait=True)
-    again = plait.initialize(cases.build("llama", tied=True, dtype=dtype), config, loss_fn=plait.causal_lm_loss)
+    again = plait.initialize(
+        cases.build("llama", tied=True, dtype=dtype), config, loss_fn=plait.causal_lm_loss
+    )
     again.load_checkpoint(folder)
     residuals = [engine.hooks.of(Residuals) for engine in (straight, again)]
-    kinds = [{name: tensor.device.type for name, tensor in found.state().items()} for found in residuals if found is not None]
+    kinds = [
+        {name: tensor.device.type for name, tensor in found.state().items()}
+        for found in residuals
+        if found is not None
+    ]
     return on, engine_trace(again, steps[2:]), kinds
 
 
-def steps_taken(rank: int, world: int, config: dict[str, Any], count: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def steps_taken(
+    rank: int, world: int, config: dict[str, Any], count: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """`train_batch` alone, as a program calls it: how the last step copied, and pinned memory before, with and after the engine. Runs in a
     worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     pinned = [device.pinned_bytes()]
-    engine = plait.initialize(cases.build("llama", tied=True, dtype=dtype), config, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("llama", tied=True, dtype=dtype), config, loss_fn=plait.causal_lm_loss
+    )
     micro = config["gradient_accumulation_steps"]
     losses = []
     for step in cases.ragged_steps(engine.dp_size * micro, steps=count):
         before = device.copies()
-        losses.append(engine.train_batch(list(step[engine.dp_rank * micro : (engine.dp_rank + 1) * micro])))
+        losses.append(
+            engine.train_batch(list(step[engine.dp_rank * micro : (engine.dp_rank + 1) * micro]))
+        )
         after = device.copies()
     pinned.append(device.pinned_bytes())
     found = [float(result.loss) for result in losses]
@@ -118,18 +158,28 @@ def steps_taken(rank: int, world: int, config: dict[str, Any], count: int, dtype
     del engine, losses
     torch.cuda.synchronize()
     pinned.append(device.pinned_bytes())
-    return {"copies": {way: after[way] - before[way] for way in after}, "pinned": pinned, "losses": found}
+    return {
+        "copies": {way: after[way] - before[way] for way in after},
+        "pinned": pinned,
+        "losses": found,
+    }
 
 
-def moved(rank: int, world: int, saving: dict[str, Any], loading: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
+def moved(
+    rank: int, world: int, saving: dict[str, Any], loading: dict[str, Any], folder: str
+) -> tuple[list[float], list[float]]:
     """Losses of two steps, and of the same steps from a checkpoint on another layout. Runs in a worker."""
     losses = []
     for config in (saving, loading):
-        engine = plait.initialize(cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss)
+        engine = plait.initialize(
+            cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss
+        )
         micro = config["gradient_accumulation_steps"]
         steps = cases.ragged_steps(engine.dp_size * micro, steps=3)
         if config is saving:
-            engine.train_batch(list(steps[0][engine.dp_rank * micro : (engine.dp_rank + 1) * micro]))
+            engine.train_batch(
+                list(steps[0][engine.dp_rank * micro : (engine.dp_rank + 1) * micro])
+            )
             engine.save_checkpoint(folder)
         else:
             engine.load_checkpoint(folder)

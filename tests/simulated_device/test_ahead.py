@@ -68,7 +68,9 @@ def averaged(rank: int, world: int) -> list[list[float]]:
     torch.manual_seed(2)
     loss = plait.per_sample(lambda output, batch: (output - batch[1]).pow(2).sum())
     config = config_of(world, 0, parallel={"unused_parameters": False})
-    engine = plait.initialize(Averaging(), config | {"gradient_accumulation_steps": 1}, loss_fn=loss)
+    engine = plait.initialize(
+        Averaging(), config | {"gradient_accumulation_steps": 1}, loss_fn=loss
+    )
     found, waited = [], []
     for step in range(6):
         x = torch.full((2, 3), float(step + rank))
@@ -76,7 +78,9 @@ def averaged(rank: int, world: int) -> list[list[float]]:
         engine.train_batch([(x, x[:, :1])])
         waited.append(_device().copies()["waited"] - before if engine.device.type != "cpu" else 0)
         found.append([buffer[:1].clone() for buffer in engine.model.buffers()])
-    assert waited[1:3] == [0, 0], f"the answer whether any rank saw a buffer change is not waited for: {waited}"
+    assert waited[1:3] == [0, 0], (
+        f"the answer whether any rank saw a buffer change is not waited for: {waited}"
+    )
     return [[float(buffer) for buffer in step] for step in found]
 
 
@@ -104,7 +108,9 @@ class Counted:
 
 def weighed(rank: int, world: int, wrong: float) -> str:
     """Runs in a worker."""
-    engine = plait.initialize(cases.build("plain", tied=True), config_of(1, 0, parallel={}), loss_fn=Counted(wrong))
+    engine = plait.initialize(
+        cases.build("plain", tied=True), config_of(1, 0, parallel={}), loss_fn=Counted(wrong)
+    )
     before = _device().copies()["waited"]
     waited = []
     try:
@@ -142,13 +148,17 @@ class Paced:
     def train_batch(self, batch: Any) -> Any:
         self._take(1)
         numbers = {name: torch.ones((), device=CUDA) for name in ("loss", "weight", "grad_norm")}
-        return SimpleNamespace(**numbers, skipped=False, learning_rate=0.1, loss_scale=1.0, decided="")
+        return SimpleNamespace(
+            **numbers, skipped=False, learning_rate=0.1, loss_scale=1.0, decided=""
+        )
 
     def eval_batch(self, batch: Any) -> tuple[float, float]:
         self._take(10)
         return 6.0, 3.0
 
-    def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True) -> Path:
+    def save_checkpoint(
+        self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True
+    ) -> Path:
         self._take(100)
         self.written = put(Path(folder), str(tag), client_state)
         return self.written
@@ -160,7 +170,9 @@ class Paced:
 def paced(rank: int, world: int, folder: str) -> list[float]:
     """Seconds of every step, as in metrics.jsonl. Runs in a worker."""
     events: list[Event] = []
-    sequences = Sequences(Stream(np.repeat(np.arange(10, dtype=np.uint16), 4), np.array([40])), 4, padding=0)
+    sequences = Sequences(
+        Stream(np.repeat(np.arange(10, dtype=np.uint16), 4), np.array([40])), 4, padding=0
+    )
     _device().set_clock(0.0)
     with StopRequest() as stop:
         job = TrainingContext(
@@ -216,11 +228,19 @@ def test_what_is_staged_has_arrived(simulated: SimulatedPool) -> None:
     assert simulated.run(1, staged) == [[0.0, 1.0, 2.0, 3.0]]
 
 
-def test_a_checkpoint_beside_the_training(simulated: SimulatedPool, row: Row, tmp_path: Path) -> None:
+def test_a_checkpoint_beside_the_training(
+    simulated: SimulatedPool, row: Row, tmp_path: Path
+) -> None:
     """It has the numbers of its step, though the next has begun; the copies to the host do not wait for each other."""
-    straight, again, _ = simulated.run(2, resumed, config_of(2, 1, parallel={}), str(tmp_path), torch.float32, True)[0]
+    straight, again, _ = simulated.run(
+        2, resumed, config_of(2, 1, parallel={}), str(tmp_path), torch.float32, True
+    )[0]
     assert digest(straight) == digest(again)
-    row("dp 2, ZeRO 1, checkpoint beside the training", "without a resume", worst(compare(straight, again)).error)
+    row(
+        "dp 2, ZeRO 1, checkpoint beside the training",
+        "without a resume",
+        worst(compare(straight, again)).error,
+    )
 
 
 def test_batches_are_copied_from_pinned_memory(simulated: SimulatedPool) -> None:
@@ -267,7 +287,9 @@ def test_a_step_waits_for_nothing(simulated: SimulatedPool, stage: int) -> None:
         assert steps[1:] == [0, 0, 0] and asked == 0, (steps, asked)
 
 
-def ahead(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[list[int], list[int], list[float]]:
+def ahead(
+    rank: int, world: int, config: dict[str, Any], folder: str
+) -> tuple[list[int], list[int], list[float]]:
     """Run `plait train`'s loop with a metrics file over a model of Transformers. Runs in a worker.
 
     Returns:
@@ -276,7 +298,9 @@ def ahead(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[l
     """
     model = cases.build("llama", tied=True, dtype=torch.float32)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-    sequences = Sequences(Stream(np.arange(100, dtype=np.uint16).repeat(8), np.array([800])), 8, padding=0)
+    sequences = Sequences(
+        Stream(np.arange(100, dtype=np.uint16).repeat(8), np.array([800])), 8, padding=0
+    )
     metrics = MetricsFile(Path(folder) / f"metrics-{rank}.jsonl")
     blocked: list[dict[str, int]] = []
 
@@ -299,13 +323,22 @@ def ahead(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[l
             emit=emit,
         )
         train(job, Position())
-    waits, idle = ([after[kind] - before[kind] for before, after in pairwise(blocked)] for kind in ("all", "drained"))
-    losses = [row["loss"] for row in read(Path(folder) / f"metrics-{rank}.jsonl") if row["event"] == "step"]
+    waits, idle = (
+        [after[kind] - before[kind] for before, after in pairwise(blocked)]
+        for kind in ("all", "drained")
+    )
+    losses = [
+        row["loss"]
+        for row in read(Path(folder) / f"metrics-{rank}.jsonl")
+        if row["event"] == "step"
+    ]
     return waits, idle, losses
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_run_with_metrics_never_lets_the_device_idle(simulated: SimulatedPool, stage: int, tmp_path: Path) -> None:
+def test_a_run_with_metrics_never_lets_the_device_idle(
+    simulated: SimulatedPool, stage: int, tmp_path: Path
+) -> None:
     """The numbers of a step are read while the next one is queued, and nothing else is waited for."""
     config = config_of(2, stage, parallel={}) | {"gradient_accumulation_steps": 1}
     for waits, idle, losses in simulated.run(2, ahead, config, str(tmp_path)):

@@ -25,10 +25,14 @@ SECONDS = {"int8": 0.5, "int4": 0.49}
 def decided(rank: int, world: int, stage: int, uncompressed_seconds: float = 1.0) -> dict[str, Any]:
     """Steps until the decision, and two more. Runs in a worker."""
     config = config_of(world, stage, parallel={"compress_gradients": "auto"})
-    engine = plait.initialize(cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
+    )
     tuner = engine.hooks.of(CompressionAutotuner)
     assert tuner is not None and engine.device.type == accelerator.NAME
-    batch = cases.ragged_steps(engine.dp_size * 2, steps=1)[0][2 * engine.dp_rank : 2 * engine.dp_rank + 2]
+    batch = cases.ragged_steps(engine.dp_size * 2, steps=1)[0][
+        2 * engine.dp_rank : 2 * engine.dp_rank + 2
+    ]
     clock, waits, losses, decided_at = 0.0, 0, [], []
 
     def now() -> float:
@@ -53,9 +57,17 @@ def decided(rank: int, world: int, stage: int, uncompressed_seconds: float = 1.0
                 decided_at.append(step)
     with count_traffic() as traffic:
         engine.train_batch(batch)
-    sent = sorted({str(call.dtype) for call in traffic.calls if call.kind in ("reduce_scatter", "all_to_all")})
+    sent = sorted(
+        {str(call.dtype) for call in traffic.calls if call.kind in ("reduce_scatter", "all_to_all")}
+    )
     engine.close()
-    return {"code": int(tuner.decision), "losses": losses, "decided_at": decided_at, "waits": waits, "sent": sent}
+    return {
+        "code": int(tuner.decision),
+        "losses": losses,
+        "decided_at": decided_at,
+        "waits": waits,
+        "sent": sent,
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -26,9 +26,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_parts_of_sequences(simulated: SimulatedPool, row: Row, case: Case) -> None:
     """Losses, gradients, norms and weights are those of one process on the CPU, on both ranks."""
-    found = [worst(compare(reference(case), trace)) for trace in simulated.run(case.world, train, case)]
+    found = [
+        worst(compare(reference(case), trace)) for trace in simulated.run(case.world, train, case)
+    ]
     assert all(difference.ok(1e-10) for difference in found), found
-    row(f"cp 2 ({case.kind}), {case.data} rows, ZeRO {case.stage}", "one process on the CPU", max(difference.error for difference in found))
+    row(
+        f"cp 2 ({case.kind}), {case.data} rows, ZeRO {case.stage}",
+        "one process on the CPU",
+        max(difference.error for difference in found),
+    )
 
 
 def prepared(rank: int, world: int, case: Case) -> tuple[list[str], int, list[list[int]]]:

@@ -17,7 +17,17 @@ from tests.parity.pipelines import SCHEDULES
 from tests.pool import Pool
 from tests.simulated_device.conftest import Row
 from tests.simulated_device.pool import SimulatedPool
-from tests.simulated_device.runs import STATES, TECHNIQUES, config_of, fits, in_stages, moved, on_axes, resumed, steps_taken
+from tests.simulated_device.runs import (
+    STATES,
+    TECHNIQUES,
+    config_of,
+    fits,
+    in_stages,
+    moved,
+    on_axes,
+    resumed,
+    steps_taken,
+)
 
 CPU = "one process on the CPU"
 AXES = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (2, 4), (1, 8)]
@@ -26,7 +36,11 @@ AXES = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (2, 4), (1, 8)]
 
 def _on_axes() -> list[Any]:
     rows = product(AXES, (0, 1, 2, 3), TECHNIQUES, STATES)
-    found = [(tp, dp, stage, technique, states) for (tp, dp), stage, technique, states in rows if fits(tp, dp, stage, technique, states)]
+    found = [
+        (tp, dp, stage, technique, states)
+        for (tp, dp), stage, technique, states in rows
+        if fits(tp, dp, stage, technique, states)
+    ]
     return sorted(found, key=lambda row: row[0] * row[1])
 
 
@@ -35,15 +49,25 @@ def _on_axes() -> list[Any]:
     cover(
         _on_axes(),
         strength=1,  # every layout at every stage, and every technique once with, once without states to shard
-        features=lambda tp, dp, stage, technique, states: ((tp, dp, stage) if tp * dp < 8 else 8, (technique, stage > 0), (states, stage)),
+        features=lambda tp, dp, stage, technique, states: (
+            (tp, dp, stage) if tp * dp < 8 else 8,
+            (technique, stage > 0),
+            (states, stage),
+        ),
         cost=lambda tp, dp, *_: tp * dp,
-        name=lambda tp, dp, stage, technique, states: f"tp{tp}-dp{dp}-zero{stage}-{technique}-{states}".replace(" ", "_"),
+        name=lambda tp, dp, stage, technique, states: (
+            f"tp{tp}-dp{dp}-zero{stage}-{technique}-{states}".replace(" ", "_")
+        ),
     ),
 )
-def test_axes(simulated: SimulatedPool, row: Row, tp: int, dp: int, stage: int, technique: str, states: str) -> None:
+def test_axes(
+    simulated: SimulatedPool, row: Row, tp: int, dp: int, stage: int, technique: str, states: str
+) -> None:
     """Tensor and data parallelism, ZeRO, recomputation, offload, the composed all-reduces."""
     config = on_axes(tp, dp, stage, technique, states)
-    found = tensor_parallel.check(simulated, tp * dp, "llama", technique != "chunks of the loss", config)  # type: ignore[arg-type]
+    found = tensor_parallel.check(
+        simulated, tp * dp, "llama", technique != "chunks of the loss", config
+    )  # type: ignore[arg-type]
     row(f"tp {tp}, dp {dp}, ZeRO {stage}, {technique}; states {states}", CPU, found)
 
 
@@ -56,11 +80,17 @@ def _in_stages(layouts: list[tuple[int, int, int]], strength: int) -> list[Any]:
     return cover(
         [
             (schedule, pp, tp, dp, stage, technique)
-            for (pp, tp, dp), schedule, stage, technique in product(layouts, SCHEDULES, (0, 1, 2, 3), IN_STAGES)
+            for (pp, tp, dp), schedule, stage, technique in product(
+                layouts, SCHEDULES, (0, 1, 2, 3), IN_STAGES
+            )
             if stage == 0 or dp > 1
         ],
         strength=strength,
-        features=lambda schedule, pp, tp, dp, stage, technique: ((schedule, pp, tp, dp), technique, (pp, tp, dp, stage)),
+        features=lambda schedule, pp, tp, dp, stage, technique: (
+            (schedule, pp, tp, dp),
+            technique,
+            (pp, tp, dp, stage),
+        ),
         cost=lambda schedule, pp, tp, dp, *_: pp * tp * dp,
         name=lambda *row: "-".join(map(str, row)).replace(" ", "_"),
     )
@@ -69,22 +99,51 @@ def _in_stages(layouts: list[tuple[int, int, int]], strength: int) -> list[Any]:
 BY_STAGES = ("schedule", "pp", "tp", "dp", "stage", "technique")
 
 
-@pytest.mark.parametrize(BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] == (1, 1)], 1))
-def test_stages(simulated: SimulatedPool, row: Row, schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str) -> None:
+@pytest.mark.parametrize(
+    BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] == (1, 1)], 1)
+)
+def test_stages(
+    simulated: SimulatedPool,
+    row: Row,
+    schedule: str,
+    pp: int,
+    tp: int,
+    dp: int,
+    stage: int,
+    technique: str,
+) -> None:
     """Every schedule of a pipeline, with the order in which NCCL carries out messages."""
     _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique)
 
 
-def _in_a_pipeline(simulated: SimulatedPool, row: Row, schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str) -> None:
+def _in_a_pipeline(
+    simulated: SimulatedPool,
+    row: Row,
+    schedule: str,
+    pp: int,
+    tp: int,
+    dp: int,
+    stage: int,
+    technique: str,
+) -> None:
     config = in_stages(schedule, pp, tp, dp, stage, technique)
     found = pipelines.check(simulated, pp * tp * dp, "llama", True, config)  # type: ignore[arg-type]
     row(f"pp {pp} ({schedule}), tp {tp}, dp {dp}, ZeRO {stage}, {technique}", CPU, found)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] != (1, 1)], 1))
+@pytest.mark.parametrize(
+    BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] != (1, 1)], 1)
+)
 def test_stages_of_several_ranks(
-    simulated: SimulatedPool, row: Row, schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str
+    simulated: SimulatedPool,
+    row: Row,
+    schedule: str,
+    pp: int,
+    tp: int,
+    dp: int,
+    stage: int,
+    technique: str,
 ) -> None:
     """With tensor and data parallelism, and ZeRO."""
     _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique)
@@ -111,23 +170,36 @@ def _close(one: Trace, other: Trace, bar: float) -> float:
 
 
 @pytest.mark.parametrize("way", COMPRESSED)
-def test_compression_over_a_resume(simulated: SimulatedPool, pool: Pool, row: Row, way: str, tmp_path: Path) -> None:
+def test_compression_over_a_resume(
+    simulated: SimulatedPool, pool: Pool, row: Row, way: str, tmp_path: Path
+) -> None:
     """The same steps to the bit from a checkpoint, residuals on the device; and those of the CPU, whose sums are in another order."""
     stage, parallel = COMPRESSED[way]
     config = config_of(2, stage, parallel=parallel)
-    straight, again, kinds = simulated.run(2, resumed, config, str(tmp_path / "device"), torch.float32)[0]
+    straight, again, kinds = simulated.run(
+        2, resumed, config, str(tmp_path / "device"), torch.float32
+    )[0]
     assert digest(straight) == digest(again)
     assert kinds[0] == kinds[1]
     assert "cuda" in kinds[0].values() or stage == 3
-    found = _close(pool.run(2, resumed, config, str(tmp_path / "cpu"), torch.float32)[0][0], straight, 0.1)
+    found = _close(
+        pool.run(2, resumed, config, str(tmp_path / "cpu"), torch.float32)[0][0], straight, 0.1
+    )
     row(f"dp 2, {way}, residuals over a resume", "the same on CPUs, in float32", found)
 
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize(
-    ("stage", "beside"), [pytest.param(1, False, marks=pytest.mark.wide), (3, False), pytest.param(3, True, marks=pytest.mark.wide)]
+    ("stage", "beside"),
+    [
+        pytest.param(1, False, marks=pytest.mark.wide),
+        (3, False),
+        pytest.param(3, True, marks=pytest.mark.wide),
+    ],
 )
-def test_checkpoints(simulated: SimulatedPool, row: Row, states: str, stage: int, beside: bool, tmp_path: Path) -> None:
+def test_checkpoints(
+    simulated: SimulatedPool, row: Row, states: str, stage: int, beside: bool, tmp_path: Path
+) -> None:
     """The same steps to the bit, with states on the device and on the host, also where it is written beside the training."""
     if "parameters" in states and stage < 3:
         pytest.skip("parameters are offloaded where they are sharded")
@@ -135,7 +207,11 @@ def test_checkpoints(simulated: SimulatedPool, row: Row, states: str, stage: int
     straight, again, _ = simulated.run(2, resumed, config, str(tmp_path), torch.float64, beside)[0]
     assert digest(straight) == digest(again)
     way = "beside the training" if beside else "written at once"
-    row(f"dp 2, ZeRO {stage}, checkpoint {way}; states {states}", "without a resume", _close(straight, again, 0.0))
+    row(
+        f"dp 2, ZeRO {stage}, checkpoint {way}; states {states}",
+        "without a resume",
+        _close(straight, again, 0.0),
+    )
 
 
 def test_a_checkpoint_on_another_layout(simulated: SimulatedPool, row: Row, tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def said() -> list[str]:
 
 def _trained(device: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(device)
+    model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(
+        device
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     x, y = torch.randn(16, 8).to(device), torch.randint(0, 4, (16,)).to(device)
     for _ in range(3):
@@ -87,7 +89,10 @@ def generators(rank: int, world: int) -> None:
     second = torch.rand(3, device="cuda")
     torch.cuda.set_rng_state(state)
     assert torch.equal(second, torch.rand(3, device="cuda"))
-    assert torch.equal(first, torch.randn(4, device="cuda", generator=torch.Generator(device="cuda").manual_seed(5)))
+    assert torch.equal(
+        first,
+        torch.randn(4, device="cuda", generator=torch.Generator(device="cuda").manual_seed(5)),
+    )
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -106,7 +111,10 @@ def copies_to_the_host(rank: int, world: int) -> None:
     x, host = torch.ones(4, device="cuda"), torch.empty(4, pin_memory=True)
     host.copy_(x, non_blocking=True)
     early = host.clone()
-    assert early.isnan().all() and "aten::clone reads on the host what copy_ to the host writes on stream" in said()[0]
+    assert (
+        early.isnan().all()
+        and "aten::clone reads on the host what copy_ to the host writes on stream" in said()[0]
+    )
     torch.cuda.current_stream().record_event().synchronize()
     assert host.tolist() == [1, 1, 1, 1]
     x.copy_(host, non_blocking=True)
@@ -122,7 +130,10 @@ def other_streams(rank: int, world: int) -> None:
         y.copy_(host, non_blocking=True)
         copied = side.record_event()
     bad = (y + 1).cpu()
-    assert not (bad == 4).all() and "aten::add reads on stream 0 what copy_ from the host writes" in said()[0]
+    assert (
+        not (bad == 4).all()
+        and "aten::add reads on stream 0 what copy_ from the host writes" in said()[0]
+    )
     torch.cuda.current_stream().wait_event(copied)
     assert (y + 1).tolist() == [4, 4, 4, 4] and not said()
     x = torch.ones(4, device="cuda")
@@ -186,7 +197,11 @@ def freed_too_early(rank: int, world: int) -> None:
 def events(rank: int, world: int) -> None:
     """Times of what was done; none before it is, and none that was not asked for. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
-    side, x, host = torch.cuda.Stream(), torch.ones(4, device="cuda"), torch.empty(4, pin_memory=True)
+    side, x, host = (
+        torch.cuda.Stream(),
+        torch.ones(4, device="cuda"),
+        torch.empty(4, pin_memory=True),
+    )
     for kind in (torch.cuda.Event, torch.Event):
         start, end = kind(enable_timing=True), kind(enable_timing=True)
         side.wait_stream(torch.cuda.current_stream())
@@ -228,7 +243,14 @@ def test_on_one_device(simulated: SimulatedPool, tmp_path: Path) -> None:
     simulated.run(1, fused_kernels)
     simulated.run(1, generators)
     simulated.run(1, saved, str(tmp_path))
-    for check in (copies_to_the_host, other_streams, overlapping_views, freed_too_early, events, refusals):
+    for check in (
+        copies_to_the_host,
+        other_streams,
+        overlapping_views,
+        freed_too_early,
+        events,
+        refusals,
+    ):
         simulated.run(1, check)
 
 
@@ -276,7 +298,13 @@ assert torch.cuda.memory_reserved() == 0
 def test_memory_is_limited(device: Path) -> None:
     """Each device has its own."""
     environment = build.environment(devices=2, mib=64)
-    found = subprocess.run([sys.executable, "-c", LIMITED], env=environment, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", LIMITED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert found.returncode == 0, found.stderr
     assert "CUDA out of memory" in found.stdout and "GPU 0" in found.stdout
 
@@ -297,15 +325,29 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
         f"#!/bin/bash\necho x >> {tmp_path}/calls\nfor word in $@; do [ $previous = -o ] && touch $word; previous=$word; done\ntrue\n"
     )
     compiler.chmod(0o755)
-    environment = {**build.environment_of_this_process(), "CXX": str(compiler), "SIMULATED_DEVICE_CACHE": str(tmp_path / "cache")}
+    environment = {
+        **build.environment_of_this_process(),
+        "CXX": str(compiler),
+        "SIMULATED_DEVICE_CACHE": str(tmp_path / "cache"),
+    }
     command = [sys.executable, "-m", "tests.simulated_device.build"]
-    both = [subprocess.Popen(command, env=environment, cwd=build.ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(
+            command, env=environment, cwd=build.ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
     folders = {process.communicate()[0].strip() for process in both}
-    assert len(folders) == 1 and {path.name for path in Path(folders.pop()).iterdir()} == {"simulated_device.so", "simulated_nccl.so"}
+    assert len(folders) == 1 and {path.name for path in Path(folders.pop()).iterdir()} == {
+        "simulated_device.so",
+        "simulated_nccl.so",
+    }
     assert len((tmp_path / "calls").read_text().split()) == len(build.CORE) + 3
     compiler.write_text("#!/bin/bash\nexit 1\n")
     environment["SIMULATED_DEVICE_CACHE"] = str(tmp_path / "other")
-    failed = subprocess.run(command, env=environment, cwd=build.ROOT, capture_output=True, text=True, check=False)
+    failed = subprocess.run(
+        command, env=environment, cwd=build.ROOT, capture_output=True, text=True, check=False
+    )
     assert failed.returncode and "CannotBuild" in failed.stderr
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["lock"]
 

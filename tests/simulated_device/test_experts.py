@@ -20,9 +20,35 @@ FULL: tuple[str, Any] = ("recompute", {"mode": "full"})
 HOST: tuple[str, Any] = ("activation_offload", {"fraction": 1.0})
 CASES = [
     Case("mixtral", 2, EP2, balance=True, dp=2, offload="states", offload_to="cpu"),
-    Case("qwen3_moe", 3, EP2, balance=True, dp=2, routed="unused", offload="both", offload_to="cpu", more=(FULL,)),
-    Case("mixtral", 1, (("cp", 2), *EP2), dp=2, data="packed", offload="states", offload_to="cpu", more=(("context", "ring"),)),
-    Case("mixtral", 3, (("cp", 2), *EP2), dp=1, data="packed", more=(("context", "ulysses"), ("mlp_tile_tokens", 5), FULL, HOST)),
+    Case(
+        "qwen3_moe",
+        3,
+        EP2,
+        balance=True,
+        dp=2,
+        routed="unused",
+        offload="both",
+        offload_to="cpu",
+        more=(FULL,),
+    ),
+    Case(
+        "mixtral",
+        1,
+        (("cp", 2), *EP2),
+        dp=2,
+        data="packed",
+        offload="states",
+        offload_to="cpu",
+        more=(("context", "ring"),),
+    ),
+    Case(
+        "mixtral",
+        3,
+        (("cp", 2), *EP2),
+        dp=1,
+        data="packed",
+        more=(("context", "ulysses"), ("mlp_tile_tokens", 5), FULL, HOST),
+    ),
 ]
 
 
@@ -64,7 +90,15 @@ def waits(rank: int, world: int, case: Case) -> tuple[int, int, int]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_waits(simulated: SimulatedPool, mode: str, stage: int) -> None:
     """A layer waits for the sizes of its messages once per micro-batch, recomputed or not, and for nothing else."""
-    case = Case("qwen3_moe", stage, EP2, dp=2, kind="batched_mm", mask=False, more=(("recompute", {"mode": mode}),))
+    case = Case(
+        "qwen3_moe",
+        stage,
+        EP2,
+        dp=2,
+        kind="batched_mm",
+        mask=False,
+        more=(("recompute", {"mode": mode}),),
+    )
     for sizes, others, expected in simulated.run(2, waits, case):
         assert expected > 0
         assert (sizes, others) == (expected, 0)

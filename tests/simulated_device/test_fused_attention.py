@@ -11,7 +11,10 @@ from tests.simulated_device.conftest import Row
 from tests.simulated_device.pool import SimulatedPool
 
 CASES = [
-    (Case("ring", "uneven", "llama", stage=3, more=(("recompute", {"mode": "full"}),)), "FLASH_DTYPES"),
+    (
+        Case("ring", "uneven", "llama", stage=3, more=(("recompute", {"mode": "full"}),)),
+        "FLASH_DTYPES",
+    ),
     (Case("all-gather-kv", "padded", "mistral", window=True, stage=2), "FLASH_DTYPES"),
     (Case("ring", "border", "mistral", window=True), "FLASH_DTYPES"),
     (Case("ulysses", "padded", "qwen3", stage=1), "FLASH_DTYPES"),
@@ -20,10 +23,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtypes"), CASES, ids=lambda value: value.name if isinstance(value, Case) else value[:5])
-def test_fused_kernels_compute_parts(simulated: SimulatedPool, row: Row, case: Case, dtypes: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtypes"),
+    CASES,
+    ids=lambda value: value.name if isinstance(value, Case) else value[:5],
+)
+def test_fused_kernels_compute_parts(
+    simulated: SimulatedPool, row: Row, case: Case, dtypes: str
+) -> None:
     """Losses, gradients, norms and weights are those of one process, and a fused kernel made them."""
     for trace, calls in simulated.run(case.world, train_fused, case, dtypes):
         difference = worst(compare(reference(case), trace))
         assert difference.ok(1e-10) and calls > 0, (difference, calls)
-        row(f"cp 2 ({case.kind}), fused kernels, ZeRO {case.stage}", "one process on the CPU", difference.error)
+        row(
+            f"cp 2 ({case.kind}), fused kernels, ZeRO {case.stage}",
+            "one process on the CPU",
+            difference.error,
+        )

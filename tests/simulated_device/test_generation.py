@@ -35,11 +35,16 @@ def save(folder: Path) -> list[list[int]]:
     model = LlamaForCausalLM(config).double()
     model.save_pretrained(folder, max_shard_size="7MB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    made = [model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, pad_token_id=0) for ids in PROMPTS]
+    made = [
+        model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        for ids in PROMPTS
+    ]
     return [found[0, len(ids) :].tolist() for found, ids in zip(made, PROMPTS, strict=True)]
 
 
-def generated(rank: int, world: int, folder: str, budget: int, host: int, times: int) -> tuple[list[list[list[int]]], dict[str, Any]]:
+def generated(
+    rank: int, world: int, folder: str, budget: int, host: int, times: int
+) -> tuple[list[list[list[int]]], dict[str, Any]]:
     """Tokens of several calls, and how the model was kept. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     before = device.pinned_bytes()
@@ -59,12 +64,20 @@ def generated(rank: int, world: int, folder: str, budget: int, host: int, times:
             super().__init__(*args, **options)
 
     reading.read_into, streamed.WeightStream = seen_by_the_device, Busy
-    sharded, planned = load_streamed(open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host)
+    sharded, planned = load_streamed(
+        open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
+    )
     held = torch.accelerator.memory_allocated()
     streaming = sharded.hooks.of(Streaming)
     assert streaming is not None
     copied = device.copies()
-    tokens = [[one.token_ids for one in plait.generate(sharded, PROMPTS, max_new_tokens=NEW, do_sample=False)] for _ in range(times)]
+    tokens = [
+        [
+            one.token_ids
+            for one in plait.generate(sharded, PROMPTS, max_new_tokens=NEW, do_sample=False)
+        ]
+        for _ in range(times)
+    ]
     seen = {
         "copies": {way: count - copied[way] for way, count in device.copies().items()},
         "streamed": len(planned.streamed), "on host": len(planned.on_host), "pinned": streaming.stream.host_bytes,
@@ -87,11 +100,17 @@ def test_streamed_weights(source: str, simulated: SimulatedPool, tmp_path: Path,
     block = sum(one.size for name, one in stored.items() if ".layers.0." in name)
     budget = whole - 2 * block  # two layers stay beside two places
     host = {"host memory": 1 << 30, "files": 0, "both": 3 * (-(-block // (1 << 20)) << 20)}[source]
-    planned = plan(found.model(), stored, budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host)
+    planned = plan(
+        found.model(), stored, budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
+    )
     assert len(planned.streamed) >= 3
     ((tokens, seen),) = simulated.run(1, generated, str(tmp_path), budget, host, 2)
     assert tokens == [expected, expected]
-    assert seen["on host"] == len(planned.on_host) == {"host memory": seen["streamed"], "files": 0, "both": 1}[source]
+    assert (
+        seen["on host"]
+        == len(planned.on_host)
+        == {"host memory": seen["streamed"], "files": 0, "both": 1}[source]
+    )
     assert seen["pinned"] <= host or source == "files"
     rounding = 512 * (len(stored) + 2)  # torch's allocator gives each tensor a multiple of it
     assert seen["held"] <= budget + rounding and seen["peak"] <= budget + OTHER
@@ -100,7 +119,11 @@ def test_streamed_weights(source: str, simulated: SimulatedPool, tmp_path: Path,
     assert seen["left"] <= 1 << 16
     passes = 2 * NEW  # the prompts, then each token
     assert seen["copies"]["deferred"] >= passes * seen["streamed"], seen
-    row(f"generation, {seen['streamed']} of 6 layers streamed from {source}", "Transformers on the CPU", 0.0)
+    row(
+        f"generation, {seen['streamed']} of 6 layers streamed from {source}",
+        "Transformers on the CPU",
+        0.0,
+    )
 
 
 LAYERS, LENGTHS, ADDED = 12, (48, 24, 16, 48, 24, 16, 48, 24), 12
@@ -111,12 +134,26 @@ def cached(rank: int, world: int, config: dict[str, Any]) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": LAYERS}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3, eos_token_id=None, max_position_embeddings=64)).double()
-    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 1, **config}, loss_fn=plait.causal_lm_loss)
-    prompts = [[(7 * at + index) % 60 + 2 for at in range(length)] for index, length in enumerate(LENGTHS)]
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_hidden_layers": LAYERS,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, initializer_range=0.3, eos_token_id=None, max_position_embeddings=64)
+    ).double()
+    engine = plait.initialize(
+        model, {"train_micro_batch_size_per_gpu": 1, **config}, loss_fn=plait.causal_lm_loss
+    )
+    prompts = [
+        [(7 * at + index) % 60 + 2 for at in range(length)] for index, length in enumerate(LENGTHS)
+    ]
     asked = Asked(requests=8, tokens=48 + ADDED, itemsize=8)
-    found: dict[str, Any] = {"bytes": cache_bytes(kept_of(model), asked, tp=engine.sharded.mesh.layout.tp)}
+    found: dict[str, Any] = {
+        "bytes": cache_bytes(kept_of(model), asked, tp=engine.sharded.mesh.layout.tp)
+    }
     for offload_cache in (False, True):
         settings = {"max_new_tokens": ADDED, "eos_token_id": [25], "offload_cache": offload_cache}
         engine.generate(prompts, **settings)
@@ -138,11 +175,15 @@ def cached(rank: int, world: int, config: dict[str, Any]) -> dict[str, Any]:
         pytest.param(2, {"zero_optimization": {"stage": 3}}, id="zero3"),
     ],
 )
-def test_keys_and_values_on_the_host(world: int, config: dict[str, Any], simulated: SimulatedPool, row: Row) -> None:
+def test_keys_and_values_on_the_host(
+    world: int, config: dict[str, Any], simulated: SimulatedPool, row: Row
+) -> None:
     """The same tokens, also of requests that go on when others have ended, and the device has a few layers' keys and values."""
     for found in simulated.run(world, cached, config):
         lengths = [len(tokens) for tokens in found["tokens True"]]
-        assert found["tokens True"] == found["tokens False"] and min(lengths) < max(lengths) == ADDED
+        assert (
+            found["tokens True"] == found["tokens False"] and min(lengths) < max(lengths) == ADDED
+        )
         saved = found["peak False"] - found["peak True"]
         assert saved >= 0.8 * found["bytes"] * (1 - LAYERS_THERE / LAYERS)
     row(f"keys and values on the host, {world} devices", "keys and values on the device", 0.0)

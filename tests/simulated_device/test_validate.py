@@ -67,7 +67,11 @@ def validate(
 
 def planted(place: Path, file: str, line: str, instead: str) -> Path:
     """Return the folder of a copy of the package with one line replaced."""
-    shutil.copytree(ROOT / "src" / "plait", place / "src" / "plait", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "src" / "plait",
+        place / "src" / "plait",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     path = place / "src" / "plait" / file
     text = path.read_text()
     assert text.count(line) == 1, f"{file} has {text.count(line)} of {line!r}"
@@ -115,7 +119,9 @@ def test_the_whole_validation(device: Path, tmp_path: Path) -> None:
         "host-offload",
     }
     layouts = {"stage-0", "stage-3", "recompute", "loss-in-chunks"}
-    assert passed == {f"parity/{name}" for name in configurations} | {f"memory/{name}" for name in layouts}
+    assert passed == {f"parity/{name}" for name in configurations} | {
+        f"memory/{name}" for name in layouts
+    }
     for name, row in rows.items():
         if name in passed:
             continue
@@ -156,7 +162,9 @@ def test_memory(device: Path, tmp_path: Path, defect: Sequence[str] | None) -> N
     if defect is None:
         assert set(outcomes(rows).values()) == {"passed"}, rows
     else:
-        assert outcomes(rows)["memory/stage-0"] == outcomes(rows)["memory/two-ranks"] == "failed", rows
+        assert outcomes(rows)["memory/stage-0"] == outcomes(rows)["memory/two-ranks"] == "failed", (
+            rows
+        )
 
 
 @pytest.mark.proof
@@ -203,7 +211,17 @@ def test_a_rank_of_a_plan(device: Path, tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_interrupted(device: Path, tmp_path: Path) -> None:
     """After Ctrl-C the document has every row."""
-    command = [sys.executable, "-m", "plait", "doctor", "--validate", "--out", "found.json", "--only", "parity/layout-zero*"]
+    command = [
+        sys.executable,
+        "-m",
+        "plait",
+        "doctor",
+        "--validate",
+        "--out",
+        "found.json",
+        "--only",
+        "parity/layout-zero*",
+    ]
     environ = variables(tmp_path, devices=2, mib=None, source=None)
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

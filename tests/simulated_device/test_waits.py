@@ -40,20 +40,35 @@ def host_store(rank: int, world: int) -> None:
         groups, handles = [], []
         for block in range(3):
             group = store.open(block)
-            made = [torch.arange(length * 4, device=CUDA).view(torch.uint8)[:length] + block + number for number in range(2)]
+            made = [
+                torch.arange(length * 4, device=CUDA).view(torch.uint8)[:length] + block + number
+                for number in range(2)
+            ]
             before = _device().copies()
             handles.append([group.put(tensor) for tensor in made])
-            assert _device().copies()["deferred"] - before["deferred"] == 2, "the program does not wait for the copies"
+            assert _device().copies()["deferred"] - before["deferred"] == 2, (
+                "the program does not wait for the copies"
+            )
             groups.append(group)
             del made
         before = _device().copies()
         for block in (2, 1, 0):
             for number, handle in enumerate(handles[block]):
                 found = groups[block].get(handle)
-                assert torch.equal(found, torch.arange(length * 4, device=CUDA).view(torch.uint8)[:length] + block + number)
+                assert torch.equal(
+                    found,
+                    torch.arange(length * 4, device=CUDA).view(torch.uint8)[:length]
+                    + block
+                    + number,
+                )
                 del found
-            assert torch.equal(groups[block].get(handles[block][0])[:4].cpu(), torch.arange(16).view(torch.uint8)[:4] + block)
-        assert _device().copies()["deferred"] - before["deferred"] == 6, "prefetched without waiting"
+            assert torch.equal(
+                groups[block].get(handles[block][0])[:4].cpu(),
+                torch.arange(16).view(torch.uint8)[:4] + block,
+            )
+        assert _device().copies()["deferred"] - before["deferred"] == 6, (
+            "prefetched without waiting"
+        )
         groups.clear()
         del group
     unused = store.open(0)
@@ -61,7 +76,10 @@ def host_store(rank: int, world: int) -> None:
     unused.prefetch()
     del unused  # its buffer is used again while the copy that nobody asked for may read it
     _returned_in_turn(store)
-    put, kept = store.open(0), [torch.full((700,), value, dtype=torch.uint8, device=CUDA) for value in (0, 1)]
+    put, kept = (
+        store.open(0),
+        [torch.full((700,), value, dtype=torch.uint8, device=CUDA) for value in (0, 1)],
+    )
     for tensor in kept:  # not freed, which would end the copies
         put.put(tensor)
     store.drain()
@@ -76,7 +94,10 @@ def _returned_in_turn(store: HostStore) -> None:
     """Memory of the side stream is used by the computation and freed, while the next block is prefetched; the host waits for nothing."""
     store.begin()
     groups = [store.open(block) for block in range(3)]
-    handles = [group.put(torch.full((700,), block, dtype=torch.uint8, device=CUDA)) for block, group in enumerate(groups)]
+    handles = [
+        group.put(torch.full((700,), block, dtype=torch.uint8, device=CUDA))
+        for block, group in enumerate(groups)
+    ]
     sums = []
     for group, handle in zip(reversed(groups), reversed(handles), strict=True):
         found = group.get(handle)
@@ -89,9 +110,13 @@ def disk_store(rank: int, world: int, folder: str) -> None:
     """Runs in a worker."""
     store, before = DiskStore(Path(folder), CUDA), _device().copies()
     group = store.open(0)
-    kept = [torch.full((5000,), value, dtype=torch.uint8, device=CUDA) for value in (1, 2)]  # freeing them would end the copies
+    kept = [
+        torch.full((5000,), value, dtype=torch.uint8, device=CUDA) for value in (1, 2)
+    ]  # freeing them would end the copies
     handles = [group.put(tensor) for tensor in kept]
-    assert _device().copies()["deferred"] - before["deferred"] == 2, "the program does not wait for the copies"
+    assert _device().copies()["deferred"] - before["deferred"] == 2, (
+        "the program does not wait for the copies"
+    )
     store.drain()
     for value, handle in enumerate(handles, 1):
         assert bool((group.get(handle) == value).all())
@@ -112,17 +137,24 @@ def test_reductions(simulated: SimulatedPool, kind: str, unused_parameters: bool
     """Buckets of gradients, the norm, sums of weights. Where ranks ask each other who used what, that answer comes behind all buckets and
     orders them too."""
     config = on_axes(1, 2, 0, "plain", "on the device")
-    config["parallel"] |= {"unused_parameters": unused_parameters, "all_reduce": "all-reduce"}  # not what a measurement says
+    config["parallel"] |= {
+        "unused_parameters": unused_parameters,
+        "all_reduce": "all-reduce",
+    }  # not what a measurement says
     tensor_parallel.check(simulated, 2, kind, True, config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "reduce-scatter+all-gather"])
 def test_composed_all_reduces(simulated: SimulatedPool, algorithm: str) -> None:
     """Their steps follow each other."""
-    config = config_of(4 if algorithm == "recursive-doubling" else 2, 0, parallel={"all_reduce": algorithm})
+    config = config_of(
+        4 if algorithm == "recursive-doubling" else 2, 0, parallel={"all_reduce": algorithm}
+    )
     config["parallel"]["bucket_mib"] = 0.002
     world = config["parallel"]["dp_replicate"]
-    tensor_parallel.check(simulated, world, "plain", True, {**config, "parallel": {"tp": 1, **config["parallel"]}})  # type: ignore[arg-type]
+    tensor_parallel.check(
+        simulated, world, "plain", True, {**config, "parallel": {"tp": 1, **config["parallel"]}}
+    )  # type: ignore[arg-type]
 
 
 def composed(rank: int, world: int) -> tuple[list[float], float, list[float]]:
@@ -141,7 +173,9 @@ def composed(rank: int, world: int) -> tuple[list[float], float, list[float]]:
 
 def test_composed_and_measured(simulated: SimulatedPool) -> None:
     """A time is taken when the device is done."""
-    assert simulated.run(2, composed) == [([3.0] * 8, float(1 - rank), [3.0] * 8) for rank in range(2)]
+    assert simulated.run(2, composed) == [
+        ([3.0] * 8, float(1 - rank), [3.0] * 8) for rank in range(2)
+    ]
 
 
 class Watch:
@@ -180,8 +214,15 @@ def test_times_are_taken_when_the_device_is_done(simulated: SimulatedPool) -> No
 @pytest.mark.parametrize("way", ["int8", "powersgd", "sharded"])
 def test_compressed(simulated: SimulatedPool, pool: Pool, way: str, tmp_path: Path) -> None:
     """As on the CPU."""
-    config = config_of(2, 2 if way == "sharded" else 0, parallel={"compress_gradients": "int8" if way == "sharded" else way})
-    device, cpu = (p.run(2, resumed, config, str(tmp_path / str(i)), torch.float32)[0][0] for i, p in enumerate((simulated, pool)))
+    config = config_of(
+        2,
+        2 if way == "sharded" else 0,
+        parallel={"compress_gradients": "int8" if way == "sharded" else way},
+    )
+    device, cpu = (
+        p.run(2, resumed, config, str(tmp_path / str(i)), torch.float32)[0][0]
+        for i, p in enumerate((simulated, pool))
+    )
     assert device.losses == pytest.approx(cpu.losses, rel=1e-3)
 
 
@@ -206,7 +247,12 @@ def in_buckets(rank: int, world: int, device: str) -> list[list[float]]:
 
 def test_compressed_buckets(simulated: SimulatedPool, pool: Pool) -> None:
     """As on the CPU; PowerSGD in its first step, which is not compressed, and behind it."""
-    np.testing.assert_allclose(simulated.run(2, in_buckets, "cuda")[0], pool.run(2, in_buckets, "cpu")[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        simulated.run(2, in_buckets, "cuda")[0],
+        pool.run(2, in_buckets, "cpu")[0],
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def messages(rank: int, world: int) -> list[int]:
@@ -236,7 +282,9 @@ def test_messages(simulated: SimulatedPool) -> None:
 
 def test_overlapped_products(simulated: SimulatedPool) -> None:
     """Row-parallel products in pieces, gradients of inputs beside those of weights."""
-    tensor_parallel.check(simulated, 2, "llama", True, on_axes(2, 1, 0, "plain", "on the device") | _overlap())  # type: ignore[arg-type]
+    tensor_parallel.check(
+        simulated, 2, "llama", True, on_axes(2, 1, 0, "plain", "on the device") | _overlap()
+    )  # type: ignore[arg-type]
 
 
 def _overlap() -> dict[str, Any]:

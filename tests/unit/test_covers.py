@@ -28,7 +28,13 @@ def test_what_never_meets_is_not_asked_for() -> None:
 def test_the_cheap_come_first() -> None:
     rows = [("a", 1), ("b", 1), ("ab", 2)]
     assert chosen([(0,), (1,), (0,)], strength=1, costs=[1, 1, 9]) == [0, 1]
-    params = cover(rows, strength=1, features=lambda letters, _: frozenset(letters), cost=lambda _, n: n, name=lambda letters, _: letters)
+    params = cover(
+        rows,
+        strength=1,
+        features=lambda letters, _: frozenset(letters),
+        cost=lambda _, n: n,
+        name=lambda letters, _: letters,
+    )
     assert [param.id for param in params] == ["a", "b", "ab"]
 
 

@@ -52,7 +52,9 @@ def test_values_survive_exactly(value: object) -> None:
         assert repr(found) == repr(value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+)
 def test_tensors_survive_exactly(dtype: torch.dtype) -> None:
     for tensor in (
         torch.tensor(3.7).to(dtype),
@@ -75,7 +77,9 @@ def test_functions_are_the_readers_own() -> None:
     own = {"fns": [mine, None], "part": mine, "kind": (dict,)}
     found = exact.decode(json.loads(json.dumps(exact.encode(saved))), own)
     assert found == {"fns": [mine, None], "part": mine, "kind": (dict,)}
-    with pytest.raises(CheckpointError, match=r"state.fns\[0\] was the function .*lambda.*, and here it is None"):
+    with pytest.raises(
+        CheckpointError, match=r"state.fns\[0\] was the function .*lambda.*, and here it is None"
+    ):
         exact.decode(exact.encode(saved), {"fns": [None]}, "state")
 
 
@@ -83,14 +87,23 @@ class Colour(Enum):
     RED = 1
 
 
-@pytest.mark.parametrize("value", [object(), torch.nn.Linear(1, 1), Colour.RED, torch.empty(2000, 2000)], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [object(), torch.nn.Linear(1, 1), Colour.RED, torch.empty(2000, 2000)],
+    ids=lambda v: type(v).__name__,
+)
 def test_what_cannot_be_kept_is_named(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"state.inner\[0\] is a"):
         exact.encode({"inner": [value]}, "state")
 
 
 @pytest.mark.parametrize(
-    "value", [{"$": "nonsense"}, {"$": "tensor", "dtype": "save", "shape": [], "bytes": ""}, {"$": "dict", "items": 3}]
+    "value",
+    [
+        {"$": "nonsense"},
+        {"$": "tensor", "dtype": "save", "shape": [], "bytes": ""},
+        {"$": "dict", "items": 3},
+    ],
 )
 def test_foreign_forms_are_refused(value: object) -> None:
     with pytest.raises(CheckpointError, match="of no form that Plait writes"):

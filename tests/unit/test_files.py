@@ -11,7 +11,10 @@ import pytest
 
 from plait.files import anonymous_file
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="a system call of Linux on x86-64")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="a system call of Linux on x86-64",
+)
 
 
 @pytest.mark.parametrize("python", ["with memfd_create", "without"])

@@ -24,7 +24,10 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(MissingExtraError) as raised:
         require_extra("here", "hf", json="JSON", no_such_package="None Such", no_other="Other")
     assert isinstance(raised.value, InputError) and isinstance(raised.value, ImportError)
-    assert str(raised.value) == f"here: needs None Such and Other, which are not installed; run {install_line('hf')}"
+    assert (
+        str(raised.value)
+        == f"here: needs None Such and Other, which are not installed; run {install_line('hf')}"
+    )
 
 
 def test_the_folder_of_the_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,12 +51,26 @@ def test_the_line_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     info.mkdir()
     (info / "direct_url.json").write_text(json.dumps({"url": ROOT.as_uri()}))
     monkeypatch.setattr(importing, "distribution", lambda _: PathDistribution(info))
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     assert {"hf", "peft", "stores"} <= extras.keys()
     command = shlex.split(install_line("hf"))
-    options = ["--dry-run", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--ignore-installed"]
-    done = subprocess.run([sys.executable, "-m", *command, *options], capture_output=True, text=True, check=True)
-    assert "Would install plait" in done.stdout and "does not provide the extra" not in done.stdout + done.stderr
+    options = [
+        "--dry-run",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--disable-pip-version-check",
+        "--ignore-installed",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, *options], capture_output=True, text=True, check=True
+    )
+    assert (
+        "Would install plait" in done.stdout
+        and "does not provide the extra" not in done.stdout + done.stderr
+    )
 
 
 def test_the_trainer_without_its_extra() -> None:
@@ -69,5 +86,9 @@ def test_the_trainer_without_its_extra() -> None:
         "except ImportError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("plait.hf: needs Hugging Face Transformers, which is not installed; run pip install '")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(
+        "plait.hf: needs Hugging Face Transformers, which is not installed; run pip install '"
+    )

@@ -29,7 +29,13 @@ def test_counts(tmp_path: Path) -> None:
 def test_what_failed_is_on_the_page() -> None:
     packages = {"torch": "2.13.0", "transformers": "5.24.0"}
     outcomes = {"passed": 7, "failed": 1, "skipped": 0, "failures": ["a::b"]}
-    row = {"date": "2026-11-27", "python": "3.11.7", "packages": packages, "tests": "the set", **outcomes}
+    row = {
+        "date": "2026-11-27",
+        "python": "3.11.7",
+        "packages": packages,
+        "tests": "the set",
+        **outcomes,
+    }
     written = page({"newest": row})
     assert "| newest | 2026-11-27 | 3.11.7 | 2.13.0 | 5.24.0 | the set | 7 | 1 | 0 |" in written
     assert "Failed with newest:\n\n- `a::b`" in written

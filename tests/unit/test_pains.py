@@ -21,8 +21,13 @@ def test_the_page_has_the_results() -> None:
 
 
 def test_plait_has_no_cell_that_is_wrong() -> None:
-    outcomes = {number: cells["plait"]["outcome"] for number, cells in json.loads(RESULT.read_text(encoding="utf-8"))["cells"].items()}
-    assert {number for number, outcome in outcomes.items() if outcome != "right"} == {"15"} and outcomes["15"] == "refused"
+    outcomes = {
+        number: cells["plait"]["outcome"]
+        for number, cells in json.loads(RESULT.read_text(encoding="utf-8"))["cells"].items()
+    }
+    assert {number for number, outcome in outcomes.items() if outcome != "right"} == {
+        "15"
+    } and outcomes["15"] == "refused"
 
 
 @pytest.mark.proof

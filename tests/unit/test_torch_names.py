@@ -128,7 +128,9 @@ def test_reset_partial_reductions(keep: bool) -> None:
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(False)
     model(torch.ones(2, 4)).sum().backward()
-    groups = [group for unit in units.sharded_modules(model) for group in units.parameter_groups(unit)]
+    groups = [
+        group for unit in units.sharded_modules(model) for group in units.parameter_groups(unit)
+    ]
     partial = [group._partial_reduce_output for group in groups]
     assert all(output is not None for output in partial) and units.has_unreduced(model)
     with pytest.raises(RuntimeError):
@@ -171,7 +173,9 @@ def test_sharded_state() -> None:
     model(torch.ones(1, 4)).sum().backward()
     pairs = units.gathered_parameters(model[0])  # type: ignore[index, arg-type]
     assert [tuple(unsharded.shape) for _, unsharded in pairs] == [(3, 4), (3,)]
-    assert units.unsharded_parameter_bytes(model) == 4 * (4 * 4 + 4 + 4 * 3 + 4), "padded to whole rows a rank"
+    assert units.unsharded_parameter_bytes(model) == 4 * (4 * 4 + 4 + 4 * 3 + 4), (
+        "padded to whole rows a rank"
+    )
     assert units.unsharded_gradient_bytes(model) == 4 * (3 * 4 + 3 + 4 * 3 + 4)
     units.reduce_unused_parameters(model)
 
@@ -247,12 +251,16 @@ def test_zeros_are_reduced_for_unused_parameters() -> None:
     unit(torch.ones(1, 3)).sum().backward()
     # The fake group need not write the output of a reduce-scatter, so its numbers say nothing.
     assert all(p.grad is not None for p in unit.parameters())
-    assert [buffer.count_nonzero() for buffer in reduced] == [unit.used.weight.numel() + unit.used.bias.numel()]
+    assert [buffer.count_nonzero() for buffer in reduced] == [
+        unit.used.weight.numel() + unit.used.bias.numel()
+    ]
 
 
 def test_windows_and_locals() -> None:
     """The last rank of an uneven split."""
-    tensor = distribute_tensor(torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+    tensor = distribute_tensor(
+        torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+    )
     assert dtensor.local_window(tensor) == (slice(3, 5), slice(0, 3))
     assert torch.equal(dtensor.local_tensor(tensor), torch.arange(9.0, 15.0).view(2, 3))
     plain = torch.ones(2)
@@ -261,8 +269,16 @@ def test_windows_and_locals() -> None:
 
 def test_grouped_by_device_and_dtype() -> None:
     """The order of the groups does not depend on that of the tensors."""
-    wide, narrow, far = torch.ones(2, dtype=torch.float64), torch.ones(0), torch.ones(1, device="meta")
-    assert operators.grouped_by_device_and_dtype([wide, narrow, far, narrow, wide]) == [[1, 3], [0, 4], [2]]
+    wide, narrow, far = (
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(0),
+        torch.ones(1, device="meta"),
+    )
+    assert operators.grouped_by_device_and_dtype([wide, narrow, far, narrow, wide]) == [
+        [1, 3],
+        [0, 4],
+        [2],
+    ]
     assert operators.grouped_by_device_and_dtype([far, wide, narrow]) == [[2], [1], [0]]
 
 
@@ -271,7 +287,9 @@ def test_kernels_for_many_tensors() -> None:
     rounded to them)."""
     tensors = [torch.ones(2), torch.ones(3)]
     operators.foreach_mul_(tensors, 3.0)
-    assert [float(norm) for norm in operators.foreach_norm(tensors, 2.0)] == pytest.approx([18**0.5, 27**0.5])
+    assert [float(norm) for norm in operators.foreach_norm(tensors, 2.0)] == pytest.approx(
+        [18**0.5, 27**0.5]
+    )
     halves = [torch.full((2,), 48.0, dtype=torch.float16)]
     operators.foreach_unscale_(halves, torch.zeros(()), torch.tensor(2.0**-26))
     assert halves[0].tolist() == [48 * 2.0**-26] * 2, "2^-26 is 0 in float16"
@@ -279,7 +297,9 @@ def test_kernels_for_many_tensors() -> None:
 
 def test_function_modes_that_are_on() -> None:
     class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(operators.function_modes())
             return func(*args, **(kwargs or {}))
 
@@ -397,14 +417,22 @@ def test_order_of_reduced_gradients(own_dtype: bool) -> None:
 
 def test_schedule_actions() -> None:
     """Torch's generators run on a stand-in; overlapped pairs are taken apart, idle slots left out."""
-    zbv = pipelining.schedule_actions("ScheduleZBVZeroBubble", pp=2, stages_per_rank=2, microbatches=1)
+    zbv = pipelining.schedule_actions(
+        "ScheduleZBVZeroBubble", pp=2, stages_per_rank=2, microbatches=1
+    )
     assert zbv[0] == [(0, "F", 0), (3, "F", 0), (3, "I", 0), (3, "W", 0), (0, "I", 0), (0, "W", 0)]
-    looped = pipelining.schedule_actions("ScheduleLoopedBFS", pp=2, stages_per_rank=2, microbatches=1)
+    looped = pipelining.schedule_actions(
+        "ScheduleLoopedBFS", pp=2, stages_per_rank=2, microbatches=1
+    )
     assert looped[1] == [(1, "F", 0), (3, "F", 0), (3, "B", 0), (1, "B", 0)]
     dual = pipelining.schedule_actions("ScheduleDualPipeV", pp=2, stages_per_rank=2, microbatches=4)
-    assert {len(row) - sum(kind == "W" for _, kind, _ in row) for row in dual} == {4 * 2 * 2}, "pairs are two actions"
+    assert {len(row) - sum(kind == "W" for _, kind, _ in row) for row in dual} == {4 * 2 * 2}, (
+        "pairs are two actions"
+    )
     with pytest.raises(ValueError, match="multiple of the number of rounds"):
-        pipelining.schedule_actions("ScheduleInterleaved1F1B", pp=4, stages_per_rank=2, microbatches=11)
+        pipelining.schedule_actions(
+            "ScheduleInterleaved1F1B", pp=4, stages_per_rank=2, microbatches=11
+        )
 
 
 def test_a_forward_that_is_left_and_a_late_reduction() -> None:
@@ -435,7 +463,9 @@ def test_a_backward_that_starts_behind_an_object_that_torch_does_not_know() -> N
     """The root's parameters, freed after another backward, are gathered again."""
     model = sharded()
     model.register_forward_hook(lambda module, args, output: SimpleNamespace(inner=output))
-    first, second = (passes.expect_backward(model, model(torch.ones(1, 4)).inner.sum()) for _ in range(2))
+    first, second = (
+        passes.expect_backward(model, model(torch.ones(1, 4)).inner.sum()) for _ in range(2)
+    )
     first.backward()
     assert units.unsharded_parameter_bytes(model) == 0
     second.backward()
@@ -467,7 +497,10 @@ def test_gathered_buffers() -> None:
     model = sharded()
     assert all(not t.untyped_storage().nbytes() for t in units.unsharded_parameters(model))
     model(torch.ones(1, 4))
-    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in units.unsharded_parameters(model)}
+    held = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in units.unsharded_parameters(model)
+    }
     assert sum(held.values()) == units.unsharded_parameter_bytes(model) > 0
 
 
@@ -503,16 +536,22 @@ def test_custom_all_gather() -> None:
     for module in units.sharded_modules(model):
         module.set_custom_all_gather(Counted())
     model(torch.ones(1, 4))
-    assert calls == [("allocate", (16,)), ("gather", 8), ("allocate", (20,)), ("gather", 10)], "the root first, rows padded to both ranks"
+    assert calls == [("allocate", (16,)), ("gather", 8), ("allocate", (20,)), ("gather", 10)], (
+        "the root first, rows padded to both ranks"
+    )
 
 
 def test_timeout_of_a_group() -> None:
     """gloo's, in seconds."""
     dist.destroy_process_group()
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77))
+    dist.init_process_group(
+        "gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77)
+    )
     assert groups.timeout_of(dist.group.WORLD) == 77.0
     other = dist.new_group([0])
-    assert groups.timeout_of(other) != 77.0, "torch gives new groups the first one's time: give_timeout is not needed any more"
+    assert groups.timeout_of(other) != 77.0, (
+        "torch gives new groups the first one's time: give_timeout is not needed any more"
+    )
     groups.give_timeout(other, dist.group.WORLD)
     assert groups.timeout_of(other) == 77.0
 
@@ -523,13 +562,17 @@ def test_shard_buffers() -> None:
     unit = units.sharded_modules(model)[1]
     before = [p.detach().to_local().clone() for p in unit.parameters()]  # type: ignore[attr-defined, union-attr]
     names = [id(p) for p in model.parameters()]
-    assert [buffer.numel() for buffer in units.shard_buffers(unit)] == [2 * 4, 2], "the second of two ranks has one row of three"
+    assert [buffer.numel() for buffer in units.shard_buffers(unit)] == [2 * 4, 2], (
+        "the second of two ranks has one row of three"
+    )
     made = []
     units.replace_shard_buffers(unit, lambda buffer: made.append(buffer.clone()) or made[-1])  # type: ignore[func-returns-value]
     assert names == [id(p) for p in model.parameters()]
     model(torch.ones(1, 4))
     unit.reshard()
-    for buffer, now, parameter, was in zip(made, units.shard_buffers(unit), unit.parameters(), before, strict=True):  # type: ignore[attr-defined]
+    for buffer, now, parameter, was in zip(
+        made, units.shard_buffers(unit), unit.parameters(), before, strict=True
+    ):  # type: ignore[attr-defined]
         assert now is buffer
         assert parameter.to_local().data_ptr() == buffer.data_ptr()
         assert torch.equal(parameter.to_local(), was)
@@ -540,7 +583,10 @@ def test_bytes_of_storages() -> None:
     plain = torch.ones(6)
     mesh = init_device_mesh("cpu", (2,))
     split = distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None)
-    assert storage.storage_bytes([plain, plain[:2], split]) == 6 * 4 + split.to_local().untyped_storage().nbytes()
+    assert (
+        storage.storage_bytes([plain, plain[:2], split])
+        == 6 * 4 + split.to_local().untyped_storage().nbytes()
+    )
 
 
 def test_on_resize() -> None:
@@ -587,13 +633,17 @@ def test_splits_named_alike() -> None:
     naming = distributed_c10d._hash_ranks_to_str
     torchs = naming([0, 1])
     with groups.splits_named_alike(3):
-        first, second = (distributed_c10d._process_group_name([0, 1], use_hashed_name=True) for _ in range(2))
+        first, second = (
+            distributed_c10d._process_group_name([0, 1], use_hashed_name=True) for _ in range(2)
+        )
     with groups.splits_named_alike(3):
         again = distributed_c10d._process_group_name([0, 1], use_hashed_name=True)
     assert first == again and len({first, second, torchs}) == 3
     assert distributed_c10d._hash_ranks_to_str is naming
     dist.new_group([0, 1])
-    assert distributed_c10d._hash_ranks_to_str([0, 1]) != torchs, "groups of the same ranks need names of their own"
+    assert distributed_c10d._hash_ranks_to_str([0, 1]) != torchs, (
+        "groups of the same ranks need names of their own"
+    )
 
 
 def test_storage_tracker_counts_resizes() -> None:
@@ -607,7 +657,9 @@ def test_storage_tracker_counts_resizes() -> None:
         made.untyped_storage().resize_(0)
         del made
         torch.zeros(10).add_(1)
-    assert tracker.peak_bytes("cpu") == 4 * 150  # torch looks at the next operator, not at the resize
+    assert (
+        tracker.peak_bytes("cpu") == 4 * 150
+    )  # torch looks at the next operator, not at the resize
     with tracker:
         made = torch.zeros(50)
         made.untyped_storage().resize_(4 * 300)
@@ -640,7 +692,11 @@ def test_reads_of_shards_are_told() -> None:
     told: list[object] = []
     model = sharded()
     for index, unit in enumerate(units.sharded_modules(model)):
-        gathering.on_shard_reads(unit, lambda when, index=index: told.append((index, *when)), lambda index=index: told.append(index))
+        gathering.on_shard_reads(
+            unit,
+            lambda when, index=index: told.append((index, *when)),
+            lambda index=index: told.append(index),
+        )
     output = model(torch.ones(1, 4))
     assert told == [(0, "forward", True), 0, (1, "forward", True), 1]
     told.clear()
@@ -664,10 +720,16 @@ def test_gather_in_place() -> None:
     told: list[tuple[int, str]] = []
     wholes = []
     for index, unit in enumerate(units.sharded_modules(model)):
-        whole = [torch.from_numpy(np.arange(2 * buffer.numel(), dtype=np.float32)) for buffer in units.shard_buffers(unit)]  # not torch's
+        whole = [
+            torch.from_numpy(np.arange(2 * buffer.numel(), dtype=np.float32))
+            for buffer in units.shard_buffers(unit)
+        ]  # not torch's
         rows = iter([tensor.view(2, -1)[1] for tensor in whole])
         units.replace_shard_buffers(unit, lambda buffer, rows=rows: next(rows))  # type: ignore[misc]
-        told_by = [lambda word=word, index=index: told.append((index, word)) for word in ("begin", "finish", "give back")]
+        told_by = [
+            lambda word=word, index=index: told.append((index, word))
+            for word in ("begin", "finish", "give back")
+        ]
         gathering.gather_in_place(unit, whole, *told_by)  # type: ignore[arg-type]
         wholes.append(whole)
     gathered = [(0, "begin"), (0, "finish"), (1, "begin"), (1, "finish")]
@@ -686,7 +748,9 @@ def test_gather_in_place() -> None:
     weight += 1
     with torch.no_grad():
         changed = model(x)
-    assert torch.equal(changed, (x @ weight.view(4, 4)[:3].T + bias[:3]) @ root_weight.view(4, 3).T + root_bias)
+    assert torch.equal(
+        changed, (x @ weight.view(4, 4)[:3].T + bias[:3]) @ root_weight.view(4, 3).T + root_bias
+    )
     for unit in units.sharded_modules(model):
         unit.reshard()
         unit.reshard()
@@ -726,7 +790,10 @@ def test_follow_root() -> None:
     """An embedding is gathered with the root and freed after its forward, a head after its backward. An embedding that other code reads
     stays gathered, also where another forward has freed it, and both are reduced."""
     model = Ends()
-    embed, head = (fully_shard(module, reshard_after_forward=module is model.embed) for module in (model.embed, model.head))
+    embed, head = (
+        fully_shard(module, reshard_after_forward=module is model.embed)
+        for module in (model.embed, model.head)
+    )
     root = fully_shard(model, reshard_after_forward=False)
     outer_units.follow_root(root, embeddings=[embed], heads=[head])
     table, layer, scale = 4 * 8 * 4, 4 * (8 * 4 + 8), 4 * 4
@@ -849,7 +916,9 @@ def test_forget_meshes() -> None:
     """An operator's result is of the mesh of the first call with such a mesh, until that is forgotten."""
     meshes = [init_device_mesh("cpu", (2,)) for _ in range(3)]
     whole = torch.arange(8.0)
-    one, two, three = (distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for mesh in meshes)
+    one, two, three = (
+        distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for mesh in meshes
+    )
     assert one.detach().device_mesh is two.detach().device_mesh
     dtensor.forget_meshes()
     assert three.detach().device_mesh is meshes[2]
@@ -859,8 +928,15 @@ def test_what_a_module_owns() -> None:
     """Dictionaries in place; a copy of the rest has its own; a Linear's hooks, by kind, as they come and go."""
     norm = nn.BatchNorm1d(2)
     norm.register_buffer("seen", torch.ones(1), persistent=False)
-    assert modules.own_parameters(norm).keys() == {"weight", "bias"} and not modules.own_children(norm)
-    assert modules.own_buffers(norm).keys() == {"running_mean", "running_var", "num_batches_tracked", "seen"}
+    assert modules.own_parameters(norm).keys() == {"weight", "bias"} and not modules.own_children(
+        norm
+    )
+    assert modules.own_buffers(norm).keys() == {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+        "seen",
+    }
     assert [modules.is_persistent(norm, name) for name in ("running_mean", "seen")] == [True, False]
     modules.own_buffers(norm)["seen"] = torch.zeros(1)
     assert not norm.seen.any()
@@ -868,7 +944,10 @@ def test_what_a_module_owns() -> None:
     assert tensors.keys() == {"weight", "bias"} | modules.own_buffers(norm).keys()
     children["added"] = nn.Identity()
     assert state["eps"] == norm.eps and not modules.own_children(norm)
-    registries = [modules.hooks_of(norm, kind) for kind in ("forward_pre", "forward", "backward_pre", "backward")]
+    registries = [
+        modules.hooks_of(norm, kind)
+        for kind in ("forward_pre", "forward", "backward_pre", "backward")
+    ]
     norm.register_forward_pre_hook(print)
     norm.register_forward_hook(print)
     norm.register_full_backward_pre_hook(print)
@@ -880,9 +959,13 @@ def test_what_a_module_owns() -> None:
 
 def test_modules_of_torch() -> None:
     """Those that drop out, hide their initialisation, or were compiled."""
-    assert all(issubclass(kind, modules.DROPOUTS) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
+    assert all(
+        issubclass(kind, modules.DROPOUTS) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
+    )
     assert (
-        modules.reset_method(nn.MultiheadAttention(2, 1)) and modules.reset_method(nn.Linear(1, 1)) and not modules.reset_method(nn.ReLU())
+        modules.reset_method(nn.MultiheadAttention(2, 1))
+        and modules.reset_method(nn.Linear(1, 1))
+        and not modules.reset_method(nn.ReLU())
     )
     layer = nn.Linear(1, 1)
     assert not modules.is_compiled(layer)
@@ -897,21 +980,29 @@ def test_writes_and_views() -> None:
     tensor.add_(1)
     assert storage.version_of(tensor) == before + 1
     assert [storage.is_view(x) for x in (tensor, tensor[:2])] == [False, True]
-    assert storage.storage_id(tensor.untyped_storage()) == storage.storage_key(tensor[2:]) != storage.storage_key(torch.ones(4))
+    assert (
+        storage.storage_id(tensor.untyped_storage())
+        == storage.storage_key(tensor[2:])
+        != storage.storage_key(torch.ones(4))
+    )
 
 
 def test_names_and_schemas_of_operators() -> None:
     """Of an overload: its name alone, and what it writes to."""
     assert operators.operator_name(torch.ops.c10d.allreduce_.default) == "allreduce_"
     written = [
-        argument.alias_info.is_write for argument in operators.schema_of(torch.ops.aten.add_.Tensor).arguments if argument.alias_info
+        argument.alias_info.is_write
+        for argument in operators.schema_of(torch.ops.aten.add_.Tensor).arguments
+        if argument.alias_info
     ]
     assert written == [True] and operators.schema_of(torch.ops.aten.add_.Tensor).is_mutable
 
 
 def test_flattened() -> None:
     """One axis for all ranks of a mesh."""
-    assert groups.flattened(init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))).shape == (2,)
+    assert groups.flattened(init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))).shape == (
+        2,
+    )
 
 
 def test_scale_rates() -> None:
@@ -935,24 +1026,38 @@ def test_started_by() -> None:
         return given if len(asked) == 1 else None
 
     with starting.started_by(give):
-        handlers = [get_subprocess_handler(sys.executable, ("-c", "print(1)"), {"NAME": "x"}, None, None, 0) for _ in range(2)]
+        handlers = [
+            get_subprocess_handler(sys.executable, ("-c", "print(1)"), {"NAME": "x"}, None, None, 0)
+            for _ in range(2)
+        ]
     later = get_subprocess_handler(sys.executable, ("-c", ""), {"NAME": "x"}, None, None, 0)
     assert [handler.proc is given for handler in [*handlers, later]] == [True, False, False]
     assert [handler.proc.wait() for handler in [*handlers, later]] == [0, 0, 0]
     assert asked == [([sys.executable, "-c", "print(1)"], "x", (None, None))] * 2
 
 
-@pytest.mark.parametrize("band", [attention.Band(), attention.Band(None, 0), attention.Band(5, None), attention.Band(4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "band",
+    [attention.Band(), attention.Band(None, 0), attention.Band(5, None), attention.Band(4, 2)],
+    ids=str,
+)
 def test_flash_attention_has_the_shapes_of_its_reference(band: attention.Band) -> None:
     """The operator for CUDA, on meta: outputs, log-sum-exp and gradients have the shapes and dtypes that the tests' reference has."""
     shapes = {"query": (2, 4, 10, 20), "key": (2, 2, 13, 20), "value": (2, 2, 13, 12)}
     found = []
     with fused_attention.registered("CPU"):
         for device in ("meta", "cpu"):
-            query, key, value = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes.values())
+            query, key, value = (
+                torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes.values()
+            )
             output, log_sum_exp = attention.FLASH.forward((query, key, value), band, 0.5)
-            gradients = attention.FLASH.backward((query, key, value), attention.Softmax(output, output, log_sum_exp), band, 0.5)
-            found.append([(x.shape, x.dtype, x.stride()) for x in (output, log_sum_exp)] + [(x.shape, x.dtype) for x in gradients])
+            gradients = attention.FLASH.backward(
+                (query, key, value), attention.Softmax(output, output, log_sum_exp), band, 0.5
+            )
+            found.append(
+                [(x.shape, x.dtype, x.stride()) for x in (output, log_sum_exp)]
+                + [(x.shape, x.dtype) for x in gradients]
+            )
     assert found[0] == found[1]
     assert found[0][1][:2] == ((2, 4, 10), torch.float32)
 
@@ -965,13 +1070,21 @@ def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype)
         for device in ("meta", "cpu"):
             query, key = (torch.zeros(2, 4, 10, 20, dtype=dtype, device=device) for _ in range(2))
             value = torch.zeros(2, 4, 10, 12, dtype=dtype, device=device)
-            aligned = [torch.zeros(*x.shape[:3], 24, dtype=dtype, device=device) for x in (query, key)]
+            aligned = [
+                torch.zeros(*x.shape[:3], 24, dtype=dtype, device=device) for x in (query, key)
+            ]
             raw.append(
-                torch.ops.aten._scaled_dot_product_efficient_attention(*aligned, aligned[1], None, True, 0.0, True, scale=0.5)[1].shape
+                torch.ops.aten._scaled_dot_product_efficient_attention(
+                    *aligned, aligned[1], None, True, 0.0, True, scale=0.5
+                )[1].shape
             )
-            output, log_sum_exp = attention.EFFICIENT.forward((query, key, value), attention.Band(None, 0), 0.5)
+            output, log_sum_exp = attention.EFFICIENT.forward(
+                (query, key, value), attention.Band(None, 0), 0.5
+            )
             softmax = attention.Softmax(output, output, log_sum_exp)
-            gradients = attention.EFFICIENT.backward((query, key, value), softmax, attention.Band(None, 0), 0.5)
+            gradients = attention.EFFICIENT.backward(
+                (query, key, value), softmax, attention.Band(None, 0), 0.5
+            )
             found.append([(x.shape, x.dtype) for x in (output, log_sum_exp, *gradients)])
     assert found[0] == found[1] and raw == [(2, 4, 32)] * 2
 
@@ -981,10 +1094,16 @@ def test_kernels_that_a_device_lacks_are_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(attention, "_capability", lambda device: (9, 0))
     device = torch.device("cuda", 0)
     with fused_attention.registered("CUDA"):
-        assert attention.why_not_flash(device, torch.bfloat16, 128) == attention.why_not_efficient(torch.float32) == ""
+        assert (
+            attention.why_not_flash(device, torch.bfloat16, 128)
+            == attention.why_not_efficient(torch.float32)
+            == ""
+        )
         assert "float32" in attention.why_not_flash(device, torch.float32, 128)
         assert "not 264" in attention.why_not_flash(device, torch.bfloat16, 264)
-        assert "float64" in attention.why_not_efficient(torch.float64) and "float64" in attention.why_not_flex(torch.float64, 64)
+        assert "float64" in attention.why_not_efficient(
+            torch.float64
+        ) and "float64" in attention.why_not_flex(torch.float64, 64)
         assert "not 8" in attention.why_not_flex(torch.bfloat16, 8)
         torch.backends.cuda.enable_flash_sdp(False)
         try:
@@ -1003,7 +1122,9 @@ def test_kernels_that_a_device_lacks_are_named(monkeypatch: pytest.MonkeyPatch) 
 def test_attention_of_cpus_computes_parts() -> None:
     """The backward takes the output and the log-sum-exp of a softmax over more keys: gradients of both halves are those of the whole."""
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    query, key, value = (
+        torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    )
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.5)
     gradients = torch.autograd.grad(expected, (query, key, value), torch.ones_like(expected))
     with torch.no_grad():

@@ -48,7 +48,10 @@ SMALL = {
     "interpreter's lock": (0, "shared-memory"),
     "sleep": (1, "shared-memory"),
 }
-STORED = {"ranks": ("kind", "told_seconds", "ended_seconds", "exit_code", "wrong"), "slow": ("kind", "wrong")}
+STORED = {
+    "ranks": ("kind", "told_seconds", "ended_seconds", "exit_code", "wrong"),
+    "slow": ("kind", "wrong"),
+}
 """Fields of the rows that are stored; all fields of the other parts."""
 Row = dict[str, Any]
 """Of a part; `wrong` is empty where all was as promised."""
@@ -74,7 +77,12 @@ def slow(size: str, only: str) -> Iterator[Row]:
     """Twice as many ranks as cores, six runs side by side."""
     count, seconds = {"small": (1, 10.0), "nightly": (6, 60.0), "release": (100, 60.0)}[size]
     with ThreadPoolExecutor(6) as pool:
-        for done in pool.map(lambda seed: run_slow(ranks=4, transport=TRANSPORTS[seed % 2], seconds=seconds, seed=seed), range(count)):
+        for done in pool.map(
+            lambda seed: run_slow(
+                ranks=4, transport=TRANSPORTS[seed % 2], seconds=seconds, seed=seed
+            ),
+            range(count),
+        ):
             yield done.plain()
 
 
@@ -112,14 +120,23 @@ def damaged(size: str, only: str) -> Iterator[Row]:
     """A row for each kind."""
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
-        yield from forks.alone(damage.damages, at / "files", {"small": 500, "nightly": 3000, "release": 10_000}[size], folder=at)
+        yield from forks.alone(
+            damage.damages,
+            at / "files",
+            {"small": 500, "nightly": 3000, "release": 10_000}[size],
+            folder=at,
+        )
         yield from forks.alone(damage.failing_saves, at / "saves", folder=at)
 
 
 def cost(size: str, only: str) -> Iterator[Row]:
     """One row."""
     found = overhead.measure({"small": 20, "nightly": 100, "release": 300}[size]).plain()
-    yield found | {"wrong": [] if found["wall"] <= 1.01 or found["cpu"] <= 1.01 or size == "small" else ["more than 1 %"]}
+    yield found | {
+        "wrong": []
+        if found["wall"] <= 1.01 or found["cpu"] <= 1.01 or size == "small"
+        else ["more than 1 %"]
+    }
 
 
 def scored(size: str, only: str) -> Iterator[Row]:
@@ -140,20 +157,37 @@ PARTS: dict[str, Callable[[str, str], Iterator[Row]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("size", nargs="?", choices=("small", "nightly", "release"), default="small")
-    parser.add_argument("--part", action="append", choices=tuple(PARTS), metavar="NAME", help="Only these parts.")
-    parser.add_argument("--only", default="", metavar="WORD", help="Of the faults of ranks only those with this word in their name.")
+    parser.add_argument(
+        "--part", action="append", choices=tuple(PARTS), metavar="NAME", help="Only these parts."
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="WORD",
+        help="Of the faults of ranks only those with this word in their name.",
+    )
     parser.add_argument("--show", action="store_true", help="Print every row in full.")
-    parser.add_argument("--no-write", action="store_true", help="Leave the result and the page as they are.")
-    parser.add_argument("--table", action="store_true", help="Only write the page's table from the result that is there.")
+    parser.add_argument(
+        "--no-write", action="store_true", help="Leave the result and the page as they are."
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="Only write the page's table from the result that is there.",
+    )
     options = parser.parse_args()
     known: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     if options.table:
         PAGE.write_text(with_table(PAGE.read_text(), known))
         return 0
     forks.load()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would what is started here
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it, and so would what is started here
     failed = 0
     for name in options.part or PARTS:
         began, found = time.monotonic(), _others_of(known.get(name), options.only)
@@ -161,7 +195,10 @@ def main() -> int:
             found.append(row)
             failed += bool(row["wrong"])
             print(f"{name}: {_line(row) if not options.show else json.dumps(row)}", flush=True)
-        print(f"{name}: {sum(not row['wrong'] for row in found)} of {len(found)} passed, {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"{name}: {sum(not row['wrong'] for row in found)} of {len(found)} passed, {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
         known[name] = {
             "size": options.size,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -186,13 +223,26 @@ def recorded(name: str, part: dict[str, Any]) -> dict[str, Any]:
 
 def _others_of(part: dict[str, Any] | None, only: str) -> list[Row]:
     """What is known of the faults that are not run again."""
-    return [row for row in part["rows"] if only not in row.get("kind", "")] if part is not None and only else []
+    return (
+        [row for row in part["rows"] if only not in row.get("kind", "")]
+        if part is not None and only
+        else []
+    )
 
 
 def _line(row: Row) -> str:
-    shown = {name: value for name, value in row.items() if value not in (None, "", [], {}) and name not in ("wrong", "names", "first_line")}
-    text = ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items())
-    return text + ("; passed" if not row["wrong"] else "; WRONG: " + "\n    ".join(map(str, row["wrong"])))
+    shown = {
+        name: value
+        for name, value in row.items()
+        if value not in (None, "", [], {}) and name not in ("wrong", "names", "first_line")
+    }
+    text = ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in shown.items()
+    )
+    return text + (
+        "; passed" if not row["wrong"] else "; WRONG: " + "\n    ".join(map(str, row["wrong"]))
+    )
 
 
 if __name__ == "__main__":

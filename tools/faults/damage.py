@@ -23,7 +23,11 @@ from plait.errors import CheckpointError
 from tests.faulty_files import Planted, failing, planted, slow
 
 Damage = Callable[[random.Random, Path, Path], str]
-SAVE_ERRORS = {"no space left (ENOSPC)": errno.ENOSPC, "input/output error (EIO)": errno.EIO, "read-only (EROFS)": errno.EROFS}
+SAVE_ERRORS = {
+    "no space left (ENOSPC)": errno.ENOSPC,
+    "input/output error (EIO)": errno.EIO,
+    "read-only (EROFS)": errno.EROFS,
+}
 
 
 @dataclass
@@ -48,7 +52,18 @@ def put(folder: Path, value: int, tag: str) -> None:
     names = [f"model.layers.{index}.weight" for index in range(6)] + ["model.norm.bias"]
     tensors = {name: torch.randn(16, 24, generator=chance) for name in names}
     records = {name: record_of(tensor) for name, tensor in tensors.items()}
-    write(Snapshot(folder, tag, build_mesh(Layout()), tensors, records, records, {}, {"global_steps": value, "client_state": {}}))
+    write(
+        Snapshot(
+            folder,
+            tag,
+            build_mesh(Layout()),
+            tensors,
+            records,
+            records,
+            {},
+            {"global_steps": value, "client_state": {}},
+        )
+    )
 
 
 # ---- files that are not what was written ------------------------------------------------------------------------------------------------
@@ -99,7 +114,10 @@ def _tensor_at(path: Path, at: int) -> str:
     if path.suffix != ".safetensors":
         return ""
     entries = parsed(RankManifest, path.with_suffix(".json")).shards.entries
-    return next((name for name, entry in entries.items() if entry.offset <= at < entry.offset + entry.size), "")
+    return next(
+        (name for name, entry in entries.items() if entry.offset <= at < entry.offset + entry.size),
+        "",
+    )
 
 
 def damages(folder: Path, count: int, *, seed: int = 0) -> list[dict[str, Any]]:
@@ -143,7 +161,9 @@ def _look(one: Found, folder: Path, path: Path, tensor: str) -> None:
     names = path.stem in said and (not tensor or tensor in said)
     one.named += names
     if not said or taken != "old" or not names:
-        one.wrong.append(f"{one.kind} of {path.name} {tensor}: said {said[:200]!r}, loaded {taken!r}")
+        one.wrong.append(
+            f"{one.kind} of {path.name} {tensor}: said {said[:200]!r}, loaded {taken!r}"
+        )
 
 
 # ---- a file system that fails -----------------------------------------------------------------------------------------------------------
@@ -199,4 +219,6 @@ def _fail(one: Found, folder: Path, tag: str, name: str, happens: Callable[[int]
     one.noticed += right
     one.named += right and (not said or str(folder) in said)
     if not right:
-        one.wrong.append(f"{tag}, {name}: said {said[:200]!r}, loaded {steps} after {time.monotonic() - began:.1f} s")
+        one.wrong.append(
+            f"{tag}, {name}: said {said[:200]!r}, loaded {steps} after {time.monotonic() - began:.1f} s"
+        )

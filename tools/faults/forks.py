@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 
-LOADED = ("plait", "plait.engine.build", "plait.train.session", "plait.cli.main", "torch._dynamo", "torch.distributed.fsdp")
+LOADED = (
+    "plait",
+    "plait.engine.build",
+    "plait.train.session",
+    "plait.cli.main",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+)
 ALONE_SECONDS = 4.0
 """What the others get to end in by themselves when a rank was killed; a launcher gives them more."""
 
@@ -75,7 +82,12 @@ class Ranks:
     """Of one run."""
 
     def __init__(
-        self, function: Callable[..., int | None], world: int, *args: Any, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        function: Callable[..., int | None],
+        world: int,
+        *args: Any,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`function(rank, *args)` runs in each; what it returns is the exit code. They print to `log`."""
         port = free_port()
@@ -90,7 +102,14 @@ class Ranks:
             self.pids[rank] = pid
 
     def _child(
-        self, function: Callable[..., int | None], rank: int, world: int, port: int, args: Any, log: Path, environment: Mapping[str, str]
+        self,
+        function: Callable[..., int | None],
+        rank: int,
+        world: int,
+        port: int,
+        args: Any,
+        log: Path,
+        environment: Mapping[str, str],
     ) -> None:
         code = 1
         try:
@@ -98,7 +117,12 @@ class Ranks:
             handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             os.dup2(handle, 1)
             os.dup2(handle, 2)
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+            }
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
             code = function(rank, *args) or 0
         except SystemExit as end:

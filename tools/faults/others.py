@@ -49,13 +49,26 @@ def rows(folder: Path, kills: int) -> Iterator[dict[str, Any]]:
     """One for each; `flips` are five times as many."""
     yield _score(Score("Plait, one tag"), folder / "plait", kills, _plait_save, _plait_load).plain()
     yield _score(Score("DCP, one folder"), folder / "dcp", kills, _dcp_save, _dcp_load).plain()
-    yield _score(Score("DCP, a folder a step, the newest with `.metadata`"), folder / "steps", kills, _dcp_steps, _dcp_newest).plain()
     yield _score(
-        Score("Transformers Trainer, `resume_from_checkpoint=True`"), folder / "hf", kills, _trainer_save, _trainer_load, world=1
+        Score("DCP, a folder a step, the newest with `.metadata`"),
+        folder / "steps",
+        kills,
+        _dcp_steps,
+        _dcp_newest,
+    ).plain()
+    yield _score(
+        Score("Transformers Trainer, `resume_from_checkpoint=True`"),
+        folder / "hf",
+        kills,
+        _trainer_save,
+        _trainer_load,
+        world=1,
     ).plain()
     if find_spec("deepspeed") is not None:
         name = f"DeepSpeed {version('deepspeed')}, a tag a step, `load_checkpoint(folder)`"
-        yield _score(Score(name), folder / "deepspeed", kills, _deepspeed_save, _deepspeed_load, world=1).plain()
+        yield _score(
+            Score(name), folder / "deepspeed", kills, _deepspeed_save, _deepspeed_load, world=1
+        ).plain()
 
 
 Save = Callable[[Path, int, dict[str, torch.Tensor], Any], Any]
@@ -64,7 +77,9 @@ Load = Callable[[Path], list[torch.Tensor] | None]
 """The tensors; None where there is no checkpoint."""
 
 
-def _score(score: Score, folder: Path, kills: int, save: Save, load: Load, *, world: int = 2) -> Score:
+def _score(
+    score: Score, folder: Path, kills: int, save: Save, load: Load, *, world: int = 2
+) -> Score:
     chance = random.Random(0)
     folder.mkdir(parents=True)
     notes, log = Notes(folder / "notes"), folder / "log"
@@ -72,7 +87,11 @@ def _score(score: Score, folder: Path, kills: int, save: Save, load: Load, *, wo
         before = len(notes.read("saved"))
         ranks = Ranks(_saving, world, str(folder), save, log=log)
         ends = time.monotonic() + 60
-        while time.monotonic() < ends and ranks.poll() and len(notes.read("saved")) < before + 2 * world:
+        while (
+            time.monotonic() < ends
+            and ranks.poll()
+            and len(notes.read("saved")) < before + 2 * world
+        ):
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.3))
         ranks.kill(kill % world)
@@ -89,13 +108,21 @@ def _score(score: Score, folder: Path, kills: int, save: Save, load: Load, *, wo
     return score
 
 
-def _flips(score: Score, folder: Path, load: Load, save: Save, chance: random.Random, log: Path, world: int) -> None:
+def _flips(
+    score: Score, folder: Path, load: Load, save: Save, chance: random.Random, log: Path, world: int
+) -> None:
     """In the files that hold the weights, of one checkpoint."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     Ranks(_saving, world, str(folder), save, 1, log=log).wait(60)
     if _loaded(folder, load, log) in (None, "mixed"):
-        raise SystemExit(f"{score.library}: an undamaged checkpoint was not loaded:\n{log.read_text()[-2000:]}")
-    files = sorted(path for path in (folder / "checkpoints").rglob("*") if path.suffix in (".safetensors", ".distcp", ".pt"))
+        raise SystemExit(
+            f"{score.library}: an undamaged checkpoint was not loaded:\n{log.read_text()[-2000:]}"
+        )
+    files = sorted(
+        path
+        for path in (folder / "checkpoints").rglob("*")
+        if path.suffix in (".safetensors", ".distcp", ".pt")
+    )
     for _ in range(5 * score.kills):
         path = chance.choice(files)
         raw = path.read_bytes()
@@ -250,7 +277,9 @@ def _trainer(folder: Path) -> Any:
         def _init_weights(self, module: Any) -> None:
             """They are given."""
 
-    arguments = TrainingArguments(output_dir=str(folder), save_total_limit=2, use_cpu=True, report_to=[], disable_tqdm=True)
+    arguments = TrainingArguments(
+        output_dir=str(folder), save_total_limit=2, use_cpu=True, report_to=[], disable_tqdm=True
+    )
     trainer = Trainer(model=Model(Config()), args=arguments)
     trainer.create_optimizer_and_scheduler(100)
     return trainer
@@ -281,7 +310,9 @@ def _deepspeed_load(folder: Path) -> list[torch.Tensor] | None:
     from deepspeed.utils import safe_get_full_fp32_param
 
     parameters = list(engine.module.parameters())
-    return [parameter.detach() for parameter in parameters] + [safe_get_full_fp32_param(parameter) for parameter in parameters]
+    return [parameter.detach() for parameter in parameters] + [
+        safe_get_full_fp32_param(parameter) for parameter in parameters
+    ]
 
 
 def _deepspeed() -> Any:
@@ -301,5 +332,7 @@ def _deepspeed() -> Any:
     settings = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
     settings |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     deepspeed.init_distributed(dist_backend="gloo")
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings
+    )
     return engine

@@ -52,9 +52,18 @@ def measure(rounds: int, *, steps: int = 8) -> Overhead:
                 if number >= 0:
                     times[checked].append(found)
         run.end()
-    wall, cpu = ([one[which] / other[which] for one, other in zip(times[True], times[False], strict=True)] for which in range(2))
+    wall, cpu = (
+        [one[which] / other[which] for one, other in zip(times[True], times[False], strict=True)]
+        for which in range(2)
+    )
     step = 1000 * statistics.median(one[0] for one in times[False]) / steps
-    return Overhead(rounds, steps, round(step, 2), round(statistics.median(wall), 4), round(statistics.median(cpu), 4))
+    return Overhead(
+        rounds,
+        steps,
+        round(step, 2),
+        round(statistics.median(wall), 4),
+        round(statistics.median(cpu), 4),
+    )
 
 
 class _Run:
@@ -96,7 +105,12 @@ def _rounds(rank: int, ends: list[tuple[int, int]], steps: int) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {"stage": 2},
     }
-    engine = plait.initialize(model, config, loss_fn=lambda output, batch: (output.square().sum(), len(output)), weight_fn=len)
+    engine = plait.initialize(
+        model,
+        config,
+        loss_fn=lambda output, batch: (output.square().sum(), len(output)),
+        weight_fn=len,
+    )
     batch = torch.randn(SAMPLES, HIDDEN)
     go, done = ends[rank]
     while (told := os.read(go, 1)) != b".":

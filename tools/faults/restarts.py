@@ -57,13 +57,31 @@ class Restart:
 
 def configuration(folder: Path) -> dict[str, Any]:
     """A tiny Llama with dropout, on two processes."""
-    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return {
         "train_batch_size": 4,
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "model": {"config": {**model, "num_key_value_heads": 2, "max_position_embeddings": 32, "attention_dropout": 0.1}},
-        "data": {"source": "files", "paths": [f"{Path(email.__file__).parent}/*.py"], "vocab_size": 300, "sequence_length": 24},
+        "model": {
+            "config": {
+                **model,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 32,
+                "attention_dropout": 0.1,
+            }
+        },
+        "data": {
+            "source": "files",
+            "paths": [f"{Path(email.__file__).parent}/*.py"],
+            "vocab_size": 300,
+            "sequence_length": 24,
+        },
         "faults": {"timeout_seconds": 30},
         "run": {
             "steps": STEPS,
@@ -96,7 +114,9 @@ class Train:
         self.log = folder / "log"
         command = [sys.executable, "-m", "plait", "train", str(folder / "run.json"), *options]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True
+            )
 
     def steps(self) -> list[int]:
         """Done until now, as the file has them."""
@@ -117,7 +137,9 @@ class Train:
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, UnicodeDecodeError):
-                pairs = (one.partition("=") for one in path.joinpath("environ").read_text().split("\0"))
+                pairs = (
+                    one.partition("=") for one in path.joinpath("environ").read_text().split("\0")
+                )
                 variables = {name: value for name, _, value in pairs}
                 if variables.get(MARK) == str(self.folder):
                     found[int(path.name)] = variables
@@ -178,23 +200,37 @@ def losses(metrics: Path) -> list[tuple[int, float]]:
 def state(folder: Path) -> tuple[str, str, str] | None:
     """(tag, hash of model and optimizer, hash of the ranks' own) of the last checkpoint."""
     found = find(folder / "run" / "checkpoints")
-    return (found.manifest.tag, found.manifest.content, found.manifest.own_content) if found is not None else None
+    return (
+        (found.manifest.tag, found.manifest.content, found.manifest.own_content)
+        if found is not None
+        else None
+    )
 
 
 def undisturbed(folder: Path, *, steps: int = STEPS) -> Path:
     """The folder of a run that nothing happens to."""
     train = Train(folder / f"undisturbed-{steps}", steps=steps)
     if train.end():
-        raise SystemExit(f"the run that nothing happens to failed:\n{train.log.read_text()[-3000:]}")
+        raise SystemExit(
+            f"the run that nothing happens to failed:\n{train.log.read_text()[-3000:]}"
+        )
     return train.folder
 
 
-def killed(folder: Path, reference: Path, *, kills: int, seed: int, standby: bool = False) -> Restart:
+def killed(
+    folder: Path, reference: Path, *, kills: int, seed: int, standby: bool = False
+) -> Restart:
     """SIGKILL of a rank at a random time, `kills` times; the launcher starts the ranks again. `standby`: after processes stand by."""
     options = ["--max-restarts", str(kills), *(["--standby"] if standby else [])]
-    found = Restart(f"plait train {' '.join(options)}, a rank killed {kills} times", standby=standby)
+    found = Restart(
+        f"plait train {' '.join(options)}, a rank killed {kills} times", standby=standby
+    )
     chance = random.Random(seed)
-    train = Train(folder / f"killed-{seed}{'-standby' if standby else ''}", *options, steps=STANDBY_STEPS if standby else STEPS)
+    train = Train(
+        folder / f"killed-{seed}{'-standby' if standby else ''}",
+        *options,
+        steps=STANDBY_STEPS if standby else STEPS,
+    )
     for kill in range(kills):
         if not train.wait_for_steps() or (standby and not train.wait_for_standby(kill + 1)):
             break
@@ -210,17 +246,29 @@ def killed(folder: Path, reference: Path, *, kills: int, seed: int, standby: boo
         found.next_step_seconds.append(round(time.monotonic() - at, 2))
     found.exit_code = train.end()
     _compare(found, train.folder, reference)
-    checks = {f"exit code {found.exit_code}": found.exit_code == 0, f"only {found.kills} kills": found.kills == kills}
+    checks = {
+        f"exit code {found.exit_code}": found.exit_code == 0,
+        f"only {found.kills} kills": found.kills == kills,
+    }
     if standby:
         checks["a restart took more than 3 s"] = max(found.next_step_seconds, default=0) <= 3
     _check(found, checks, train)
     return found
 
 
-def signalled(folder: Path, reference: Path, number: signal.Signals, *, one_rank: bool = False, restarts: int = 0) -> Restart:
+def signalled(
+    folder: Path,
+    reference: Path,
+    number: signal.Signals,
+    *,
+    one_rank: bool = False,
+    restarts: int = 0,
+) -> Restart:
     """A signal to the launcher, or to one rank; then the same command again, to the end."""
     who = "one rank" if one_rank else "the launcher"
-    found = Restart(f"{number.name} to {who}" + (f", --max-restarts {restarts}" if restarts else ""))
+    found = Restart(
+        f"{number.name} to {who}" + (f", --max-restarts {restarts}" if restarts else "")
+    )
     name = re.sub(r"\W+", "-", found.what)
     train = Train(folder / name, *(["--max-restarts", str(restarts)] if restarts else []))
     train.wait_for_steps(steps=3)
@@ -238,10 +286,14 @@ def signalled(folder: Path, reference: Path, number: signal.Signals, *, one_rank
         found,
         {
             f"exit code {found.exit_code}, not {128 + number}": found.exit_code == 128 + number,
-            f"ended after {found.ended_seconds} s, allowed are {GRACE_SECONDS:g} s": found.ended_seconds <= GRACE_SECONDS,
-            f"its last step is {step}, and its checkpoint {last}": last is not None and last[0] == f"step-{step:08d}",
+            f"ended after {found.ended_seconds} s, allowed are {GRACE_SECONDS:g} s": found.ended_seconds
+            <= GRACE_SECONDS,
+            f"its last step is {step}, and its checkpoint {last}": last is not None
+            and last[0] == f"step-{step:08d}",
             "it was done before the signal": 0 < step < STEPS,
-            "it told of a failure": "failed" not in told and "Traceback" not in told and "recorded no exception" not in told,
+            "it told of a failure": "failed" not in told
+            and "Traceback" not in told
+            and "recorded no exception" not in told,
             f"the same command again ended with {code}": code == 0,
         },
         train,
@@ -250,12 +302,17 @@ def signalled(folder: Path, reference: Path, number: signal.Signals, *, one_rank
 
 
 def _compare(found: Restart, folder: Path, reference: Path) -> None:
-    found.same_losses = losses(folder / "run" / "metrics.jsonl") == losses(reference / "run" / "metrics.jsonl")
+    found.same_losses = losses(folder / "run" / "metrics.jsonl") == losses(
+        reference / "run" / "metrics.jsonl"
+    )
     found.same_state = state(folder) == state(reference)
 
 
 def _check(found: Restart, checks: dict[str, bool], train: Train) -> None:
-    checks |= {"other losses": found.same_losses is not False, "another state at the end": found.same_state is not False}
+    checks |= {
+        "other losses": found.same_losses is not False,
+        "another state at the end": found.same_state is not False,
+    }
     found.wrong += [what for what, right in checks.items() if not right]
     left = list(train.processes())
     if left:
@@ -294,13 +351,16 @@ def roll_back(folder: Path, *, rank_of_it: int) -> Restart:
         codes[name] = dict(ranks.wait(LONGEST_SECONDS))
     rolled, without = folder / f"rolled-{rank_of_it}", folder / f"without-{rank_of_it}"
     found.exit_code = max(codes["rolled"].values(), key=abs)
-    found.same_losses = losses(rolled / "run" / "metrics.jsonl") == losses(without / "run" / "metrics.jsonl")
+    found.same_losses = losses(rolled / "run" / "metrics.jsonl") == losses(
+        without / "run" / "metrics.jsonl"
+    )
     found.same_state = state(rolled) == state(without) and state(rolled) is not None
     starts = [row for row in rows_of(rolled / "run" / "metrics.jsonl") if row["event"] == "start"]
     told = " ".join(note for row in starts for note in row["resumed"])
     checks = {
         f"exit codes {codes}": not any(code for of in codes.values() for code in of.values()),
-        f"it told {told!r}": f"the loss of rank {rank_of_it} is not finite" in told and "went back to step 20" in told,
+        f"it told {told!r}": f"the loss of rank {rank_of_it} is not finite" in told
+        and "went back to step 20" in told,
         "other losses than without the batch": found.same_losses,
         "another state than without the batch": found.same_state,
     }
@@ -338,5 +398,9 @@ def _trained(rank: int, file: str, bad: int, rank_of_it: int, leave_out: bool) -
         args[-1].update({bad} if leave_out else ())
         return job(*args)
 
-    with patch.object(Loader, "at", reading), patch.object(kind, "__call__", planted), patch.object(session, "_job", without):
+    with (
+        patch.object(Loader, "at", reading),
+        patch.object(kind, "__call__", planted),
+        patch.object(session, "_job", without),
+    ):
         main(["train", file])

@@ -54,8 +54,17 @@ def run(kind: Kind, *, rank: int, ranks: int, transport: str, stage: int = 2) ->
     outcome = Outcome(kind.name, rank, ranks, transport, stage, "plait launch")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        plan = {"kind": kind.name, "rank": rank, "step": STEP, "steps": 6, "timeout": TIMEOUT_SECONDS, "stage": stage}
-        lines, code, ended = _launched(plan | {"transport": transport, "log": str(log)}, ranks, stacks=Path(folder) / "logs")
+        plan = {
+            "kind": kind.name,
+            "rank": rank,
+            "step": STEP,
+            "steps": 6,
+            "timeout": TIMEOUT_SECONDS,
+            "stage": stage,
+        }
+        lines, code, ended = _launched(
+            plan | {"transport": transport, "log": str(log)}, ranks, stacks=Path(folder) / "logs"
+        )
         notes = _notes(log)
     faults = [note for note in notes if note[0] == "fault"]
     if not faults:
@@ -72,14 +81,24 @@ def run(kind: Kind, *, rank: int, ranks: int, transport: str, stage: int = 2) ->
     outcome.told_seconds, outcome.ended_seconds = told[0] - at, ended - told[0]
     limit = ALLOWED_SECONDS + (TIMEOUT_SECONDS if kind.hangs else 0)
     others = [other for other in range(ranks) if other != rank]
-    filled = {"rank": str(rank), "step": str(STEP), "others": r"ranks? [\d, -]+" if len(others) > 1 else f"rank {others[0]}"}
+    filled = {
+        "rank": str(rank),
+        "step": str(STEP),
+        "others": r"ranks? [\d, -]+" if len(others) > 1 else f"rank {others[0]}",
+    }
     checks = {
-        f"told after {outcome.told_seconds:.1f} s, allowed are {limit:g} s": outcome.told_seconds <= limit,
-        f"ended {outcome.ended_seconds:.1f} s later, allowed are {EXIT_SECONDS:g} s": outcome.ended_seconds <= EXIT_SECONDS,
+        f"told after {outcome.told_seconds:.1f} s, allowed are {limit:g} s": outcome.told_seconds
+        <= limit,
+        f"ended {outcome.ended_seconds:.1f} s later, allowed are {EXIT_SECONDS:g} s": outcome.ended_seconds
+        <= EXIT_SECONDS,
         f"exit code {code}, not {kind.exit_code}": code == kind.exit_code,
-        "the first line is not its cause": re.match(_filled(kind.first_line, filled), after[0][1]) is not None,
-        f"no line has {kind.condition!r}": any(re.search(_filled(kind.condition, filled), text) for _, text in after),
-        f"alarmed {outcome.told_seconds:.1f} s after the fault, too early": not kind.hangs or outcome.told_seconds >= TIMEOUT_SECONDS,
+        "the first line is not its cause": re.match(_filled(kind.first_line, filled), after[0][1])
+        is not None,
+        f"no line has {kind.condition!r}": any(
+            re.search(_filled(kind.condition, filled), text) for _, text in after
+        ),
+        f"alarmed {outcome.told_seconds:.1f} s after the fault, too early": not kind.hangs
+        or outcome.told_seconds >= TIMEOUT_SECONDS,
     }
     outcome.wrong += [text for text, right in checks.items() if not right]
     left = [note[1] for note in notes if note[0] == "start" and _alive(note[1])]
@@ -91,7 +110,9 @@ def run(kind: Kind, *, rank: int, ranks: int, transport: str, stage: int = 2) ->
     return outcome
 
 
-def run_slow(*, ranks: int, transport: str, seconds: float, stall: float = 4.0, seed: int = 0) -> Outcome:
+def run_slow(
+    *, ranks: int, transport: str, seconds: float, stall: float = 4.0, seed: int = 0
+) -> Outcome:
     """A healthy run whose ranks stall for less than the timeout."""
     outcome = Outcome("slow but healthy", -1, ranks, transport, 2, "plait launch")
     steps = max(2, round(2 * seconds / stall))
@@ -107,12 +128,16 @@ def run_slow(*, ranks: int, transport: str, seconds: float, stall: float = 4.0, 
             "stall": stall,
             "seed": seed,
         }
-        lines, outcome.exit_code, _ = _launched(plan | {"transport": transport, "log": str(log)}, ranks)
+        lines, outcome.exit_code, _ = _launched(
+            plan | {"transport": transport, "log": str(log)}, ranks
+        )
         ends = [note for note in _notes(log) if note[0] == "end"]
     alarms = [text for _, text in lines if text.startswith("plait:")]
     outcome.first_line = _portable(alarms[0]) if alarms else ""
     if alarms or outcome.exit_code or len(ends) != ranks:
-        outcome.wrong.append(f"exit code {outcome.exit_code}, {len(ends)} ranks ended, told: {alarms[:2]}")
+        outcome.wrong.append(
+            f"exit code {outcome.exit_code}, {len(ends)} ranks ended, told: {alarms[:2]}"
+        )
     return outcome
 
 
@@ -121,13 +146,20 @@ def _portable(line: str) -> str:
     return line.replace(f"{ROOT}/", "")
 
 
-def _launched(plan: dict[str, Any], ranks: int, *, stacks: Path | None = None) -> tuple[list[tuple[float, str]], int, float]:
+def _launched(
+    plan: dict[str, Any], ranks: int, *, stacks: Path | None = None
+) -> tuple[list[tuple[float, str]], int, float]:
     """(lines of standard error with their times, exit code, when the launcher had ended)."""
     command = [sys.executable, "-m", "plait", "launch", "--nproc-per-node", str(ranks)]
     command += ["--log-dir", str(stacks)] if stacks is not None else []
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*command, str(WORKER), json.dumps(plan)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        [*command, str(WORKER), json.dumps(plan)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
     )
     lines: list[tuple[float, str]] = []
     assert process.stderr is not None
@@ -162,5 +194,8 @@ def _notes(log: Path) -> list[list[Any]]:
 
 def _alive(process: int) -> bool:
     with suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in (
+            "Z",
+            "X",
+        )
     return False

@@ -31,7 +31,11 @@ from tools.faults.forks import Notes, Ranks
 HIDDEN, WORLD = 32, 2
 Plan = tuple[int, int, str]
 """(rank, number of the call, its name); -1 for a random time."""
-KEEPS = {"last": lambda step: "last", "two": lambda step: f"tag-{step % 2}", "steps": lambda step: f"step-{step}"}
+KEEPS = {
+    "last": lambda step: "last",
+    "two": lambda step: f"tag-{step % 2}",
+    "steps": lambda step: f"step-{step}",
+}
 """How a run names its checkpoints: one tag again and again, two in turn, a new one a step (and old ones deleted)."""
 
 
@@ -60,7 +64,12 @@ class Kills:
         """For JSON."""
         return {
             **asdict(self),
-            "names": sorted({_CHANGING.sub(lambda found: f"{found[1]}*" if found[1] else "TAG", one) for one in self.names}),
+            "names": sorted(
+                {
+                    _CHANGING.sub(lambda found: f"{found[1]}*" if found[1] else "TAG", one)
+                    for one in self.names
+                }
+            ),
         }
 
 
@@ -76,14 +85,21 @@ def train(rank: int, folder: str, steps: int, keeps: str, kill_rank: int, kill_c
 
     notes = Notes(Path(folder) / "notes")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(0.1), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 8))
+    model = nn.Sequential(
+        nn.Linear(HIDDEN, HIDDEN), nn.Dropout(0.1), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 8)
+    )
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 2},
         "faults": {"timeout_seconds": 60},
     }
-    engine = plait.initialize(model, config, loss_fn=lambda output, batch: (output.square().sum(), len(output)), weight_fn=len)
+    engine = plait.initialize(
+        model,
+        config,
+        loss_fn=lambda output, batch: (output.square().sum(), len(output)),
+        weight_fn=len,
+    )
     generators.seed(0, engine.mesh, step=0)
     at = Path(folder) / "checkpoints"
     loaded = engine.load_checkpoint(at, on_note=lambda _: None)
@@ -149,11 +165,15 @@ class Reference:
         folder.mkdir(parents=True)
         ranks = Ranks(recorded, WORLD, str(folder), steps, log=folder / "log")
         if any(ranks.wait(300).values()):
-            raise SystemExit(f"the run without kills failed:\n{(folder / 'log').read_text()[-3000:]}")
+            raise SystemExit(
+                f"the run without kills failed:\n{(folder / 'log').read_text()[-3000:]}"
+            )
         notes = Notes(folder / "notes")
         self.losses = {step: loss for _, _, step, loss in notes.read("loss")}
         self.contents = {step: (content, own) for _, _, step, content, own in notes.read("content")}
-        self.calls = [calls for _, _, rank, calls in sorted(notes.read("calls of"), key=lambda one: one[2])]
+        self.calls = [
+            calls for _, _, rank, calls in sorted(notes.read("calls of"), key=lambda one: one[2])
+        ]
 
 
 def recorded(rank: int, folder: str, steps: int) -> None:
@@ -180,13 +200,25 @@ def recorded(rank: int, folder: str, steps: int) -> None:
         train(rank, folder, steps, "last", -1, -1)
 
 
-def kill_saves(folder: Path, *, at_calls: int, random_kills: int, steps: int, most: int | None = None, seed: int = 0) -> Kills:
+def kill_saves(
+    folder: Path,
+    *,
+    at_calls: int,
+    random_kills: int,
+    steps: int,
+    most: int | None = None,
+    seed: int = 0,
+) -> Kills:
     """`at_calls`: how often each call of each rank is killed; `most`: only so many of these kills, drawn."""
     began, chance, found = time.monotonic(), random.Random(seed), Kills()
     reference = Reference(folder / "reference", steps)
     planned: list[Plan] = []
     for _ in range(at_calls):
-        planned += [(rank, call, name) for rank, calls in enumerate(reference.calls) for call, name in enumerate(calls)]
+        planned += [
+            (rank, call, name)
+            for rank, calls in enumerate(reference.calls)
+            for call, name in enumerate(calls)
+        ]
     planned = planned if most is None else chance.sample(planned, min(most, len(planned)))
     planned += [(index % WORLD, -1, "") for index in range(random_kills)]
     chance.shuffle(planned)
@@ -198,7 +230,14 @@ def kill_saves(folder: Path, *, at_calls: int, random_kills: int, steps: int, mo
     return found
 
 
-def _run(folder: Path, keeps: str, reference: Reference, planned: Iterator[Plan], found: Kills, chance: random.Random) -> bool:
+def _run(
+    folder: Path,
+    keeps: str,
+    reference: Reference,
+    planned: Iterator[Plan],
+    found: Kills,
+    chance: random.Random,
+) -> bool:
     """A run that is killed until it ends; whether more kills are planned."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -224,7 +263,9 @@ def _run(folder: Path, keeps: str, reference: Reference, planned: Iterator[Plan]
         if not any(statuses.values()):
             break
         if not killed:
-            found.wrong.append(f"{where}: exit codes {statuses} without a kill: {log.read_text()[-600:]}")
+            found.wrong.append(
+                f"{where}: exit codes {statuses} without a kill: {log.read_text()[-600:]}"
+            )
             break
     losses = {step: loss for _, _, step, loss in notes.read("loss")}
     per_step: dict[int, set[str]] = {}
@@ -234,16 +275,28 @@ def _run(folder: Path, keeps: str, reference: Reference, planned: Iterator[Plan]
     found.resumed += sum(step >= 0 for _, _, rank, step in notes.read("resumed") if rank == 0)
     one, _ = found_in(folder)
     end = (one.manifest.content, one.manifest.own_content) if one is not None else None
-    if losses != reference.losses or any(len(values) > 1 for values in per_step.values()) or end != reference.contents[reference.steps]:
+    if (
+        losses != reference.losses
+        or any(len(values) > 1 for values in per_step.values())
+        or end != reference.contents[reference.steps]
+    ):
         found.other_ends += 1
-        found.wrong.append(f"tags {keeps}: losses or the last state are not those of the run without kills")
+        found.wrong.append(
+            f"tags {keeps}: losses or the last state are not those of the run without kills"
+        )
     return more
 
 
-def _kill_at_random(ranks: Ranks, rank: int, notes: Notes, before: int, chance: random.Random) -> None:
+def _kill_at_random(
+    ranks: Ranks, rank: int, notes: Notes, before: int, chance: random.Random
+) -> None:
     """Within the first few steps and saves after the ranks have resumed."""
     ends = time.monotonic() + 60
-    while time.monotonic() < ends and ranks.poll() and not any(one[0] == "resumed" for one in notes.read()[before:]):
+    while (
+        time.monotonic() < ends
+        and ranks.poll()
+        and not any(one[0] == "resumed" for one in notes.read()[before:])
+    ):
         time.sleep(0.002)
     time.sleep(chance.uniform(0, 0.25))
     ranks.kill(rank)
@@ -258,7 +311,12 @@ def _look(folder: Path, notes: Notes, reference: Reference, found: Kills, where:
     step = int(one.manifest.metadata["global_steps"]) if one is not None else 0
     if step < durable:
         found.lost += 1
-        found.wrong.append(f"{where}: step {durable} was durable, and step {step} is what is there ({why})")
-    if one is not None and (one.manifest.content, one.manifest.own_content) != reference.contents[step]:
+        found.wrong.append(
+            f"{where}: step {durable} was durable, and step {step} is what is there ({why})"
+        )
+    if (
+        one is not None
+        and (one.manifest.content, one.manifest.own_content) != reference.contents[step]
+    ):
         found.mixed += 1
         found.wrong.append(f"{where}: the checkpoint of step {step} is none of that step")

@@ -23,7 +23,12 @@ def with_table(page: str, content: dict[str, Part]) -> str:
 
 def table(content: dict[str, Part]) -> str:
     """What every part has found; a part that has not run is left out."""
-    parts = [one for name, write in SECTIONS.items() if name in content for one in ("", *write(content[name]))]
+    parts = [
+        one
+        for name, write in SECTIONS.items()
+        if name in content
+        for one in ("", *write(content[name]))
+    ]
     return "\n".join([*parts[1:], "", *_of_other_commands()])
 
 
@@ -65,10 +70,16 @@ def _restarts(part: Part) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for row in part["rows"]:
-        again = f"{min(row['next_step_seconds']):.1f} to {max(row['next_step_seconds']):.1f} s" if row["next_step_seconds"] else ""
+        again = (
+            f"{min(row['next_step_seconds']):.1f} to {max(row['next_step_seconds']):.1f} s"
+            if row["next_step_seconds"]
+            else ""
+        )
         ended = f"{row['ended_seconds']:.1f} s" if row["ended_seconds"] is not None else ""
         same = "equal" if row["same_losses"] and row["same_state"] else "differ"
-        lines.append(f"| {row['what']} | {row['exit_code']} | {again} | {ended} | {same} | {'no' if row['wrong'] else 'yes'} |")
+        lines.append(
+            f"| {row['what']} | {row['exit_code']} | {again} | {ended} | {same} | {'no' if row['wrong'] else 'yes'} |"
+        )
     return lines
 
 
@@ -81,7 +92,9 @@ def _saves(part: Part) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in part["rows"]:
-        by_rank = ", ".join(str(row["by_rank"].get(rank, row["by_rank"].get(str(rank), 0))) for rank in range(2))
+        by_rank = ", ".join(
+            str(row["by_rank"].get(rank, row["by_rank"].get(str(rank), 0))) for rank in range(2)
+        )
         lines.append(
             f"| {row['kills']} | {row['at_calls']} | {len(row['names'])} | {by_rank} | {row['lost']} | {row['mixed']} | {row['runs']} "
             f"| {row['other_ends']} | {'no' if row['wrong'] else 'yes'} |"
@@ -96,7 +109,13 @@ def _damage(part: Part) -> list[str]:
         "| what | times | noticed, and the one before loaded | file and tensor named |",
         "|---|---|---|---|",
     ]
-    return [*lines, *(f"| {row['kind']} | {row['count']:,} | {row['noticed']:,} | {row['named']:,} |" for row in part["rows"])]
+    return [
+        *lines,
+        *(
+            f"| {row['kind']} | {row['count']:,} | {row['noticed']:,} | {row['named']:,} |"
+            for row in part["rows"]
+        ),
+    ]
 
 
 def _overhead(part: Part) -> list[str]:
@@ -126,11 +145,20 @@ def _others(part: Part) -> list[str]:
 
 
 def _of_other_commands() -> list[str]:
-    stale, blocking = (json.loads(path.read_text()) if path.exists() else {} for path in (STALE, BLOCKING))
+    stale, blocking = (
+        json.loads(path.read_text()) if path.exists() else {} for path in (STALE, BLOCKING)
+    )
     lines = []
     if "saves" in stale:
         said = f"**Stale saves** (`python -m tools.stale_saves`): {stale['saves']:,} saves beside the training, {stale['stale']} stale"
-        lines.append(said + (f"; of {stale['defects']} planted defects {stale['noticed']} are noticed." if "defects" in stale else "."))
+        lines.append(
+            said
+            + (
+                f"; of {stale['defects']} planted defects {stale['noticed']} are noticed."
+                if "defects" in stale
+                else "."
+            )
+        )
     if "ratio_to_copy" in blocking:
         ratio = blocking["ratio_to_copy"]
         lines += [

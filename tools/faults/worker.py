@@ -76,7 +76,11 @@ def main(plan: dict[str, Any]) -> None:
         if engine.rank == plan["rank"] and step == plan["step"]:
             note("fault")
             happen(plan["kind"], plan)
-        if plan["kind"] == "slow" and chance.randrange(engine.world_size) == engine.rank and step % 2:
+        if (
+            plan["kind"] == "slow"
+            and chance.randrange(engine.world_size) == engine.rank
+            and step % 2
+        ):
             time.sleep(plan["stall"])
         return output.square().sum(), len(output)
 

@@ -39,17 +39,37 @@ WANTED = 0.95
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.mutants",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("ids", nargs="*", help="mutants to run; all by default")
-    parser.add_argument("--survivors", action="store_true", help="run those that no test noticed the last time, against everything")
-    parser.add_argument("--check", action="store_true", help="only see whether every defect applies and is valid Python")
-    parser.add_argument("--reaching-only", action="store_true", help="leave survivors for a later --survivors")
-    parser.add_argument("--reached", type=Path, help="use this file of an earlier run instead of finding out which tests reach what")
+    parser.add_argument(
+        "--survivors",
+        action="store_true",
+        help="run those that no test noticed the last time, against everything",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only see whether every defect applies and is valid Python",
+    )
+    parser.add_argument(
+        "--reaching-only", action="store_true", help="leave survivors for a later --survivors"
+    )
+    parser.add_argument(
+        "--reached",
+        type=Path,
+        help="use this file of an earlier run instead of finding out which tests reach what",
+    )
     arguments = parser.parse_args()
     mutants = load()
     unknown = sorted(set(arguments.ids) - {mutant.id for mutant in mutants})
     if unknown:
-        parser.error(f"no mutant is called {', '.join(unknown)}; the list has {', '.join(mutant.id for mutant in mutants)}")
+        parser.error(
+            f"no mutant is called {', '.join(unknown)}; the list has {', '.join(mutant.id for mutant in mutants)}"
+        )
     check(mutants)
     if arguments.check:
         print(f"{len(mutants)} mutants apply")
@@ -68,7 +88,9 @@ def main() -> int:
     page.write(mutants, *results.load())
     missed = [m.id for m in mutants if m.id in known and not known[m.id]["caught_by"]]
     share = 1 - len(missed) / max(1, len(known))
-    print(f"{share:.1%} of {len(known)} mutants are noticed by the tests; not noticed: {', '.join(missed) or 'none'}")
+    print(
+        f"{share:.1%} of {len(known)} mutants are noticed by the tests; not noticed: {', '.join(missed) or 'none'}"
+    )
     return 0 if share >= WANTED else 1
 
 
@@ -93,7 +115,14 @@ def find_reached(mutants: list[Mutant]) -> Path:
     log = marks.with_suffix(".jsonl")
     log.unlink(missing_ok=True)
     print("which tests reach which mutant: one run of the suite with probes ...", flush=True)
-    copy.run("tools/tests.py", "-p", "tools.mutants.probes", limit=9 * LIMIT, log=BUILD / "probed.log", **{MARKS: str(marks)})
+    copy.run(
+        "tools/tests.py",
+        "-p",
+        "tools.mutants.probes",
+        limit=9 * LIMIT,
+        log=BUILD / "probed.log",
+        **{MARKS: str(marks)},
+    )
     if not log.exists():
         raise SystemExit(f"the suite did not start; {BUILD / 'probed.log'} says why")
     return log
@@ -115,7 +144,13 @@ def tests_of(log: Path) -> dict[str, list[tuple[str, float]]]:
     return ordered
 
 
-def run(mutants: list[Mutant], known: dict[str, Any], reached: dict[str, list[tuple[str, float]]] | None, *, thorough: bool) -> Any:
+def run(
+    mutants: list[Mutant],
+    known: dict[str, Any],
+    reached: dict[str, list[tuple[str, float]]] | None,
+    *,
+    thorough: bool,
+) -> Any:
     """Yields (mutant, outcome) in the list's order. `thorough`: survivors of the tests that reach them run everything."""
     copies: SimpleQueue[Copy] = SimpleQueue()
     for index in range(min(SIDE_BY_SIDE, len(mutants))):
@@ -130,7 +165,9 @@ def run(mutants: list[Mutant], known: dict[str, Any], reached: dict[str, list[tu
             if reached is not None:
                 last = known.get(mutant.id, {}).get("caught_by", "")
                 tests = [test for test, _ in reached.get(mutant.id, [])]
-                tests = [test for test in [last] if test in tests] + [test for test in tests if test != last]
+                tests = [test for test in [last] if test in tests] + [
+                    test for test in tests if test != last
+                ]
                 outcome = run_mutant(mutant, copy, tests, limit=LIMIT, log=log) if tests else None
                 if outcome is not None and (outcome.caught_by or not thorough):
                     return outcome
@@ -138,13 +175,23 @@ def run(mutants: list[Mutant], known: dict[str, Any], reached: dict[str, list[tu
         finally:
             copies.put(copy)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     console = Console()
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads, Progress(*columns, console=console) as progress:
+    with (
+        ThreadPoolExecutor(SIDE_BY_SIDE) as threads,
+        Progress(*columns, console=console) as progress,
+    ):
         task = progress.add_task("mutants", total=len(mutants))
         for mutant, outcome in zip(mutants, threads.map(one, mutants), strict=True):
             said = f"noticed by {outcome.caught_by}" if outcome.caught_by else "NOT NOTICED"
-            progress.console.print(f"{mutant.id}: {said} ({outcome.seconds:.0f} s)", soft_wrap=True, highlight=False)
+            progress.console.print(
+                f"{mutant.id}: {said} ({outcome.seconds:.0f} s)", soft_wrap=True, highlight=False
+            )
             progress.advance(task)
             yield mutant, outcome
 

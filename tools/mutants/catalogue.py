@@ -29,13 +29,18 @@ class Mutant:
         """`text` of the file with the defect in it. Raises ValueError where `old` does not occur exactly once."""
         found = text.count(self.old)
         if found != 1:
-            raise ValueError(f"mutant {self.id}: the old text occurs {found} times in {self.file}, not once")
+            raise ValueError(
+                f"mutant {self.id}: the old text occurs {found} times in {self.file}, not once"
+            )
         return text.replace(self.old, self.new)
 
     def line(self, text: str) -> int:
         """The first line, from 1, that the defect changes."""
         before = text.index(self.old)
-        shared = next((i for i, (a, b) in enumerate(zip(self.old, self.new, strict=False)) if a != b), min(len(self.old), len(self.new)))
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(self.old, self.new, strict=False)) if a != b),
+            min(len(self.old), len(self.new)),
+        )
         return text.count("\n", 0, before + shared) + 1
 
 
@@ -45,8 +50,13 @@ def load(folder: Path = LISTS) -> list[Mutant]:
     for path in sorted(folder.glob("*.yaml")):
         for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
             if set(entry) != {"id", "what", "file", "old", "new"}:
-                raise ValueError(f"{path}: {entry.get('id')}: id, what, file, old and new are needed, and nothing else")
-            values = {key: str(value).strip("\n") if key in ("old", "new") else str(value) for key, value in entry.items()}
+                raise ValueError(
+                    f"{path}: {entry.get('id')}: id, what, file, old and new are needed, and nothing else"
+                )
+            values = {
+                key: str(value).strip("\n") if key in ("old", "new") else str(value)
+                for key, value in entry.items()
+            }
             mutants.append(Mutant(**values, author=path.stem))
     ids = [mutant.id for mutant in mutants]
     twice = sorted({id for id in ids if ids.count(id) > 1})

@@ -25,7 +25,11 @@ def write(mutants: list[Mutant], results: dict[str, Any], date: str) -> None:
     ran = [mutant for mutant in mutants if mutant.id in results]
     missed = [mutant for mutant in ran if not results[mutant.id]["caught_by"]]
     by_verify = [mutant.id for mutant in missed if results[mutant.id].get("verify")]
-    by_nothing = [mutant.id for mutant in missed if not results[mutant.id].get("verify") and results[mutant.id]["ran"] == "everything"]
+    by_nothing = [
+        mutant.id
+        for mutant in missed
+        if not results[mutant.id].get("verify") and results[mutant.id]["ran"] == "everything"
+    ]
     open_ = [mutant.id for mutant in missed if results[mutant.id]["ran"] != "everything"]
     lines = [
         "# Mutants",
@@ -40,8 +44,16 @@ def write(mutants: list[Mutant], results: dict[str, Any], date: str) -> None:
         f"Not run yet: {len(mutants) - len(ran)} of {len(mutants)}. Last run: {date}.",
     ]
     for author, title in LISTS.items():
-        lines += ["", f"## {title}", "", "| defect | what goes wrong | noticed by | s |", "|---|---|---|---:|"]
-        lines += [_row(mutant, results.get(mutant.id)) for mutant in mutants if mutant.author == author]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| defect | what goes wrong | noticed by | s |",
+            "|---|---|---|---:|",
+        ]
+        lines += [
+            _row(mutant, results.get(mutant.id)) for mutant in mutants if mutant.author == author
+        ]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -59,7 +71,9 @@ def _row(mutant: Mutant, result: dict[str, Any] | None) -> str:
             else "no test that reaches it; not run against everything yet"
         )
         seconds = f"{result['seconds']:.0f}"
-    return f"| {mutant.id} | {_plain(mutant.what)} (`{mutant.file}`) | {_plain(found)} | {seconds} |"
+    return (
+        f"| {mutant.id} | {_plain(mutant.what)} (`{mutant.file}`) | {_plain(found)} | {seconds} |"
+    )
 
 
 def _plain(text: str) -> str:

@@ -33,7 +33,9 @@ def probed(text: str, mutants: list[Mutant]) -> str:
         body, index = _statement(tree, mutant.line(text))
         call = ast.parse(f"_probe({mutant.id!r})").body[0]
         body.insert(index, ast.copy_location(call, body[index]))
-    after_future = next((i for i, node in enumerate(tree.body) if not _is_prelude(node)), len(tree.body))
+    after_future = next(
+        (i for i, node in enumerate(tree.body) if not _is_prelude(node)), len(tree.body)
+    )
     tree.body[after_future:after_future] = ast.parse(PROBE).body
     return ast.unparse(ast.fix_missing_locations(tree))
 
@@ -48,8 +50,18 @@ def _statement(tree: ast.Module, line: int) -> tuple[list[ast.stmt], int]:
     belongs to the next one."""
     body: list[ast.stmt] = tree.body
     while True:
-        index = next((i for i, node in enumerate(body) if (node.end_lineno or node.lineno) >= line), len(body) - 1)
-        inner = next((block for block in _blocks(body[index]) if block[0].lineno <= line <= (block[-1].end_lineno or 0)), None)
+        index = next(
+            (i for i, node in enumerate(body) if (node.end_lineno or node.lineno) >= line),
+            len(body) - 1,
+        )
+        inner = next(
+            (
+                block
+                for block in _blocks(body[index])
+                if block[0].lineno <= line <= (block[-1].end_lineno or 0)
+            ),
+            None,
+        )
         if inner is None:
             return _after_docstring(body, index)
         body = inner
@@ -59,7 +71,11 @@ def _after_docstring(body: list[ast.stmt], index: int) -> tuple[list[ast.stmt], 
     node = body[index]
     if isinstance(node, ast.FunctionDef):  # its signature changes: whoever calls it reaches it
         first = node.body[0]
-        documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(node.body) > 1
+        documented = (
+            isinstance(first, ast.Expr)
+            and isinstance(first.value, ast.Constant)
+            and len(node.body) > 1
+        )
         return node.body, 1 if documented else 0
     return body, index
 
@@ -90,7 +106,12 @@ class Attribution:
         reached = sorted(path.name for path in self.marks.iterdir())
         for name in reached:
             (self.marks / name).unlink()
-        row = {"test": nodeid, "seconds": round(self._seconds.get(nodeid, 0.0), 3), "failed": nodeid in self._failed, "reached": reached}
+        row = {
+            "test": nodeid,
+            "seconds": round(self._seconds.get(nodeid, 0.0), 3),
+            "failed": nodeid in self._failed,
+            "reached": reached,
+        }
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -22,11 +22,16 @@ def load(path: Path = RESULTS) -> tuple[dict[str, Any], str]:
     if not path.exists():
         return {}, ""
     recorded = json.loads(path.read_text(encoding="utf-8"))
-    results = {mutant: {"caught_by": "", **outcome} for mutant, outcome in recorded["missed"].items()}
+    results = {
+        mutant: {"caught_by": "", **outcome} for mutant, outcome in recorded["missed"].items()
+    }
     for file, tests in recorded["noticed"].items():
         for test, mutants in tests.items():
             caught_by = f"{file}::{test}" if test else file
-            results |= {mutant: {"caught_by": caught_by, "seconds": seconds} for mutant, seconds in mutants.items()}
+            results |= {
+                mutant: {"caught_by": caught_by, "seconds": seconds}
+                for mutant, seconds in mutants.items()
+            }
     return results, recorded["date"]
 
 
@@ -40,7 +45,11 @@ def store(results: dict[str, Any], path: Path = RESULTS, date: str | None = None
             file, _, test = outcome["caught_by"].partition("::")
             noticed.setdefault(file, {}).setdefault(test, {})[mutant] = seconds
         else:
-            missed[mutant] = {"seconds": seconds, "ran": outcome["ran"], "verify": outcome.get("verify", False)}
+            missed[mutant] = {
+                "seconds": seconds,
+                "ran": outcome["ran"],
+                "verify": outcome.get("verify", False),
+            }
 
     # One line per test file.
     lines = [f"  {json.dumps(file)}: {json.dumps(tests)}" for file, tests in noticed.items()]

@@ -44,7 +44,10 @@ class Copy:
         """Anew, whatever was there."""
         shutil.rmtree(self.folder, ignore_errors=True)
         listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
         )
         for name in filter(None, listed.stdout.decode().split("\0")):
             if (ROOT / name).is_file():
@@ -61,18 +64,39 @@ class Copy:
         """The file as it is in the project."""
         self.write(name, (ROOT / name).read_text(encoding="utf-8"))
 
-    def pytest(self, *options: str, limit: float, log: Path, **environment: str) -> tuple[int | None, str]:
+    def pytest(
+        self, *options: str, limit: float, log: Path, **environment: str
+    ) -> tuple[int | None, str]:
         """Exit code (None: ended after `limit` seconds) and output. All processes of the run are gone afterwards."""
         return self.run(
-            "-m", "pytest", "-q", "--no-header", "-rfE", "-p", "no:cacheprovider", *options, limit=limit, log=log, **environment
+            "-m",
+            "pytest",
+            "-q",
+            "--no-header",
+            "-rfE",
+            "-p",
+            "no:cacheprovider",
+            *options,
+            limit=limit,
+            log=log,
+            **environment,
         )
 
-    def run(self, *arguments: str, limit: float, log: Path, **environment: str) -> tuple[int | None, str]:
+    def run(
+        self, *arguments: str, limit: float, log: Path, **environment: str
+    ) -> tuple[int | None, str]:
         """The same for any of Python's command lines."""
-        env = {**os.environ, "PYTHONPATH": str(self.folder / "src"), "OMP_NUM_THREADS": "1", **environment}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(self.folder / "src"),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
         command = [sys.executable, *arguments]
         with log.open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(command, cwd=self.folder, env=env, stdout=file, stderr=file, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=self.folder, env=env, stdout=file, stderr=file, start_new_session=True
+            )
             try:
                 code: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -84,7 +108,9 @@ class Copy:
         return code, log.read_text(encoding="utf-8", errors="replace")
 
 
-def run_mutant(mutant: Mutant, copy: Copy, tests: list[str] | None, *, limit: float, log: Path) -> CutResult:
+def run_mutant(
+    mutant: Mutant, copy: Copy, tests: list[str] | None, *, limit: float, log: Path
+) -> CutResult:
     """Runs `tests`, in this order (None: all), until the first failure. A run that does not end within `limit` seconds counts as noticed:
     the suite would not have ended either."""
     ran = "everything" if tests is None else "reaching"

@@ -32,7 +32,10 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"zero_optimization": {"stage": 0}, "parallel": {"dp_shard": 1, "dp_replicate": 2}},
     {"zero_optimization": {"stage": 1}, "parallel": {"dp_shard": 2, "tp": 2}},
     {"zero_optimization": {"stage": 2}, "parallel": {"dp_shard": 2, "pp": 2}},
-    {"zero_optimization": {"stage": 3}, "parallel": {"dp_shard": 2, "tp": 2, "sequence_parallel": True}},
+    {
+        "zero_optimization": {"stage": 3},
+        "parallel": {"dp_shard": 2, "tp": 2, "sequence_parallel": True},
+    },
 )
 DIFFERENT = 3
 """The exit code of `plait verify` where a layout computes something else."""
@@ -47,7 +50,11 @@ def notices(mutant: Mutant, copy: Copy) -> bool:
         file = Path(copy.folder / f"verify-{index}.json")
         file.write_text(json.dumps({**COMMON, **layout}), encoding="utf-8")
         done = subprocess.run(
-            [sys.executable, "-m", "plait", "verify", str(file)], cwd=copy.folder, env=env, capture_output=True, timeout=600
+            [sys.executable, "-m", "plait", "verify", str(file)],
+            cwd=copy.folder,
+            env=env,
+            capture_output=True,
+            timeout=600,
         )
         if done.returncode == DIFFERENT:
             return True

@@ -47,9 +47,23 @@ def cell(library: str, number: int) -> dict[str, Any]:
         folder.mkdir()
         PAINS[number].task.model().save_pretrained(saved)
         python = PEER if library == "deepspeed" else sys.executable
-        launch = ["-m", "plait", "launch"] if library == "plait" else ["-m", "torch.distributed.run", "--standalone"]
+        launch = (
+            ["-m", "plait", "launch"]
+            if library == "plait"
+            else ["-m", "torch.distributed.run", "--standalone"]
+        )
         script = Path(__file__).parent / "worker.py"
-        command = [python, *launch, "--nproc-per-node", "2", str(script), library, str(number), str(folder), str(saved)]
+        command = [
+            python,
+            *launch,
+            "--nproc-per-node",
+            "2",
+            str(script),
+            library,
+            str(number),
+            str(folder),
+            str(saved),
+        ]
         began = time.monotonic()
         code, output = _run(command, folder, SECONDS if number != 9 else 90)
         seconds = time.monotonic() - began
@@ -58,7 +72,10 @@ def cell(library: str, number: int) -> dict[str, Any]:
         named = _NAMED.search(output)
         if named:
             return {"outcome": "right", "said": f"ended with code {code}; {named.group(0)[:120]}"}
-        return {"outcome": "wrong", "said": "no line names rank 1" if code is not None else "nothing said in 90 s"}
+        return {
+            "outcome": "wrong",
+            "said": "no line names rank 1" if code is not None else "nothing said in 90 s",
+        }
     if code is None:
         return {"outcome": "hang", "said": f"did not end in {SECONDS} s"}
     if len(found) < 2:
@@ -71,10 +88,28 @@ def cell(library: str, number: int) -> dict[str, Any]:
 
 def _run(command: list[str], folder: Path, seconds: int) -> tuple[int | None, str]:
     path = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    environment = {**os.environ, **quiet, "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "ACCELERATE_USE_CPU": "true"}
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    environment = {
+        **os.environ,
+        **quiet,
+        "PATH": path,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "ACCELERATE_USE_CPU": "true",
+    }
     with (folder / "output").open("w+") as output:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code: int | None = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -89,8 +124,16 @@ def _run(command: list[str], folder: Path, seconds: int) -> tuple[int | None, st
 
 def _error(output: str) -> str:
     """The first line that names an exception."""
-    lines = [line.strip() for line in output.splitlines() if re.search(r"\b\w*(Error|Exception|Refused)\b: ", line)]
-    found = lines[0] if lines else next((line for line in reversed(output.splitlines()) if not _NOISE.match(line)), "")
+    lines = [
+        line.strip()
+        for line in output.splitlines()
+        if re.search(r"\b\w*(Error|Exception|Refused)\b: ", line)
+    ]
+    found = (
+        lines[0]
+        if lines
+        else next((line for line in reversed(output.splitlines()) if not _NOISE.match(line)), "")
+    )
     return re.sub(r"^\[rank\d+\]:\s*", "", found)[:200]
 
 
@@ -107,10 +150,21 @@ def _refused_file(tree: dict[str, Any]) -> dict[str, Any]:
 def parsed(arguments: list[str]) -> argparse.Namespace:
     """`only`: scenarios and libraries; `page`: whether nothing is run."""
     assert __doc__ is not None
-    usage = {"prog": "python -m tools.pains", "description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    usage = {
+        "prog": "python -m tools.pains",
+        "description": __doc__,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
     parser = argparse.ArgumentParser(**usage)
     choices = [*map(str, PAINS), *LIBRARIES]
-    parser.add_argument("--only", nargs="+", choices=choices, default=[], metavar="CELL", help=f"scenarios (1 to {len(PAINS)}), libraries")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=choices,
+        default=[],
+        metavar="CELL",
+        help=f"scenarios (1 to {len(PAINS)}), libraries",
+    )
     parser.add_argument("--page", action="store_true", help="run nothing")
     return parser.parse_args(arguments)
 
@@ -120,11 +174,18 @@ def main(arguments: list[str]) -> int:
     asked = parsed(arguments)
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {"cells": {}}
     if not asked.page:
-        only = [int(word) for word in asked.only if word.isdigit()], [word for word in asked.only if word in LIBRARIES]
+        only = (
+            [int(word) for word in asked.only if word.isdigit()],
+            [word for word in asked.only if word in LIBRARIES],
+        )
         known["date"] = today()
-        known.setdefault("versions", {}).update({name: version(name) for name in ("torch", "transformers", "accelerate", "peft")})
+        known.setdefault("versions", {}).update(
+            {name: version(name) for name in ("torch", "transformers", "accelerate", "peft")}
+        )
         if PEER:
-            known["versions"]["deepspeed"] = subprocess.check_output([PEER, "-c", _VERSION], text=True).strip()
+            known["versions"]["deepspeed"] = subprocess.check_output(
+                [PEER, "-c", _VERSION], text=True
+            ).strip()
         for number in only[0] or PAINS:
             for library in only[1] or LIBRARIES:
                 if library == "deepspeed" and not PEER:

@@ -15,7 +15,11 @@ from tools.pains.tasks import PLAIN_RUN, Run, Task, Trained, optimizer_of, whole
 def _accelerator(task: Task, layout: str, *, efficient: bool = True) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs, ParallelismConfig
+    from accelerate.utils import (
+        FullyShardedDataParallelPlugin,
+        InitProcessGroupKwargs,
+        ParallelismConfig,
+    )
 
     AcceleratorState._reset_state(reset_partial_state=False)
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))]:
@@ -30,12 +34,18 @@ def _accelerator(task: Task, layout: str, *, efficient: bool = True) -> Any:
             state_dict_type="SHARDED_STATE_DICT",
         )
     elif layout in ("tp", "ep", "cp"):
-        settings["parallelism_config"] = ParallelismConfig(**{"cp_size" if layout == "cp" else "tp_size": 2})
+        settings["parallelism_config"] = ParallelismConfig(
+            **{"cp_size" if layout == "cp" else "tp_size": 2}
+        )
     waits = InitProcessGroupKwargs(timeout=timedelta(seconds=10))
-    return Accelerator(cpu=True, gradient_accumulation_steps=task.accumulation, kwargs_handlers=[waits], **settings)
+    return Accelerator(
+        cpu=True, gradient_accumulation_steps=task.accumulation, kwargs_handlers=[waits], **settings
+    )
 
 
-def begin(task: Task, *, layout: str, saved: Path | None, efficient: bool = True) -> tuple[Any, Any, Any]:
+def begin(
+    task: Task, *, layout: str, saved: Path | None, efficient: bool = True
+) -> tuple[Any, Any, Any]:
     """(accelerator, model, optimizer)."""
     from transformers import AutoModelForCausalLM
 
@@ -44,7 +54,10 @@ def begin(task: Task, *, layout: str, saved: Path | None, efficient: bool = True
     if layout in ("tp", "ep"):
         from transformers.distributed import DistributedConfig
 
-        split: dict[str, Any] = {"tp_plan": "auto", "device_mesh": accelerator.torch_device_mesh["tp"]}
+        split: dict[str, Any] = {
+            "tp_plan": "auto",
+            "device_mesh": accelerator.torch_device_mesh["tp"],
+        }
         if layout == "ep":
             split = {"distributed_config": DistributedConfig(enable_expert_parallel=True)}
         made = lambda: AutoModelForCausalLM.from_pretrained(saved, **split)  # noqa: E731
@@ -58,7 +71,9 @@ def begin(task: Task, *, layout: str, saved: Path | None, efficient: bool = True
 def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
     """See `plait_side.train`."""
     shares = run.layout in ("tp", "cp", "ep")
-    accelerator, model, optimizer = begin(task, layout=run.layout, saved=run.saved, efficient=not run.full)
+    accelerator, model, optimizer = begin(
+        task, layout=run.layout, saved=run.saved, efficient=not run.full
+    )
     first = 0
     if run.resume:
         accelerator.load_state(str(folder))
@@ -91,12 +106,18 @@ def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
         accelerator.wait_for_everyone()
     if run.adapters:
         weights = accelerator.get_state_dict(model)
-        accelerator.unwrap_model(model).save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=weights)
+        accelerator.unwrap_model(model).save_pretrained(
+            folder, is_main_process=accelerator.is_main_process, state_dict=weights
+        )
         accelerator.wait_for_everyone()
-    return Trained(losses, norms, whole_weights(accelerator.unwrap_model(model), accelerator.process_index))
+    return Trained(
+        losses, norms, whole_weights(accelerator.unwrap_model(model), accelerator.process_index)
+    )
 
 
-def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[Trained, list[list[int]]]:
+def generate(
+    task: Task, prompts: list[list[int]], counts: list[int]
+) -> tuple[Trained, list[list[int]]]:
     """See `plait_side.generate`."""
     accelerator, model, optimizer = begin(task, layout="shard", saved=None)
     rank = accelerator.process_index
@@ -114,7 +135,10 @@ def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[T
     model.eval()
     with torch.no_grad():
         ids = accelerator.unwrap_model(model).generate(
-            torch.tensor([prompts[rank]]), max_new_tokens=counts[rank], min_new_tokens=counts[rank], do_sample=False
+            torch.tensor([prompts[rank]]),
+            max_new_tokens=counts[rank],
+            min_new_tokens=counts[rank],
+            do_sample=False,
         )
     accelerator.wait_for_everyone()
     weights = whole_weights(accelerator.unwrap_model(model), accelerator.process_index)

@@ -11,7 +11,9 @@ import torch
 from tools.pains.tasks import PLAIN_RUN, Run, Task, Trained, optimizer_of
 
 
-def begin(task: Task, *, layout: str = "shard", saved: Path | None = None, full: bool = False) -> Any:
+def begin(
+    task: Task, *, layout: str = "shard", saved: Path | None = None, full: bool = False
+) -> Any:
     """The engine."""
     import deepspeed
     from transformers import AutoModelForCausalLM
@@ -22,13 +24,18 @@ def begin(task: Task, *, layout: str = "shard", saved: Path | None = None, full:
         "train_micro_batch_size_per_gpu": task.micro,
         "gradient_accumulation_steps": task.accumulation * (2 if layout == "tp" else 1),
         "gradient_clipping": task.clip,
-        "zero_optimization": {"stage": 3 if layout == "shard" else 1, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": 3 if layout == "shard" else 1,
+            "stage3_param_persistence_threshold": 0,
+        },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1000000,
     }
     if layout == "tp":
         config["tensor_parallel"] = {"autotp_size": 2}
-    kept = HfDeepSpeedConfig(config) if saved is not None and layout == "shard" and not full else None  # builds under zero.Init
+    kept = (
+        HfDeepSpeedConfig(config) if saved is not None and layout == "shard" and not full else None
+    )  # builds under zero.Init
     made = None
     if saved is not None:
         made = lambda: AutoModelForCausalLM.from_pretrained(saved)  # noqa: E731
@@ -40,9 +47,15 @@ def begin(task: Task, *, layout: str = "shard", saved: Path | None = None, full:
     if task.optimizer == "Muon":
         for name, parameter in model.named_parameters():
             parameter.use_muon = parameter.ndim == 2 and ".layers." in name
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=config,
+        )
     else:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(task, model.parameters()), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer_of(task, model.parameters()), config=config
+        )
     del kept
     return engine
 
@@ -59,7 +72,9 @@ def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
     losses, norms = [], []
     engine.train()
     for index, step in enumerate(task.steps_of(rank, ranks)):
-        if (run.resume and index < engine.global_steps) or (run.stop is not None and index >= run.stop):
+        if (run.resume and index < engine.global_steps) or (
+            run.stop is not None and index >= run.stop
+        ):
             continue
         total = torch.zeros(())
         for piece in step:
@@ -94,7 +109,9 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     return found if engine.global_rank == 0 else {}
 
 
-def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[Trained, list[list[int]]]:
+def generate(
+    task: Task, prompts: list[list[int]], counts: list[int]
+) -> tuple[Trained, list[list[int]]]:
     """See `plait_side.generate`."""
     engine = begin(task)
     rank = engine.global_rank
@@ -105,7 +122,10 @@ def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[T
     engine.eval()
     with torch.no_grad():
         ids = engine.module.generate(
-            torch.tensor([prompts[rank]]), max_new_tokens=counts[rank], min_new_tokens=counts[rank], do_sample=False
+            torch.tensor([prompts[rank]]),
+            max_new_tokens=counts[rank],
+            min_new_tokens=counts[rank],
+            do_sample=False,
         )
     torch.distributed.barrier()
     return Trained([], [], _weights(engine)), [ids[0, len(prompts[rank]) :].tolist()]

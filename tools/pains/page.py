@@ -10,9 +10,17 @@ from benchmarks.common.table import markdown
 from tools.pains.scenarios import LIBRARIES, PAINS
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT, RESULT = ROOT / "docs" / "development" / "pains.md", ROOT / "benchmarks" / "results" / "pains.json"
+DOCUMENT, RESULT = (
+    ROOT / "docs" / "development" / "pains.md",
+    ROOT / "benchmarks" / "results" / "pains.json",
+)
 BEGIN, END = "<!-- python -m tools.pains -->\n", "<!-- end -->\n"
-NAMES = {"plait": "Plait", "accelerate": "Accelerate", "deepspeed": "DeepSpeed", "trainer": "Trainer"}
+NAMES = {
+    "plait": "Plait",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+    "trainer": "Trainer",
+}
 
 
 def table(known: dict[str, Any]) -> str:
@@ -24,10 +32,16 @@ def table(known: dict[str, Any]) -> str:
         for library in LIBRARIES:
             one = cells.get(library)
             shown.append(
-                "" if one is None else f"{one['outcome']}: {one['said']}" if one["outcome"] in ("right", "wrong") else one["outcome"]
+                ""
+                if one is None
+                else f"{one['outcome']}: {one['said']}"
+                if one["outcome"] in ("right", "wrong")
+                else one["outcome"]
             )
             if one is not None and one["outcome"] not in ("right", "wrong"):
-                notes.append(f"- {number}, {NAMES[library]}: {one['said'].replace('<', '(').replace('>', ')')}")
+                notes.append(
+                    f"- {number}, {NAMES[library]}: {one['said'].replace('<', '(').replace('>', ')')}"
+                )
         rows.append((f"{number} {pain.title} ({pain.threads})", pain.right, *shown))
     versions = ", ".join(f"{name} {number}" for name, number in known.get("versions", {}).items())
     header = ("what goes wrong", "right is", *NAMES.values())

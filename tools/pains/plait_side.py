@@ -13,7 +13,14 @@ from plait.engine.weights import full_weights
 from tools.pains.tasks import PLAIN_RUN, Run, Task, Trained, optimizer_of
 
 
-def begin(task: Task, *, layout: str = "shard", folder: Path | None = None, full: bool = False, waits: int = 600) -> Engine:
+def begin(
+    task: Task,
+    *,
+    layout: str = "shard",
+    folder: Path | None = None,
+    full: bool = False,
+    waits: int = 600,
+) -> Engine:
     """`layout`: "shard" for ZeRO stage 3, else the axis of `parallel` that has all ranks. `folder`: the model is loaded from there, by
     Transformers where it is loaded in `full`."""
     from transformers import AutoModelForCausalLM
@@ -27,11 +34,22 @@ def begin(task: Task, *, layout: str = "shard", folder: Path | None = None, full
     }
     if task.optimizer == "Muon":
         config["optimizer"] = {"type": "Muon", "params": {"lr": task.lr}}
-    optimizer = None if task.optimizer == "Muon" else lambda parameters: optimizer_of(task, parameters)
+    optimizer = (
+        None if task.optimizer == "Muon" else lambda parameters: optimizer_of(task, parameters)
+    )
     made = None
     if folder is not None:
-        made = lambda: AutoModelForCausalLM.from_pretrained(folder) if full else plait.from_pretrained(folder)  # noqa: E731
-    return plait.initialize(task.model(made), config, loss_fn=plait.causal_lm_loss, optimizer=optimizer)
+
+        def made():
+            return (
+                AutoModelForCausalLM.from_pretrained(folder)
+                if full
+                else plait.from_pretrained(folder)
+            )
+
+    return plait.initialize(
+        task.model(made), config, loss_fn=plait.causal_lm_loss, optimizer=optimizer
+    )
 
 
 def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
@@ -42,7 +60,9 @@ def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
     ranks, rank = (1, 0) if run.layout in ("tp", "cp") else (2, engine.dp_rank)
     losses, norms = [], []
     for index, step in enumerate(task.steps_of(rank, ranks)):
-        if (run.resume and index < engine.global_steps) or (run.stop is not None and index >= run.stop):
+        if (run.resume and index < engine.global_steps) or (
+            run.stop is not None and index >= run.stop
+        ):
             continue
         result = engine.train_batch(step)
         losses.append(float(result.loss))
@@ -58,12 +78,16 @@ def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
     return Trained(losses, norms, weights)
 
 
-def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[Trained, list[list[int]]]:
+def generate(
+    task: Task, prompts: list[list[int]], counts: list[int]
+) -> tuple[Trained, list[list[int]]]:
     """(the training, what the trained model adds to each prompt of this rank); all prompts are of one rank each."""
     engine = begin(task)
     losses = [float(engine.train_batch(step).loss) for step in task.steps_of(engine.dp_rank)]
     rank = engine.dp_rank
-    found = engine.generate([prompts[rank]], max_new_tokens=max(counts), do_sample=False)[0].token_ids[: counts[rank]]
+    found = engine.generate([prompts[rank]], max_new_tokens=max(counts), do_sample=False)[
+        0
+    ].token_ids[: counts[rank]]
     return Trained(losses, [], full_weights(engine)), [list(map(int, found))]
 
 

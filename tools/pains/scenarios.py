@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from tools.pains.tasks import LENGTH, PLAIN_RUN, Run, Task, Trained, adapted, largest_error, one_process
+from tools.pains.tasks import (
+    LENGTH,
+    PLAIN_RUN,
+    Run,
+    Task,
+    Trained,
+    adapted,
+    largest_error,
+    one_process,
+)
 
 LIBRARIES = ("plait", "accelerate", "deepspeed", "trainer")
 MEBI = 1 << 20
@@ -65,7 +74,9 @@ def _resume(cell: Cell) -> Found:
     cell.side.train(task, cell.sub("broken"), Run(stop=2))
     resumed = cell.side.train(task, cell.sub("broken"), Run(resume=True))
     assert len(resumed.losses) == 2, f"{len(resumed.losses)} steps after the checkpoint, not 2"
-    return largest_error(resumed, Trained(unbroken.losses[2:], unbroken.norms[2:], unbroken.weights)), ""
+    return largest_error(
+        resumed, Trained(unbroken.losses[2:], unbroken.norms[2:], unbroken.weights)
+    ), ""
 
 
 def _generation(cell: Cell) -> Found:
@@ -77,9 +88,16 @@ def _generation(cell: Cell) -> Found:
     model.load_state_dict(weights[0], strict=False)
     rank = torch.distributed.get_rank()
     model.eval()
-    ids = model.generate(torch.tensor([prompts[rank]]), max_new_tokens=counts[rank], min_new_tokens=counts[rank], do_sample=False)
+    ids = model.generate(
+        torch.tensor([prompts[rank]]),
+        max_new_tokens=counts[rank],
+        min_new_tokens=counts[rank],
+        do_sample=False,
+    )
     wanted = ids[0, len(prompts[rank]) :].tolist()
-    return float(sum(one != other for one, other in zip(tokens[0], wanted, strict=True))), "tokens that differ"
+    return float(
+        sum(one != other for one, other in zip(tokens[0], wanted, strict=True))
+    ), "tokens that differ"
 
 
 def _adapters(cell: Cell) -> Found:
@@ -91,18 +109,30 @@ def _adapters(cell: Cell) -> Found:
     cell.side.train(task, folder, Run(adapters=True))
     wanted, base = one_process(task), Task().model()
     opened = PeftModel.from_pretrained(base, folder)
-    empty = [name for name, tensor in load_file(folder / "adapter_model.safetensors").items() if not tensor.numel()]
+    empty = [
+        name
+        for name, tensor in load_file(folder / "adapter_model.safetensors").items()
+        if not tensor.numel()
+    ]
     assert not empty, f"{len(empty)} adapters are empty"
     reference = adapted(Task().model())
     reference.load_state_dict(wanted.weights, strict=False)
     ids = torch.arange(1, LENGTH)[None]
     with torch.no_grad():
-        return float((opened(input_ids=ids).logits - reference(input_ids=ids).logits).abs().max()), "logits of the opened adapters"
+        return float(
+            (opened(input_ids=ids).logits - reference(input_ids=ids).logits).abs().max()
+        ), "logits of the opened adapters"
 
 
 EXPERTS = Task(
     kind="qwen3_moe",
-    shape={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
+    shape={
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    },
 )
 
 
@@ -115,7 +145,13 @@ def _accumulation(cell: Cell) -> Found:
 PACKED = Task(documents=True, shape={"use_cache": False})
 ODD = Task(shape={"vocab_size": 67, "num_key_value_heads": 1, "tie_word_embeddings": True})
 LARGE = Task(
-    shape={"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8},
+    shape={
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    },
 )
 
 
@@ -151,7 +187,9 @@ def _most_resident() -> Iterator[list[int]]:
 
 def _resident() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+    return sum(
+        int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem"))
+    )
 
 
 def _hang(cell: Cell) -> Found:
@@ -177,11 +215,27 @@ def _float8(cell: Cell) -> Found:
 LORA_TP = Task(lora=True)
 MUON = Task(optimizer="Muon", lr=1e-2, matrices_only=True)
 PAINS: dict[int, Pain] = {
-    1: Pain("a resumed run goes on differently", "accelerate#4289, #3971, #3896", "numbers of an unbroken run", 1e-6, _resume),
-    2: Pain(
-        "generation hangs or is of old weights", "trl#7103, #6797, #5312", "one process's tokens, ranks of other lengths", 0, _generation
+    1: Pain(
+        "a resumed run goes on differently",
+        "accelerate#4289, #3971, #3896",
+        "numbers of an unbroken run",
+        1e-6,
+        _resume,
     ),
-    3: Pain("adapters are empty or wrong in the file", "trl#4416, peft#1402, axolotl#3777", "PEFT opens what was trained", 1e-5, _adapters),
+    2: Pain(
+        "generation hangs or is of old weights",
+        "trl#7103, #6797, #5312",
+        "one process's tokens, ranks of other lengths",
+        0,
+        _generation,
+    ),
+    3: Pain(
+        "adapters are empty or wrong in the file",
+        "trl#4416, peft#1402, axolotl#3777",
+        "PEFT opens what was trained",
+        1e-5,
+        _adapters,
+    ),
     4: Pain(
         "gradients of experts on different processes",
         "transformers#48205, #48687",
@@ -190,7 +244,13 @@ PAINS: dict[int, Pain] = {
         lambda cell: _after(cell, EXPERTS, Run(layout="ep", saved=cell.saved)),
         EXPERTS,
     ),
-    5: Pain("the loss depends on accumulation", "accelerate#3877, #1970; verl#2857", "4 x 1 samples as 1 x 4", 1e-5, _accumulation),
+    5: Pain(
+        "the loss depends on accumulation",
+        "accelerate#3877, #1970; verl#2857",
+        "4 x 1 samples as 1 x 4",
+        1e-5,
+        _accumulation,
+    ),
     6: Pain(
         "context parallelism with packed documents",
         "axolotl#3608, #3498; trl#4314",
@@ -213,7 +273,13 @@ PAINS: dict[int, Pain] = {
         _memory,
         LARGE,
     ),
-    9: Pain("a hang without a name", "trl#6796; LLaMA-Factory#1998", "the late rank is named in 30 s", 30, _hang),
+    9: Pain(
+        "a hang without a name",
+        "trl#6796; LLaMA-Factory#1998",
+        "the late rank is named in 30 s",
+        30,
+        _hang,
+    ),
     10: Pain(
         "tensor parallelism of odd models",
         "transformers#48307, #34789",
@@ -236,7 +302,13 @@ PAINS: dict[int, Pain] = {
         1e-5,
         lambda cell: _after(cell, Task(clip=0.1), Run(layout="tp", saved=cell.saved)),
     ),
-    13: Pain("NaN after loading without the efficient way", "axolotl#3077", "the saved model's logits, both ways", 1e-5, _first),
+    13: Pain(
+        "NaN after loading without the efficient way",
+        "axolotl#3077",
+        "the saved model's logits, both ways",
+        1e-5,
+        _first,
+    ),
     14: Pain(
         "Muon on shards",
         "transformers#39541; axolotl#2464",
@@ -244,11 +316,19 @@ PAINS: dict[int, Pain] = {
         5e-2,
         lambda cell: _after(cell, MUON),
     ),
-    15: Pain("float8 with sharding", "ao#4300; TransformerEngine#2951", "the losses of a run without", 1e-2, _float8),
+    15: Pain(
+        "float8 with sharding",
+        "ao#4300; TransformerEngine#2951",
+        "the losses of a run without",
+        1e-2,
+        _float8,
+    ),
 }
 
 
 def run_cell(library: str, number: int, folder: Path, saved: Path) -> Found:
     """In one of two processes. Collective."""
     os.chdir(folder)
-    return PAINS[number].run(Cell(importlib.import_module(f"tools.pains.{library}_side"), folder, saved))
+    return PAINS[number].run(
+        Cell(importlib.import_module(f"tools.pains.{library}_side"), folder, saved)
+    )

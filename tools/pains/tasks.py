@@ -61,7 +61,13 @@ class Task:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(3)
-        base = made() if made is not None else AutoModelForCausalLM.from_config(AutoConfig.for_model(self.kind, **{**SHAPE, **self.shape}))
+        base = (
+            made()
+            if made is not None
+            else AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(self.kind, **{**SHAPE, **self.shape})
+            )
+        )
         if self.matrices_only:
             for name, parameter in base.named_parameters():
                 parameter.requires_grad_(parameter.ndim == 2 and ".layers." in name)
@@ -72,14 +78,18 @@ class Task:
         draw = torch.Generator().manual_seed(5)
         found = []
         for index in range(self.steps * self.accumulation * self.micro * RANKS):
-            ids = torch.randint(1, self.shape.get("vocab_size", VOCABULARY), (LENGTH,), generator=draw)
+            ids = torch.randint(
+                1, self.shape.get("vocab_size", VOCABULARY), (LENGTH,), generator=draw
+            )
             labels = ids.clone()
             if self.ragged:
                 labels[: 1 + 3 * index % (LENGTH - 2)] = -100
             found.append({"input_ids": ids, "labels": labels})
             if self.documents:
                 cut = 3 + index % 5
-                found[-1]["position_ids"] = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])
+                found[-1]["position_ids"] = torch.cat(
+                    [torch.arange(cut), torch.arange(LENGTH - cut)]
+                )
                 labels[cut] = -100
         return found
 
@@ -87,7 +97,10 @@ class Task:
         """For every step the micro-batches of a rank."""
         samples = self.samples()
         pieces = [
-            {name: torch.stack([row[name] for row in samples[at : at + self.micro]]) for name in samples[0]}
+            {
+                name: torch.stack([row[name] for row in samples[at : at + self.micro]])
+                for name in samples[0]
+            }
             for at in range(0, len(samples), self.micro)
         ]
         mine, count = pieces[rank::ranks], self.accumulation * RANKS // ranks
@@ -100,7 +113,9 @@ def adapted(base: nn.Module) -> nn.Module:
 
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
     torch.manual_seed(11)
-    found = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+    found = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    )
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in found.named_parameters():
@@ -132,7 +147,9 @@ PLAIN_RUN = Run()
 
 def optimizer_of(task: Task, parameters: Any) -> torch.optim.Optimizer:
     """That of the scenario."""
-    kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Muon": torch.optim.Muon}[task.optimizer]
+    kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Muon": torch.optim.Muon}[
+        task.optimizer
+    ]
     settings = {"lr": task.lr} if task.optimizer == "SGD" else {"lr": task.lr, "weight_decay": 0.0}
     return kind([p for p in parameters if p.requires_grad], **settings)
 
@@ -157,7 +174,12 @@ def one_process(task: Task) -> Trained:
         for piece in step:
             given = {name: value for name, value in piece.items() if name != "labels"}
             logits = model(**given).logits[:, :-1].flatten(0, 1)
-            loss = nn.functional.cross_entropy(logits, piece["labels"][:, 1:].flatten(), reduction="sum") / targets
+            loss = (
+                nn.functional.cross_entropy(
+                    logits, piece["labels"][:, 1:].flatten(), reduction="sum"
+                )
+                / targets
+            )
             loss.backward()
             total += float(loss.detach())
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -165,12 +187,17 @@ def one_process(task: Task) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return Trained(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return Trained(
+        losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+    )
 
 
 def largest_error(found: Trained, wanted: Trained) -> float:
     """The largest relative difference of losses and norms, and of the weights relative to what the run changed."""
-    pairs = [*zip(found.losses, wanted.losses, strict=True), *zip(found.norms, wanted.norms, strict=True)]
+    pairs = [
+        *zip(found.losses, wanted.losses, strict=True),
+        *zip(found.norms, wanted.norms, strict=True),
+    ]
     error = max((abs(one - other) / max(abs(other), 1e-12) for one, other in pairs), default=0.0)
     for name, tensor in wanted.weights.items():
         if name in found.weights:

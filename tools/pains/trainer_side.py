@@ -10,7 +10,15 @@ import torch
 from tools.pains.tasks import PLAIN_RUN, RANKS, Run, Task, Trained, optimizer_of, whole_weights
 
 
-def made(task: Task, folder: Path, *, layout: str, saved: Path | None, full: bool = False, **settings: Any) -> Any:
+def made(
+    task: Task,
+    folder: Path,
+    *,
+    layout: str,
+    saved: Path | None,
+    full: bool = False,
+    **settings: Any,
+) -> Any:
     """The Trainer."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -24,7 +32,9 @@ def made(task: Task, folder: Path, *, layout: str, saved: Path | None, full: boo
     elif layout in ("tp", "ep", "cp"):
         from accelerate import ParallelismConfig
 
-        settings["parallelism_config"] = ParallelismConfig(**{"cp_size" if layout == "cp" else "tp_size": 2})
+        settings["parallelism_config"] = ParallelismConfig(
+            **{"cp_size" if layout == "cp" else "tp_size": 2}
+        )
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=task.micro,
@@ -44,7 +54,11 @@ def made(task: Task, folder: Path, *, layout: str, saved: Path | None, full: boo
     if layout in ("tp", "ep"):
         from transformers.distributed import DistributedConfig
 
-        split = {"distributed_config": DistributedConfig(enable_expert_parallel=True)} if layout == "ep" else {"tp_plan": "auto"}
+        split = (
+            {"distributed_config": DistributedConfig(enable_expert_parallel=True)}
+            if layout == "ep"
+            else {"tp_plan": "auto"}
+        )
         base = lambda: AutoModelForCausalLM.from_pretrained(saved, **split)  # noqa: E731
     elif saved is not None:
         base = lambda: AutoModelForCausalLM.from_pretrained(saved)  # noqa: E731
@@ -55,7 +69,10 @@ def made(task: Task, folder: Path, *, layout: str, saved: Path | None, full: boo
 
 def _optimizer(task: Task) -> Any:
     kind = type(optimizer_of(task, [torch.nn.Parameter(torch.zeros(2, 2))]))
-    return kind, {"lr": task.lr} if task.optimizer == "SGD" else {"lr": task.lr, "weight_decay": 0.0}
+    return kind, {"lr": task.lr} if task.optimizer == "SGD" else {
+        "lr": task.lr,
+        "weight_decay": 0.0,
+    }
 
 
 def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
@@ -78,12 +95,20 @@ def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
         trainer.save_model(str(folder))
         trainer.accelerator.wait_for_everyone()
     weights = (
-        {} if run.layout == "ep" else whole_weights(trainer.accelerator.unwrap_model(trainer.model_wrapped), trainer.args.process_index)
+        {}
+        if run.layout == "ep"
+        else whole_weights(
+            trainer.accelerator.unwrap_model(trainer.model_wrapped), trainer.args.process_index
+        )
     )
-    return Trained([row["loss"] for row in rows], [float(row["grad_norm"]) for row in rows], weights)
+    return Trained(
+        [row["loss"] for row in rows], [float(row["grad_norm"]) for row in rows], weights
+    )
 
 
-def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[Trained, list[list[int]]]:
+def generate(
+    task: Task, prompts: list[list[int]], counts: list[int]
+) -> tuple[Trained, list[list[int]]]:
     """See `plait_side.generate`."""
     trainer = made(task, Path("generate"), layout="shard", saved=None)
     trainer.train()
@@ -91,12 +116,19 @@ def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[T
     trainer.model_wrapped.eval()
     with torch.no_grad():
         ids = trainer.accelerator.unwrap_model(trainer.model_wrapped).generate(
-            torch.tensor([prompts[rank]]), max_new_tokens=counts[rank], min_new_tokens=counts[rank], do_sample=False
+            torch.tensor([prompts[rank]]),
+            max_new_tokens=counts[rank],
+            min_new_tokens=counts[rank],
+            do_sample=False,
         )
     trainer.accelerator.wait_for_everyone()
-    return Trained([], [], whole_weights(trainer.accelerator.unwrap_model(trainer.model_wrapped), trainer.args.process_index)), [
-        ids[0, len(prompts[rank]) :].tolist()
-    ]
+    return Trained(
+        [],
+        [],
+        whole_weights(
+            trainer.accelerator.unwrap_model(trainer.model_wrapped), trainer.args.process_index
+        ),
+    ), [ids[0, len(prompts[rank]) :].tolist()]
 
 
 def load(task: Task, saved: Path) -> Any:

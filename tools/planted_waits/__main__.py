@@ -18,7 +18,10 @@ from tools.planted_waits.page import page
 from tools.planted_waits.places import ROOT, waits
 from tools.planted_waits.session import Found, run
 
-PAGE, NUMBERS = ROOT / "docs" / "development" / "waits.md", ROOT / "docs" / "development" / "waits.json"
+PAGE, NUMBERS = (
+    ROOT / "docs" / "development" / "waits.md",
+    ROOT / "docs" / "development" / "waits.json",
+)
 
 
 def main() -> None:
@@ -36,18 +39,29 @@ def main() -> None:
     chosen = [wait for wait in every if given.only in wait.place]
     if given.list:
         for wait in chosen:
-            print(f"{wait.file}:{wait.line}: {wait.code}" + (f"   (left out: {wait.reason})" if wait.reason else ""))
+            print(
+                f"{wait.file}:{wait.line}: {wait.code}"
+                + (f"   (left out: {wait.reason})" if wait.reason else "")
+            )
         return
 
     def found(one: Found) -> None:
         results[one.place] = one
-        print(f"{one.place}: {one.noticed or 'NOT NOTICED'}, reached by {one.reached}   {one.told}", flush=True)
+        print(
+            f"{one.place}: {one.noticed or 'NOT NOTICED'}, reached by {one.reached}   {one.told}",
+            flush=True,
+        )
         here = {wait.place for wait in every}
         kept = [asdict(each) for place, each in sorted(results.items()) if place in here]
         NUMBERS.write_text(json.dumps({"date": today(), "waits": kept}, indent=1) + "\n")
         PAGE.write_text(page(results, today()))
 
-    due = [wait for wait in chosen if not wait.reason and not (given.missed and wait.place in results and results[wait.place].noticed)]
+    due = [
+        wait
+        for wait in chosen
+        if not wait.reason
+        and not (given.missed and wait.place in results and results[wait.place].noticed)
+    ]
     run(due, found)
 
 

@@ -36,10 +36,20 @@ def page(results: Mapping[str, Found], date: str) -> str:
     lines += [_row(wait, results.get(wait.place)) for wait in device]
     lines += ["", "Waits that are not for a device, which the tests without one cover:", ""]
     lines += ["| place | what it is | waits for |", "|---|---|---|"]
-    lines += [f"| `{wait.file}` | `{wait.code}` | {wait.reason} |" for wait in places if wait.reason and not wait.only_timed]
-    lines += ["", "Waits that are not taken out, because only a measured time follows from them; they count as neither:", ""]
+    lines += [
+        f"| `{wait.file}` | `{wait.code}` | {wait.reason} |"
+        for wait in places
+        if wait.reason and not wait.only_timed
+    ]
+    lines += [
+        "",
+        "Waits that are not taken out, because only a measured time follows from them; they count as neither:",
+        "",
+    ]
     lines += ["| place | what it is | why |", "|---|---|---|"]
-    lines += [f"| `{wait.file}` | `{wait.code}` | {wait.reason} |" for wait in places if wait.only_timed]
+    lines += [
+        f"| `{wait.file}` | `{wait.code}` | {wait.reason} |" for wait in places if wait.only_timed
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "plait"
-NAMES = ("wait", "wait_event", "wait_stream", "synchronize", "record", "record_event", "record_stream")
+NAMES = (
+    "wait",
+    "wait_event",
+    "wait_stream",
+    "synchronize",
+    "record",
+    "record_event",
+    "record_stream",
+)
 
 OF_THE_HOST = {
     "checkpoint/writer.py:self.wait()": "a thread that writes",
@@ -65,7 +73,9 @@ class Wait:
         """Why it is left out; empty for a device's."""
         for known, why in (OF_THE_HOST | ONLY_TIMED).items():
             path, _, code = known.partition(":")
-            if path in self.file and (not code or self.code == code or self.code.startswith(f"{code}.")):
+            if path in self.file and (
+                not code or self.code == code or self.code.startswith(f"{code}.")
+            ):
                 return why
         return ""
 
@@ -108,23 +118,44 @@ def _in_file(path: Path) -> Iterator[Wait]:
 
     def made(node: ast.expr | ast.stmt, instead: str) -> Wait:
         # Offsets of the syntax tree are bytes; sources with other letters in such a line would need more.
-        start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[operator]
-        return Wait(path.relative_to(PACKAGE).as_posix(), node.lineno, " ".join(text[start:end].split()), start, end, instead)
+        start, end = (
+            starts[node.lineno - 1] + node.col_offset,
+            starts[node.end_lineno - 1] + node.end_col_offset,
+        )  # type: ignore[operator]
+        return Wait(
+            path.relative_to(PACKAGE).as_posix(),
+            node.lineno,
+            " ".join(text[start:end].split()),
+            start,
+            end,
+            instead,
+        )
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             for keyword in node.keywords:
                 if keyword.arg == "non_blocking":
-                    yield replace(made(keyword.value, "False"), code=f"non_blocking in {made(node, '').code}")
-        if not (isinstance(node, ast.Attribute) and node.attr in NAMES and isinstance(node.ctx, ast.Load)):
+                    yield replace(
+                        made(keyword.value, "False"), code=f"non_blocking in {made(node, '').code}"
+                    )
+        if not (
+            isinstance(node, ast.Attribute)
+            and node.attr in NAMES
+            and isinstance(node.ctx, ast.Load)
+        ):
             continue
         call = parents[node]
         if not (isinstance(call, ast.Call) and call.func is node):
-            if node.attr in ("wait", "synchronize"):  # passed on as a function; a field of that name otherwise
+            if node.attr in (
+                "wait",
+                "synchronize",
+            ):  # passed on as a function; a field of that name otherwise
                 yield made(node, "(lambda: None)")
         elif isinstance(parents[call], ast.Expr):
             yield made(call, "None")
         elif node.attr == "record_event":  # an event of a stream that has no work
             yield made(call, "__import__('torch').cuda.Stream().record_event()")
         elif node.attr == "wait":
-            yield made(call, f"{ast.unparse(node.value)}.tensors")  # the one method of ours that returns what arrived
+            yield made(
+                call, f"{ast.unparse(node.value)}.tensors"
+            )  # the one method of ours that returns what arrived

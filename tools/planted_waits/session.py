@@ -15,7 +15,10 @@ from tests.simulated_device import pool
 from tests.simulated_device.planted import REACHED
 from tools.planted_waits.places import Wait, telling, without
 
-TESTS = tuple(f"tests/simulated_device/test_{name}.py" for name in ("waits", "ahead", "generation", "context", "cover"))
+TESTS = tuple(
+    f"tests/simulated_device/test_{name}.py"
+    for name in ("waits", "ahead", "generation", "context", "cover")
+)
 """Each for what those before do not notice."""
 SECONDS = 60
 """That a task may take with a wait taken out; one that hangs has noticed."""
@@ -60,13 +63,17 @@ class Session:
     def _look(self, items: Sequence[pytest.Item], waits: Sequence[Wait]) -> None:
         """What each test reaches, with nothing taken out."""
         by_file = groupby(waits, key=lambda wait: wait.file)
-        pool.PLANTED.update({file: telling(file, list(places), REACHED) for file, places in by_file})
+        pool.PLANTED.update(
+            {file: telling(file, list(places), REACHED) for file, places in by_file}
+        )
         for item in items:
             pool.RECORDS.clear()
             began = time.monotonic()
             failed = _failed(item)
             if failed is not None:
-                raise pytest.UsageError(f"{item.name} fails with nothing taken out:\n{failed.longreprtext}")
+                raise pytest.UsageError(
+                    f"{item.name} fails with nothing taken out:\n{failed.longreprtext}"
+                )
             seconds = time.monotonic() - began
             for place in frozenset().union(*(record.reached for record in pool.RECORDS)):
                 self._reached.setdefault(place, []).append((seconds, item))
@@ -90,13 +97,23 @@ class Session:
 
 def _failed(item: pytest.Item) -> pytest.TestReport | None:
     """Run a test; what it shares with the others of its file is kept, if it is not the only one."""
-    then = next((other for other in item.session.items if other.path == item.path and other is not item), None)
-    return next((report for report in runtestprotocol(item, log=False, nextitem=then) if report.failed), None)
+    then = next(
+        (other for other in item.session.items if other.path == item.path and other is not item),
+        None,
+    )
+    return next(
+        (report for report in runtestprotocol(item, log=False, nextitem=then) if report.failed),
+        None,
+    )
 
 
 def _told(report: pytest.TestReport) -> str:
-    errors = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E  ")]
-    said: Iterator[str] = (line for line in errors if " x rank " in line or "assert" in line or "Error" in line)
+    errors = [
+        line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E  ")
+    ]
+    said: Iterator[str] = (
+        line for line in errors if " x rank " in line or "assert" in line or "Error" in line
+    )
     return next(said, errors[0] if errors else "")[:160]
 
 

@@ -1,9 +1,10 @@
 """Fused attention kernels of torch that return the log-sum-exp, so that parts of a softmax can be
 combined.
 
-All tensors are [batch, heads, tokens, head_dim]. A log-sum-exp is [batch, heads, queries] in float32 or
-wider. The output and the log-sum-exp that a backward receives may be those of a softmax over more keys
-than the backward receives. It then returns the share of the gradients that flows through its keys.
+All tensors are [batch, heads, tokens, head_dim]. A log-sum-exp is [batch, heads, queries] in
+float32 or wider. The output and the log-sum-exp that a backward receives may be those of a softmax
+over more keys than the backward receives. It then returns the share of the gradients that flows
+through its keys.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import torch
 import torch.nn.functional as F
 
 _ALIGNMENT = 8
-"""Multiple to which head dimensions are padded. Flash and efficient attention read 16 bytes at a time."""
+"""Multiple to which head dimensions are padded. Flash and efficient attention read 16 bytes at a
+time.
+"""
 _FLASH_HEAD_DIM = 256
 """Largest head dimension for which FlashAttention has kernels."""
 _LOG_SUM_EXP_ALIGNMENT = 32
-"""Multiple to which efficient attention pads the queries of its log-sum-exp. Its backward requires the
-padding."""
+"""Multiple to which efficient attention pads the queries of its log-sum-exp. Its backward requires
+the padding.
+"""
 _FLEX_HEAD_DIM = 16
 """Smallest head dimension that FlexAttention compiles."""
 
@@ -37,7 +41,8 @@ FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Band:
     """Keys that queries see, relative to the diagonal that ends at the last query and the last key.
 
-    Query i of n sees key j of m if `i + m - n - left <= j <= i + m - n + right`. None means no limit.
+    Query i of n sees key j of m if `i + m - n - left <= j <= i + m - n + right`. None means no
+    limit.
     """
 
     left: int | None = None
@@ -69,13 +74,16 @@ class FusedAttention:
     """Forward and backward of one kernel."""
 
     forward: Callable[[Tensors, Band, float], tuple[torch.Tensor, torch.Tensor]]
-    """Takes query, key and value, the band and the scale. Returns the output and its log-sum-exp."""
+    """Takes query, key and value, the band and the scale. Returns the output and its log-sum-exp.
+    """
     backward: Callable[[Tensors, Softmax, Band, float], Tensors]
     """Returns the gradients of query, key and value."""
     shares_heads: bool
     """Whether keys and values may have fewer heads than queries."""
     bands: bool
-    """Whether the kernel supports every band. Otherwise it supports those with `Band.is_square` only."""
+    """Whether the kernel supports every band. Otherwise it supports those with `Band.is_square`
+    only.
+    """
 
 
 def _cpu_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,8 +108,8 @@ def _cpu_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float) 
 
 
 def _flash_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    # `_scaled_dot_product_flash_attention` calls this operator, but it has no window, and a causal mask needs
-    # as many keys as queries.
+    # `_scaled_dot_product_flash_attention` calls this operator, but it has no window, and a causal
+    # mask needs as many keys as queries.
     width = tensors[2].shape[3]
     query, key, value = _flash_inputs(tensors)
     output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
@@ -124,7 +132,9 @@ def _flash_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torch.Te
 
 def _flash_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float) -> Tensors:
     query, key, value = _flash_inputs(tensors)
-    grad, output = (_padded(x.transpose(1, 2), query.shape[3]) for x in (softmax.grad, softmax.output))
+    grad, output = (
+        _padded(x.transpose(1, 2), query.shape[3]) for x in (softmax.grad, softmax.output)
+    )
     rng_state = query.new_empty(0)  # not read, because there is no dropout
     gradients = torch.ops.aten._flash_attention_backward(
         grad,
@@ -149,14 +159,17 @@ def _flash_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float
 
 
 def _flash_inputs(tensors: Tensors) -> list[torch.Tensor]:
-    """Return the tensors as [batch, tokens, heads, width], with one aligned width and a contiguous last
-    dimension."""
+    """Return the tensors as [batch, tokens, heads, width], with one aligned width and a contiguous
+    last dimension.
+    """
     query, _, value = tensors
     width = _aligned(max(query.shape[3], value.shape[3]))
     return [_padded(x.transpose(1, 2), width) for x in tensors]
 
 
-def _efficient_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _efficient_forward(
+    tensors: Tensors, band: Band, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     query, _, value = tensors
     output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         *(_padded(x, _aligned(x.shape[3])) for x in tensors),
@@ -170,11 +183,15 @@ def _efficient_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torc
 
 
 def _efficient_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float) -> Tensors:
-    query, key, value, grad, output = (_padded(x, _aligned(x.shape[3])) for x in (*tensors, softmax.grad, softmax.output))
+    query, key, value, grad, output = (
+        _padded(x, _aligned(x.shape[3])) for x in (*tensors, softmax.grad, softmax.output)
+    )
     log_sum_exp = softmax.log_sum_exp
     if torch.version.hip is None:
         # A padding query has an infinite log-sum-exp, so that its weights are 0.
-        log_sum_exp = F.pad(log_sum_exp, (0, -log_sum_exp.shape[2] % _LOG_SUM_EXP_ALIGNMENT), value=inf)
+        log_sum_exp = F.pad(
+            log_sum_exp, (0, -log_sum_exp.shape[2] % _LOG_SUM_EXP_ALIGNMENT), value=inf
+        )
     rng_state = query.new_empty((), dtype=torch.int64)  # not read, because there is no dropout
     *gradients, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad,
@@ -197,7 +214,9 @@ def _efficient_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: f
 
 def _unpadded(gradients: Sequence[torch.Tensor], tensors: Tensors) -> Tensors:
     """Return the gradients without the elements that padded the last dimension of `tensors`."""
-    query, key, value = (x[..., : like.shape[3]] for x, like in zip(gradients, tensors, strict=True))
+    query, key, value = (
+        x[..., : like.shape[3]] for x, like in zip(gradients, tensors, strict=True)
+    )
     return query, key, value
 
 
@@ -215,8 +234,11 @@ def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 CPU = FusedAttention(_cpu_forward, _cpu_backward, shares_heads=False, bands=False)
-# ROCm's kernels align a causal mask at the first key, and so does `_scaled_dot_product_efficient_attention`.
-FLASH = FusedAttention(_flash_forward, _flash_backward, shares_heads=True, bands=torch.version.hip is None)
+# ROCm's kernels align a causal mask at the first key, and so does
+# `_scaled_dot_product_efficient_attention`.
+FLASH = FusedAttention(
+    _flash_forward, _flash_backward, shares_heads=True, bands=torch.version.hip is None
+)
 EFFICIENT = FusedAttention(_efficient_forward, _efficient_backward, shares_heads=False, bands=False)
 
 
@@ -236,13 +258,17 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
         return f"FlashAttention needs compute capability 8.0, and the device has {version}"
     # The backward needs more shared memory than these devices have. SDPA has the same condition.
     if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
-        return f"FlashAttention's backward takes no head dimension of {head_dim} on compute capability {version}"
+        return (
+            f"FlashAttention's backward takes no head dimension of {head_dim} on compute capability"
+            f" {version}"
+        )
     return ""
 
 
 def why_not_efficient(dtype: torch.dtype) -> str:
-    """Return why torch's memory-efficient attention does not support a dtype, or an empty string if it
-    does."""
+    """Return why torch's memory-efficient attention does not support a dtype, or an empty string if
+    it does.
+    """
     if dtype not in EFFICIENT_DTYPES:
         return f"efficient attention computes no {_name(dtype)}"
     if not _is_built("_scaled_dot_product_efficient_attention"):

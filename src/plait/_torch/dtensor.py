@@ -30,10 +30,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def local_window(tensor: DTensor) -> tuple[slice, ...]:
     """Which slice of the global tensor this rank holds.
 
-    `fully_shard` over an already split dimension splits the shard again; torch writes that as `_StridedShard` on an outer mesh dimension,
-    which is applied last. Shards are torch.chunk's, so the result is one rectangle.
+    `fully_shard` over an already split dimension splits the shard again; torch writes that as
+    `_StridedShard` on an outer mesh dimension, which is applied last. Shards are torch.chunk's, so
+    the result is one rectangle.
     """
-    starts, sizes = [0] * tensor.ndim, list(tensor.shape)
+    starts = [0] * tensor.ndim
+    sizes = list(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     for axis, dim in shard_order(tensor):
@@ -45,17 +47,23 @@ def local_window(tensor: DTensor) -> tuple[slice, ...]:
 
 
 def shard_order(tensor: DTensor) -> list[tuple[int, int]]:
-    """(mesh dimension, tensor dimension) of every split, in the order in which they are applied (see `local_window`)."""
+    """(mesh dimension, tensor dimension) of every split, in the order in which they are applied
+    (see `local_window`).
+    """
     splits = [
-        (isinstance(p, _StridedShard), axis, p.dim) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)
+        (isinstance(p, _StridedShard), axis, p.dim)
+        for axis, p in enumerate(tensor.placements)
+        if isinstance(p, Shard | _StridedShard)
     ]
     return [(axis, dim) for _, axis, dim in sorted(splits)]
 
 
 def sum_before_reading() -> None:
-    """Let `float(tensor)`, `.item()` and `bool(tensor)` of a DTensor that holds this rank's part of a sum give the sum, as every other
-    operator does. torch 2.13 gives the part (pytorch issue 166638), so an optimizer that reads a norm of a shard would compute something
-    else on every rank. For all DTensors of the process; collective over the ranks of the tensor that is read."""
+    """Let `float(tensor)`, `.item()` and `bool(tensor)` of a DTensor that holds this rank's part of
+    a sum give the sum, as every other operator does. torch 2.13 gives the part (pytorch issue
+    166638), so an optimizer that reads a norm of a shard would compute something else on every
+    rank. For all DTensors of the process; collective over the ranks of the tensor that is read.
+    """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[_READ] = _read
 
@@ -63,7 +71,9 @@ def sum_before_reading() -> None:
 def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     tensor: DTensor = args[0]
     if any(placement.is_partial() for placement in tensor.placements):
-        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+        tensor = tensor.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in tensor.placements]
+        )
     return operator(tensor.to_local())
 
 
@@ -78,7 +88,10 @@ def keep_uneven_gradients_split() -> None:
 
     The change applies to all DTensors of the process.
     """
-    if getattr(_tensor_strategies, "is_tensor_evenly_shardable", _counts_as_even) is _counts_as_even:
+    if (
+        getattr(_tensor_strategies, "is_tensor_evenly_shardable", _counts_as_even)
+        is _counts_as_even
+    ):
         return
     _tensor_strategies.is_tensor_evenly_shardable = _counts_as_even
     adjust = _propagator._adjust_shape_and_stride_args
@@ -98,7 +111,9 @@ def _counts_as_even(*_: object) -> bool:
 
 
 def _dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor whose dimensions have the memory order of the strides `like`."""
+    """Return the strides of a dense tensor whose dimensions have the memory order of the strides
+    `like`.
+    """
     stride = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
@@ -108,16 +123,21 @@ def _dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 
 def forget_meshes() -> None:
-    """Forget what every operator's result looked like. torch keeps it by a mesh's shape, with the mesh of the first call: once the groups
-    of that mesh have ended, full tensors of another mesh of this shape would be gathered over them."""
-    # As torch.distributed.tensor.debug does, whose import takes the compiler's with it: 0.7 s of every process that starts.
+    """Forget what every operator's result looked like. torch keeps it by a mesh's shape, with the
+    mesh of the first call: once the groups of that mesh have ended, full tensors of another mesh of
+    this shape would be gathered over them.
+    """
+    # As torch.distributed.tensor.debug does, whose import takes the compiler's with it: 0.7 s of
+    # every process that starts.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 @contextmanager
 def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter `make()` wherever a DTensor's operator runs on its global shape, on fake tensors, to learn the result's shape."""
+    """Enter `make()` wherever a DTensor's operator runs on its global shape, on fake tensors, to
+    learn the result's shape.
+    """
 
     before = _propagator._propagate_tensor_meta_non_cached
 

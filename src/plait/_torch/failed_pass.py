@@ -34,7 +34,9 @@ class GradientSnapshot:
         ]
 
     def restore(self) -> None:
-        """Assign the gradients to the parameters again, and the partial reductions to their units."""
+        """Assign the gradients to the parameters again, and the partial reductions to their
+        units.
+        """
         for group, partial, layout in zip(self._groups, self._partial, self._layouts, strict=True):
             group._partial_reduce_output = partial
             _partial_layout(group).update(layout)

@@ -1,7 +1,7 @@
 """Collectives that gather into, or scatter out of, one contiguous tensor.
 
-torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`. The arguments stayed the same.
-The name is looked up in every call, so that code that replaces torch's function is seen.
+torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`. The arguments stayed the
+same. The name is looked up in every call, so that code that replaces torch's function is seen.
 """
 
 from __future__ import annotations

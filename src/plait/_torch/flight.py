@@ -1,4 +1,6 @@
-"""Collectives that torch's flight recorder has seen begin and not end: torch keeps the last of them for every backend, also for gloo."""
+"""Collectives that torch's flight recorder has seen begin and not end: torch keeps the last of them
+for every backend, also for gloo.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from dataclasses import dataclass
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-_DUMPS = tuple(name for name in dir(_distributed_c10d) if name.startswith("_dump_") and name.endswith("_trace_json"))
+_DUMPS = tuple(
+    name
+    for name in dir(_distributed_c10d)
+    if name.startswith("_dump_") and name.endswith("_trace_json")
+)
 """One for each recorder that this torch was built with."""
 
 _DTYPES = {
@@ -59,7 +65,10 @@ def _of(recorder: str) -> Iterator[Begun]:
         name, _ = entry["process_group"]
         group = groups.get(name)
         dtypes = [_DTYPES.get(dtype, dtype.lower()) for dtype in entry.get("input_dtypes", ())]
-        shapes = " and ".join(f"{shape} {dtype}" for shape, dtype in zip(entry.get("input_sizes", ()), dtypes, strict=False))
+        shapes = " and ".join(
+            f"{shape} {dtype}"
+            for shape, dtype in zip(entry.get("input_sizes", ()), dtypes, strict=False)
+        )
         message = bool(entry.get("is_p2p"))
         yield Begun(
             operation=str(entry["profiling_name"]).rpartition(":")[2],

@@ -1,4 +1,6 @@
-"""Process groups: what they are made of, and those that do not exist. `delivered_at_once` and `splits_named_alike` patch torch."""
+"""Process groups: what they are made of, and those that do not exist. `delivered_at_once` and
+`splits_named_alike` patch torch.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,13 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
 
 @contextmanager
 def splits_named_alike(number: int) -> Iterator[None]:
-    """Groups that are split from another inside are named by their ranks, `number` and their order. torch takes the number of groups that
-    this process is in instead, which is another one on a rank that is in more of them; gloo's ranks meet under the name, and would wait
-    for each other for ever. `number` is the same on all ranks, and was not used before."""
-    before, order = distributed_c10d._hash_ranks_to_str, count()
+    """Groups that are split from another inside are named by their ranks, `number` and their order.
+    torch takes the number of groups that this process is in instead, which is another one on a rank
+    that is in more of them; gloo's ranks meet under the name, and would wait for each other for
+    ever. `number` is the same on all ranks, and was not used before.
+    """
+    before = distributed_c10d._hash_ranks_to_str
+    order = count()
 
     def name(ranks: list[int]) -> str:
         return sha1(f"{ranks} {number} {next(order)}".encode(), usedforsecurity=False).hexdigest()
@@ -43,7 +48,9 @@ def splits_named_alike(number: int) -> Iterator[None]:
 
 
 def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The group that a collective operator is called with: a process group object, or the name of one as last argument."""
+    """The group that a collective operator is called with: a process group object, or the name of
+    one as last argument.
+    """
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             with suppress(RuntimeError):  # another kind of object, e.g. the reduction
@@ -68,7 +75,9 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def give_timeout(group: dist.ProcessGroup, of: dist.ProcessGroup) -> None:
-    """Let collectives of `group` give up after the time of `of`. torch gives every new group its own default, not the first group's."""
+    """Let collectives of `group` give up after the time of `of`. torch gives every new group its
+    own default, not the first group's.
+    """
     for options in _options(of)[:1]:  # none of a fake group
         for device in group._device_types:
             group._get_backend(device)._set_default_timeout(options._timeout)
@@ -96,8 +105,9 @@ _NAMES_BEFORE_2_13 = {
 
 
 def with_called_names(group: Group) -> Group:
-    """Decorate a process group class written in Python: add its methods under the names that this torch
-    calls."""
+    """Decorate a process group class written in Python: add its methods under the names that this
+    torch calls.
+    """
     for name, earlier in _NAMES_BEFORE_2_13.items():
         if not hasattr(dist.ProcessGroup, name):
             setattr(group, earlier, getattr(group, name))
@@ -105,7 +115,9 @@ def with_called_names(group: Group) -> Group:
 
 
 def give_backend(group: dist.ProcessGroup, backend: Any) -> None:
-    """Let `backend` be what a group written in Python names as its own for tensors on the CPU: its name and its timeout are read there."""
+    """Let `backend` be what a group written in Python names as its own for tensors on the CPU: its
+    name and its timeout are read there.
+    """
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
@@ -117,7 +129,9 @@ def finished_work() -> Any:
 
 @contextmanager
 def delivered_at_once() -> Iterator[None]:
-    """Messages to ranks that do not exist count as delivered: a fake group's works never say that they are complete."""
+    """Messages to ranks that do not exist count as delivered: a fake group's works never say that
+    they are complete.
+    """
     before = FakeWork.is_completed
     FakeWork.is_completed = lambda self: True  # type: ignore[method-assign]
     try:

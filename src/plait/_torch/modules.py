@@ -1,4 +1,6 @@
-"""What a module and a parameter own, as torch keeps it: dictionaries in place, hooks that a user has put on them."""
+"""What a module and a parameter own, as torch keeps it: dictionaries in place, hooks that a user
+has put on them.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ Children = dict[str, nn.Module | None]
 
 
 def state_without_tensors(module: nn.Module) -> tuple[dict[str, Any], Children, Tensors]:
-    """(a copy of a module's attributes, without parameters and buffers, whose dictionaries are the copy's own; the one among them that
-    holds its modules; those parameters and buffers by name)."""
+    """(a copy of a module's attributes, without parameters and buffers, whose dictionaries are the
+    copy's own; the one among them that holds its modules; those parameters and buffers by name).
+    """
     registries = nn.Module().__dict__
-    found = {name: value.copy() if name in registries and isinstance(value, dict) else value for name, value in vars(module).items()}
+    found = {
+        name: value.copy() if name in registries and isinstance(value, dict) else value
+        for name, value in vars(module).items()
+    }
     found |= {"_parameters": {}, "_buffers": {}}
     return found, found["_modules"], {**module._parameters, **module._buffers}
 
@@ -53,7 +59,9 @@ def hooks_of(module: nn.Module, kind: HookKind) -> dict[int, Any]:
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether a hook reads or changes a parameter's gradient."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(parameter._backward_hooks) or bool(
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,6 @@
-"""Operators and the modes that see them: fake tensors, dispatch and function modes, trees of arguments, fused kernels."""
+"""Operators and the modes that see them: fake tensors, dispatch and function modes, trees of
+arguments, fused kernels.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-# One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without rounding it to theirs.
-foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+# One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without
+# rounding it to theirs.
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Group tensors that one foreach kernel can take: indices into `tensors`, ascending in each group.
+    """Group tensors that one foreach kernel can take: indices into `tensors`, ascending in each
+    group.
 
     Empty tensors belong to the groups too. The order of the groups follows from the types alone, so
     that it is the same on all ranks.
@@ -43,9 +48,12 @@ function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_
 
 @contextmanager
 def without_failed_operators() -> Iterator[None]:
-    """Log nothing of operators that fail on fake tensors: torch logs each with its traceback, also where the error is caught."""
+    """Log nothing of operators that fail on fake tensors: torch logs each with its traceback, also
+    where the error is caught.
+    """
     log = logging.getLogger(FakeTensorMode.__module__)
-    before, log.disabled = log.disabled, True
+    before = log.disabled
+    log.disabled = True
     try:
         yield
     finally:
@@ -58,10 +66,11 @@ class KernelWithoutMemory(RuntimeError):
 
 @contextmanager
 def refusing_triton_kernels() -> Iterator[None]:
-    """Raise KernelWithoutMemory inside the block when a Triton kernel receives fake or meta tensors.
+    """Raise KernelWithoutMemory inside the block when a Triton kernel receives fake or meta
+    tensors.
 
-    Their data pointer is 0. The kernel would write there, and a later and innocent call on the device
-    would fail with an illegal memory access.
+    Their data pointer is 0. The kernel would write there, and a later and innocent call on the
+    device would fail with an illegal memory access.
     """
     jit = sys.modules.get("triton.runtime.jit")
     if jit is None:
@@ -72,7 +81,9 @@ def refusing_triton_kernels() -> Iterator[None]:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
-            raise KernelWithoutMemory(f"the Triton kernel {kernel.__name__} cannot run on tensors without memory")
+            raise KernelWithoutMemory(
+                f"the Triton kernel {kernel.__name__} cannot run on tensors without memory"
+            )
         return launch(kernel, *args, **kwargs)
 
     jit.JITFunction.run = run
@@ -89,7 +100,9 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def operator_named(name: str) -> Any | None:
-    """`aten.mm` to the operator with all of its overloads; None where this torch has none of that name."""
+    """`aten.mm` to the operator with all of its overloads; None where this torch has none of that
+    name.
+    """
     namespace, _, operator = name.partition(".")
     with suppress(AttributeError, RuntimeError):
         return getattr(getattr(torch.ops, namespace), operator) if operator else None

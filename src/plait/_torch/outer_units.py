@@ -1,21 +1,21 @@
 """Patched behaviour of `fully_shard`: sharding units outside of the blocks (outer units), which all
 ranks gather in every forward, as they gather the root unit, and which are freed before the root.
 
-Note [Life of an outer unit]:
-The root unit of `fully_shard` is gathered in every forward of the model, whichever layers run. Ranks may
-therefore use different layers outside of the blocks. An ordinary unit is gathered when its own forward
-runs, so ranks that run different layers would deadlock. Outer units are gathered in every forward, as
-the root is: an embedding together with the root, and a head at the end of the model's forward at the
-latest.
+Note [Life of an outer unit]: The root unit of `fully_shard` is gathered in every forward of the
+model, whichever layers run. Ranks may therefore use different layers outside of the blocks. An
+ordinary unit is gathered when its own forward runs, so ranks that run different layers would
+deadlock. Outer units are gathered in every forward, as the root is: an embedding together with the
+root, and a head at the end of the model's forward at the latest.
 
-An embedding is freed after its forward, because its backward does not read the weight. Another call in the
-same forward gathers it again, so all ranks must make that further call; a first call may be made on some
-ranks only. A head stays gathered until the backward of its first call in the forward has ended. The
-backwards of all later calls have ended by then, because autograd runs the most recent nodes first.
+An embedding is freed after its forward, because its backward does not read the weight. Another call
+in the same forward gathers it again, so all ranks must make that further call; a first call may be
+made on some ranks only. A head stays gathered until the backward of its first call in the forward
+has ended. The backwards of all later calls have ended by then, because autograd runs the most
+recent nodes first.
 
-Other code of the model may read a unit's parameter, for example to multiply with the transposed weight
-of the embedding. Such a read gathers the unit. From then on the unit is treated like the root: it stays
-gathered until the end of the backward, and is reduced then.
+Other code of the model may read a unit's parameter, for example to multiply with the transposed
+weight of the embedding. Such a read gathers the unit. From then on the unit is treated like the
+root: it stays gathered until the end of the backward, and is reduced then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from plait._torch.operators import tree_leaves
 from plait._torch.units import parameter_groups
 
 
-def follow_root(root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Sequence[FSDPModule]) -> None:
+def follow_root(
+    root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Sequence[FSDPModule]
+) -> None:
     """Gather and free outer units as described in Note [Life of an outer unit].
 
     Args:
@@ -77,7 +79,8 @@ def follow_root(root: FSDPModule, *, embeddings: Sequence[FSDPModule], heads: Se
         return gradient
 
     state._pre_backward = pre_backward
-    # These hooks run after torch's pre-forward hook and before torch's post-forward hook of the root.
+    # These hooks run after torch's pre-forward hook and before torch's post-forward hook of the
+    # root.
     root.register_forward_pre_hook(before_forward)
     root.register_forward_hook(after_forward, prepend=True)
     root.register_forward_hook(leave_forward, always_call=True)
@@ -97,7 +100,9 @@ class _OuterUnit:
         self._model_runs = False
         self._unit_runs = False
         self._awaits_backward = False
-        """Whether a call in a forward has registered a hook at the end of its backward, which has not run yet."""
+        """Whether a call in a forward has registered a hook at the end of its backward, which has
+        not run yet.
+        """
         self._register_post_backward = self.group._register_post_backward_hook
         self._pre_forward = self.group.pre_forward
         self._post_forward = self.group.post_forward
@@ -112,8 +117,9 @@ class _OuterUnit:
         state: Any = self._state
 
         def watch_output(output: Any) -> Any:
-            # torch warns if the output is a view, because an in-place operation drops the hook. That is
-            # harmless here: a head stays gathered, and an embedding's backward needs no weight.
+            # torch warns if the output is a view, because an in-place operation drops the hook.
+            # That is harmless here: a head stays gathered, and an embedding's backward needs no
+            # weight.
             if torch.is_grad_enabled():
                 # A list on torch 2.11, where `watch_dataclasses` passes the tensors of the output.
                 for leaf in tree_leaves(output):
@@ -137,8 +143,8 @@ class _OuterUnit:
     def gather(self, state: TrainingState) -> None:
         """Gather the unit if it is not gathered. Collective."""
         group = self.group
-        # torch prepares the units of the modules that the model has in its first forward. Nothing runs a
-        # module that was replaced before, and its unit is never prepared.
+        # torch prepares the units of the modules that the model has in its first forward. Nothing
+        # runs a module that was replaced before, and its unit is never prepared.
         if group.is_unsharded or self._state._is_root is None:
             return
         # torch gathers nothing in a backward where this is False, as it is for embeddings.

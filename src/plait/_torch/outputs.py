@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 def watch_dataclasses(module: FSDPModule) -> None:
     """Make the backward of a unit gather its parameters if its forward returns a dataclass.
 
-    The backward gathers a unit when a gradient of its output arrives. torch 2.11 finds tensors in an
-    output with pytree functions only, which treat unregistered dataclasses as leaves. The backward
-    would then compute with freed memory. Later releases search dataclasses. Call this once per unit.
+    The backward gathers a unit when a gradient of its output arrives. torch 2.11 finds tensors in
+    an output with pytree functions only, which treat unregistered dataclasses as leaves. The
+    backward would then compute with freed memory. Later releases search dataclasses. Call this once
+    per unit.
     """
     if hasattr(_common_utils, "collect_grad_tensors"):
         return

@@ -1,4 +1,6 @@
-"""Forward and backward passes: of a sharded root whose pass Plait runs in parts, and of autograd."""
+"""Forward and backward passes: of a sharded root whose pass Plait runs in parts, and of
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,41 @@ from plait._torch.units import parameter_groups, sharded_modules
 
 
 def begin_sharded(model: nn.Module) -> None:
-    """Let a sharded root know its units now. By itself it looks for them in its first forward, and those that are not in the model then
-    (blocks of another pipeline stage) would each be a root of their own: nothing gathered ahead, buffers kept."""
+    """Let a sharded root know its units now. By itself it looks for them in its first forward, and
+    those that are not in the model then (blocks of another pipeline stage) would each be a root of
+    their own: nothing gathered ahead, buffers kept.
+    """
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
 
 
 def leave_forward(model: nn.Module, output: Any) -> Any:
-    """End the forward of a sharded root whose `forward` was left by an exception, with `output` in its result's place."""
-    return model._get_fsdp_state()._post_forward(model, (), output) if isinstance(model, FSDPModule) else output
+    """End the forward of a sharded root whose `forward` was left by an exception, with `output` in
+    its result's place.
+    """
+    return (
+        model._get_fsdp_state()._post_forward(model, (), output)
+        if isinstance(model, FSDPModule)
+        else output
+    )
 
 
 def expect_backward(model: nn.Module, output: Any) -> Any:
-    """`output`, whose backward makes a sharded root `model` ready first. torch expects that of the tensors that it finds in what `forward`
-    returns, and does not look into objects of classes that it does not know."""
-    return model._get_fsdp_state()._register_pre_backward_hook(output) if isinstance(model, FSDPModule) else output
+    """`output`, whose backward makes a sharded root `model` ready first. torch expects that of the
+    tensors that it finds in what `forward` returns, and does not look into objects of classes that
+    it does not know.
+    """
+    return (
+        model._get_fsdp_state()._register_pre_backward_hook(output)
+        if isinstance(model, FSDPModule)
+        else output
+    )
 
 
 def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
-    """Run the end of backward for `units` of the sharded root `model`: reduce and free as their flags say. Outside of a backward pass."""
+    """Run the end of backward for `units` of the sharded root `model`: reduce and free as their
+    flags say. Outside of a backward pass.
+    """
     for unit in units:
         for group in parameter_groups(unit):
             group.post_backward()
@@ -85,7 +103,9 @@ def allows_two_runs(node: Node) -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` once, when the backward pass that is running now has finished. Only callable from inside a backward pass."""
+    """Run `callback` once, when the backward pass that is running now has finished. Only callable
+    from inside a backward pass.
+    """
     Variable._execution_engine.queue_callback(callback)
 
 
@@ -128,7 +148,9 @@ def _with_begin(state: Any, begin: Callable[[], None]) -> Callable[[], None]:
     return begin_and_register
 
 
-def _with_end(state: Any, before_end: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+def _with_end(
+    state: Any, before_end: Callable[[], None], end: Callable[[], None]
+) -> Callable[[], None]:
     finish = state._root_post_backward_final_callback
 
     def finish_and_end() -> None:
@@ -140,8 +162,9 @@ def _with_end(state: Any, before_end: Callable[[], None], end: Callable[[], None
 
 
 def graph_task() -> int | None:
-    """A number of the backward pass that is running now: a backward inside another one (a reentrant checkpoint) has its own. None outside
-    of any."""
+    """A number of the backward pass that is running now: a backward inside another one (a reentrant
+    checkpoint) has its own. None outside of any.
+    """
     task = torch._C._current_graph_task_id()
     return None if task < 0 else task
 

@@ -14,8 +14,8 @@ rebuilt_tensor = _rebuild_tensor_v2
 def records_of(path: Path) -> list[str]:
     """Return the names of the records in a file of torch.save, as `torch.load` will see them.
 
-    `zipfile` reads archives in another way, and a file can be made that means something else to each of
-    the two.
+    `zipfile` reads archives in another way, and a file can be made that means something else to
+    each of the two.
 
     Raises:
         RuntimeError: It is not such a file.

@@ -9,8 +9,12 @@ from typing import IO, Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-Give = Callable[[Sequence[str], Mapping[str, str], Sequence[IO[str] | None]], "subprocess.Popen[bytes] | None"]
-"""Arguments, environment, and files for standard output and error to a process; None to have it started."""
+Give = Callable[
+    [Sequence[str], Mapping[str, str], Sequence[IO[str] | None]], "subprocess.Popen[bytes] | None"
+]
+"""Arguments, environment, and files for standard output and error to a process; None to have it
+started.
+"""
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""The memory behind tensors: which share it, how much there is, and how often it was written to. `on_resize` patches torch."""
+"""The memory behind tensors: which share it, how much there is, and how often it was written to.
+`on_resize` patches torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind this rank's parts of `tensors`."""
-    return sum({storage_key(t): local_tensor(t.detach()).untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {
+            storage_key(t): local_tensor(t.detach()).untyped_storage().nbytes() for t in tensors
+        }.values()
+    )
 
 
 def version_of(tensor: torch.Tensor) -> int:

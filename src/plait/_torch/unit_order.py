@@ -14,13 +14,13 @@ remaining ones. A unit without gradients reduces zeros. Models that run their bl
 of registration issue the same collectives as without this patch. A step that skips a block keeps
 the gradients of the blocks in front of it unsharded until the end of the backward.
 
-An evaluation between forward and backward may have freed units, so the begin of the backward gathers
-all of them. Nothing is gathered after that: torch would prefetch units that are reduced already,
-because it remembers the order of all forwards, and would leave them gathered. A block that ran several
-times is reduced after the backward of the last of its calls.
+An evaluation between forward and backward may have freed units, so the begin of the backward
+gathers all of them. Nothing is gathered after that: torch would prefetch units that are reduced
+already, because it remembers the order of all forwards, and would leave them gathered. A block that
+ran several times is reduced after the backward of the last of its calls.
 
-At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded, and the
-ranks compare a digest of it once per step.
+At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded, and
+the ranks compare a digest of it once per step.
 """
 
 from __future__ import annotations
@@ -84,10 +84,14 @@ class UnitOrder:
         modules = [root, *embeddings, *blocks, *heads]
         pairs = [(module, group) for module in modules for group in parameter_groups(module)]
         names: dict[Any, str] = {module: name for name, module in root.named_modules()}
-        self._names = [names[module] or "the parameters outside of the blocks" for module, _ in pairs]
+        self._names = [
+            names[module] or "the parameters outside of the blocks" for module, _ in pairs
+        ]
         self._states: list[Any] = [module._get_fsdp_state() for module, _ in pairs]
         self._groups = [group for _, group in pairs]
-        self._reductions: list[Callable[..., None]] = [group.post_backward for group in self._groups]
+        self._reductions: list[Callable[..., None]] = [
+            group.post_backward for group in self._groups
+        ]
         # Bounded, because evaluations append to it and only training steps empty it.
         self._collectives: deque[int] = deque(maxlen=MOST_COLLECTIVES)
         self._digest = 0
@@ -116,7 +120,9 @@ class UnitOrder:
 
     @property
     def last(self) -> str:
-        """The last collective that began, e.g. `gathering of blocks.1`. Empty before the first one."""
+        """The last collective that began, e.g. `gathering of blocks.1`. Empty before the first
+        one.
+        """
         return self._description(self._collectives[-1]) if self._collectives else ""
 
     def take(self) -> list[int]:
@@ -220,7 +226,10 @@ class UnitOrder:
     def _reduce(self, index: int) -> None:
         group = self._groups[index]
         # torch issues no collective for a unit that is frozen or was never gathered.
-        trains = any(p.sharded_param.requires_grad and hasattr(p, "_unsharded_param") for p in group.fsdp_params)
+        trains = any(
+            p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")
+            for p in group.fsdp_params
+        )
         if group.reduce_grads and trains:
             self._note(2 * index + 1)
         self._reductions[index]()

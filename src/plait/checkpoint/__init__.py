@@ -1,1 +1,3 @@
-"""Checkpoints: safetensors shards and JSON manifests in a folder that appears whole or not at all, and that loads on any layout."""
+"""Checkpoints: safetensors shards and JSON manifests in a folder that appears whole or not at all,
+and that loads on any layout.
+"""

@@ -1,4 +1,5 @@
-"""After work that one rank may fail at, all ranks know: one all-gather of a status, and what each of them brings along.
+"""After work that one rank may fail at, all ranks know: one all-gather of a status, and what each
+of them brings along.
 
 Without it the others would wait in the next collective until the timeout of the process group.
 """
@@ -15,7 +16,8 @@ from plait._torch.flat_collectives import all_gather_single
 from plait.errors import CheckpointError, PlaitError
 
 T = TypeVar("T")
-_BROUGHT, _MESSAGE = 64, 992
+_BROUGHT = 64
+_MESSAGE = 992
 
 
 def together(
@@ -27,17 +29,26 @@ def together(
     group: dist.ProcessGroup | None = None,
     raising: type[PlaitError] = CheckpointError,
 ) -> tuple[T, list[bytes]]:
-    """This rank's result of `work`, and what all ranks bring of theirs (at most 64 bytes each). Where a rank's work failed, all raise
-    `raising` with the message of the first of them. Collective over `group`, of all ranks."""
+    """This rank's result of `work`, and what all ranks bring of theirs (at most 64 bytes each).
+    Where a rank's work failed, all raise `raising` with the message of the first of them.
+    Collective over `group`, of all ranks.
+    """
     result: T | None = None
     failed: BaseException | None = None
     try:
         result = work()
         brought = brings(result)
     except Exception as error:  # whatever it is, the others wait for this rank
-        failed, brought = error, b""
+        failed = error
+        brought = b""
     message = ("" if failed is None else _words(failed)).encode()[:_MESSAGE]
-    rows = _gathered(len(message).to_bytes(2, "little") + brought.ljust(_BROUGHT, b"\0") + message.ljust(_MESSAGE, b"\0"), device, group)
+    rows = _gathered(
+        len(message).to_bytes(2, "little")
+        + brought.ljust(_BROUGHT, b"\0")
+        + message.ljust(_MESSAGE, b"\0"),
+        device,
+        group,
+    )
     for rank, row in enumerate(rows):
         length = int.from_bytes(row[:2], "little")
         if length:
@@ -52,7 +63,11 @@ def _words(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or 'the disk'}: {error.strerror or error}"
     text = str(error)
-    return text if text and isinstance(error, PlaitError | ValueError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    return (
+        text
+        if text and isinstance(error, PlaitError | ValueError)
+        else f"{type(error).__name__}: {text}".removesuffix(": ")
+    )
 
 
 def _gathered(row: bytes, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:

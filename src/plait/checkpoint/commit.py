@@ -1,8 +1,9 @@
 """How a checkpoint appears whole or not at all, in a file system and in an object store.
 
-In a file system it is written as `.TAG.tmp`, and a rename publishes it. A store has no rename: the files are written where they stay, in a
-folder that is empty before (TAG, else TAG.2, TAG.3 ...), and the manifest, written last, is what makes them a checkpoint. Until then
-`begun` is in it. One of the same tag that was there before is deleted when LATEST names the new one.
+In a file system it is written as `.TAG.tmp`, and a rename publishes it. A store has no rename: the
+files are written where they stay, in a folder that is empty before (TAG, else TAG.2, TAG.3 ...),
+and the manifest, written last, is what makes them a checkpoint. Until then `begun` is in it. One of
+the same tag that was there before is deleted when LATEST names the new one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from plait.checkpoint.durable import (
     sync_folder,
     write_text,
 )
-from plait.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_HASH, Pointer, digest, read_manifest
+from plait.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    MANIFEST_HASH,
+    Pointer,
+    digest,
+    read_manifest,
+)
 from plait.checkpoint.places import Place, StorePath
 from plait.errors import CheckpointError
 
@@ -37,7 +45,9 @@ class Commit(ABC):
     """Of one checkpoint, for one rank; the files are written in between."""
 
     def __init__(self, folder: Place, tag: str, files: Place) -> None:
-        self.folder, self.tag, self.files = folder, tag, files
+        self.folder = folder
+        self.tag = tag
+        self.files = files
 
     @property
     @abstractmethod
@@ -48,7 +58,10 @@ class Commit(ABC):
         """Make the files a checkpoint, and the one to go on from. For rank 0. Raises OSError."""
         write_text(self.files / MANIFEST_HASH, digest(manifest))
         self._publish(manifest)
-        replace_text(self.folder / LATEST, Pointer(tag=self.tag, manifest_sha256=digest(manifest)).model_dump_json())
+        replace_text(
+            self.folder / LATEST,
+            Pointer(tag=self.tag, manifest_sha256=digest(manifest)).model_dump_json(),
+        )
         self._clean()
 
     @abstractmethod
@@ -87,7 +100,9 @@ class Renamed(Commit):
             publish(self.files, self.target)
         except OSError:
             if self._replaced.exists() and not self.target.exists():
-                with suppress(OSError):  # it is found under that name too, and the first failure is what a user looks for
+                # it is found under that name too, and the first failure is what a user looks
+                # for
+                with suppress(OSError):
                     rename(self._replaced, self.target)
             raise
 
@@ -114,7 +129,11 @@ class Named(Commit):
     def _clean(self) -> None:
         remove(self.files / BEGUN)
         for name in self.folder.sizes():
-            if has_its_own_name(name, self.tag) and name != self.files.name and self._is_of_tag(self.folder / name):
+            if (
+                has_its_own_name(name, self.tag)
+                and name != self.files.name
+                and self._is_of_tag(self.folder / name)
+            ):
                 delete_checkpoint(self.folder / name)
 
     def _is_of_tag(self, path: StorePath) -> bool:
@@ -131,8 +150,9 @@ class Named(Commit):
 
 
 def begin(folder: Place, tag: str, token: str) -> Commit:
-    """Make the folder that the ranks write to, and put `token` there, by which they know it. For rank 0. Raises OSError, and
-    CheckpointError where something else than a checkpoint has the name."""
+    """Make the folder that the ranks write to, and put `token` there, by which they know it. For
+    rank 0. Raises OSError, and CheckpointError where something else than a checkpoint has the name.
+    """
     if isinstance(folder, StorePath):
         taken = folder.sizes()
         files = folder / next(name for name in _names(tag) if name not in taken)
@@ -170,7 +190,9 @@ def is_unfinished(path: Place) -> bool:
 
 def holds_own_files_only(path: Place) -> bool:
     """Return whether a folder holds no file that a save does not write."""
-    names = path.sizes() if isinstance(path, StorePath) else [entry.name for entry in path.iterdir()]
+    names = (
+        path.sizes() if isinstance(path, StorePath) else [entry.name for entry in path.iterdir()]
+    )
     return all(map(_OWN_FILE.fullmatch, names))
 
 
@@ -208,7 +230,12 @@ def _begun(files: Place) -> str:
 
 
 def _refuse_others_files(target: Path) -> None:
-    """A checkpoint takes the place of an older one of its name, damaged or not, and of nothing else."""
+    """A checkpoint takes the place of an older one of its name, damaged or not, and of nothing
+    else.
+    """
     kept = target.is_dir() and not target.is_symlink() and holds_own_files_only(target)
     if os.path.lexists(target) and not kept:
-        raise CheckpointError("something is there that is no checkpoint, and would be deleted; give another tag, or remove it first")
+        raise CheckpointError(
+            "something is there that is no checkpoint, and would be deleted; give another tag, or"
+            " remove it first"
+        )

@@ -1,7 +1,9 @@
-"""Files that survive a loss of power: what is named is on the disk. The one place where checkpoints write, rename and delete, by `files`.
+"""Files that survive a loss of power: what is named is on the disk. The one place where checkpoints
+write, rename and delete, by `files`.
 
-In a file system the order is: every file and its folder are on the disk before a rename publishes them, and the rename is on the disk
-before anything old is deleted. What an object store has taken is durable, and its objects change whole or not at all.
+In a file system the order is: every file and its folder are on the disk before a rename publishes
+them, and the rename is on the disk before anything old is deleted. What an object store has taken
+is durable, and its objects change whole or not at all.
 """
 
 from __future__ import annotations
@@ -76,11 +78,19 @@ def write_text(path: Place, text: str) -> None:
 
 
 def read_bytes(path: Place, *, most: int) -> bytes:
-    """A file of at most `most` bytes. Raises OSError, also for what is longer or no file: a pipe would never end."""
+    """A file of at most `most` bytes. Raises OSError, also for what is longer or no file: a pipe
+    would never end.
+    """
     if isinstance(path, Path) and not path.is_file():
-        raise FileNotFoundError(2, IS_NO_FILE if path.exists() else "No such file or directory", str(path))
+        raise FileNotFoundError(
+            2, IS_NO_FILE if path.exists() else "No such file or directory", str(path)
+        )
     if (size := size_of(path)) > most:
-        raise OSError(27, f"has {size:,} bytes, and what Plait writes there never has more than {most:,}", str(path))
+        raise OSError(
+            27,
+            f"has {size:,} bytes, and what Plait writes there never has more than {most:,}",
+            str(path),
+        )
     return path.read_bytes() if isinstance(path, StorePath) else files.FILES.read(path)
 
 
@@ -139,7 +149,9 @@ def sync_folder(path: Path) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a file or folder that is complete; a file that has the name is replaced. Raises OSError."""
+    """Rename a file or folder that is complete; a file that has the name is replaced. Raises
+    OSError.
+    """
     if temporary.is_dir():
         sync_folder(temporary)
     rename(temporary, path)
@@ -147,11 +159,14 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def replace_text(path: Place, text: str) -> None:
-    """A small file with new content: a reader, also after a crash, finds the old text or the new one. Raises OSError."""
+    """A small file with new content: a reader, also after a crash, finds the old text or the new
+    one. Raises OSError.
+    """
     if isinstance(path, StorePath):
         path.put(text.encode())
         return
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # two threads may be writing it
+    # two threads may be writing it
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_text(temporary, text)
         publish(temporary, path)

@@ -1,6 +1,7 @@
 """What checkpoints ask of a file system, a method for each kind of call, and nothing else.
 
-`durable` calls `FILES`; a test puts something in its place that is full, slow, read-only, fails, or ends the process at one of the calls.
+`durable` calls `FILES`; a test puts something in its place that is full, slow, read-only, fails, or
+ends the process at one of the calls.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ class Files:
     """The machine's own. Every method raises OSError."""
 
     def make_folder(self, path: Path, *, parents: bool = False) -> None:
-        """A new folder; with `parents` also those above it, and one that is there is left as it is."""
+        """A new folder; with `parents` also those above it, and one that is there is left as it
+        is.
+        """
         path.mkdir(parents=parents, exist_ok=parents)
 
     def create(self, path: Path) -> IO[bytes]:

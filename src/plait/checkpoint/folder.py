@@ -1,8 +1,8 @@
 """A folder of checkpoints: which are complete, which one to go on from, and deleting old ones.
 
-step-00000100/          manifest.json, and for every rank 00000.json and 00000.safetensors
-LATEST                  the name of the newest, and the hash of its manifest
-.step-00000200.tmp/     is being written      .step-00000100.replaced/   was written before under the same name, until the new one is
+step-00000100/          manifest.json, and for every rank 00000.json and 00000.safetensors LATEST
+the name of the newest, and the hash of its manifest .step-00000200.tmp/     is being written
+.step-00000100.replaced/   was written before under the same name, until the new one is
                                                                          in place
 """
 
@@ -12,9 +12,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from plait.checkpoint.commit import delete_checkpoint, has_its_own_name, holds_own_files_only, is_unfinished
+from plait.checkpoint.commit import (
+    delete_checkpoint,
+    has_its_own_name,
+    holds_own_files_only,
+    is_unfinished,
+)
 from plait.checkpoint.durable import is_temporary, remove
-from plait.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, manifest_hash, parsed, rank_file, read_manifest
+from plait.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    MANIFEST_HASH,
+    Manifest,
+    Pointer,
+    manifest_hash,
+    parsed,
+    rank_file,
+    read_manifest,
+)
 from plait.checkpoint.places import Place, entries
 from plait.errors import CheckpointError, warn
 
@@ -35,11 +50,15 @@ def reading(place: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{error.filename or place} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"{error.filename or place} cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def complete(folder: Place) -> list[Found]:
-    """Every checkpoint with a readable manifest, the newest first. Raises CheckpointError where the folder cannot be read."""
+    """Every checkpoint with a readable manifest, the newest first. Raises CheckpointError where the
+    folder cannot be read.
+    """
     with reading(folder):
         return _complete(folder)
 
@@ -47,8 +66,16 @@ def complete(folder: Place) -> list[Found]:
 def _complete(folder: Place) -> list[Found]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        shown = path.name[1:].removesuffix(".replaced") if path.name.startswith(".") and path.name.endswith(".replaced") else path.name
-        if shown.startswith(".") or (shown != path.name and _has(folder / shown, MANIFEST)) or not _has(path, MANIFEST):
+        shown = (
+            path.name[1:].removesuffix(".replaced")
+            if path.name.startswith(".") and path.name.endswith(".replaced")
+            else path.name
+        )
+        if (
+            shown.startswith(".")
+            or (shown != path.name and _has(folder / shown, MANIFEST))
+            or not _has(path, MANIFEST)
+        ):
             continue
         with suppress(CheckpointError):
             found.append(Found(path, read_manifest(path)))
@@ -56,7 +83,9 @@ def _complete(folder: Place) -> list[Found]:
 
 
 def _has(path: Place, name: str) -> bool:
-    """Return whether a folder has a file. Another user's folder (`lost+found`) has none that can be used."""
+    """Return whether a folder has a file. Another user's folder (`lost+found`) has none that can be
+    used.
+    """
     try:
         return (path / name).exists()
     except PermissionError:
@@ -64,8 +93,10 @@ def _has(path: Place, name: str) -> bool:
 
 
 def candidates(folder: Place, tag: str | None = None) -> list[Found]:
-    """What to load, the best first: `tag` alone, or what LATEST names and then all older ones; empty where there is no checkpoint. Raises
-    CheckpointError for a tag that is not there, and where nothing that was written can be read."""
+    """What to load, the best first: `tag` alone, or what LATEST names and then all older ones;
+    empty where there is no checkpoint. Raises CheckpointError for a tag that is not there, and
+    where nothing that was written can be read.
+    """
     with reading(folder):
         return _candidates(folder, tag)
 
@@ -77,7 +108,9 @@ def _candidates(folder: Place, tag: str | None) -> list[Found]:
         if not named:
             if (folder / tag).is_dir():
                 read_manifest(folder / tag)  # says what is wrong with it
-            raise CheckpointError(f"{folder / tag}: no complete checkpoint there; {folder} holds {_list(have)}")
+            raise CheckpointError(
+                f"{folder / tag}: no complete checkpoint there; {folder} holds {_list(have)}"
+            )
         return named[:1]
     pointer, why = _pointer(folder)
     if pointer is None:
@@ -86,50 +119,90 @@ def _candidates(folder: Place, tag: str | None) -> list[Found]:
             if why or damaged:
                 why = why or f"{folder / LATEST} is missing"
                 left = f"; {', '.join(damaged[:3])} cannot be read" if damaged else ""
-                raise CheckpointError(f"{why}, and no checkpoint there is complete{left}; restore one, or name another folder")
+                raise CheckpointError(
+                    f"{why}, and no checkpoint there is complete{left}; restore one, or name"
+                    " another folder"
+                )
             return []
-        return _noted(have, f"{folder / LATEST}: {why or 'is missing'}, so the newest complete checkpoint is taken, {have[0].manifest.tag}")
+        return _noted(
+            have,
+            f"{folder / LATEST}: {why or 'is missing'}, so the newest complete checkpoint is taken,"
+            f" {have[0].manifest.tag}",
+        )
     named = [one for one in have if one.manifest.tag == pointer.tag]
     if named:
-        older = [named[0], *(one for one in have if one.manifest.sequence < named[0].manifest.sequence)]
+        older = [
+            named[0],
+            *(one for one in have if one.manifest.sequence < named[0].manifest.sequence),
+        ]
         if manifest_hash(named[0].path) == pointer.manifest_sha256:
-            newer = [one.manifest.tag for one in have if one.manifest.sequence > named[0].manifest.sequence]
+            newer = [
+                one.manifest.tag
+                for one in have
+                if one.manifest.sequence > named[0].manifest.sequence
+            ]
             if newer:
-                return _noted(older, f"{folder / LATEST} names {pointer.tag}, which is taken, although {newer[0]} is newer and complete")
+                return _noted(
+                    older,
+                    f"{folder / LATEST} names {pointer.tag}, which is taken, although {newer[0]} is"
+                    " newer and complete",
+                )
             return older
-        return _noted(older, f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one there, which is taken")
+        return _noted(
+            older,
+            f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one"
+            " there, which is taken",
+        )
     why = f"{folder / pointer.tag} is not there, not complete, or damaged"
     rest = [one for one in have if one.manifest.tag != pointer.tag]
     if not rest:
-        raise CheckpointError(f"{folder / LATEST} names {pointer.tag}, but {why}; no other checkpoint is there")
-    return _noted(rest, f"{folder / LATEST} names {pointer.tag}, but {why}, so {rest[0].manifest.tag} is taken")
+        raise CheckpointError(
+            f"{folder / LATEST} names {pointer.tag}, but {why}; no other checkpoint is there"
+        )
+    return _noted(
+        rest,
+        f"{folder / LATEST} names {pointer.tag}, but {why}, so {rest[0].manifest.tag} is taken",
+    )
 
 
 def find(folder: Place, tag: str | None = None) -> Found | None:
-    """The checkpoint `tag`, or the one to go on from; None where there is none. See `candidates`."""
+    """The checkpoint `tag`, or the one to go on from; None where there is none. See
+    `candidates`.
+    """
     return next(iter(candidates(folder, tag)), None)
 
 
 def remove_old(folder: Place, *, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and what an interrupted deletion has left.
+    """Delete all but the `keep` newest complete checkpoints, and what an interrupted deletion has
+    left.
 
-    Never deletes the checkpoint that LATEST names, a copy under another name, or a folder that holds
-    files besides those that a save writes: they are the user's, and do not count as checkpoints to keep.
-    One rank calls this after a save.
+    Never deletes the checkpoint that LATEST names, a copy under another name, or a folder that
+    holds files besides those that a save writes: they are the user's, and do not count as
+    checkpoints to keep. One rank calls this after a save.
     """
     try:
         for path in entries(folder):
             if path.name.startswith(".") and path.name.endswith(".deleted"):
                 remove(path)
         pointer, _ = _pointer(folder)
-        have = [one for one in _complete(folder) if has_its_own_name(one.path.name, one.manifest.tag) and holds_own_files_only(one.path)]
-        named = next((one.path for one in have if pointer is not None and one.manifest.tag == pointer.tag), None)
+        have = [
+            one
+            for one in _complete(folder)
+            if has_its_own_name(one.path.name, one.manifest.tag) and holds_own_files_only(one.path)
+        ]
+        named = next(
+            (one.path for one in have if pointer is not None and one.manifest.tag == pointer.tag),
+            None,
+        )
         for old in have[keep:]:
             if old.path == named:
                 continue
             delete_checkpoint(old.path)
     except OSError as error:
-        warn(f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they take room, nothing else")
+        warn(
+            f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they take"
+            " room, nothing else"
+        )
 
 
 def _damaged(folder: Place) -> list[str]:

@@ -1,4 +1,6 @@
-"""What a folder of checkpoints holds, and how two checkpoints differ: for commands, in one process, without a model."""
+"""What a folder of checkpoints holds, and how two checkpoints differ: for commands, in one process,
+without a model.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ class Row:
 
 
 def rows(folder: Place) -> list[Row]:
-    """Every checkpoint of a folder, also a damaged one, the newest first. Raises InputError where it is no folder, and CheckpointError
-    where it cannot be read."""
+    """Every checkpoint of a folder, also a damaged one, the newest first. Raises InputError where
+    it is no folder, and CheckpointError where it cannot be read.
+    """
     with reading(folder):
         return _rows(folder)
 
@@ -69,7 +72,12 @@ def _rows(folder: Place) -> list[Row]:
     ]
     good = {one.path.name for one in found}
     for path in entries(folder):
-        if path.is_dir() and path.name not in good and not is_temporary(path) and (path / MANIFEST).exists():
+        if (
+            path.is_dir()
+            and path.name not in good
+            and not is_temporary(path)
+            and (path / MANIFEST).exists()
+        ):
             try:
                 read_manifest(path)
             except CheckpointError as error:
@@ -84,10 +92,14 @@ def _require(folder: Place) -> None:
 
 
 def open_one(place: Place) -> Found:
-    """A checkpoint by its own folder, or the one to go on from of a folder of them. Raises CheckpointError or InputError."""
+    """A checkpoint by its own folder, or the one to go on from of a folder of them. Raises
+    CheckpointError or InputError.
+    """
     with reading(place):
         if not place.is_dir():
-            raise InputError(f"{place}: there is no such folder; name a checkpoint, or a folder of them")
+            raise InputError(
+                f"{place}: there is no such folder; name a checkpoint, or a folder of them"
+            )
         if (place / MANIFEST).exists():
             return Found(place, read_manifest(place))
         inner = checkpoints_of(place)
@@ -104,16 +116,24 @@ def checkpoints_of(place: Place) -> Place:
 
 
 def verify(found: Found, progress: Progress) -> None:
-    """Compare every byte with its hash, and the tensors with the content hash. Raises CheckpointError with the first file and tensor that
-    is not what was written."""
-    reader, count = Reader(found), len(found.manifest.ranks)
+    """Compare every byte with its hash, and the tensors with the content hash. Raises
+    CheckpointError with the first file and tensor that is not what was written.
+    """
+    reader = Reader(found)
+    count = len(found.manifest.ranks)
     for rank in range(count):
         reader.verify("full", rank=rank, world=count)
         progress(rank + 1, count)
     content, own = reader.content()
-    for kind, was, now in (("model and optimizer", found.manifest.content, content), ("the ranks' own", found.manifest.own_content, own)):
+    for kind, was, now in (
+        ("model and optimizer", found.manifest.content, content),
+        ("the ranks' own", found.manifest.own_content, own),
+    ):
         if was != now:
-            raise CheckpointError(f"{found.path}: its tensors of {kind} have the content hash {now}, and its manifest says {was}")
+            raise CheckpointError(
+                f"{found.path}: its tensors of {kind} have the content hash {now}, and its manifest"
+                f" says {was}"
+            )
 
 
 @dataclass(frozen=True)
@@ -128,36 +148,62 @@ class Difference:
 
 
 def differences(one: Found, other: Found) -> Iterator[Difference]:
-    """What differs, tensor by tensor, in the order of the first; bitwise, so that NaN is equal to itself."""
-    first, second = Reader(one), Reader(other)
+    """What differs, tensor by tensor, in the order of the first; bitwise, so that NaN is equal to
+    itself.
+    """
+    first = Reader(one)
+    second = Reader(other)
     for name, record in first.tensors.items():
         there = second.tensors.get(name)
         if there is None:
             yield Difference(name, "only in the first")
         elif (there.shape, there.dtype) != (record.shape, record.dtype):
-            yield Difference(name, f"{record.dtype} {list(record.shape)} in the first, {there.dtype} {list(there.shape)} in the second")
+            yield Difference(
+                name,
+                f"{record.dtype} {list(record.shape)} in the first, {there.dtype}"
+                f" {list(there.shape)} in the second",
+            )
         else:
-            a, b = first.read(name), second.read(name)
+            a = first.read(name)
+            b = second.read(name)
             count = _differing(a, b)
             if count:
                 yield Difference(name, f"{(a.double() - b.double()).abs().max().item():.3g}", count)
-    yield from (Difference(name, "only in the second") for name in second.tensors if name not in first.tensors)
+    yield from (
+        Difference(name, "only in the second")
+        for name in second.tensors
+        if name not in first.tensors
+    )
 
 
 def content_difference(one: Found, other: Found) -> list[Difference]:
     """Whether they differ, by their content hashes: no tensor is read."""
-    a, b = one.manifest.content, other.manifest.content
-    return [] if a == b else [Difference("model and optimizer", f"content {a[:12]} in the first, {b[:12]} in the second")]
+    a = one.manifest.content
+    b = other.manifest.content
+    return (
+        []
+        if a == b
+        else [
+            Difference(
+                "model and optimizer", f"content {a[:12]} in the first, {b[:12]} in the second"
+            )
+        ]
+    )
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    one, other = (tensor.reshape(-1).view(torch.uint8).reshape(max(1, tensor.numel()), -1) for tensor in (a, b))
+    one, other = (
+        tensor.reshape(-1).view(torch.uint8).reshape(max(1, tensor.numel()), -1)
+        for tensor in (a, b)
+    )
     return int((one != other).any(dim=1).sum()) if a.numel() else 0
 
 
 def prune(folder: Place, *, keep: int) -> list[str]:
-    """Delete all but the `keep` newest good checkpoints, and what unfinished saves have left; never what LATEST names. Returns their
-    names. Raises CheckpointError where `plait train` is running in the folder."""
+    """Delete all but the `keep` newest good checkpoints, and what unfinished saves have left; never
+    what LATEST names. Returns their names. Raises CheckpointError where `plait train` is running in
+    the folder.
+    """
     with reading(folder), _claimed(folder):
         _require(folder)
         before = {path.name for path in folder.iterdir()}
@@ -178,13 +224,19 @@ def _claimed(folder: Place) -> Iterator[None]:
         return
     with open(lock, "ab") as stream:
         if not is_only_writer(stream):
-            raise CheckpointError(f"{folder}: plait train is running in {folder.parent}; wait for its end, or set run.keep")
+            raise CheckpointError(
+                f"{folder}: plait train is running in {folder.parent}; wait for its end, or set"
+                " run.keep"
+            )
         yield
 
 
 def remove_unfinished(folder: Place) -> None:
     """What a save that was killed has left, where what it was to replace is there."""
     for path in entries(folder):
-        kept = path.name.endswith(".replaced") and not (folder / path.name[1:].removesuffix(".replaced")).exists()
+        kept = (
+            path.name.endswith(".replaced")
+            and not (folder / path.name[1:].removesuffix(".replaced")).exists()
+        )
         if is_unfinished(path) or (is_temporary(path) and not kept):
             remove(path)

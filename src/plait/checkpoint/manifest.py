@@ -1,5 +1,7 @@
-"""What a checkpoint's JSON files say, and the chain of hashes: LATEST and a file beside it hold that of the checkpoint's manifest, the
-manifest those of the ranks' manifests, and these those of every tensor."""
+"""What a checkpoint's JSON files say, and the chain of hashes: LATEST and a file beside it hold
+that of the checkpoint's manifest, the manifest those of the ranks' manifests, and these those of
+every tensor.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Manifest(Policy):
     content: str
     """Hash of all tensors of model and optimizer, equal on every layout (`ContentHash`)."""
     own_content: str
-    """Of what every rank keeps for itself (generators, residuals): equal on the same layout only."""
+    """Of what every rank keeps for itself (generators, residuals): equal on the same layout only.
+    """
     metadata: dict[str, Any]
     """What is no tensor."""
 
@@ -64,7 +67,10 @@ class Manifest(Policy):
         except ConfigError as error:
             raise ValueError(str(error)) from error
         if layout.all_degrees.get("edp", 1) != degrees.get("edp", 1):
-            raise ValueError(f"edp is {degrees.get('edp', 1)}, and the other degrees make it {layout.all_degrees.get('edp', 1)}")
+            raise ValueError(
+                f"edp is {degrees.get('edp', 1)}, and the other degrees make it"
+                f" {layout.all_degrees.get('edp', 1)}"
+            )
         return degrees
 
     @property
@@ -101,34 +107,54 @@ def digest(text: str) -> str:
 
 
 def parsed(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
-    """Read a JSON file, which is what was written if it has the hash. Raises CheckpointError, naming it."""
+    """Read a JSON file, which is what was written if it has the hash. Raises CheckpointError,
+    naming it.
+    """
     try:
         text = read_bytes(path, most=_MOST).decode()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} {'is missing' if error.strerror != IS_NO_FILE else IS_NO_FILE}") from None
+        raise CheckpointError(
+            f"{path} {'is missing' if error.strerror != IS_NO_FILE else IS_NO_FILE}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if sha256 is not None and digest(text) != sha256:
-        raise CheckpointError(f"{path} is not what was written: its sha256 is {digest(text)[:12]}... and not {sha256[:12]}...")
+        raise CheckpointError(
+            f"{path} is not what was written: its sha256 is {digest(text)[:12]}... and not"
+            f" {sha256[:12]}..."
+        )
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise CheckpointError(f"{path} is no {kind.__name__} of Plait: {where}: {first['msg']}") from None
+        raise CheckpointError(
+            f"{path} is no {kind.__name__} of Plait: {where}: {first['msg']}"
+        ) from None
 
 
 def manifest_hash(path: Place) -> str:
-    """What the manifest of the checkpoint in the folder `path` must have. Raises CheckpointError."""
+    """What the manifest of the checkpoint in the folder `path` must have. Raises
+    CheckpointError.
+    """
     try:
         return read_bytes(path / MANIFEST_HASH, most=1000).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path / MANIFEST_HASH} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise CheckpointError(
+            f"{path / MANIFEST_HASH} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def read_manifest(path: Place) -> Manifest:
-    """Of the checkpoint in the folder `path`. Raises CheckpointError where it is not what was written, or of another format."""
+    """Of the checkpoint in the folder `path`. Raises CheckpointError where it is not what was
+    written, or of another format.
+    """
     manifest = parsed(Manifest, path / MANIFEST, sha256=manifest_hash(path))
     if manifest.format != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST} has format {manifest.format}, and this version of Plait reads {FORMAT}")
+        raise CheckpointError(
+            f"{path / MANIFEST} has format {manifest.format}, and this version of Plait reads"
+            f" {FORMAT}"
+        )
     return manifest

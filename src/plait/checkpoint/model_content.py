@@ -1,4 +1,6 @@
-"""What a checkpoint keeps of a model: parameters and persistent buffers by name, and what modules keep besides (`get_extra_state`)."""
+"""What a checkpoint keeps of a model: parameters and persistent buffers by name, and what modules
+keep besides (`get_extra_state`).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,14 @@ _EXTRA = "_extra_state"
 
 
 def keep_what_is_trained(model: nn.Module) -> None:
-    """Checkpoints of the model have the parameters that are not frozen now, and nothing else: whoever resumes brings the rest (adapters
-    on a model that has its own folder)."""
-    frozen = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad)
+    """Checkpoints of the model have the parameters that are not frozen now, and nothing else:
+    whoever resumes brings the rest (adapters on a model that has its own folder).
+    """
+    frozen = frozenset(
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    )
     object.__setattr__(model, _TRAINED, frozen)
 
 
@@ -29,7 +36,9 @@ def is_left_out(model: nn.Module, name: str) -> bool:
     return name in getattr(model, _TRAINED, ())
 
 
-def content(model: nn.Module, *, trained: Collection[nn.Parameter] = ()) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def content(
+    model: nn.Module, *, trained: Collection[nn.Parameter] = ()
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return what a checkpoint keeps of a model, by name. No tensor is copied.
 
     Args:
@@ -46,10 +55,15 @@ def content(model: nn.Module, *, trained: Collection[nn.Parameter] = ()) -> tupl
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     left_out: frozenset[str] | None = getattr(model, _TRAINED, None)
-    if left_out is not None:  # modules that are left out may have a state_dict of their own kind, such as quantised ones
+    # modules that are left out may have a state_dict of their own kind, such as quantised ones
+    if left_out is not None:
         held = set(trained)
         own = model.named_parameters(remove_duplicate=False)
-        kept = ((name, parameter) for name, parameter in own if name not in left_out or parameter in held)
+        kept = (
+            (name, parameter)
+            for name, parameter in own
+            if name not in left_out or parameter in held
+        )
         return {f"{START}{name}": parameter.detach() for name, parameter in kept}, values
     for name, value in get_model_state_dict(model).items():
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA:
@@ -59,9 +73,12 @@ def content(model: nn.Module, *, trained: Collection[nn.Parameter] = ()) -> tupl
     return tensors, values
 
 
-def shapes(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the tensors of all pipeline stages, from `content` of this one. Collective over `group`, the ranks that hold
-    different parts of the model."""
+def shapes(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Global shapes of the tensors of all pipeline stages, from `content` of this one. Collective
+    over `group`, the ranks that hold different parts of the model.
+    """
     here = {name.removeprefix(START): tuple(tensor.shape) for name, tensor in tensors.items()}
     if group is None:
         return here

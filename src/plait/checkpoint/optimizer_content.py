@@ -1,8 +1,10 @@
-"""What a checkpoint keeps of an optimizer: its tensors by parameter name, and a record of the rest. Nothing here takes a step.
+"""What a checkpoint keeps of an optimizer: its tensors by parameter name, and a record of the rest.
+Nothing here takes a step.
 
-torch's own `get_optimizer_state_dict` makes missing states by a step with zero gradients, which counts as a step (AdamW's bias correction
-begins at 2 then) and decays what a user's optimizer decays without its `lr`. Here a state that does not exist is not saved, and what was
-saved is allocated from its shape.
+torch's own `get_optimizer_state_dict` makes missing states by a step with zero gradients, which
+counts as a step (AdamW's bias correction begins at 2 then) and decays what a user's optimizer
+decays without its `lr`. Here a state that does not exist is not saved, and what was saved is
+allocated from its shape.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ Place = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
 
 @runtime_checkable
 class MakesStates(Protocol):
-    """An optimizer whose states have other shapes than their parameters, and which can make them."""
+    """An optimizer whose states have other shapes than their parameters, and which can make
+    them.
+    """
 
     def fresh_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Those of one parameter before its first step."""
@@ -48,7 +52,8 @@ class Content:
     tensors: dict[str, torch.Tensor]
     """`state.<parameter>.<name>` to a state."""
     record: dict[str, Any]
-    """JSON: class, parameter groups, states that are no tensors, and what else `state_dict` gives."""
+    """JSON: class, parameter groups, states that are no tensors, and what else `state_dict` gives.
+    """
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -59,9 +64,12 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return found
 
 
-def content(model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapping[str, Any]]) -> Content:
-    """What there is now; no tensor is copied. `configured` are the groups' values before any step or schedule changed them. Raises
-    CheckpointError for what cannot be saved, naming it."""
+def content(
+    model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapping[str, Any]]
+) -> Content:
+    """What there is now; no tensor is copied. `configured` are the groups' values before any step
+    or schedule changed them. Raises CheckpointError for what cannot be saved, naming it.
+    """
     names = parameter_names(model)
     saved = optimizer.state_dict()
     tensors: dict[str, torch.Tensor] = {}
@@ -69,14 +77,16 @@ def content(model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapp
     for parameter, states in optimizer.state.items():
         if not isinstance(parameter, nn.Parameter) or parameter not in names:
             raise CheckpointError(
-                f"{type(optimizer).__name__} keeps state for {_what(parameter)}, which is no parameter of the model, so no other "
-                "layout could find it again; keep it in the parameters' states or in the groups"
+                f"{type(optimizer).__name__} keeps state for {_what(parameter)}, which is no"
+                " parameter of the model, so no other layout could find it again; keep it in the"
+                " parameters' states or in the groups"
             )
         name = names[parameter][0]
         for key, value in states.items():
             if not isinstance(key, str) or "." in key:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps a state of {name} under {key!r}, which a checkpoint cannot name; use no dots"
+                    f"{type(optimizer).__name__} keeps a state of {name} under {key!r}, which a"
+                    " checkpoint cannot name; use no dots"
                 )
             place = f"state.{name}.{key}"
             if isinstance(value, torch.Tensor):
@@ -86,7 +96,11 @@ def content(model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapp
             else:
                 values[place] = exact.encode(value, f"{type(optimizer).__name__}: {place}")
     groups = [
-        {"params": [names[p][0] for p in group["params"]], "now": _plain(optimizer, group), "configured": _plain(optimizer, first)}
+        {
+            "params": [names[p][0] for p in group["params"]],
+            "now": _plain(optimizer, group),
+            "configured": _plain(optimizer, first),
+        }
         for group, first in zip(optimizer.param_groups, configured, strict=True)
     ]
     extra = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
@@ -102,11 +116,17 @@ def content(model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapp
 def class_name(optimizer: Optimizer) -> str:
     """Where it was defined, without torch's private modules."""
     kind = type(optimizer)
-    return f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        f"torch.optim.{kind.__name__}"
+        if kind.__module__.startswith("torch.optim.")
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def merged(record: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """The records of all pipeline stages as one. Collective over `group`, the ranks that hold different parameters."""
+    """The records of all pipeline stages as one. Collective over `group`, the ranks that hold
+    different parameters.
+    """
     if group is None:
         return record
     records: list[dict[str, Any]] = [{} for _ in range(group.size())]
@@ -116,9 +136,17 @@ def merged(record: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str,
     for one in records:
         whole["values"] |= one["values"]
         for entry in one["groups"]:
-            params = [name for name in entry["params"] if name not in seen]  # a tied parameter is on several stages
+            # a tied parameter is on several stages
+            params = [name for name in entry["params"] if name not in seen]
             seen.update(params)
-            alike = next((g for g in whole["groups"] if (g["now"], g["configured"]) == (entry["now"], entry["configured"])), None)
+            alike = next(
+                (
+                    g
+                    for g in whole["groups"]
+                    if (g["now"], g["configured"]) == (entry["now"], entry["configured"])
+                ),
+                None,
+            )
             if alike is None:
                 whole["groups"].append({**entry, "params": params})
             else:
@@ -136,9 +164,16 @@ class Fill:
 
 
 def allocate(
-    model: nn.Module, optimizer: Optimizer, stored: Mapping[str, TensorRecord], record: Mapping[str, Any], *, place: Place | None
+    model: nn.Module,
+    optimizer: Optimizer,
+    stored: Mapping[str, TensorRecord],
+    record: Mapping[str, Any],
+    *,
+    place: Place | None,
 ) -> Fill:
-    """Room for what a checkpoint holds of this rank's parameters. Parameters that had no state when it was written get none."""
+    """Room for what a checkpoint holds of this rank's parameters. Parameters that had no state when
+    it was written get none.
+    """
     same = _refuse_another_class(optimizer, record)
     saved = stored_states(stored)
     found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
@@ -157,36 +192,66 @@ def allocate(
                 _compare_forms(name, saved[name], ("exp_avg", "exp_avg_sq"))
             was = stored.get(f"model.{name}")
             dtype = dtype_of(was) if same and was is not None else None
-            own = {key: _room(parameter, key, meta, was=dtype, place=place) for key, meta in saved[name].items()}
+            own = {
+                key: _room(parameter, key, meta, was=dtype, place=place)
+                for key, meta in saved[name].items()
+            }
         found[parameter] = own
         tensors |= {f"state.{name}.{key}": tensor for key, tensor in own.items()}
     _refuse_lacking(optimizer, found, names)
     return Fill(found, tensors)
 
 
-def put(optimizer: Optimizer, model: nn.Module, fill: Fill, record: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+def put(
+    optimizer: Optimizer,
+    model: nn.Module,
+    fill: Fill,
+    record: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
     """Give the optimizer its filled states and `groups` (values by key, one mapping a group)."""
-    states: dict[nn.Parameter, dict[str, Any]] = {parameter: dict(found) for parameter, found in fill.states.items()}
+    states: dict[nn.Parameter, dict[str, Any]] = {
+        parameter: dict(found) for parameter, found in fill.states.items()
+    }
     for parameter, names in parameter_names(model).items():
         for alias in names:
             start = f"state.{alias}."
-            mine = {key.removeprefix(start): value for key, value in record["values"].items() if key.startswith(start)}
-            if mine and any(parameter is p for group in optimizer.param_groups for p in group["params"]):
-                states.setdefault(parameter, {}).update({key: exact.decode(value, None, key) for key, value in mine.items()})
+            mine = {
+                key.removeprefix(start): value
+                for key, value in record["values"].items()
+                if key.startswith(start)
+            }
+            if mine and any(
+                parameter is p for group in optimizer.param_groups for p in group["params"]
+            ):
+                states.setdefault(parameter, {}).update(
+                    {key: exact.decode(value, None, key) for key, value in mine.items()}
+                )
                 break
     optimizer.state.clear()
     whole = optimizer.state_dict()
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in whole["param_groups"] for number in group["params"]]
-    whole["state"] = {number: states[parameter] for number, parameter in zip(numbers, order, strict=True) if parameter in states}
+    whole["state"] = {
+        number: states[parameter]
+        for number, parameter in zip(numbers, order, strict=True)
+        if parameter in states
+    }
     whole["param_groups"] = [
-        {**group, **values, "params": group["params"]} for group, values in zip(whole["param_groups"], groups, strict=True)
+        {**group, **values, "params": group["params"]}
+        for group, values in zip(whole["param_groups"], groups, strict=True)
     ]
-    whole |= exact.decode(record["extra"], {key: value for key, value in whole.items() if key not in ("state", "param_groups")})
+    whole |= exact.decode(
+        record["extra"],
+        {key: value for key, value in whole.items() if key not in ("state", "param_groups")},
+    )
     optimizer.load_state_dict(whole)
     for parameter, found in fill.states.items():
         loaded = optimizer.state[parameter]
-        for key, tensor in found.items():  # torch gives most states their parameter's dtype, which rounds
+        for (
+            key,
+            tensor,
+        ) in found.items():  # torch gives most states their parameter's dtype, which rounds
             if key in loaded and loaded[key].dtype != tensor.dtype and key != "step":
                 loaded[key] = tensor.to(loaded[key].device)
 
@@ -201,13 +266,27 @@ def stored_states(stored: Mapping[str, TensorRecord]) -> dict[str, dict[str, Ten
     return found
 
 
-def _room(parameter: nn.Parameter, key: str, meta: TensorRecord, *, was: torch.dtype | None, place: Place | None) -> torch.Tensor:
-    """`was` is the parameter's dtype in the checkpoint; None where another optimizer of the same kind wrote the states."""
-    size, dtype = meta.shape, dtype_of(meta)
+def _room(
+    parameter: nn.Parameter,
+    key: str,
+    meta: TensorRecord,
+    *,
+    was: torch.dtype | None,
+    place: Place | None,
+) -> torch.Tensor:
+    """`was` is the parameter's dtype in the checkpoint; None where another optimizer of the same
+    kind wrote the states.
+    """
+    size = meta.shape
+    dtype = dtype_of(meta)
     if size and (was is None or dtype == was):
         dtype = parameter.dtype  # it follows the parameter's, where this run has another
     if size == tuple(parameter.shape) and parameter.ndim:
-        return place(parameter, key, dtype) if place is not None else torch.zeros_like(parameter.detach(), dtype=dtype)
+        return (
+            place(parameter, key, dtype)
+            if place is not None
+            else torch.zeros_like(parameter.detach(), dtype=dtype)
+        )
     return torch.zeros(size, dtype=dtype, device="cpu" if not size else parameter.device)
 
 
@@ -215,45 +294,64 @@ def _refuse_own_form(optimizer: Optimizer, value: torch.Tensor, place: str) -> N
     kind = type(local_tensor(value.detach()))
     if kind is not torch.Tensor:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {place} as a {kind.__name__}, whose parts no other layout can cut; use optimizer.states for "
-            "states of 8 or 4 bits"
+            f"{type(optimizer).__name__} keeps {place} as a {kind.__name__}, whose parts no other"
+            " layout can cut; use optimizer.states for states of 8 or 4 bits"
         )
 
 
-def _refuse_partial(optimizer: Optimizer, parameter: nn.Parameter, value: torch.Tensor, place: str) -> None:
-    """A plain tensor with a sharded parameter belongs to this rank alone, if it has the shard's shape: saved, it would be one of many."""
+def _refuse_partial(
+    optimizer: Optimizer, parameter: nn.Parameter, value: torch.Tensor, place: str
+) -> None:
+    """A plain tensor with a sharded parameter belongs to this rank alone, if it has the shard's
+    shape: saved, it would be one of many.
+    """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not value.ndim:
         return
     if tuple(value.shape) == tuple(parameter.to_local().shape) != tuple(parameter.shape):
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {place} as a plain tensor of this rank's shard {tuple(value.shape)}, from which no "
-            "checkpoint can put the whole together; make it by torch.zeros_like(parameter)"
+            f"{type(optimizer).__name__} keeps {place} as a plain tensor of this rank's shard"
+            f" {tuple(value.shape)}, from which no checkpoint can put the whole together; make it"
+            " by torch.zeros_like(parameter)"
         )
 
 
 def _refuse_another_class(optimizer: Optimizer, record: Mapping[str, Any]) -> bool:
-    """Whether the class is the same; Adam's forms may follow each other, if their states are the same."""
-    there, here = record["type"], class_name(optimizer)
+    """Whether the class is the same; Adam's forms may follow each other, if their states are the
+    same.
+    """
+    there = record["type"]
+    here = class_name(optimizer)
     if there != here and not {there, here} <= set(_ADAMS):
         raise CheckpointError(
-            f"the checkpoint holds the states of {there}, and this run's optimizer is {here}; set optimizer.type to what the run "
-            "was saved with"
+            f"the checkpoint holds the states of {there}, and this run's optimizer is {here}; set"
+            " optimizer.type to what the run was saved with"
         )
     return bool(there == here)
 
 
-def _refuse_lacking(optimizer: Optimizer, found: Mapping[nn.Parameter, Mapping[str, Any]], names: Mapping[nn.Parameter, list[str]]) -> None:
-    """States that an option of torch's optimizers needs, and which they make at a parameter's first step only."""
+def _refuse_lacking(
+    optimizer: Optimizer,
+    found: Mapping[nn.Parameter, Mapping[str, Any]],
+    names: Mapping[nn.Parameter, list[str]],
+) -> None:
+    """States that an option of torch's optimizers needs, and which they make at a parameter's first
+    step only.
+    """
     needs = _NEEDS if type(optimizer).__module__.startswith("torch.optim") else {}
     for option, (kinds, state) in needs.items():
         if type(optimizer).__name__ not in kinds:
             continue
         for group in optimizer.param_groups:
-            lacking = [p for p in group["params"] if group.get(option) and p in found and state not in found[p]]
+            lacking = [
+                p
+                for p in group["params"]
+                if group.get(option) and p in found and state not in found[p]
+            ]
             if lacking:
                 raise CheckpointError(
-                    f"optimizer.params.{option} = {group[option]}: it needs `{state}` of every parameter, and the checkpoint has none of "
-                    f"{names[lacking[0]][0]}; set {option} to what the run was saved with"
+                    f"optimizer.params.{option} = {group[option]}: it needs `{state}` of every"
+                    f" parameter, and the checkpoint has none of {names[lacking[0]][0]}; set"
+                    f" {option} to what the run was saved with"
                 )
 
 
@@ -261,8 +359,9 @@ def _compare_forms(name: str, there: Iterable[str], here: Iterable[str]) -> None
     there, here = ({key for key in keys if key.startswith("exp_avg")} for keys in (there, here))
     if there != here:
         raise CheckpointError(
-            f"the checkpoint keeps the optimizer's states of {name} as {', '.join(sorted(there))}, and this run as "
-            f"{', '.join(sorted(here))}; set optimizer.states to what the run was saved with"
+            f"the checkpoint keeps the optimizer's states of {name} as {', '.join(sorted(there))},"
+            f" and this run as {', '.join(sorted(here))}; set optimizer.states to what the run was"
+            " saved with"
         )
 
 

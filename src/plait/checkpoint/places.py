@@ -1,7 +1,9 @@
-"""Where checkpoints are: a folder of a file system, or of an object store that fsspec knows (`s3://bucket/run`, `gs://`, `memory://` ...).
+"""Where checkpoints are: a folder of a file system, or of an object store that fsspec knows
+(`s3://bucket/run`, `gs://`, `memory://` ...).
 
-A `StorePath` answers as much as a `pathlib.Path` as reading a checkpoint asks. What a store lists is never taken from a cache. Whatever
-the store's own library raises is an OSError here. Keys, regions and endpoints are the library's: it reads them from where it always does.
+A `StorePath` answers as much as a `pathlib.Path` as reading a checkpoint asks. What a store lists
+is never taken from a cache. Whatever the store's own library raises is an OSError here. Keys,
+regions and endpoints are the library's: it reads them from where it always does.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _as_os_error(method: Callable[Concatenate[StorePath, P], T]) -> Callable[Concatenate[StorePath, P], T]:
+def _as_os_error(
+    method: Callable[Concatenate[StorePath, P], T],
+) -> Callable[Concatenate[StorePath, P], T]:
     @wraps(method)
     def call(self: StorePath, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -34,7 +38,9 @@ def _as_os_error(method: Callable[Concatenate[StorePath, P], T]) -> Callable[Con
 
 
 class StorePath:
-    """An object, or what the names of several begin with, which is called a folder here. A folder without objects does not exist."""
+    """An object, or what the names of several begin with, which is called a folder here. A folder
+    without objects does not exist.
+    """
 
     def __init__(self, store: Any, key: str) -> None:
         self._store, self._key = store, key.rstrip("/")
@@ -97,7 +103,10 @@ class StorePath:
             listed = self._store.ls(self._key, detail=True)
         except FileNotFoundError:
             return {}
-        found = {entry["name"].rstrip("/").rpartition("/")[2]: int(entry.get("size") or 0) for entry in listed}
+        found = {
+            entry["name"].rstrip("/").rpartition("/")[2]: int(entry.get("size") or 0)
+            for entry in listed
+        }
         return {name: size for name, size in found.items() if name and name != self.name}
 
     @_as_os_error
@@ -146,19 +155,26 @@ def entries(folder: Place) -> list[Place]:
 
 
 def place_of(place: str | Path | StorePath, field: str = "folder") -> Place:
-    """A path, or a URL of a store. Raises InputError, naming `field`, for one whose library is not installed, and for a URL that was made
-    a path, which loses a `/`."""
+    """A path, or a URL of a store. Raises InputError, naming `field`, for one whose library is not
+    installed, and for a URL that was made a path, which loses a `/`.
+    """
     if isinstance(place, StorePath):
         return place
     if "://" not in (text := str(place)):
         scheme, colon, _ = text.partition(":/")
         if colon and scheme in fsspec.available_protocols():
-            raise InputError(f"{field} = {text!r}: a URL has two slashes, and pathlib.Path leaves one; pass the URL as text")
+            raise InputError(
+                f"{field} = {text!r}: a URL has two slashes, and pathlib.Path leaves one; pass the"
+                " URL as text"
+            )
         return Path(place)
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     try:
         store, key = fsspec.url_to_fs(text, use_listings_cache=False)
     except (ValueError, ImportError, OSError) as error:
-        raise InputError(f"{field} = {text!r}: {error}; install what reads such URLs (s3fs for s3://, gcsfs for gs://)") from None
+        raise InputError(
+            f"{field} = {text!r}: {error}; install what reads such URLs (s3fs for s3://, gcsfs for"
+            " gs://)"
+        ) from None
     return StorePath(store, key)

@@ -1,6 +1,8 @@
-"""One rank's tensors in a safetensors file, hashed while they are written, and the list of what is in it.
+"""One rank's tensors in a safetensors file, hashed while they are written, and the list of what is
+in it.
 
-The format is written here, so that the bytes are hashed and written in one pass; files are read by the safetensors library.
+The format is written here, so that the bytes are hashed and written in one pass; files are read by
+the safetensors library.
 """
 
 from __future__ import annotations
@@ -69,23 +71,40 @@ class FileManifest(Policy):
     @model_validator(mode="after")
     def _has_room_for_each(self) -> Self:
         end = 0
-        for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].offset, item[1].size)):
+        for name, entry in sorted(
+            self.entries.items(), key=lambda item: (item[1].offset, item[1].size)
+        ):
             if entry.offset < end or entry.offset + entry.size > self.size:
-                raise ValueError(f"{name} at {entry.offset:,} overlaps another tensor, or does not end within {self.size:,} bytes")
+                raise ValueError(
+                    f"{name} at {entry.offset:,} overlaps another tensor, or does not end within"
+                    f" {self.size:,} bytes"
+                )
             end = entry.offset + entry.size
         return self
 
 
-def write_shards(path: Place, tensors: Mapping[str, torch.Tensor], observers: Mapping[str, Observer] | None = None) -> FileManifest:
-    """Write plain tensors, durably. `observers` get by name the pieces that are written. Raises CheckpointError for a dtype that
-    safetensors does not know, and OSError."""
+def write_shards(
+    path: Place,
+    tensors: Mapping[str, torch.Tensor],
+    observers: Mapping[str, Observer] | None = None,
+) -> FileManifest:
+    """Write plain tensors, durably. `observers` get by name the pieces that are written. Raises
+    CheckpointError for a dtype that safetensors does not know, and OSError.
+    """
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise CheckpointError(f"{name} is a {type(tensor).__name__} of {tensor.dtype}, which a checkpoint does not keep")
+            raise CheckpointError(
+                f"{name} is a {type(tensor).__name__} of {tensor.dtype}, which a checkpoint does"
+                " not keep"
+            )
         size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -96,7 +115,9 @@ def write_shards(path: Place, tensors: Mapping[str, torch.Tensor], observers: Ma
         stream.write(head)
         at = len(head)
         for name, tensor in tensors.items():
-            digest, size, observe = hashlib.sha256(), 0, (observers or {}).get(name)
+            digest = hashlib.sha256()
+            size = 0
+            observe = (observers or {}).get(name)
             for piece in pieces(name, tensor):
                 observed = beside.submit(observe, piece) if observe is not None else None
                 digest.update(piece.raw)
@@ -107,17 +128,27 @@ def write_shards(path: Place, tensors: Mapping[str, torch.Tensor], observers: Ma
             entries[name] = FileEntry(offset=at, size=size, sha256=digest.hexdigest())
             at += size
 
-    with ThreadPoolExecutor(1, thread_name_prefix="plait-content") as beside:  # on another core than the hash of bytes and the disk
+    with ThreadPoolExecutor(
+        1, thread_name_prefix="plait-content"
+    ) as beside:  # on another core than the hash of bytes and the disk
         write_file(path, content)
-    return FileManifest(file=path.name, size=len(head) + offset, header_sha256=hashlib.sha256(head).hexdigest(), entries=entries)
+    return FileManifest(
+        file=path.name,
+        size=len(head) + offset,
+        header_sha256=hashlib.sha256(head).hexdigest(),
+        entries=entries,
+    )
 
 
 class ShardReader:
-    """Reads tensors of one file: the parts that are asked for of a local one, of one in a store the bytes of the tensor. Raises
-    CheckpointError, also where the file and its list do not agree; it does not compare hashes."""
+    """Reads tensors of one file: the parts that are asked for of a local one, of one in a store the
+    bytes of the tensor. Raises CheckpointError, also where the file and its list do not agree; it
+    does not compare hashes.
+    """
 
     def __init__(self, path: Place, manifest: FileManifest) -> None:
-        self._path, self._manifest = path, manifest
+        self._path = path
+        self._manifest = manifest
         self._store = path if isinstance(path, StorePath) else None
         self._open = ExitStack()
         self._file: Any = None
@@ -138,19 +169,33 @@ class ShardReader:
         self._open.close()
 
     def read(
-        self, name: str, record: TensorRecord | None = None, held: Window | None = None, there: tuple[slice, ...] = ()
+        self,
+        name: str,
+        record: TensorRecord | None = None,
+        held: Window | None = None,
+        there: tuple[slice, ...] = (),
     ) -> torch.Tensor:
-        """The part `there` of a tensor; all of it for (). The file holds the part `held` of a tensor like `record`; without it, whatever it
-        says."""
+        """The part `there` of a tensor; all of it for (). The file holds the part `held` of a
+        tensor like `record`; without it, whatever it says.
+        """
         with self._naming():
             if record is not None and held is not None:
                 entry = check_entry(self._path, self._manifest, name, record, held)
                 if self._store is not None:
-                    return _tensor(self._store, entry, dtype_of(record), [length for _, length in held])[there]
+                    return _tensor(
+                        self._store, entry, dtype_of(record), [length for _, length in held]
+                    )[there]
                 view = self._file.get_slice(name)
-                kind, shape = view.get_dtype(), tuple(view.get_shape())
-                if (kind, shape) != (_DTYPES[dtype_of(record)], tuple(length for _, length in held)):
-                    raise CheckpointError(f"{self._path}: {name} is {kind} {list(shape)} in the file, and its list says otherwise")
+                kind = view.get_dtype()
+                shape = tuple(view.get_shape())
+                if (kind, shape) != (
+                    _DTYPES[dtype_of(record)],
+                    tuple(length for _, length in held),
+                ):
+                    raise CheckpointError(
+                        f"{self._path}: {name} is {kind} {list(shape)} in the file, and its list"
+                        " says otherwise"
+                    )
                 return view[there] if there else self._file.get_tensor(name)
             if self._store is None:
                 return self._file.get_tensor(name)
@@ -164,7 +209,10 @@ class ShardReader:
         """Return the header of a file in a store, if it agrees with the list."""
         length = int.from_bytes(store.read_bytes(0, 8), "little")
         if length > self._manifest.size:
-            raise CheckpointError(f"{self._path}: its header has {length:,} bytes, and the file {self._manifest.size:,}")
+            raise CheckpointError(
+                f"{self._path}: its header has {length:,} bytes, and the file"
+                f" {self._manifest.size:,}"
+            )
         header: dict[str, Any] = json.loads(store.read_bytes(8, 8 + length))
         self._check_places(header, 8 + length)
         return header
@@ -179,12 +227,21 @@ class ShardReader:
             begin: Offset of the first tensor in the file, in bytes.
         """
         entries = self._manifest.entries
-        places = {name: tuple(said["data_offsets"]) for name, said in header.items() if name != "__metadata__"}
+        places = {
+            name: tuple(said["data_offsets"])
+            for name, said in header.items()
+            if name != "__metadata__"
+        }
         for name in sorted(places.keys() | entries.keys()):
             entry = entries.get(name)
-            listed = None if entry is None else (entry.offset - begin, entry.offset + entry.size - begin)
+            listed = (
+                None if entry is None else (entry.offset - begin, entry.offset + entry.size - begin)
+            )
             if places.get(name) != listed:
-                raise CheckpointError(f"{self._path}: its header and its list do not agree where {name} lies in the file")
+                raise CheckpointError(
+                    f"{self._path}: its header and its list do not agree where {name} lies in the"
+                    " file"
+                )
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -192,19 +249,39 @@ class ShardReader:
             yield
         except CheckpointError:
             raise
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError, StopIteration, RuntimeError) as error:
-            raise CheckpointError(f"{self._path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        except (
+            SafetensorError,
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            StopIteration,
+            RuntimeError,
+        ) as error:
+            raise CheckpointError(
+                f"{self._path} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
 
-def _tensor(place: StorePath, entry: FileEntry, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    raw = bytearray(place.read_bytes(entry.offset, entry.offset + entry.size)) if entry.size else bytearray()
+def _tensor(
+    place: StorePath, entry: FileEntry, dtype: torch.dtype, shape: list[int]
+) -> torch.Tensor:
+    raw = (
+        bytearray(place.read_bytes(entry.offset, entry.offset + entry.size))
+        if entry.size
+        else bytearray()
+    )
     if len(raw) != entry.size:
         raise CheckpointError(f"{place} ends within a tensor; it was cut while it was read")
-    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(shape)
+    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(
+        shape
+    )
 
 
 def check_size(path: Place, manifest: FileManifest) -> None:
-    """Raise CheckpointError for a file that is missing or of another length than what was written."""
+    """Raise CheckpointError for a file that is missing or of another length than what was
+    written.
+    """
     try:
         size = size_of(path) if isinstance(path, StorePath) or path.is_file() else None
     except FileNotFoundError:
@@ -212,29 +289,53 @@ def check_size(path: Place, manifest: FileManifest) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if size is None:
-        raise CheckpointError(f"{path} is missing, or no file; {manifest.size:,} bytes were written")
+        raise CheckpointError(
+            f"{path} is missing, or no file; {manifest.size:,} bytes were written"
+        )
     if size != manifest.size:
-        raise CheckpointError(f"{path} has {size:,} bytes, and {manifest.size:,} were written; it was cut, or it is another file")
+        raise CheckpointError(
+            f"{path} has {size:,} bytes, and {manifest.size:,} were written; it was cut, or it is"
+            " another file"
+        )
 
 
-def check_entry(path: Place, manifest: FileManifest, name: str, record: TensorRecord, held: Window) -> FileEntry:
-    """Where a file has the part `held` of a tensor. Raises CheckpointError where its list says that it cannot be that."""
-    entry, dtype = manifest.entries.get(name), dtype_of(record)
+def check_entry(
+    path: Place, manifest: FileManifest, name: str, record: TensorRecord, held: Window
+) -> FileEntry:
+    """Where a file has the part `held` of a tensor. Raises CheckpointError where its list says that
+    it cannot be that.
+    """
+    entry = manifest.entries.get(name)
+    dtype = dtype_of(record)
     if entry is None:
-        raise CheckpointError(f"{path}: its list lacks {name}, a part of which the layout says is there")
+        raise CheckpointError(
+            f"{path}: its list lacks {name}, a part of which the layout says is there"
+        )
     size = math.prod(length for _, length in held) * dtype.itemsize
     if dtype not in _DTYPES or entry.size != size:
-        raise CheckpointError(f"{path}: {name} has {entry.size:,} bytes there, and its shape and dtype ({record.dtype}) take {size:,}")
+        raise CheckpointError(
+            f"{path}: {name} has {entry.size:,} bytes there, and its shape and dtype"
+            f" ({record.dtype}) take {size:,}"
+        )
     return entry
 
 
-def verify_shards(path: Place, manifest: FileManifest, *, entries: Callable[[str], bool] = lambda _: True) -> None:
-    """Raise CheckpointError, naming the file and the tensor, where the file is not what was written. `entries` chooses by name."""
+def verify_shards(
+    path: Place, manifest: FileManifest, *, entries: Callable[[str], bool] = lambda _: True
+) -> None:
+    """Raise CheckpointError, naming the file and the tensor, where the file is not what was
+    written. `entries` chooses by name.
+    """
     check_size(path, manifest)
     try:
         with open_to_read(path) as stream:
-            first = min((entry.offset for entry in manifest.entries.values()), default=manifest.size)
-            if _digest(stream, FileEntry(offset=0, size=first, sha256="")) != manifest.header_sha256:
+            first = min(
+                (entry.offset for entry in manifest.entries.values()), default=manifest.size
+            )
+            if (
+                _digest(stream, FileEntry(offset=0, size=first, sha256=""))
+                != manifest.header_sha256
+            ):
                 raise CheckpointError(f"{path}: its header is not what was written")
             for name, entry in manifest.entries.items():
                 if entries(name) and _digest(stream, entry) != entry.sha256:
@@ -244,7 +345,8 @@ def verify_shards(path: Place, manifest: FileManifest, *, entries: Callable[[str
 
 
 def _digest(stream: Any, entry: FileEntry) -> str:
-    digest, left = hashlib.sha256(), entry.size
+    digest = hashlib.sha256()
+    left = entry.size
     stream.seek(entry.offset)
     while left and (part := stream.read(min(left, _CHUNK))):
         digest.update(part)

@@ -1,4 +1,6 @@
-"""What `plait generate` does with a file of prompts: batch after batch, from where a command before has ended."""
+"""What `plait generate` does with a file of prompts: batch after batch, from where a command before
+has ended.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Work:
     seed: int | None
     """Of the first line; the next has one more."""
     command: dict[str, Any]
-    """What the tokens of an answer follow from, besides the lines; neither the layout nor the batches."""
+    """What the tokens of an answer follow from, besides the lines; neither the layout nor the
+    batches.
+    """
     first: bool
     """Whether this process writes."""
     several: bool
@@ -40,8 +44,13 @@ class Work:
 
 def answer_lines(work: Work, load: Callable[[], ShardedModel], answer: Answer) -> None:
     """On each process."""
-    count, lines = 0, work.lines
-    with _answers(work) if work.first else nullcontext() as answers, closing(load()) as sharded, progress_bar("generate") as progress:
+    count = 0
+    lines = work.lines
+    with (
+        _answers(work) if work.first else nullcontext() as answers,
+        closing(load()) as sharded,
+        progress_bar("generate") as progress,
+    ):
         for start in range(_done(answers, several=work.several), len(lines), work.batch_size):
             some = [line.prompt for line in lines[start : start + work.batch_size]]
             made = answer(sharded, some, None if work.seed is None else work.seed + start)
@@ -60,12 +69,18 @@ def _answers(work: Work) -> Iterator[AnswerFile]:
     count = len(work.lines)
     with answer_file(work.out, work.lines, work.command) as answers:
         if answers.done:
-            print(f"{answers.done} of {count} answers are in {answers.partial} already; going on after them", file=sys.stderr)
+            print(
+                f"{answers.done} of {count} answers are in {answers.partial} already; going on"
+                " after them",
+                file=sys.stderr,
+            )
         try:
             yield answers
         except BaseException:
             if answers.done:
-                finished = f"{answers.done} of {count} answers are finished, and kept in {answers.partial}"
+                finished = (
+                    f"{answers.done} of {count} answers are finished, and kept in {answers.partial}"
+                )
                 print(f"{finished}; the same command goes on after them", file=sys.stderr)
             raise
 

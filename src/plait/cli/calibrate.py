@@ -1,7 +1,8 @@
 """`plait calibrate`: fit the planner's constants to this machine and write them to a file.
 
-The command starts processes (under a launcher they exist), measures rates, links and a few real training steps, and fits. The file is
-what `plait plan --calibrate FILE` takes. What is measured is in `engine.calibration`, the fit in `planner.calibrate`.
+The command starts processes (under a launcher they exist), measures rates, links and a few real
+training steps, and fits. The file is what `plait plan --calibrate FILE` takes. What is measured is
+in `engine.calibration`, the fit in `planner.calibrate`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
     nproc_per_node: Nproc = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often every layout takes its turn.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn, after one that is not counted.")] = 2,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps of a turn, after one that is not counted.")
+    ] = 2,
     as_json: Json = False,
 ) -> None:
     """Fit the planner's constants to this machine.
 
-    Constants that the measurements do not determine keep the shipped values of such devices. Prints the values with their uncertainties,
-    and the errors before and after.
+    Constants that the measurements do not determine keep the shipped values of such devices. Prints
+    the values with their uncertainties, and the errors before and after.
     """
     require_writable("--out", out, make_folder=True)
     arguments = [str(out), str(rounds), str(steps), *(["--quiet"] if as_json else [])]
@@ -65,7 +68,12 @@ def _print_json(out: Path, *, wanted: bool) -> None:
 
 def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     """What each process runs; the first one fits, writes and prints."""
-    from plait.cli.planning.calibrations import live_cluster, print_calibration, print_rates, progress
+    from plait.cli.planning.calibrations import (
+        live_cluster,
+        print_calibration,
+        print_rates,
+        progress,
+    )
     from plait.engine.calibration import Pace, calibration_request, measure, measurements
     from plait.planner.calibrate import calibrate
     from plait.planner.calibration_file import Origin, save
@@ -75,24 +83,40 @@ def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
 
     here = place()
     cluster = live_cluster()
-    request, pace = calibration_request(cluster), Pace(rounds=int(rounds), steps=int(steps))
+    request = calibration_request(cluster)
+    pace = Pace(rounds=int(rounds), steps=int(steps))
     machine = machine_name(here.local_world_size)
     with progress(measurements(request, pace), shown=here.rank == 0) as done:
         measured = measure(request, machine=machine, pace=pace, done=done)
     if here.rank:
         return
-    known = believed(knowledge(), cluster.device, measured.rates, processes=cluster.devices, precision=request.precision)
+    known = believed(
+        knowledge(),
+        cluster.device,
+        measured.rates,
+        processes=cluster.devices,
+        precision=request.precision,
+    )
     runs = runs_of(measured.runs)
     found = calibrate(runs, known=known)
     is_cpu = cluster.device.name == "cpu"
-    facts = {"at": measured.runs[0].at, "devices": cluster.devices, "runs": len(measured.runs), "rates": asdict(measured.rates)}
+    facts = {
+        "at": measured.runs[0].at,
+        "devices": cluster.devices,
+        "runs": len(measured.runs),
+        "rates": asdict(measured.rates),
+    }
     save(Path(out), found, Origin(str(cluster.device.name), machine if is_cpu else "", facts))
     if not quiet:
         print_rates(measured.rates)
         print_calibration(found, runs, known=known)
     if measured.waiting > _DISTURBED:
         taken = f"other programs took up to {measured.waiting:.0%} of the steps' time"
-        print(f"\nplait: {taken}: the constants are of a disturbed machine; calibrate again when it is quiet", file=sys.stderr)
+        print(
+            f"\nplait: {taken}: the constants are of a disturbed machine; calibrate again when it"
+            " is quiet",
+            file=sys.stderr,
+        )
     if not quiet:
         print(f"\n{out} holds the constants: plait plan ... --calibrate {out}")
 

@@ -14,12 +14,15 @@ SIGN_SECONDS = 20.0
 
 
 def lines_said(first: bool, *, several: bool) -> Iterator[str | None]:
-    """Lines of the person; "" on other processes, and at the end. Where others wait for the line (`several`), None now and then while there
-    is none, since a wait that takes long is taken for a hang."""
+    """Lines of the person; "" on other processes, and at the end. Where others wait for the line
+    (`several`), None now and then while there is none, since a wait that takes long is taken for a
+    hang.
+    """
     console = Console(stderr=True, highlight=False)
     while not first:
         yield ""
-    if isinstance(sys.stdin, TextIOWrapper):  # bytes of another encoding would end the thread that reads, or be no text
+    # bytes of another encoding would end the thread that reads, or be no text
+    if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     asked: Queue[None] = Queue()
     lines: Queue[str] = Queue()

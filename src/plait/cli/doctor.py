@@ -1,9 +1,10 @@
-"""`plait doctor`: what this environment has: versions, devices, what processes can talk through. `--links`: how fast the processes of this
-machine, or of a launcher's machines, talk to each other, and what that means. `--nccl`: NCCL's settings. `--validate`: checks of Plait on
-this machine's GPUs.
+"""`plait doctor`: what this environment has: versions, devices, what processes can talk through.
+`--links`: how fast the processes of this machine, or of a launcher's machines, talk to each other,
+and what that means. `--nccl`: NCCL's settings. `--validate`: checks of Plait on this machine's
+GPUs.
 
-`--links` starts the processes (under a launcher they exist), times collectives, fits a fixed time and a time per byte to each, writes them
-to a file and prints the cheapest all-reduce algorithm.
+`--links` starts the processes (under a launcher they exist), times collectives, fits a fixed time
+and a time per byte to each, writes them to a file and prints the cheapest all-reduce algorithm.
 """
 
 from __future__ import annotations
@@ -32,23 +33,50 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def doctor(
-    links: Annotated[bool, typer.Option("--links", help="Measure the links between processes.")] = False,
-    nccl: Annotated[bool, typer.Option("--nccl", help="Show the variables of NCCL that decide its algorithms.")] = False,
-    validate: Annotated[bool, typer.Option("--validate", help="Check Plait on this machine's GPUs.")] = False,
+    links: Annotated[
+        bool, typer.Option("--links", help="Measure the links between processes.")
+    ] = False,
+    nccl: Annotated[
+        bool, typer.Option("--nccl", help="Show the variables of NCCL that decide its algorithms.")
+    ] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Check Plait on this machine's GPUs.")
+    ] = False,
     nproc_per_node: Nproc = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write. (default: links.json, none with --json; validation.json)")] = None,
-    seconds: Annotated[float | None, typer.Option(help="--links: about how long each group of links is measured. (default: 4)")] = None,
-    minutes: Annotated[float | None, typer.Option(help="--validate: time budget; rows that do not fit are not run. (default: 8)")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file to write. (default: links.json, none with --json; validation.json)"
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="--links: about how long each group of links is measured. (default: 4)"),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="--validate: time budget; rows that do not fit are not run. (default: 8)"
+        ),
+    ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="--validate: rows to run, e.g. `waits/*`; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="--validate: rows to run, e.g. `waits/*`; may be repeated."
+        ),
     ] = None,
     list_rows: Annotated[
-        bool, typer.Option("--list", help="--validate: print the rows with their planned seconds, and run nothing.")
+        bool,
+        typer.Option(
+            "--list", help="--validate: print the rows with their planned seconds, and run nothing."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Describe this environment (for an issue report); with --links measure how fast its processes talk to each other; with --validate
-    check Plait on its GPUs: waits, parity, throughput, memory. Exit code 1 where a row of --validate failed, 6 without a GPU."""
+    """Describe this environment (for an issue report); with --links measure how fast its processes
+    talk to each other; with --validate check Plait on its GPUs: waits, parity, throughput, memory.
+    Exit code 1 where a row of --validate failed, 6 without a GPU.
+    """
     if sum((links, nccl, validate)) > 1:
         raise InputError("--links, --nccl, --validate: one of them at a time")
     if not validate:
@@ -72,7 +100,9 @@ def doctor(
     if seconds is not None and not 0.1 <= seconds <= 600:
         raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
     if nproc_per_node is not None and nproc_per_node < 2:
-        raise InputError(f"--nproc-per-node {nproc_per_node}: one process has no links; start two or more")
+        raise InputError(
+            f"--nproc-per-node {nproc_per_node}: one process has no links; start two or more"
+        )
     _measure(nproc_per_node, out, seconds or 4.0, as_json=as_json)
 
 
@@ -83,15 +113,25 @@ def _refuse(given: dict[str, Any], rule: str) -> None:
             raise InputError(f"{name} {shown}: {rule}, or leave it out")
 
 
-def _validate(gpus: int | None, out: Path | None, minutes: float | None, only: list[str], *, as_json: bool) -> None:
+def _validate(
+    gpus: int | None, out: Path | None, minutes: float | None, only: list[str], *, as_json: bool
+) -> None:
     from plait.cli.validating.command import DEFAULT_MINUTES, validate
 
     if minutes is not None and not 0 < minutes <= 24 * 60:
         raise InputError(f"--minutes {minutes}: not more than 0 and at most {24 * 60}")
     if claim(os.environ) is not None:
-        raise InputError("--validate: starts its own processes; run it by itself, not under a launcher")
+        raise InputError(
+            "--validate: starts its own processes; run it by itself, not under a launcher"
+        )
     raise typer.Exit(
-        validate(minutes=minutes or DEFAULT_MINUTES, only=only, out=out or Path("validation.json"), gpus=gpus, as_json=as_json)
+        validate(
+            minutes=minutes or DEFAULT_MINUTES,
+            only=only,
+            out=out or Path("validation.json"),
+            gpus=gpus,
+            as_json=as_json,
+        )
     )
 
 
@@ -131,7 +171,15 @@ def _show_library(*, as_json: bool) -> None:
     found = version()
     if as_json:
         said = {name: os.environ.get(name) for name in VARIABLES}
-        typer.echo(json.dumps({accelerator.BACKEND: ".".join(map(str, found)) if found else None, "variables": said}, indent=1))
+        typer.echo(
+            json.dumps(
+                {
+                    accelerator.BACKEND: ".".join(map(str, found)) if found else None,
+                    "variables": said,
+                },
+                indent=1,
+            )
+        )
         return
     for line in report(os.environ, version=found):
         typer.echo(line)
@@ -152,16 +200,40 @@ def _work(out: Path, seconds: float, *, said: bool) -> None:
         group = mesh.group(axis)
         if group is None:
             raise InputError("one process has no links; start two or more")
-        found = measure_group(axis, group, mesh.levels(axis), machines=mesh.machines(axis), device=mesh.device, seconds=seconds)
+        found = measure_group(
+            axis,
+            group,
+            mesh.levels(axis),
+            machines=mesh.machines(axis),
+            device=mesh.device,
+            seconds=seconds,
+        )
         if mesh.rank:
             return
-        save(out, [found], facts={"at": datetime.now(UTC).isoformat(timespec="seconds"), "device": mesh.device.type})
+        save(
+            out,
+            [found],
+            facts={
+                "at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "device": mesh.device.type,
+            },
+        )
         if not said:
             return
-        for name, level in (("all ranks", found.whole), ("inside a machine", found.inside), ("across machines", found.across)):
+        for name, level in (
+            ("all ranks", found.whole),
+            ("inside a machine", found.inside),
+            ("across machines", found.across),
+        ):
             for operation, cost in level.costs.items() if level is not None else ():
-                rate = f"{1 / cost.seconds_per_byte / 1e9:6.2f} GB/s" if cost.seconds_per_byte else "  any size"
-                typer.echo(f"{name:<17} {operation:<15} {cost.fixed_seconds * 1e6:8.0f} us + {rate}")
+                rate = (
+                    f"{1 / cost.seconds_per_byte / 1e9:6.2f} GB/s"
+                    if cost.seconds_per_byte
+                    else "  any size"
+                )
+                typer.echo(
+                    f"{name:<17} {operation:<15} {cost.fixed_seconds * 1e6:8.0f} us + {rate}"
+                )
         typer.echo("")
         for size in (64 * KIB, MIB, 25 * MIB):
             choice = choose_all_reduce(size, found)

@@ -1,4 +1,6 @@
-"""`plait export`: a trained model as a folder that Transformers' from_pretrained opens. Runs `plait.train.export`."""
+"""`plait export`: a trained model as a folder that Transformers' from_pretrained opens. Runs
+`plait.train.export`.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,43 @@ class Format(StrEnum):
 
 @app.command()
 def export_command(
-    source: Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, one of its checkpoints, or a URL (s3://...) of one.")],
-    to: Annotated[Format, typer.Option(metavar="FORMAT", help="hf: Transformers' config.json, safetensors and tokenizer.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FOLDER",
+            help="A run's folder, one of its checkpoints, or a URL (s3://...) of one.",
+        ),
+    ],
+    to: Annotated[
+        Format,
+        typer.Option(
+            metavar="FORMAT", help="hf: Transformers' config.json, safetensors and tokenizer."
+        ),
+    ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder to write.")],
-    dtype: Annotated[Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; stored keeps the checkpoint's.")] = Dtype.stored,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            metavar="NAME", help="float32, bfloat16, float16; stored keeps the checkpoint's."
+        ),
+    ] = Dtype.stored,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Open the folder with Transformers; compare every tensor, logits, and 64 greedy tokens.")
+        bool,
+        typer.Option(
+            "--verify",
+            help=(
+                "Open the folder with Transformers; compare every tensor, logits, and 64 greedy"
+                " tokens."
+            ),
+        ),
     ] = False,
 ) -> None:
-    """Write the model of a run of `plait train`, whatever layout trained it, as config.json, safetensors and the tokenizer.
+    """Write the model of a run of `plait train`, whatever layout trained it, as config.json,
+    safetensors and the tokenizer.
 
-    One file of weights is in memory at a time; the checkpoint is verified first. Exit code 4 for a damaged checkpoint, and where --verify
-    finds a difference: then there is no folder."""
+    One file of weights is in memory at a time; the checkpoint is verified first. Exit code 4 for a
+    damaged checkpoint, and where --verify finds a difference: then there is no folder.
+    """
     import torch
 
     from plait.checkpoint.inspect import open_one
@@ -73,14 +100,25 @@ def export_command(
             verify=compare if verify else None,
             progress=progress,
         )
-    typer.echo(f"wrote {done.folder}: step {done.step:,}, {done.tensors} tensors, {format_bytes(done.size)}")
+    typer.echo(
+        f"wrote {done.folder}: step {done.step:,}, {done.tensors} tensors,"
+        f" {format_bytes(done.size)}"
+    )
     if done.dtype == torch.float32:
-        typer.echo("its weights are the float32 ones that the optimizer updates; --dtype bfloat16 writes half the bytes")
+        typer.echo(
+            "its weights are the float32 ones that the optimizer updates; --dtype bfloat16 writes"
+            " half the bytes"
+        )
     if run is None:
-        typer.echo("no tokenizer/ beside the checkpoint: save one into the folder, if it is to generate text")
+        typer.echo(
+            "no tokenizer/ beside the checkpoint: save one into the folder, if it is to generate"
+            " text"
+        )
     for tensors, of_both in compared:
         typer.echo(f"Transformers opens it, and all {tensors} tensors are the checkpoint's")
-        typer.echo(f"{of_both.tokens} greedy tokens are the same, and logits within {of_both.logits:.1e}")
+        typer.echo(
+            f"{of_both.tokens} greedy tokens are the same, and logits within {of_both.logits:.1e}"
+        )
     typer.echo(f"serve it:  vllm serve {out}")
     typer.echo(f"           python -m sglang.launch_server --model-path {out}")
     typer.echo(f"           transformers serve {out}  (one device, to try the model)")

@@ -1,4 +1,6 @@
-"""Signals that end a command, as exceptions: what it has begun to write is removed, as after Ctrl-C."""
+"""Signals that end a command, as exceptions: what it has begun to write is removed, as after
+Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from typing import NoReturn
 from plait.cli.launching.lifeline import on_signals
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Python raises SIGINT by itself; of these the default ends a process at once, and `finally` does not run."""
+"""Python raises SIGINT by itself; of these the default ends a process at once, and `finally` does
+not run.
+"""
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""`plait plan`: which layout, how fast, what it takes, and why: before you rent GPUs. Prints the results of `plait.planner`.
+"""`plait plan`: which layout, how fast, what it takes, and why: before you rent GPUs. Prints the
+results of `plait.planner`.
 
 The command reads files and, where no GPU is named, looks at this machine; all else is arithmetic.
 """
@@ -63,8 +64,12 @@ def plan(
             help="Why not tp=4? Or: neighbours, sensitivity. May be repeated.",
         ),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="How many layouts to show.")] = 5,
-    everything: Annotated[bool, typer.Option("--all", help="Also price what this version does not run.")] = False,
+    top: Annotated[
+        int, typer.Option(min=1, max=1000, metavar="N", help="How many layouts to show.")
+    ] = 5,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also price what this version does not run.")
+    ] = False,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -72,15 +77,33 @@ def plan(
             help="Constants that `plait calibrate` wrote.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="--out: replace a file that no plan wrote.")] = False,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page of it all.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best layout's timeline, for ui.perfetto.dev.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="--out: replace a file that no plan wrote.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one HTML page of it all.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the best layout's timeline, for ui.perfetto.dev."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Search every layout of a model on a cluster: what fits, how fast, and why. Exit code 1 if nothing fits. See also `plan infer`."""
+    """Search every layout of a model on a cluster: what fits, how fast, and why. Exit code 1 if
+    nothing fits. See also `plan infer`.
+    """
     from plait.cli.planning.request import read_calibration, read_request
-    from plait.cli.planning.show import names_as_json, print_names, print_nothing_fits, print_plan, write_trace
+    from plait.cli.planning.show import (
+        names_as_json,
+        print_names,
+        print_nothing_fits,
+        print_plan,
+        write_trace,
+    )
     from plait.observe.report.plan import Story, plan_page
     from plait.planner import explain, output
     from plait.planner import search as searching
@@ -91,7 +114,9 @@ def plan(
         return
     _check_files(file, out, report, trace, everything=everything, force=force)
     why = why or []
-    queries = [(text, parse_fixed([text])) for text in why if text not in ("neighbours", "sensitivity")]
+    queries = [
+        (text, parse_fixed([text])) for text in why if text not in ("neighbours", "sensitivity")
+    ]
     asked = read_request(
         file=file,
         model=model,
@@ -109,31 +134,56 @@ def plan(
         everything=everything,
         fix=fix,
     )
-    request, fixed = asked.request, asked.fixed
-    calibration, notes = read_calibration(calibrate, request), list(asked.notes)
+    request = asked.request
+    fixed = asked.fixed
+    calibration = read_calibration(calibrate, request)
+    notes = list(asked.notes)
     found = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
     if not found.best:
         print_nothing_fits(found)
         if report is not None:
-            write_text("--report", report, plan_page(Story(found, notes, fixed=fixed, calibration=calibration)))
+            write_text(
+                "--report",
+                report,
+                plan_page(Story(found, notes, fixed=fixed, calibration=calibration)),
+            )
         raise typer.Exit(1)
     if asked.base and not everything:
         output.check_runs(request, output.config_of(request, found.best[0], asked.base))
-    around = [(text, parse_fixed([text])) for text in explain.neighbours(found)] if "neighbours" in why else []
-    told = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in queries]
-    beside = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in around]
+    around = (
+        [(text, parse_fixed([text])) for text in explain.neighbours(found)]
+        if "neighbours" in why
+        else []
+    )
+    told = [
+        explain.why(found, query, text, fixed=fixed, calibration=calibration)
+        for text, query in queries
+    ]
+    beside = [
+        explain.why(found, query, text, fixed=fixed, calibration=calibration)
+        for text, query in around
+    ]
     reasons = [*told, *beside]
     changes = explain.sensitivity(found, calibration=calibration) if "sensitivity" in why else []
     written = output.write(found, out, asked.base) if out is not None else None
     if report is not None:
-        write_text("--report", report, plan_page(Story(found, notes, reasons, changes, fixed, calibration)))
+        write_text(
+            "--report", report, plan_page(Story(found, notes, reasons, changes, fixed, calibration))
+        )
     if trace is not None:
         write_trace(trace, found, calibration=calibration)
     if as_json:
         whole = output.plan_as_json(found) | {
             "config": None if everything else output.config_of(request, found.best[0], asked.base),
             "sidecar": output.sidecar_of(found, found.best[0]),
-            "why": [{"query": r.query, "reason": r.reason, "other": output.choice_as_json(r.other) if r.other else None} for r in reasons],
+            "why": [
+                {
+                    "query": r.query,
+                    "reason": r.reason,
+                    "other": output.choice_as_json(r.other) if r.other else None,
+                }
+                for r in reasons
+            ],
             "sensitivity": [change.__dict__ for change in changes],
             "notes": notes,
         }
@@ -147,7 +197,15 @@ def plan(
             print(f"wrote {path}")
 
 
-def _check_files(file: Path | None, out: Path | None, report: Path | None, trace: Path | None, *, everything: bool, force: bool) -> None:
+def _check_files(
+    file: Path | None,
+    out: Path | None,
+    report: Path | None,
+    trace: Path | None,
+    *,
+    everything: bool,
+    force: bool,
+) -> None:
     """Before anything takes time. A file that was edited by hand is replaced only with --force."""
     require_writable("--report", report)
     require_writable("--trace", trace)
@@ -156,9 +214,14 @@ def _check_files(file: Path | None, out: Path | None, report: Path | None, trace
             raise InputError("--force: is for --out; add --out, or leave it out")
         return
     if out.suffix != ".json":
-        raise InputError(f"--out {out}: the configuration is written as JSON; give a name that ends in .json")
+        raise InputError(
+            f"--out {out}: the configuration is written as JSON; give a name that ends in .json"
+        )
     if everything:
-        raise InputError("--out: with --all the best layout may be one that this version does not run; leave one of the two out")
+        raise InputError(
+            "--out: with --all the best layout may be one that this version does not run; leave one"
+            " of the two out"
+        )
     from plait.planner.output import is_own
 
     try:
@@ -166,7 +229,12 @@ def _check_files(file: Path | None, out: Path | None, report: Path | None, trace
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
     if exists and not force and not is_own(out):
-        again = " and is what is planned for" if file is not None and file.exists() and out.samefile(file) else ""
+        again = (
+            " and is what is planned for"
+            if file is not None and file.exists() and out.samefile(file)
+            else ""
+        )
         raise InputError(
-            f"--out {out}: exists{again}, and is not as `plait plan` wrote it; give another name, or add --force to replace it"
+            f"--out {out}: exists{again}, and is not as `plait plan` wrote it; give another name,"
+            " or add --force to replace it"
         )

@@ -1,7 +1,9 @@
-"""`plait verify FILE`: does the layout in FILE compute what one process computes? Shown on the user's model, made small, and small data.
+"""`plait verify FILE`: does the layout in FILE compute what one process computes? Shown on the
+user's model, made small, and small data.
 
-The command checks its arguments, starts the processes, computes the references in its own process and compares. Under a launcher (several
-machines) each process runs the layout and rank 0 compares. What is compared, and how, is in `plait.verify`.
+The command checks its arguments, starts the processes, computes the references in its own process
+and compares. Under a launcher (several machines) each process runs the layout and rank 0 compares.
+What is compared, and how, is in `plait.verify`.
 """
 
 from __future__ import annotations
@@ -70,38 +72,80 @@ _PASSES: dict[Dtype, tuple[Pass, ...]] = {
 
 @app.command()
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run; a DeepSpeed file too.")],
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="A folder, config.json, hub name or package.module:function.")] = None,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="The JSON or YAML file that describes the run; a DeepSpeed file too.",
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A folder, config.json, hub name or package.module:function."
+        ),
+    ] = None,
     set_: Set = None,
-    nproc_per_node: Annotated[int | None, count(*PROCESSES, help="Processes. (default: what FILE's degrees need)")] = None,
+    nproc_per_node: Annotated[
+        int | None, count(*PROCESSES, help="Processes. (default: what FILE's degrees need)")
+    ] = None,
     steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
-        Dtype | None, typer.Option(metavar="NAME", help="float64, configured or both. (default: both; deepspeed: configured)")
+        Dtype | None,
+        typer.Option(
+            metavar="NAME",
+            help="float64, configured or both. (default: both; deepspeed: configured)",
+        ),
     ] = None,
-    tolerance: Annotated[float | None, typer.Option(metavar="X", help="In float64. (default: 1e-10; 1e-7 where the model rounds)")] = None,
-    engine: Annotated[Engine, typer.Option(metavar="NAME", help="plait; or deepspeed, accelerate, in float32.")] = Engine.plait,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="In float64. (default: 1e-10; 1e-7 where the model rounds)"),
+    ] = None,
+    engine: Annotated[
+        Engine, typer.Option(metavar="NAME", help="plait; or deepspeed, accelerate, in float32.")
+    ] = Engine.plait,
     device: Annotated[
-        Device, typer.Option(metavar="NAME", help=f"auto (GPUs where there are enough), cpu or {accelerator.NAME}.")
+        Device,
+        typer.Option(
+            metavar="NAME", help=f"auto (GPUs where there are enough), cpu or {accelerator.NAME}."
+        ),
     ] = Device.auto,
-    all_: Annotated[bool, typer.Option("--all", help="A line for every tensor, not for every block.")] = False,
+    all_: Annotated[
+        bool, typer.Option("--all", help="A line for every tensor, not for every block.")
+    ] = False,
     as_json: Json = False,
-    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds after which a wait is ended.")] = 600,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", help="Seconds after which a wait is ended.")
+    ] = 600,
 ) -> None:
-    """Compare the layout in FILE with one process: losses, gradient norms, every gradient, every parameter after some steps.
+    """Compare the layout in FILE with one process: losses, gradient norms, every gradient, every
+    parameter after some steps.
 
-    The model is made small first. Exit code 0 if all is equal, 3 with the first parameter that differs, 2 for what cannot be run.
+    The model is made small first. Exit code 0 if all is equal, 3 with the first parameter that
+    differs, 2 for what cannot be run.
     """
     from plait.verify.run import compare, run_watched
 
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise InputError(f"--tolerance {tolerance}: not a positive number; use for example 1e-10")
     if not 0 < timeout < math.inf:
-        raise InputError(f"--timeout {timeout}: not a positive number of seconds; use for example 600")
+        raise InputError(
+            f"--timeout {timeout}: not a positive number of seconds; use for example 600"
+        )
     if device is Device.cpu:
         os.environ[accelerator.VISIBLE] = ""  # before torch looks
     _import_from_here()
     launched = claim(os.environ) is not None
-    plan = _plan(file, list(set_ or ()), model=model, processes=nproc_per_node, steps=steps, dtype=dtype, engine=engine, device=device)
+    plan = _plan(
+        file,
+        list(set_ or ()),
+        model=model,
+        processes=nproc_per_node,
+        steps=steps,
+        dtype=dtype,
+        engine=engine,
+        device=device,
+    )
     _set_environment(plan)
     judges = not launched or place().rank == 0
     if judges and not as_json:
@@ -126,9 +170,12 @@ def _plan(
     from plait.config.resolving.resolve import load
     from plait.verify.plan import prepare
 
-    config, gpus, launched = load(file, overrides), device_count(), claim(os.environ)
+    config = load(file, overrides)
+    gpus = device_count()
+    launched = claim(os.environ)
     if launched is not None:
-        processes, gpus = launched.world_size, launched.world_size if gpus else 0
+        processes = launched.world_size
+        gpus = launched.world_size if gpus else 0
     chosen = dtype or (Dtype.configured if engine is Engine.deepspeed else Dtype.both)
     return prepare(
         config,
@@ -156,7 +203,9 @@ def _tree(file: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def _import_from_here() -> None:
-    """`--model package.module:function` is looked for in the current folder first, as `python -m` does; the processes do it too."""
+    """`--model package.module:function` is looked for in the current folder first, as `python -m`
+    does; the processes do it too.
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -175,7 +224,9 @@ def _start(plan: Plan, *, seconds: float) -> Traces:
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as name:
         folder = Path(name)
         (folder / PLAN).write_bytes(pickle.dumps(plan))
-        code = launch.run(["plait.verify.run", name, str(seconds)], Settings(plan.world_size, grace_seconds=10))
+        code = launch.run(
+            ["plait.verify.run", name, str(seconds)], Settings(plan.world_size, grace_seconds=10)
+        )
         if code:  # the launcher has told why
             raise typer.Exit(code)
         traces: Traces = pickle.loads((folder / TRACES).read_bytes())

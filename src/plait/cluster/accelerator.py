@@ -1,8 +1,10 @@
-"""The kind of device besides the CPU that Plait runs on: what it is called, and all that is asked of torch for it.
+"""The kind of device besides the CPU that Plait runs on: what it is called, and all that is asked
+of torch for it.
 
-Nothing else in the package names it, but for its collectives' own settings (`cluster.nccl`), so another kind is a change of this file.
-torch's words for any accelerator are used where it has some (`torch.accelerator`), the module of the kind (`torch.cuda`) where it has none.
-torch is imported inside: the command starts without it.
+Nothing else in the package names it, but for its collectives' own settings (`cluster.nccl`), so
+another kind is a change of this file. torch's words for any accelerator are used where it has some
+(`torch.accelerator`), the module of the kind (`torch.cuda`) where it has none. torch is imported
+inside: the command starts without it.
 """
 
 from __future__ import annotations
@@ -30,16 +32,15 @@ LOST_PEER: Final = "ncclRemoteError"
 """What its collectives say when another process is gone."""
 
 
-# ---- which there are ------------------------------------------------------------------------------------------------------------------
-
-
 def is_one(device: torch.device) -> bool:
     """Whether a device is one, and not the CPU or meta."""
     return device.type == NAME
 
 
 def count() -> int:
-    """Those that this process may use. Begins to use none, so that processes can still be forked: `torch.accelerator` would."""
+    """Those that this process may use. Begins to use none, so that processes can still be forked:
+    `torch.accelerator` would.
+    """
     module = _module()
     return int(module.device_count()) if module.is_available() else 0
 
@@ -63,9 +64,6 @@ def backend(device: torch.device, *, host_tensors: bool) -> str:
     return f"cpu:gloo,{NAME}:{BACKEND}" if host_tensors else BACKEND
 
 
-# ---- what they are --------------------------------------------------------------------------------------------------------------------
-
-
 def model_name(device: torch.device | int | None = None) -> str:
     """What one calls itself; by default the current one."""
     return str(_module().get_device_name(device))
@@ -79,7 +77,10 @@ def capacity_bytes(index: int) -> int:
 def described(index: int) -> str:
     """One, for a person."""
     properties = _module().get_device_properties(index)
-    return f"{properties.name}, {properties.total_memory} bytes, compute capability {properties.major}.{properties.minor}"
+    return (
+        f"{properties.name}, {properties.total_memory} bytes, compute capability"
+        f" {properties.major}.{properties.minor}"
+    )
 
 
 def built_for() -> str:
@@ -87,9 +88,6 @@ def built_for() -> str:
     import torch
 
     return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
-
-
-# ---- streams --------------------------------------------------------------------------------------------------------------------------
 
 
 def new_stream(device: torch.device) -> torch.Stream:
@@ -148,14 +146,15 @@ def profiled() -> list[Any]:
 
 
 def tensor_of(numbers: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers of the program (one, or nested sequences) as a tensor there. `torch.tensor(..., device=device)` copies from memory that is
-    not pinned, and so waits until the device has done all that it was given."""
+    """Numbers of the program (one, or nested sequences) as a tensor there. `torch.tensor(...,
+    device=device)` copies from memory that is not pinned, and so waits until the device has done
+    all that it was given.
+    """
     import torch
 
-    return torch.tensor(numbers, dtype=dtype, pin_memory=is_one(device)).to(device, non_blocking=True)
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------------------------
+    return torch.tensor(numbers, dtype=dtype, pin_memory=is_one(device)).to(
+        device, non_blocking=True
+    )
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -177,7 +176,11 @@ def allocation_retries(device: torch.device) -> int:
     """Return how often the allocator freed its cache because the device had no memory left."""
     import torch
 
-    return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0)) if is_one(device) else 0
+    return (
+        int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))
+        if is_one(device)
+        else 0
+    )
 
 
 def held_bytes(device: torch.device) -> int:
@@ -202,9 +205,6 @@ def release_cached_memory(device: torch.device) -> None:
 def limit_memory(device: torch.device, nbytes: int) -> None:
     """This process runs out of memory when it holds more."""
     _module().set_per_process_memory_fraction(nbytes / capacity_bytes(device.index), device)
-
-
-# ---- random numbers -------------------------------------------------------------------------------------------------------------------
 
 
 def generator(device: torch.device) -> torch.Generator:

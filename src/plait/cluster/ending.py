@@ -1,9 +1,11 @@
 """The end of process groups, and of a worker process.
 
-After a collective, a thread of gloo lets go of its tensors, for which it may need the interpreter's lock. If the interpreter shuts down
-just then, the process aborts (SIGABRT, "terminate called without an active exception") after all its work was done, about one time in ten.
-The threads do not end with `destroy_process_group`: once a model was sharded, torch keeps its groups. So before a process ends its threads
-get the time, and the lock, to finish. A worker of Plait's own leaves without the interpreter's shutdown.
+After a collective, a thread of gloo lets go of its tensors, for which it may need the interpreter's
+lock. If the interpreter shuts down just then, the process aborts (SIGABRT, "terminate called
+without an active exception") after all its work was done, about one time in ten. The threads do not
+end with `destroy_process_group`: once a model was sharded, torch keeps its groups. So before a
+process ends its threads get the time, and the lock, to finish. A worker of Plait's own leaves
+without the interpreter's shutdown.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ from plait._torch.dtensor import forget_meshes
 
 LONGEST_SECONDS = 2.0
 """Of waiting for threads that are busy, on a machine that has more to do."""
-_PAUSE_SECONDS, _QUIET = 0.005, 4
+_PAUSE_SECONDS = 0.005
+_QUIET = 4
 """How often threads are looked at, and how often in a row they must be seen asleep."""
 _GLOO = "pt_gloo_runloop"
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with `code`, once its output is written. Nothing registered with `atexit` runs."""
+    """End this process with `code`, once its output is written. Nothing registered with `atexit`
+    runs.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,7 +52,9 @@ def end_default_group() -> None:
 
 
 def end_groups(groups: Collection[dist.ProcessGroup]) -> None:
-    """The same for some groups. One that was destroyed before, alone or with the default group, is passed over."""
+    """The same for some groups. One that was destroyed before, alone or with the default group, is
+    passed over.
+    """
     if groups and dist.is_initialized():
         let_threads_finish()
         forget_meshes()
@@ -58,13 +65,16 @@ def end_groups(groups: Collection[dist.ProcessGroup]) -> None:
 
 @functools.cache
 def finish_at_exit() -> None:
-    """Let gloo's threads finish before the interpreter shuts down, no matter who made and ended the groups. Once a process."""
+    """Let gloo's threads finish before the interpreter shuts down, no matter who made and ended the
+    groups. Once a process.
+    """
     atexit.register(let_threads_finish)
 
 
 def let_threads_finish() -> None:
-    """Return when gloo's threads sleep. Each pause gives them the interpreter's lock. A thread in a collective whose other ranks are gone
-    sleeps too, so this never waits for them."""
+    """Return when gloo's threads sleep. Each pause gives them the interpreter's lock. A thread in a
+    collective whose other ranks are gone sleeps too, so this never waits for them.
+    """
     ends = time.monotonic() + LONGEST_SECONDS
     quiet = 0
     while quiet < _QUIET and time.monotonic() < ends:

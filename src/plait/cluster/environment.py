@@ -1,4 +1,6 @@
-"""What a machine and its Python have, as facts for a person and for an issue report. Reads; changes and measures nothing."""
+"""What a machine and its Python have, as facts for a person and for an issue report. Reads; changes
+and measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str
         "gpus": _gpus(),
         "communication": _communication(),
         "launcher": _launcher(environment),
-        "variables": {name: value for name, value in sorted(environment.items()) if name in VARIABLES or name.startswith(PREFIXES)},
+        "variables": {
+            name: value
+            for name, value in sorted(environment.items())
+            if name in VARIABLES or name.startswith(PREFIXES)
+        },
     }
 
 
@@ -68,7 +74,9 @@ def _installed() -> dict[str, str]:
 
 
 def _machine(folder: Path) -> dict[str, Any]:
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    pages = (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    )
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "interpreter": sys.executable,
@@ -98,4 +106,8 @@ def _communication() -> dict[str, Any]:
 
 def _launcher(environment: Mapping[str, str]) -> dict[str, Any]:
     found = claim(environment)
-    return {"name": None} if found is None else {"name": found.launcher, "rank": found.rank, "world_size": found.world_size}
+    return (
+        {"name": None}
+        if found is None
+        else {"name": found.launcher, "rank": found.rank, "world_size": found.world_size}
+    )

@@ -1,4 +1,6 @@
-"""Process groups whose other ranks do not exist: a dry run has the layout of thousands and sends nothing."""
+"""Process groups whose other ranks do not exist: a dry run has the layout of thousands and sends
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,5 +11,7 @@ FAKE = "fake"
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group (None is the default one) is such a one. Without any process group it is False."""
+    """Whether the group (None is the default one) is such a one. Without any process group it is
+    False.
+    """
     return dist.is_initialized() and dist.get_backend(group) == FAKE

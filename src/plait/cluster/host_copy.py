@@ -10,8 +10,9 @@ from plait.cluster import accelerator
 class HostCopy:
     """Copy of a small tensor in host memory.
 
-    The copy is queued on the current stream, and an event after it. `values` therefore waits for the
-    work that computes the tensor only, whereas `.item()` would also wait for work that was queued later.
+    The copy is queued on the current stream, and an event after it. `values` therefore waits for
+    the work that computes the tensor only, whereas `.item()` would also wait for work that was
+    queued later.
 
     Args:
         tensor: A tensor on any device. A tensor in host memory is not copied.

@@ -1,6 +1,7 @@
 """Weights in host memory on huge pages.
 
-A product that reads every weight once then spends less time in page tables: 4 to 7 % of a token (`benchmarks/results/host_memory.json`).
+A product that reads every weight once then spends less time in page tables: 4 to 7 % of a token
+(`benchmarks/results/host_memory.json`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ PAGE = 2 << 20
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised, on the CPU, beginning with a huge page; as `torch.empty` where the system has none, or the tensor is smaller."""
+    """Uninitialised, on the CPU, beginning with a huge page; as `torch.empty` where the system has
+    none, or the tensor is smaller.
+    """
     size = prod(shape) * dtype.itemsize
     if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what nobody writes to takes no memory
+    # what nobody writes to takes no memory
+    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
     end = start + size // PAGE * PAGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, end - start)
@@ -32,7 +36,9 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def move_parameters(model: nn.Module) -> None:
-    """Give this rank's parts of parameters on the CPU memory of this kind, before they have values."""
+    """Give this rank's parts of parameters on the CPU memory of this kind, before they have
+    values.
+    """
     for parameter in model.parameters():
         part = local_tensor(parameter)
         if part.device.type == "cpu" and part.is_contiguous() and part.nbytes >= PAGE:

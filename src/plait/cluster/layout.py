@@ -1,7 +1,8 @@
-"""The layout: the degrees of the parallel axes and the arithmetic from ranks to coordinates and groups.
+"""The layout: the degrees of the parallel axes and the arithmetic from ranks to coordinates and
+groups.
 
-Pure: no process group, no torch. Ranks are laid out with `tp` fastest, so that neighbouring ranks (one node) share a tensor-parallel
-group, and `pp` slowest, so that stages cross nodes.
+Pure: no process group, no torch. Ranks are laid out with `tp` fastest, so that neighbouring ranks
+(one node) share a tensor-parallel group, and `pp` slowest, so that stages cross nodes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SAMPLE_AXES = ("dp_replicate", "dp_shard")
 """Axes whose ranks read different samples."""
 TOKEN_AXES = (*SAMPLE_AXES, "cp")
-"""Axes whose ranks may compute with different tokens, from other samples or from another part of the sequence."""
+"""Axes whose ranks may compute with different tokens, from other samples or from another part of
+the sequence.
+"""
 SPLIT_AXES = ("pp", "dp_shard", "cp", "tp")
 """Axes over which parts of a model may be split; over `dp_replicate` everything is replicated."""
 EXPERT_AXES = ("edp", "ep")
-"""A second view of the ranks of a pipeline stage, for experts: they are split over `ep`, which takes neighbouring ranks, and replicated or
-sharded over `edp`."""
+"""A second view of the ranks of a pipeline stage, for experts: they are split over `ep`, which
+takes neighbouring ranks, and replicated or sharded over `edp`.
+"""
 STAGE_AXES = (*TOKEN_AXES, "tp")
 """The first view of the same ranks."""
 
@@ -47,21 +51,42 @@ class Layout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    """Of the ranks of a pipeline stage, how many have different experts. No factor of the world size."""
+    """Of the ranks of a pipeline stage, how many have different experts. No factor of the world
+    size.
+    """
 
     def __post_init__(self) -> None:
         bad = [
-            Problem(f"parallel.{f.name}", getattr(self, f.name), "the degree of an axis is at least 1", "use 1 to leave the axis out")
+            Problem(
+                f"parallel.{f.name}",
+                getattr(self, f.name),
+                "the degree of an axis is at least 1",
+                "use 1 to leave the axis out",
+            )
             for f in fields(self)
             if getattr(self, f.name) < 1
         ]
         refuse(bad)
         ranks = self.stage_ranks
         if ranks % self.ep:
-            more = "".join(f" x {axis} {getattr(self, axis)}" for axis in ("cp", "tp") if getattr(self, axis) > 1)
+            more = "".join(
+                f" x {axis} {getattr(self, axis)}"
+                for axis in ("cp", "tp")
+                if getattr(self, axis) > 1
+            )
             product = f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{more} = {ranks}"
-            rule = f"experts are split over the processes of a pipeline stage, {product}, and {ranks} % {self.ep} = {ranks % self.ep}"
-            raise ConfigError(Problem("parallel.ep", self.ep, rule, f"use a divisor of {ranks}, such as {gcd(ranks, self.ep)}"))
+            rule = (
+                f"experts are split over the processes of a pipeline stage, {product}, and {ranks}"
+                f" % {self.ep} = {ranks % self.ep}"
+            )
+            raise ConfigError(
+                Problem(
+                    "parallel.ep",
+                    self.ep,
+                    rule,
+                    f"use a divisor of {ranks}, such as {gcd(ranks, self.ep)}",
+                )
+            )
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -86,10 +111,15 @@ class Layout:
     @property
     def all_degrees(self) -> dict[str, int]:
         """`degrees`, and those of the second view where experts are split."""
-        return {**self.degrees, **({"edp": self.stage_ranks // self.ep, "ep": self.ep} if self.ep > 1 else {})}
+        return {
+            **self.degrees,
+            **({"edp": self.stage_ranks // self.ep, "ep": self.ep} if self.ep > 1 else {}),
+        }
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank sits on every axis, and in the second view where experts are split. Raises IndexError outside the world."""
+        """Where a rank sits on every axis, and in the second view where experts are split. Raises
+        IndexError outside the world.
+        """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of a world of {self.world_size}")
         found = {}
@@ -118,17 +148,23 @@ class Layout:
         return index
 
     def dp_index(self, rank: int) -> int:
-        """Which slice of the batch a rank reads: 0 to dp - 1, the same for all its tp, cp and pp partners."""
+        """Which slice of the batch a rank reads: 0 to dp - 1, the same for all its tp, cp and pp
+        partners.
+        """
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The rank groups that communicate along `axes` taken together, in the order of their smallest rank."""
+        """The rank groups that communicate along `axes` taken together, in the order of their
+        smallest rank.
+        """
         rest = [axis for axis in AXES if axis not in axes]
         inner = [axis for axis in AXES if axis in axes]
         return tuple(
             tuple(
-                self.rank(**dict(zip(rest, outer, strict=True)), **dict(zip(inner, point, strict=True)))
+                self.rank(
+                    **dict(zip(rest, outer, strict=True)), **dict(zip(inner, point, strict=True))
+                )
                 for point in product(*(range(getattr(self, axis)) for axis in inner))
             )
             for outer in product(*(range(getattr(self, axis)) for axis in rest))

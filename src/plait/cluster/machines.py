@@ -1,6 +1,8 @@
-"""The machines of a run as plain facts, and the file that describes them where they are not at hand.
+"""The machines of a run as plain facts, and the file that describes them where they are not at
+hand.
 
-Pure but for reading that file: nothing looks at this machine. A planner on a laptop gets the same Topology as the cluster would give.
+Pure but for reading that file: nothing looks at this machine. A planner on a laptop gets the same
+Topology as the cluster would give.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from plait.errors import InputError, Problem, refuse
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. A device is what one process drives: a GPU, or on a machine without GPUs the process's share of the cores."""
+    """One machine. A device is what one process drives: a GPU, or on a machine without GPUs the
+    process's share of the cores.
+    """
 
     name: str
     devices: int
@@ -29,7 +33,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """The machines of a run, in rank order. `memory_bytes` is that of one device, or None where it is not known."""
+    """The machines of a run, in rank order. `memory_bytes` is that of one device, or None where it
+    is not known.
+    """
 
     nodes: tuple[Node, ...]
     device_type: DeviceType
@@ -50,20 +56,29 @@ def load(path: str | Path) -> Topology:
           - {name: a01, devices: 8}
           - {name: a02, devices: 8}
 
-    `nodes: 128` with `devices_per_node: 8` describes equal machines. Raises InputError for a file that cannot be read and ConfigError for
-    its content.
+    `nodes: 128` with `devices_per_node: 8` describes equal machines. Raises InputError for a file
+    that cannot be read and ConfigError for its content.
     """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cluster file {path}: {getattr(error, 'strerror', None) or error}; name a readable YAML or JSON file") from None
+        raise InputError(
+            f"cluster file {path}: {getattr(error, 'strerror', None) or error}; name a readable"
+            " YAML or JSON file"
+        ) from None
     try:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"cluster file {path} is not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from None
+        raise InputError(
+            f"cluster file {path} is not valid {'JSON' if path.suffix == '.json' else 'YAML'}:"
+            f" {error}"
+        ) from None
     if not isinstance(content, dict):
-        raise InputError(f"cluster file {path}: holds {type(content).__name__}, not keys and values; begin with `nodes:`")
+        raise InputError(
+            f"cluster file {path}: holds {type(content).__name__}, not keys and values; begin with"
+            " `nodes:`"
+        )
     return _topology(content, str(path))
 
 
@@ -92,16 +107,33 @@ def _topology(content: Mapping[str, Any], source: str) -> Topology:
         problems += found
     else:
         problems.append(
-            Problem(f"{source}: nodes", nodes, "neither a list of machines nor a count of at least 1", "list `{name: a01, devices: 8}`")
+            Problem(
+                f"{source}: nodes",
+                nodes,
+                "neither a list of machines nor a count of at least 1",
+                "list `{name: a01, devices: 8}`",
+            )
         )
     device_type = content.get("device_type", accelerator.NAME)
     if device_type not in get_args(DeviceType):
         remedy = f"use {accelerator.NAME} or cpu"
-        problems.append(Problem(f"{source}: device_type", device_type, "not a device type that Plait runs on", remedy))
+        problems.append(
+            Problem(
+                f"{source}: device_type",
+                device_type,
+                "not a device type that Plait runs on",
+                remedy,
+            )
+        )
     memory = content.get("memory_bytes")
     if memory is not None and not _is_count(memory):
         problems.append(
-            Problem(f"{source}: memory_bytes", memory, "not a whole number of bytes", "set the bytes of one device, or leave it out")
+            Problem(
+                f"{source}: memory_bytes",
+                memory,
+                "not a whole number of bytes",
+                "set the bytes of one device, or leave it out",
+            )
         )
     refuse(problems)
     return Topology(tuple(machines), device_type, memory)
@@ -113,25 +145,49 @@ def _machines(nodes: list[Any], per_node: Any, source: str) -> tuple[list[Node],
     for index, entry in enumerate(nodes):
         where = f"{source}: nodes[{index}]"
         if not isinstance(entry, dict):
-            problems.append(Problem(where, entry, "not a machine with its devices", "write `{name: a01, devices: 8}`"))
+            problems.append(
+                Problem(
+                    where,
+                    entry,
+                    "not a machine with its devices",
+                    "write `{name: a01, devices: 8}`",
+                )
+            )
             continue
-        problems += [_unknown(f"{where}.{key}", key, ("name", "devices")) for key in entry if key not in ("name", "devices")]
-        name, devices = entry.get("name", f"node{index}"), entry.get("devices", per_node)
+        problems += [
+            _unknown(f"{where}.{key}", key, ("name", "devices"))
+            for key in entry
+            if key not in ("name", "devices")
+        ]
+        name = entry.get("name", f"node{index}")
+        devices = entry.get("devices", per_node)
         if not isinstance(name, str):
             problems.append(Problem(f"{where}.name", name, "not a name", "quote it"))
         if not _is_count(devices):
             problems.append(
-                Problem(f"{where}.devices", devices, "not a whole number of at least 1", "set the number of devices, for example 8")
+                Problem(
+                    f"{where}.devices",
+                    devices,
+                    "not a whole number of at least 1",
+                    "set the number of devices, for example 8",
+                )
             )
         if any(machine.name == name for machine in machines):
-            problems.append(Problem(f"{where}.name", name, "named twice", "give every machine its own name"))
+            problems.append(
+                Problem(f"{where}.name", name, "named twice", "give every machine its own name")
+            )
         machines.append(Node(name, devices))
     return machines, problems
 
 
 def _unknown(field: str, key: object, known: tuple[str, ...]) -> Problem:
     near = difflib.get_close_matches(str(key), known, n=1)
-    return Problem(field, None, "unknown key", f"did you mean `{near[0]}`?" if near else f"use {', '.join(known)}")
+    return Problem(
+        field,
+        None,
+        "unknown key",
+        f"did you mean `{near[0]}`?" if near else f"use {', '.join(known)}",
+    )
 
 
 def _is_count(value: object) -> bool:

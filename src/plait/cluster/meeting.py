@@ -1,7 +1,9 @@
-"""Where the processes of this launch meet: one store for each place, which stays while the process lives.
+"""Where the processes of this launch meet: one store for each place, which stays while the process
+lives.
 
-A default group that was ended leaves its addresses in the store, and its sockets still answer: a rank that found them for the next group
-would wait in it for ranks that wait elsewhere. So every default group that is made here has keys of its own.
+A default group that was ended leaves its addresses in the store, and its sockets still answer: a
+rank that found them for the next group would wait in it for ranks that wait elsewhere. So every
+default group that is made here has keys of its own.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ _met: dict[str, _Met] = {}
 
 
 def store_of_next_group(here: RankInfo, timeout: timedelta) -> dist.Store:
-    """The store of the default group that is made next; a process alone meets nobody. Collective. Raises ConfigError where the processes
-    do not know where to meet."""
+    """The store of the default group that is made next; a process alone meets nobody. Collective.
+    Raises ConfigError where the processes do not know where to meet.
+    """
     if here.world_size == 1:
         return dist.HashStore()
     method = init_method()

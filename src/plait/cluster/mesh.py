@@ -1,7 +1,8 @@
 """The only place where process groups are made: a layout over the processes that exist.
 
-An existing default group is adopted (the user made it, the user destroys it); otherwise one is made from the launcher's environment, or
-for a single process without any launcher. Sub-groups are torch's DeviceMesh dimensions, one per axis of degree above 1.
+An existing default group is adopted (the user made it, the user destroys it); otherwise one is made
+from the launcher's environment, or for a single process without any launcher. Sub-groups are
+torch's DeviceMesh dimensions, one per axis of degree above 1.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 COMBINED = (SAMPLE_AXES, TOKEN_AXES, ("pp", *TOKEN_AXES), SPLIT_AXES)
-"""Axes that are taken together: for sums over the batch, for a loss that only a pipeline's last stage has, and for the global norm of
-gradients. Axes of degree 1 count for nothing, so that without cp the first two are one group."""
+"""Axes that are taken together: for sums over the batch, for a loss that only a pipeline's last
+stage has, and for the global norm of gradients. Axes of degree 1 count for nothing, so that without
+cp the first two are one group.
+"""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that a run needs besides one for every axis and those of COMBINED. All are made with the mesh, in one order."""
+    """The groups that a run needs besides one for every axis and those of COMBINED. All are made
+    with the mesh, in one order.
+    """
 
     axes: tuple[tuple[str, ...], ...] = ()
     """Several axes, each taken together."""
@@ -45,12 +50,19 @@ class Groups:
 
     def __add__(self, other: Groups) -> Groups:
         """Both, each once."""
-        return Groups(*(tuple(dict.fromkeys((*getattr(self, f.name), *getattr(other, f.name)))) for f in fields(self)))
+        return Groups(
+            *(
+                tuple(dict.fromkeys((*getattr(self, f.name), *getattr(other, f.name))))
+                for f in fields(self)
+            )
+        )
 
 
 @dataclass(frozen=True)
 class Levels:
-    """A group whose ranks sit on several machines, equally many on each: this rank's machine, and its counterparts on the others."""
+    """A group whose ranks sit on several machines, equally many on each: this rank's machine, and
+    its counterparts on the others.
+    """
 
     whole: dist.ProcessGroup
     inside: dist.ProcessGroup
@@ -67,7 +79,9 @@ class GroupUse:
         users.add(self)
 
 
-_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = (
+    weakref.WeakKeyDictionary()
+)
 """The default groups that Plait made, and their users: as global as torch's own record of them."""
 
 
@@ -87,7 +101,9 @@ def _world() -> dist.ProcessGroup:
 
 
 LANES = 3
-"""Pairs of groups over pp for messages between stages, where a communicator carries them out one after another (`comm.messages`)."""
+"""Pairs of groups over pp for messages between stages, where a communicator carries them out one
+after another (`comm.messages`).
+"""
 
 
 @dataclass(frozen=True)
@@ -101,14 +117,19 @@ class Mesh:
     use: GroupUse | None
     """Of a default group that Plait made; None for an adopted one."""
     expert_mesh: DeviceMesh | None = None
-    """The same ranks by their second view, with `edp` and `ep` in the place of all axes but `pp`; None where experts are not split."""
+    """The same ranks by their second view, with `edp` and `ep` in the place of all axes but `pp`;
+    None where experts are not split.
+    """
     reverse_pp: dist.ProcessGroup | None = None
     """A second group over pp, for messages to lower stages; None without a pipeline."""
     more_pp: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ()
-    """Further groups over pp, for messages to higher and to lower stages, where one group would make them wait for each other: see
-    `comm.messages`."""
+    """Further groups over pp, for messages to higher and to lower stages, where one group would
+    make them wait for each other: see `comm.messages`.
+    """
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
-    """Groups over several axes. Made with the mesh, because that is collective over all ranks, and not all may want a group later."""
+    """Groups over several axes. Made with the mesh, because that is collective over all ranks, and
+    not all may want a group later.
+    """
     stages: Mapping[frozenset[int], dist.ProcessGroup | None] = field(default_factory=dict)
     """Groups of some stages by their coordinates along pp; None on the other ranks."""
     node_levels: Mapping[str, tuple[Levels | None, int]] = field(default_factory=dict)
@@ -123,7 +144,9 @@ class Mesh:
 
     @property
     def norm_axes(self) -> tuple[str, ...]:
-        """Axes over which what ranks hold of a model adds up. Experts may be split over ranks that replicate all else."""
+        """Axes over which what ranks hold of a model adds up. Experts may be split over ranks that
+        replicate all else.
+        """
         return AXES if self.layout.ep > 1 else SPLIT_AXES
 
     @property
@@ -140,11 +163,17 @@ class Mesh:
         return self.device_mesh[axes if len(axes) > 1 else axes[0]]
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group over `axes` taken together; None when their degrees are all 1 (nothing to communicate). Makes none: raises
-        KeyError for several axes that are neither in COMBINED nor in the mesh's `Groups`."""
+        """The process group over `axes` taken together; None when their degrees are all 1 (nothing
+        to communicate). Makes none: raises KeyError for several axes that are neither in COMBINED
+        nor in the mesh's `Groups`.
+        """
         if not set(axes).isdisjoint(EXPERT_AXES):
             (axis,) = axes
-            return self.expert_mesh[axis].get_group() if self.layout.all_degrees.get(axis, 1) > 1 and self.expert_mesh is not None else None
+            return (
+                self.expert_mesh[axis].get_group()
+                if self.layout.all_degrees.get(axis, 1) > 1 and self.expert_mesh is not None
+                else None
+            )
         used = self._used(axes)
         if len(used) < 2:
             return self.sub(*used).get_group() if used else None
@@ -154,20 +183,35 @@ class Mesh:
         return tuple(axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1)
 
     def with_groups(self, wanted: Groups) -> Mesh:
-        """With the groups over several axes, of stages and of machines. Collective over all ranks."""
-        used = dict.fromkeys(used for used in map(self._used, (*COMBINED, self.norm_axes, *wanted.axes)) if len(used) > 1)
-        mesh = replace(self, combined={axes: self._own(flattened(self.sub(*axes)).get_group()) for axes in used})
+        """With the groups over several axes, of stages and of machines. Collective over all
+        ranks.
+        """
+        used = dict.fromkeys(
+            used
+            for used in map(self._used, (*COMBINED, self.norm_axes, *wanted.axes))
+            if len(used) > 1
+        )
+        mesh = replace(
+            self,
+            combined={axes: self._own(flattened(self.sub(*axes)).get_group()) for axes in used},
+        )
         if self.layout.pp > 1:
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
         if self.layout.pp > 2 and accelerator.is_one(self.device) and not is_fake():
             mesh = replace(mesh, more_pp=mesh.message_groups(LANES - 1))
         mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in wanted.stages})
         nodes = _nodes() if wanted.levels else []
-        return replace(mesh, node_levels={axis: mesh._levels(axis, nodes) for axis in wanted.levels})
+        return replace(
+            mesh, node_levels={axis: mesh._levels(axis, nodes) for axis in wanted.levels}
+        )
 
     def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
-        """A new group of the ranks at pp coordinates `stages` that share all other coordinates; None on the other ranks. Collective."""
-        columns = [tuple(column[stage] for stage in sorted(stages)) for column in self.layout.groups("pp")]
+        """A new group of the ranks at pp coordinates `stages` that share all other coordinates;
+        None on the other ranks. Collective.
+        """
+        columns = [
+            tuple(column[stage] for stage in sorted(stages)) for column in self.layout.groups("pp")
+        ]
         group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
         if group is not None:
             self._own(group)
@@ -176,10 +220,16 @@ class Mesh:
     def message_groups(self, count: int) -> tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...]:
         """`count` pairs of new groups over pp. Collective."""
         groups = [self.stages_group(range(self.layout.pp)) for _ in range(2 * count)]
-        return tuple((up, down) for up, down in zip(groups[::2], groups[1::2], strict=True) if up is not None and down is not None)
+        return tuple(
+            (up, down)
+            for up, down in zip(groups[::2], groups[1::2], strict=True)
+            if up is not None and down is not None
+        )
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """A new group of all ranks for tensors in host memory, of a thread of its own; None for one process. Collective."""
+        """A new group of all ranks for tensors in host memory, of a thread of its own; None for one
+        process. Collective.
+        """
         if self.layout.world_size == 1:
             return None
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_of(_world())))
@@ -192,17 +242,22 @@ class Mesh:
         return place().local_world_size
 
     def levels(self, axis: str) -> Levels | None:
-        """The intra-node and inter-node groups of the group over `axis`; None where there is no such split (see `split_by_node`). Raises
-        KeyError for an axis that is not in the mesh's `Groups`."""
+        """The intra-node and inter-node groups of the group over `axis`; None where there is no
+        such split (see `split_by_node`). Raises KeyError for an axis that is not in the mesh's
+        `Groups`.
+        """
         return self.node_levels[axis][0]
 
     def machines(self, axis: str) -> int:
-        """How many machines the group over `axis` spans, equally many ranks on each; 1 where these are not equal. Raises KeyError as
-        `levels` does."""
+        """How many machines the group over `axis` spans, equally many ranks on each; 1 where these
+        are not equal. Raises KeyError as `levels` does.
+        """
         return self.node_levels[axis][1]
 
     def _levels(self, axis: str, nodes: Sequence[int]) -> tuple[Levels | None, int]:
-        """`nodes`: the machine of every rank of the world. Collective over the group of the axis."""
+        """`nodes`: the machine of every rank of the world. Collective over the group of the
+        axis.
+        """
         group = self.group(axis)
         if group is None:
             return None, 1
@@ -219,23 +274,29 @@ class Mesh:
         return _timed(group)
 
     def leave(self) -> None:
-        """End the groups that this mesh made; other code that uses the default group may destroy it."""
+        """End the groups that this mesh made; other code that uses the default group may destroy
+        it.
+        """
         if self.use is not None:
             self.use.users.discard(self.use)
         end_groups(self.made)
         self.made.clear()
 
     def close(self) -> None:
-        """End the groups that this mesh made, and the default one, if Plait made it and no other mesh uses it."""
+        """End the groups that this mesh made, and the default one, if Plait made it and no other
+        mesh uses it.
+        """
         self.leave()
         if self.use is not None and not self.use.users:
             end_default_group()
 
 
 def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
-    """The intra-node and inter-node groups of a group whose ranks, in order, run on the machines `nodes`. Collective over the group.
+    """The intra-node and inter-node groups of a group whose ranks, in order, run on the machines
+    `nodes`. Collective over the group.
 
-    None where there is no such split: one machine, or one rank on each; or where machines do not hold equal runs of consecutive ranks.
+    None where there is no such split: one machine, or one rank on each; or where machines do not
+    hold equal runs of consecutive ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     by_node: dict[int, list[int]] = {}
@@ -244,10 +305,17 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
     inside = list(by_node.values())
     if len(inside) == 1 or len(inside) == len(ranks):
         return None
-    if len({len(members) for members in inside}) > 1 or [rank for members in inside for rank in members] != ranks:
+    if (
+        len({len(members) for members in inside}) > 1
+        or [rank for members in inside for rank in members] != ranks
+    ):
         return None
     me = dist.get_rank()
-    groups = [members for members in [*inside, *(list(column) for column in zip(*inside, strict=True))] if me in members]
+    groups = [
+        members
+        for members in [*inside, *(list(column) for column in zip(*inside, strict=True))]
+        if me in members
+    ]
     mine = [_timed(dist.new_group(members, use_local_synchronization=True)) for members in groups]
     return Levels(group, mine[0], mine[1])
 
@@ -262,8 +330,9 @@ def _nodes() -> list[int]:
 
 
 def _timed(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of this mesh, whose collectives give up when those of the default group do: the time that a user gave that one holds for
-    all."""
+    """A group of this mesh, whose collectives give up when those of the default group do: the time
+    that a user gave that one holds for all.
+    """
     if not is_fake(group):
         assert dist.group.WORLD is not None
         give_timeout(group, dist.group.WORLD)
@@ -282,9 +351,10 @@ def build_mesh(
 ) -> Mesh:
     """Groups for `layout` over the processes that exist, and `groups` besides.
 
-    `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with GPUs, collectives on tensors in host memory
-    are wanted too (offloaded parameters are gathered there for checkpoints). `library`: settings of NCCL. `on_default_group` is called
-    before other groups are made. Raises ConfigError when the layout's world is not the real one.
+    `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with
+    GPUs, collectives on tensors in host memory are wanted too (offloaded parameters are gathered
+    there for checkpoints). `library`: settings of NCCL. `on_default_group` is called before other
+    groups are made. Raises ConfigError when the layout's world is not the real one.
     """
     here = place()
     device = local_device(device_type, here)
@@ -302,12 +372,22 @@ def build_mesh(
         raise ConfigError(Problem("parallel", str(layout), rule, f"start {layout.world_size}"))
     if on_default_group is not None:
         on_default_group()
-    # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
+    # fully_shard wants a dimension to shard over even where it has one rank; every other axis of
+    # degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     with splits_named_alike(_number_of_mesh(device)):
-        device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
+        device_mesh = init_device_mesh(
+            device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names
+        )
         expert_mesh = _expert_mesh(layout, device) if layout.ep > 1 else None
-        mesh = Mesh(layout, device, dist.get_rank(), device_mesh, _use_of_default_group(made=owns), expert_mesh)
+        mesh = Mesh(
+            layout,
+            device,
+            dist.get_rank(),
+            device_mesh,
+            _use_of_default_group(made=owns),
+            expert_mesh,
+        )
         for one in (device_mesh, expert_mesh):
             if one is not None:
                 for name in one.mesh_dim_names or ():
@@ -330,8 +410,10 @@ def _number_of_mesh(device: torch.device) -> int:
 
 
 def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """The default group of the launcher's processes, as `build_mesh` would make it, for code that wants one before any model is there; it
-    is the caller's, who may end it. Nothing where there is one. Raises ConfigError where the processes do not know where to meet."""
+    """The default group of the launcher's processes, as `build_mesh` would make it, for code that
+    wants one before any model is there; it is the caller's, who may end it. Nothing where there is
+    one. Raises ConfigError where the processes do not know where to meet.
+    """
     if not dist.is_initialized():
         here = place()
         finish_at_exit()
@@ -339,7 +421,9 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
 
 
 def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """All of its axes but `edp`, over which experts may be sharded also where it has one rank, are of degree above 1."""
+    """All of its axes but `edp`, over which experts may be sharded also where it has one rank, are
+    of degree above 1.
+    """
     degrees = {"pp": layout.pp, "edp": layout.stage_ranks // layout.ep, "ep": layout.ep}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "edp"}
     return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
@@ -355,12 +439,21 @@ def local_device(device_type: str | None, here: RankInfo) -> torch.device:
     return device
 
 
-def _make_default_group(here: RankInfo, device: torch.device, timeout: timedelta, *, host_tensors: bool) -> None:
+def _make_default_group(
+    here: RankInfo, device: torch.device, timeout: timedelta, *, host_tensors: bool
+) -> None:
     backend = accelerator.backend(device, host_tensors=host_tensors)
     device_id = device if accelerator.is_one(device) and here.world_size > 1 else None
     # Processes that are slow to start are not stuck: they get longer than a collective.
     patience = max(timeout, DEFAULT_TIMEOUT) if here.world_size > 1 else timeout
     store = store_of_next_group(here, patience)
-    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=patience, device_id=device_id)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=here.rank,
+        world_size=here.world_size,
+        timeout=patience,
+        device_id=device_id,
+    )
     if patience != timeout:
         set_timeout(_world(), timeout.total_seconds())

@@ -1,9 +1,10 @@
-"""NCCL's own variables for the algorithm and protocol of a collective, and their documentation. It reads them when a communicator is made,
-so they are set before the process group.
+"""NCCL's own variables for the algorithm and protocol of a collective, and their documentation. It
+reads them when a communicator is made, so they are set before the process group.
 
-Which algorithm NCCL takes for a call is not predicted here: its tuning model has constants of the release, the architecture and the
-transport, a tuner plugin may replace it, and its authors say that there is no easy rule (NVIDIA/nccl issue 754). NCCL logs it for every
-call with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING.
+Which algorithm NCCL takes for a call is not predicted here: its tuning model has constants of the
+release, the architecture and the transport, a tuner plugin may replace it, and its authors say that
+there is no easy rule (NVIDIA/nccl issue 754). NCCL logs it for every call with NCCL_DEBUG=INFO
+NCCL_DEBUG_SUBSYS=TUNING.
 """
 
 from __future__ import annotations
@@ -37,10 +38,15 @@ def _among(known: tuple[str, ...]) -> AfterValidator:
         listed = [] if value is None else value.removeprefix("^").split(",")
         unknown = [name for name in listed if name.strip().lower() not in names]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is none of NCCL's {', '.join(known)}; list some with commas, or after ^ those to leave out")
+            raise ValueError(
+                f"{unknown[0]!r} is none of NCCL's {', '.join(known)}; list some with commas, or"
+                " after ^ those to leave out"
+            )
         if value is None:
             return None
-        return ("^" if value.startswith("^") else "") + ",".join(names[name.strip().lower()] for name in listed)
+        return ("^" if value.startswith("^") else "") + ",".join(
+            names[name.strip().lower()] for name in listed
+        )
 
     return AfterValidator(check)
 
@@ -57,8 +63,12 @@ class Library(Policy):
     protocol: str | None = None
     """NCCL_PROTO."""
 
-    def export(self, environment: MutableMapping[str, str], *, device_type: str, group_exists: bool) -> None:
-        """Set the variables. Raises ConfigError where they would not be read: without NCCL, or too late."""
+    def export(
+        self, environment: MutableMapping[str, str], *, device_type: str, group_exists: bool
+    ) -> None:
+        """Set the variables. Raises ConfigError where they would not be read: without NCCL, or too
+        late.
+        """
         for key, variable, value in (
             (FIELDS[0], "NCCL_ALGO", self.algorithm),
             (FIELDS[1], "NCCL_PROTO", self.protocol),
@@ -67,15 +77,17 @@ class Library(Policy):
                 continue
             said = environment.get(variable)
             if device_type == "cpu":
-                rule, remedy = (
-                    f"the processes run on the {device_type} and talk through gloo, which does not read {variable}",
-                    "leave it out",
+                rule = (
+                    f"the processes run on the {device_type} and talk through gloo, which does"
+                    f" not read {variable}"
                 )
+                remedy = "leave it out"
             elif group_exists:
                 rule = f"the process group exists, and NCCL reads {variable} when it is made"
                 remedy = f"set {variable} before that, or let plait make the group"
             elif said is not None and said.lower() != value.lower():
-                rule, remedy = f"the environment sets {variable}={said}", "set it in one place"
+                rule = f"the environment sets {variable}={said}"
+                remedy = "set it in one place"
             else:
                 environment[variable] = value
                 continue
@@ -83,7 +95,10 @@ class Library(Policy):
 
     def explained(self) -> dict[str, str]:
         """Its fields, as a file names them."""
-        return {key: value or "NCCL decides" for key, value in zip(FIELDS, (self.algorithm, self.protocol), strict=True)}
+        return {
+            key: value or "NCCL decides"
+            for key, value in zip(FIELDS, (self.algorithm, self.protocol), strict=True)
+        }
 
 
 def version() -> tuple[int, ...] | None:
@@ -94,8 +109,23 @@ def version() -> tuple[int, ...] | None:
 
 
 def report(environment: Mapping[str, str], *, version: tuple[int, ...] | None) -> list[str]:
-    """What is set, as lines for a person. `version` is that of the NCCL in this torch; None where it has none."""
-    have = f"NCCL {'.'.join(map(str, version))}" if version else "this torch has no NCCL, and nothing below is read"
-    lines = [have] + [f"{name:<18} {environment.get(name, 'not set'):<16} {meaning}" for name, meaning in VARIABLES.items()]
-    lines += ["", "Which algorithm NCCL selects for a call cannot be predicted (see docs/communication.md). NCCL logs it with:"]
+    """What is set, as lines for a person. `version` is that of the NCCL in this torch; None where
+    it has none.
+    """
+    have = (
+        f"NCCL {'.'.join(map(str, version))}"
+        if version
+        else "this torch has no NCCL, and nothing below is read"
+    )
+    lines = [have] + [
+        f"{name:<18} {environment.get(name, 'not set'):<16} {meaning}"
+        for name, meaning in VARIABLES.items()
+    ]
+    lines += [
+        "",
+        (
+            "Which algorithm NCCL selects for a call cannot be predicted (see"
+            " docs/communication.md). NCCL logs it with:"
+        ),
+    ]
     return [*lines, "  NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING plait train FILE"]

@@ -1,8 +1,9 @@
-"""A process group for several ranks on one GPU, which NCCL refuses: tensors are copied to host memory, gloo moves them, the results are
-copied to the device.
+"""A process group for several ranks on one GPU, which NCCL refuses: tensors are copied to host
+memory, gloo moves them, the results are copied to the device.
 
-Slow, because every call waits for the device, and right: it is for checks on machines with fewer GPUs than a layout has ranks. A call has
-ended when it returns; messages between two ranks end when they are waited for. See `topology.share_gpus`.
+Slow, because every call waits for the device, and right: it is for checks on machines with fewer
+GPUs than a layout has ranks. A call has ended when it returns; messages between two ranks end when
+they are waited for. See `topology.share_gpus`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ Tensors = Sequence[torch.Tensor]
 
 
 def make_default_group(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """The default group of this launch, with this backend; groups that are made later have it too. Collective."""
+    """The default group of this launch, with this backend; groups that are made later have it too.
+    Collective.
+    """
     here = place()
     register_backend()
     store = store_of_next_group(here, timeout)
-    dist.init_process_group(BACKEND, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
+    dist.init_process_group(
+        BACKEND, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout
+    )
 
 
 def register_backend() -> None:
@@ -46,9 +51,16 @@ def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Staged
 class StagedWork(dist.Work):
     """A call that has ended, or a message that ends when it is waited for."""
 
-    def __init__(self, result: list[torch.Tensor], message: Any = None, arrived: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        result: list[torch.Tensor],
+        message: Any = None,
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._result, self._message, self._arrived = result, message, arrived
+        self._result = result
+        self._message = message
+        self._arrived = arrived
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._message is not None:
@@ -122,9 +134,13 @@ class StagedGroup(_PythonGroup):
         columns = [[row[index] for row in outputs] for index in range(len(inputs))]
         return self.allgather(columns, inputs)
 
-    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
         staged = _host_like(output)
-        self._gloo.allgather([list(staged.view(self.size(), -1))], [_to_host([given])[0].view(-1)]).wait()
+        self._gloo.allgather(
+            [list(staged.view(self.size(), -1))], [_to_host([given])[0].view(-1)]
+        ).wait()
         return _arrived([output], [staged])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -140,17 +156,23 @@ class StagedGroup(_PythonGroup):
             _arrived([output], [staged[begin : begin + output.numel()].view(output.shape)])
         return StagedWork(list(outputs))
 
-    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
         staged = _to_host([given])[0]
         self._gloo.allreduce([staged], _reduction(opts)).wait()
         return _arrived([output], [staged.view(self.size(), -1)[self.rank()].view(output.shape)])
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
         for output, given in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, given, opts)
         return StagedWork(list(outputs))
 
-    def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, to: Any, source: Any, opts: Any = None) -> dist.Work:
+    def all_to_all_single(
+        self, output: torch.Tensor, given: torch.Tensor, to: Any, source: Any, opts: Any = None
+    ) -> dist.Work:
         staged = _host_like(output)
         self._gloo.alltoall_base(staged, _to_host([given])[0], list(to), list(source)).wait()
         return _arrived([output], [staged])
@@ -160,7 +182,10 @@ class StagedGroup(_PythonGroup):
         staged = torch.empty(sum(sizes[0]), dtype=outputs[0].dtype)
         given = _to_host([torch.cat([one.reshape(-1) for one in inputs])])[0]
         self._gloo.alltoall_base(staged, given, *sizes).wait()
-        return _arrived(list(outputs), [one.view(out.shape) for one, out in zip(staged.split(sizes[0]), outputs, strict=True)])
+        return _arrived(
+            list(outputs),
+            [one.view(out.shape) for one, out in zip(staged.split(sizes[0]), outputs, strict=True)],
+        )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         flat = [one for row in outputs for one in row]
@@ -189,7 +214,9 @@ class StagedGroup(_PythonGroup):
 
 
 def _to_host(tensors: Any) -> list[torch.Tensor]:
-    """Contiguous copies in host memory; the device has finished what it was asked for before on this stream."""
+    """Contiguous copies in host memory; the device has finished what it was asked for before on
+    this stream.
+    """
     return [one.detach().to("cpu", copy=True).contiguous() for one in tensors]
 
 

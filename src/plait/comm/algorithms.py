@@ -1,15 +1,17 @@
-"""All-reduce algorithms, each a generator of the collectives to wait for: `run` one, or advance many in turn so that they overlap.
+"""All-reduce algorithms, each a generator of the collectives to wait for: `run` one, or advance
+many in turn so that they overlap.
 
-    name                        bytes that a rank sends, of a tensor of S bytes            sequential messages
-    all-reduce                  the backend's choice; counted as 2 (n-1)/n S               the backend's
-    reduce-scatter+all-gather   2 (n-1)/n S                                                2
-    hierarchical                2 (g-1)/g S inside, 2 (k-1)/k S/g across                   3, of which one crosses machines
-    ring                        2 (n-1)/n S                                                2 (n-1)
-    recursive-doubling          log2(n) S                                                  log2(n), and 2 where n is no power of two
+    name                        bytes that a rank sends, of a tensor of S bytes
+    sequential messages all-reduce                  the backend's choice; counted as 2 (n-1)/n S
+    the backend's reduce-scatter+all-gather   2 (n-1)/n S
+    2 hierarchical                2 (g-1)/g S inside, 2 (k-1)/k S/g across                   3, of
+    which one crosses machines ring                        2 (n-1)/n S
+    2 (n-1) recursive-doubling          log2(n) S
+    log2(n), and 2 where n is no power of two
 
-n ranks, g of them on each of k machines. Where n does not divide the tensor, S is that of the padded one. All are exact sums in a fixed
-order: the same bits on every rank and in every run. NCCL chooses its own ring or tree inside a single call; these algorithms are composed
-of such calls.
+n ranks, g of them on each of k machines. Where n does not divide the tensor, S is that of the
+padded one. All are exact sums in a fixed order: the same bits on every rank and in every run. NCCL
+chooses its own ring or tree inside a single call; these algorithms are composed of such calls.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from plait._torch.flat_collectives import all_gather_single, reduce_scatter_sing
 from plait.cluster.mesh import Levels
 from plait.shards import shard_size
 
-Name = Literal["all-reduce", "reduce-scatter+all-gather", "hierarchical", "ring", "recursive-doubling"]
+Name = Literal[
+    "all-reduce", "reduce-scatter+all-gather", "hierarchical", "ring", "recursive-doubling"
+]
 Steps = Iterator[list[dist.Work]]
-"""Each item was launched and must be waited for before the next is taken. Every rank of the group takes the items in one order."""
+"""Each item was launched and must be waited for before the next is taken. Every rank of the group
+takes the items in one order.
+"""
 Started = tuple[Steps, list[dist.Work]]
 """The remaining steps, and the collectives that were launched."""
 
@@ -38,19 +44,28 @@ def run(steps: Steps) -> None:
             work.wait()
 
 
-def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup, *, algorithm: Name, levels: Levels | None = None) -> Steps:
-    """`tensor` [n], contiguous, becomes its sum over the group, in place. `hierarchical` needs the intra-node and inter-node groups."""
+def sum_over(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, algorithm: Name, levels: Levels | None = None
+) -> Steps:
+    """`tensor` [n], contiguous, becomes its sum over the group, in place. `hierarchical` needs the
+    intra-node and inter-node groups.
+    """
     if algorithm == "hierarchical":
         assert levels is not None
         return _hierarchical(tensor, levels)
     return _FLAT[algorithm](tensor, group)
 
 
-def wire_bytes(algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_node: int = 1) -> tuple[int, int]:
-    """(bytes that a rank sends inside its machine, bytes that it sends to others), by the table. Where ranks of one machine and of others
-    are in one flat group, all are counted as crossing when the group spans machines (`per_node < ranks`). The most that any rank sends."""
+def wire_bytes(
+    algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_node: int = 1
+) -> tuple[int, int]:
+    """(bytes that a rank sends inside its machine, bytes that it sends to others), by the table.
+    Where ranks of one machine and of others are in one flat group, all are counted as crossing when
+    the group spans machines (`per_node < ranks`). The most that any rank sends.
+    """
     if algorithm == "hierarchical":
-        nodes, part = ranks // per_node, shard_size(numel, per_node)
+        nodes = ranks // per_node
+        part = shard_size(numel, per_node)
         return 2 * (per_node - 1) * part * itemsize, 2 * (nodes - 1) * part * itemsize // nodes
     if algorithm == "recursive-doubling":
         power = 1 << (ranks.bit_length() - 1)
@@ -60,9 +75,6 @@ def wire_bytes(algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_no
     else:
         sent = 2 * (ranks - 1) * shard_size(numel, ranks) * itemsize
     return (sent, 0) if per_node >= ranks else (0, sent)
-
-
-# ---- the algorithms -----------------------------------------------------------------------------------------------------------------
 
 
 def _single_call(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
@@ -87,23 +99,41 @@ def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
 
 
 def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """Chunks are sent around the ring, each rank adds its own; then the sums are sent around once more."""
-    ranks, rank = group.size(), group.rank()
+    """Chunks are sent around the ring, each rank adds its own; then the sums are sent around once
+    more.
+    """
+    ranks = group.size()
+    rank = group.rank()
     stacked = padded(tensor, ranks)
     pieces = stacked.view(ranks, -1)
     arriving = torch.empty_like(pieces[0])
     for step in range(ranks - 1):
-        yield exchange(pieces[(rank - step) % ranks], arriving, group, to=(rank + 1) % ranks, source=(rank - 1) % ranks)
+        yield exchange(
+            pieces[(rank - step) % ranks],
+            arriving,
+            group,
+            to=(rank + 1) % ranks,
+            source=(rank - 1) % ranks,
+        )
         pieces[(rank - step - 1) % ranks].add_(arriving)
     for step in range(ranks - 1):
         incoming = pieces[(rank - step) % ranks]
-        yield exchange(pieces[(rank + 1 - step) % ranks], incoming, group, to=(rank + 1) % ranks, source=(rank - 1) % ranks)
+        yield exchange(
+            pieces[(rank + 1 - step) % ranks],
+            incoming,
+            group,
+            to=(rank + 1) % ranks,
+            source=(rank - 1) % ranks,
+        )
     _unpad(tensor, stacked)
 
 
 def _recursive_doubling(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """Ranks exchange full tensors with partners 1, 2, 4, ... away. Ranks beyond the largest power of two send theirs to a partner first."""
-    ranks, rank = group.size(), group.rank()
+    """Ranks exchange full tensors with partners 1, 2, 4, ... away. Ranks beyond the largest power
+    of two send theirs to a partner first.
+    """
+    ranks = group.size()
+    rank = group.rank()
     power = 1 << (ranks.bit_length() - 1)
     if rank >= power:
         yield send(tensor, group, to=rank - power)
@@ -131,9 +161,6 @@ _FLAT: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], Steps]] = {
 }
 
 
-# ---- parts of them ------------------------------------------------------------------------------------------------------------------
-
-
 def padded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
     """The tensor itself, or a copy with zeros at its end so that `ranks` divides it."""
     missing = -tensor.numel() % ranks
@@ -145,8 +172,12 @@ def _unpad(tensor: torch.Tensor, stacked: torch.Tensor) -> None:
         tensor.copy_(stacked[: tensor.numel()])
 
 
-def reduce_scatter_steps(output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """`output` [n] = this rank's part of the sum of `stacked` [ranks x n]. On gloo by an all-to-all and a local sum, which is faster."""
+def reduce_scatter_steps(
+    output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup
+) -> Steps:
+    """`output` [n] = this rank's part of the sum of `stacked` [ranks x n]. On gloo by an all-to-all
+    and a local sum, which is faster.
+    """
     if stacked.device.type != "cpu":
         yield [_launched(reduce_scatter_single(output, stacked, group=group, async_op=True))]
         return
@@ -155,10 +186,20 @@ def reduce_scatter_steps(output: torch.Tensor, stacked: torch.Tensor, group: dis
     torch.sum(parts.view(group.size(), -1), 0, out=output)
 
 
-def exchange(outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup, *, to: int, source: int) -> list[dist.Work]:
+def exchange(
+    outgoing: torch.Tensor,
+    incoming: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    to: int,
+    source: int,
+) -> list[dist.Work]:
     """Send to one rank of the group and receive from one, at the same time."""
     return dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, outgoing, group=group, group_peer=to), dist.P2POp(dist.irecv, incoming, group=group, group_peer=source)]
+        [
+            dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=source),
+        ]
     )
 
 
@@ -183,8 +224,9 @@ def launch(steps: Steps) -> Started:
 
 
 def advance(running: Sequence[Started]) -> None:
-    """Finish all launched algorithms in turn: while one step is waited for, those of the others run. All ranks must have them in one
-    order."""
+    """Finish all launched algorithms in turn: while one step is waited for, those of the others
+    run. All ranks must have them in one order.
+    """
     while running:
         going = []
         for steps, works in running:

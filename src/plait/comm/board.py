@@ -1,8 +1,10 @@
-"""What a rank publishes of itself for whoever looks for a hang: its step and phase, what it waits for and since when, and a sign of life.
+"""What a rank publishes of itself for whoever looks for a hang: its step and phase, what it waits
+for and since when, and a sign of life.
 
-A board is a small file that the rank maps: writing is a store to memory, so it is cheap and needs no lock, and it can be read when the rank
-is stopped, holds the interpreter's lock or has ended. Times are those of the monotonic clock, which all processes of a machine
-share. Knows nothing of torch: the launcher reads boards too.
+A board is a small file that the rank maps: writing is a store to memory, so it is cheap and needs
+no lock, and it can be read when the rank is stopped, holds the interpreter's lock or has ended.
+Times are those of the monotonic clock, which all processes of a machine share. Knows nothing of
+torch: the launcher reads boards too.
 """
 
 from __future__ import annotations
@@ -25,9 +27,15 @@ from plait.files import anonymous_file
 
 BYTES = 16 * 1024
 _MAGIC = b"plait-1\0"
-_HEAD, _PROGRESS, _WAIT, _SIGN = struct.Struct("<8sqqd"), struct.Struct("<qqd"), struct.Struct("<dH"), struct.Struct("<dH")
-_PROGRESS_AT, _WAIT_AT, _SIGN_AT = 64, 128, 1024
-_WAIT_ROOM, _SIGN_ROOM = _SIGN_AT - _WAIT_AT - _WAIT.size, BYTES - _SIGN_AT - _SIGN.size
+_HEAD = struct.Struct("<8sqqd")
+_PROGRESS = struct.Struct("<qqd")
+_WAIT = struct.Struct("<dH")
+_SIGN = struct.Struct("<dH")
+_PROGRESS_AT = 64
+_WAIT_AT = 128
+_SIGN_AT = 1024
+_WAIT_ROOM = _SIGN_AT - _WAIT_AT - _WAIT.size
+_SIGN_ROOM = BYTES - _SIGN_AT - _SIGN.size
 
 PHASES = ("start", "between steps", "forward", "backward", "update", "evaluation", "checkpoint")
 """What a rank does, in its messages."""
@@ -55,7 +63,12 @@ class Wait:
 
     def same_as(self, other: Wait) -> bool:
         """Whether `other`, of another rank, is the same collective."""
-        return (self.operation, self.axis, self.members, self.sequence) == (other.operation, other.axis, other.members, other.sequence)
+        return (self.operation, self.axis, self.members, self.sequence) == (
+            other.operation,
+            other.axis,
+            other.members,
+            other.sequence,
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,8 @@ class Reading:
     since: float
     """When the phase began."""
     sign: float
-    """When its interpreter last ran the thread that watches; before that when the board was made."""
+    """When its interpreter last ran the thread that watches; before that when the board was made.
+    """
     waits: tuple[Wait, ...] = ()
     line: str = ""
     """`train.py:33`: where the main thread was then, in the user's code."""
@@ -83,7 +97,9 @@ def described(shape: Sequence[int], dtype: object) -> str:
 
 
 class Board:
-    """This process's own. Without a path it is an anonymous file, of which nothing is left when the process ends."""
+    """This process's own. Without a path it is an anonymous file, of which nothing is left when the
+    process ends.
+    """
 
     def __init__(self, *, rank: int, timeout_seconds: float, path: Path | None = None) -> None:
         if path is None:
@@ -93,12 +109,14 @@ class Board:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self.path = path
         try:
-            os.posix_fallocate(self._descriptor, 0, BYTES)  # a file with holes on a full disk ends whoever writes to it, by SIGBUS
+            # a file with holes on a full disk ends whoever writes to it, by SIGBUS
+            os.posix_fallocate(self._descriptor, 0, BYTES)
         except OSError as error:
             os.close(self._descriptor)
             raise _no_room(error, path) from None
         self._memory = mmap.mmap(self._descriptor, BYTES)
-        self.step, self.timeout_seconds = 0, timeout_seconds
+        self.step = 0
+        self.timeout_seconds = timeout_seconds
         self.progress(0, START)
         self.sign()  # whose thread never runs holds the interpreter's lock from now on
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, timeout_seconds)
@@ -133,9 +151,13 @@ class Board:
         return float(_WAIT.unpack_from(self._memory, _WAIT_AT)[0])
 
     def sign(self, waits: Sequence[Wait] = (), *, line: str = "", seen: float = 0.0) -> None:
-        """A sign of life, with what the last look from outside of the main thread has found, at `seen`: see `watch`."""
+        """A sign of life, with what the last look from outside of the main thread has found, at
+        `seen`: see `watch`.
+        """
         for count in range(len(waits), -1, -1):
-            text = json.dumps({"line": line, "seen": seen, "waits": [_plain(wait) for wait in waits[:count]]}).encode()
+            text = json.dumps(
+                {"line": line, "seen": seen, "waits": [_plain(wait) for wait in waits[:count]]}
+            ).encode()
             if len(text) <= _SIGN_ROOM:
                 break
         self._memory[_SIGN_AT + _SIGN.size : _SIGN_AT + _SIGN.size + len(text)] = text
@@ -151,9 +173,13 @@ def _no_room(error: OSError, path: Path | None) -> InputError:
     what = "in which each of several processes says what it waits for"
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        rule = f"processes may write files of {limit:,} bytes at most, and need one of {BYTES:,}, {what}"
+        rule = (
+            f"processes may write files of {limit:,} bytes at most, and need one of {BYTES:,},"
+            f" {what}"
+        )
         return InputError(f"ulimit -f: {rule}; raise the limit: ulimit -f unlimited")
-    where, remedy = "memory" if path is None else str(path.parent), "make room, or name another folder for temporary files with TMPDIR"
+    where = "memory" if path is None else str(path.parent)
+    remedy = "make room, or name another folder for temporary files with TMPDIR"
     return InputError(f"{where}: no room for {BYTES:,} bytes ({error.strerror}), {what}; {remedy}")
 
 
@@ -188,17 +214,27 @@ def _reading(data: bytes) -> Reading | None:
     waits = [_wait(one, seen=seen["seen"]) for one in seen.get("waits", ())]
     if waiting_since:
         waits.insert(0, _wait(json.loads(data[_WAIT_AT + _WAIT.size :][:length]), seen=math.inf))
-    return Reading(rank, process, timeout, step, phase, since, sign, tuple(waits), seen.get("line", ""))
+    return Reading(
+        rank, process, timeout, step, phase, since, sign, tuple(waits), seen.get("line", "")
+    )
 
 
 def _plain(wait: Wait) -> dict[str, Any]:
-    return {name: value for name, value in vars(wait).items() if value not in ("", 0, ()) and name != "seen"}
+    return {
+        name: value
+        for name, value in vars(wait).items()
+        if value not in ("", 0, ()) and name != "seen"
+    }
 
 
 def _text(wait: Wait, room: int) -> bytes:
     text = json.dumps(_plain(wait)).encode()
     if len(text) > room:  # of a very large group
-        text = json.dumps(_plain(Wait(wait.operation, wait.axis[:100], wait.since, wait.sequence, wait.shape[:100]))).encode()
+        text = json.dumps(
+            _plain(
+                Wait(wait.operation, wait.axis[:100], wait.since, wait.sequence, wait.shape[:100])
+            )
+        ).encode()
     return text
 
 

@@ -1,8 +1,10 @@
-"""Sums of flat buffers over a group, started as each is ready and finished later: what the gradient reducer needs of communication.
+"""Sums of flat buffers over a group, started as each is ready and finished later: what the gradient
+reducer needs of communication.
 
-Every step: fill a buffer, `start` it, and `finish` it, which leaves the sum in it. All ranks start and finish in one order, all starts of a
-step before its first finish. Here are torch's asynchronous all-reduce and an algorithm of several steps;
-`comm.shared_memory` has the sums of ranks on one machine.
+Every step: fill a buffer, `start` it, and `finish` it, which leaves the sum in it. All ranks start
+and finish in one order, all starts of a step before its first finish. Here are torch's asynchronous
+all-reduce and an algorithm of several steps; `comm.shared_memory` has the sums of ranks on one
+machine.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ class Flat:
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
     tp_local: bool = False
-    """Whether they are parts that tensor parallelism split. Others must have the same bits on every rank of the tp axis, so a buffer never
-    holds both: where an element sits decides in which order it is summed and with which others it is quantized."""
+    """Whether they are parts that tensor parallelism split. Others must have the same bits on every
+    rank of the tp axis, so a buffer never holds both: where an element sits decides in which order
+    it is summed and with which others it is quantized.
+    """
 
     @property
     def numel(self) -> int:
@@ -62,7 +66,9 @@ class Buckets(Protocol):
 class GroupBuckets:
     """By torch's all-reduce, overlapped with the backward."""
 
-    def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device
+    ) -> None:
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
         self.state: dict[str, torch.Tensor] = {}
         self._group = group
@@ -80,10 +86,18 @@ class GroupBuckets:
 
 
 class AlgorithmBuckets:
-    """By one of `comm.algorithms`: the first step of each overlaps with the backward, the others follow in `finish`, in turn."""
+    """By one of `comm.algorithms`: the first step of each overlaps with the backward, the others
+    follow in `finish`, in turn.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, algorithm: Name, levels: Levels | None = None
+        self,
+        group: dist.ProcessGroup,
+        flats: Sequence[Flat],
+        device: torch.device,
+        *,
+        algorithm: Name,
+        levels: Levels | None = None,
     ) -> None:
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
         self.state: dict[str, torch.Tensor] = {}

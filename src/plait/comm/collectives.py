@@ -1,16 +1,19 @@
-"""Differentiable collectives for tensor parallelism, also for hand-made layers: each names what it does forward, and its backward is the
-adjoint.
+"""Differentiable collectives for tensor parallelism, also for hand-made layers: each names what it
+does forward, and its backward is the adjoint.
 
     function           forward                          backward                          used where
-    enter              identity                         all-reduce                        replicated input of a column-split layer
-    leave              all-reduce (in place)            identity                          partial output of a row-split layer
-    gather             all-gather along dim             own slice                         sharded output that replicated code reads
-    split              own slice along dim              all-gather                        replicated input that is used in slices
-    gather_sum         all-gather along dim             reduce-scatter                    sequence-sharded input of a column-split layer
-    leave_scatter      reduce-scatter along dim         all-gather                        partial output back to sequence shards
+    enter              identity                         all-reduce                        replicated
+    input of a column-split layer leave              all-reduce (in place)            identity
+    partial output of a row-split layer gather             all-gather along dim             own
+    slice                         sharded output that replicated code reads split              own
+    slice along dim              all-gather                        replicated input that is used in
+    slices gather_sum         all-gather along dim             reduce-scatter
+    sequence-sharded input of a column-split layer leave_scatter      reduce-scatter along dim
+    all-gather                        partial output back to sequence shards
 
-`gather` and `split` assume that what follows (came before) is computed on every rank; `gather_sum` sums what differs. Shards follow
-`plait.shards`: torch.chunk's rule, so sizes need not divide. With `group=None` (an axis of degree 1) each is the identity.
+`gather` and `split` assume that what follows (came before) is computed on every rank; `gather_sum`
+sums what differs. Shards follow `plait.shards`: torch.chunk's rule, so sizes need not divide. With
+`group=None` (an axis of degree 1) each is the identity.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ def shard_range(length: int, group: ProcessGroup | None) -> tuple[int, int]:
     """(start, size) of this rank's shard."""
     if group is None:
         return 0, length
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
+    rank = group.rank()
     return min(rank * shard_size(length, ranks), length), shard_length(length, ranks, rank)
 
 
 def enter(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """Copies `x`, replicated on every rank, to the tensor-parallel region (Megatron's f): identity forward, all-reduce backward."""
+    """Copies `x`, replicated on every rank, to the tensor-parallel region (Megatron's f): identity
+    forward, all-reduce backward.
+    """
     return x if group is None else _Enter.apply(x, group)
 
 
@@ -55,7 +61,9 @@ def split(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> torch.Ten
     return x if group is None else _Split.apply(x, group, dim % x.ndim)
 
 
-def gather_sum(x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int) -> torch.Tensor:
+def gather_sum(
+    x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int
+) -> torch.Tensor:
     """The full tensor from its shards, for ranks that compute different parts of what follows."""
     return x if group is None else _GatherSum.apply(x, group, dim % x.ndim, length)
 
@@ -63,9 +71,6 @@ def gather_sum(x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length:
 def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> torch.Tensor:
     """This rank's shard of the sum of the ranks' partial `x`."""
     return x if group is None else _LeaveScatter.apply(x, group, dim % x.ndim)
-
-
-# ---- without gradients ----------------------------------------------------------------------------------------------------------------
 
 
 def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
@@ -82,19 +87,24 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
     if _is_outermost(x, dim):
         gathered = x.new_empty(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
         all_gather_single(gathered.view(ranks * shape[0], *shape[1:]), x.contiguous(), group=group)
-        # Only full shards come before a short one and only empty ones after it, so padding sits at the end.
+        # Only full shards come before a short one and only empty ones after it, so padding sits at
+        # the end.
         return _shortened(gathered, dim, length)
 
     stacked = x.new_empty(ranks * shape[0], *shape[1:])
     all_gather_single(stacked, x.contiguous(), group=group)
     shards = list(stacked.chunk(ranks))
     if ranks * shape[dim] > length:
-        shards = [shard.narrow(dim, 0, shard_length(length, ranks, rank)) for rank, shard in enumerate(shards)]
+        shards = [
+            shard.narrow(dim, 0, shard_length(length, ranks, rank))
+            for rank, shard in enumerate(shards)
+        ]
     return torch.cat(shards, dim)
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
-    """Sum over ranks, and return this rank's shard of the sum along `dim`. The result is contiguous.
+    """Sum over ranks, and return this rank's shard of the sum along `dim`. The result is
+    contiguous.
 
     If the shards of `x` follow each other in memory, `x` is sent without a copy.
     """
@@ -107,7 +117,8 @@ def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> tor
         stacked = x.contiguous().view(ranks * shape[0], *shape[1:])
     else:
         shards = [_padded(shard, dim, size) for shard in x.split(size, dim)]
-        # `split` makes no empty shards, which the last ranks have if there are fewer entries than ranks.
+        # `split` makes no empty shards, which the last ranks have if there are fewer entries than
+        # ranks.
         if len(shards) < ranks:
             shards += [x.new_zeros(shape)] * (ranks - len(shards))
         stacked = torch.cat(shards)
@@ -131,11 +142,14 @@ def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Return the first `length` entries along `dim` of a contiguous tensor that nothing else uses."""
+    """Return the first `length` entries along `dim` of a contiguous tensor that nothing else
+    uses.
+    """
     if x.shape[dim] == length:
         return x
     if _is_outermost(x, dim):
-        # `narrow` would return a view, and autograd forbids in-place changes of a view that a function returns.
+        # `narrow` would return a view, and autograd forbids in-place changes of a view that a
+        # function returns.
         return x.resize_(*x.shape[:dim], length, *x.shape[dim + 1 :])
     return x.narrow(dim, 0, length).contiguous()
 
@@ -155,9 +169,6 @@ def _summed(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     total = unshared(x)
     dist.all_reduce(total, group=group)
     return total
-
-
-# ---- with gradients -------------------------------------------------------------------------------------------------------------------
 
 
 class _Enter(torch.autograd.Function):
@@ -187,8 +198,11 @@ class _Leave(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, length: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
+    def forward(
+        ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, length: int
+    ) -> torch.Tensor:
+        ctx.group = group
+        ctx.dim = dim
         return all_gather_dim(x, group, dim=dim, length=length)
 
     @staticmethod
@@ -209,8 +223,11 @@ class _Split(torch.autograd.Function):
 
 class _GatherSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, length: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
+    def forward(
+        ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, length: int
+    ) -> torch.Tensor:
+        ctx.group = group
+        ctx.dim = dim
         return all_gather_dim(x, group, dim=dim, length=length)
 
     @staticmethod

@@ -1,7 +1,9 @@
-"""Who is late: from what all ranks published, the rank that the others wait for, and the sentence that says so.
+"""Who is late: from what all ranks published, the rank that the others wait for, and the sentence
+that says so.
 
-Pure. A rank is late for a collective when it is one of its ranks and has not begun it. A rank that is late because it waits for another
-collective is not the cause: then it is asked who is late there. Where that ends in a circle, the ranks issue different collectives.
+Pure. A rank is late for a collective when it is one of its ranks and has not begun it. A rank that
+is late because it waits for another collective is not the cause: then it is asked who is late
+there. Where that ends in a circle, the ranks issue different collectives.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ class Hang:
     @property
     def suspects(self) -> tuple[int, ...]:
         """The ranks whose stacks tell more."""
-        return self.late or tuple(one.rank for one in self.circle) or tuple(one.rank for one in self.waiting)
+        return (
+            self.late
+            or tuple(one.rank for one in self.circle)
+            or tuple(one.rank for one in self.waiting)
+        )
 
 
 def find(readings: Mapping[int, Reading], now: float) -> Hang | None:
@@ -55,14 +61,24 @@ def find(readings: Mapping[int, Reading], now: float) -> Hang | None:
         return None
     first = min(overdue, key=lambda one: _silence(one.wait))
     late, circle = _late(first, readings, now)
-    same = [one for one in _waiting(readings, now) if one.rank != first.rank and one.wait.same_as(first.wait) and one.rank not in late]
+    same = [
+        one
+        for one in _waiting(readings, now)
+        if one.rank != first.rank and one.wait.same_as(first.wait) and one.rank not in late
+    ]
     return Hang((first, *same), late, circle, readings[first.rank].timeout_seconds)
 
 
 def _waiting(readings: Mapping[int, Reading], now: float) -> list[Waiting]:
     """Every rank with the wait that says most."""
-    most = {rank: min(reading.waits, key=_silence) for rank, reading in readings.items() if reading.waits}
-    return [Waiting(rank, wait, readings[rank].line, now - wait.since) for rank, wait in most.items()]
+    most = {
+        rank: min(reading.waits, key=_silence)
+        for rank, reading in readings.items()
+        if reading.waits
+    }
+    return [
+        Waiting(rank, wait, readings[rank].line, now - wait.since) for rank, wait in most.items()
+    ]
 
 
 def _silence(wait: Wait) -> tuple[bool, bool, float]:
@@ -70,7 +86,9 @@ def _silence(wait: Wait) -> tuple[bool, bool, float]:
     return wait.missing is None, not wait.members, wait.since
 
 
-def _late(first: Waiting, readings: Mapping[int, Reading], now: float) -> tuple[tuple[int, ...], tuple[Waiting, ...]]:
+def _late(
+    first: Waiting, readings: Mapping[int, Reading], now: float
+) -> tuple[tuple[int, ...], tuple[Waiting, ...]]:
     by_rank = {one.rank: one for one in _waiting(readings, now)}
     asked: dict[int, Waiting] = {}
     causes: set[int] = set()
@@ -84,36 +102,54 @@ def _late(first: Waiting, readings: Mapping[int, Reading], now: float) -> tuple[
                 causes.add(rank)  # it waits for nothing, or says nothing
             elif rank not in asked:
                 ask.append(other)
-    return tuple(sorted(causes)), () if causes else tuple(sorted(asked.values(), key=lambda one: one.rank))
+    return tuple(sorted(causes)), (
+        () if causes else tuple(sorted(asked.values(), key=lambda one: one.rank))
+    )
 
 
 def _missing(one: Waiting, readings: Mapping[int, Reading]) -> Sequence[int]:
     if one.wait.missing is not None:
         return one.wait.missing
-    taking_part = {rank for rank, reading in readings.items() if any(wait.same_as(one.wait) for wait in reading.waits)}
+    taking_part = {
+        rank
+        for rank, reading in readings.items()
+        if any(wait.same_as(one.wait) for wait in reading.waits)
+    }
     return [rank for rank in one.wait.members if rank != one.rank and rank not in taking_part]
 
 
-# ---- the sentence ---------------------------------------------------------------------------------------------------------------------
-
-
 def cause(hang: Hang, readings: Mapping[int, Reading], *, ended: Collection[int] = ()) -> str:
-    """Return the first line that a user reads. `ended`: ranks of this machine whose processes have ended."""
+    """Return the first line that a user reads. `ended`: ranks of this machine whose processes have
+    ended.
+    """
     first = hang.waiting[0]
     limit = f"the timeout is {hang.timeout_seconds:g} s"
     if hang.circle:
-        each = "; ".join(f"rank {one.rank} for {one.seconds:.1f} s in {_collective(one)}" for one in hang.circle)
+        each = "; ".join(
+            f"rank {one.rank} for {one.seconds:.1f} s in {_collective(one)}" for one in hang.circle
+        )
         return f"the ranks wait for each other in different collectives: {each}; {limit}"
     others = names([one.rank for one in hang.waiting])
     have = "has" if len(hang.waiting) == 1 else "have"
     if not hang.late:
-        return f"{others} {have} waited {first.seconds:.1f} s in {_collective(first)}, and no rank is late for it; {limit}"
+        return (
+            f"{others} {have} waited {first.seconds:.1f} s in {_collective(first)}, and no rank is"
+            f" late for it; {limit}"
+        )
     waited = f"{others} {have} waited {first.seconds:.1f} s in {_collective(first)}; {limit}"
     if set(hang.late) <= set(ended):
         has = "has" if len(hang.late) == 1 else "have"
         return f"{names(hang.late)} {has} ended{_place(hang.late, readings)}: {waited}"
     away = [rank for rank in hang.late if rank not in readings]
-    where = "" if not away else ", on another machine or ended," if len(away) == len(hang.late) else f" ({names(away)} elsewhere)"
+    where = (
+        ""
+        if not away
+        else (
+            ", on another machine or ended,"
+            if len(away) == len(hang.late)
+            else f" ({names(away)} elsewhere)"
+        )
+    )
     verb = "is" if len(hang.late) == 1 else "are"
     return f"{names(hang.late)}{where} {verb} stuck{_place(hang.late, readings)}: {waited}"
 
@@ -127,15 +163,28 @@ def _place(ranks: Sequence[int], readings: Mapping[int, Reading]) -> str:
 
 def _collective(one: Waiting) -> str:
     wait = one.wait
-    details = [*([f"number {wait.sequence}"] if wait.sequence else []), *([wait.shape] if wait.shape else [])]
+    details = [
+        *([f"number {wait.sequence}"] if wait.sequence else []),
+        *([wait.shape] if wait.shape else []),
+    ]
     text = f"{wait.operation} over {wait.axis}" if wait.axis else wait.operation
-    return text + (f" ({', '.join(details)})" if details else "") + (f" at {one.line}" if one.line else "")
+    return (
+        text
+        + (f" ({', '.join(details)})" if details else "")
+        + (f" at {one.line}" if one.line else "")
+    )
 
 
-def condition(reading: Reading, now: float, *, state: str = "", line: str = "", stack: str = "") -> str:
-    """One line about a rank: where it is, and in which condition. `state`: the kernel's letter for its process; `line`: where its main
-    thread is; `stack`: the file with the stacks of its threads."""
-    text = f"rank {reading.rank} (process {reading.process}): step {reading.step}, {PHASES[reading.phase]}, for {now - reading.since:.1f} s"
+def condition(
+    reading: Reading, now: float, *, state: str = "", line: str = "", stack: str = ""
+) -> str:
+    """One line about a rank: where it is, and in which condition. `state`: the kernel's letter for
+    its process; `line`: where its main thread is; `stack`: the file with the stacks of its threads.
+    """
+    text = (
+        f"rank {reading.rank} (process {reading.process}): step {reading.step},"
+        f" {PHASES[reading.phase]}, for {now - reading.since:.1f} s"
+    )
     place = line or reading.line
     text += f", at {place}" if place else ""
     silent = now - reading.sign
@@ -146,7 +195,10 @@ def condition(reading: Reading, now: float, *, state: str = "", line: str = "", 
     elif state == "D":
         text += "; its process waits for a disk or a device"
     elif reading.sign and silent > SIGN_SECONDS:
-        text += f"; its interpreter has run no other thread for {silent:.1f} s: a call holds the interpreter's lock"
+        text += (
+            f"; its interpreter has run no other thread for {silent:.1f} s: a call holds the"
+            " interpreter's lock"
+        )
     return text + (f"; the stacks of its threads are in {stack}" if stack else "")
 
 

@@ -10,12 +10,14 @@ from plait.cluster.host_copy import HostCopy
 
 
 class Largest:
-    """Of whole numbers from 0 to 255, one a rank. Made on every rank; ask for the value later. Neither waits for what a device was given
-    after it was made."""
+    """Of whole numbers from 0 to 255, one a rank. Made on every rank; ask for the value later.
+    Neither waits for what a device was given after it was made.
+    """
 
     def __init__(self, number: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """`group` None: there are no other ranks."""
-        flag = torch.full((1,), number, dtype=torch.uint8, device=device)  # a kernel: a copy would wait
+        # a kernel: a copy would wait
+        flag = torch.full((1,), number, dtype=torch.uint8, device=device)
         self._work: dist.Work | None = None
         if group is not None:
             self._work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)

@@ -1,12 +1,15 @@
-"""Messages between two ranks of one group: tensors, and once the description of tensors that were not sent before.
+"""Messages between two ranks of one group: tensors, and once the description of tensors that were
+not sent before.
 
-Each direction (to higher ranks, to lower ranks) has its own process group, so that what one rank sends to another is one ordered stream
-that no message in the other direction can block. Sends return at once and keep their tensors until they are delivered. Both sides must
-agree on the order of messages of a pair; that order comes from a schedule, which every rank has.
+Each direction (to higher ranks, to lower ranks) has its own process group, so that what one rank
+sends to another is one ordered stream that no message in the other direction can block. Sends
+return at once and keep their tensors until they are delivered. Both sides must agree on the order
+of messages of a pair; that order comes from a schedule, which every rank has.
 
-gloo matches the messages of each pair by themselves. NCCL carries out what one communicator was given one after another, whoever the peer
-is: a receive that was begun ahead would hold up this rank's next send, and stages would wait for each other in a circle. So with NCCL and
-more than two ranks each direction has three groups (`lane`), and in none of them a rank has more than one peer.
+gloo matches the messages of each pair by themselves. NCCL carries out what one communicator was
+given one after another, whoever the peer is: a receive that was begun ahead would hold up this
+rank's next send, and stages would wait for each other in a circle. So with NCCL and more than two
+ranks each direction has three groups (`lane`), and in none of them a rank has more than one peer.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ class Arriving:
             for work, tensor in zip(self.works, self.tensors, strict=True):
                 if not work.is_completed():
                     shape = described(tensor.shape, tensor.dtype)
-                    with WATCH.waiting(Wait("message", "pp", time.monotonic(), shape=shape, missing=(self.source,))):
+                    with WATCH.waiting(
+                        Wait("message", "pp", time.monotonic(), shape=shape, missing=(self.source,))
+                    ):
                         work.wait()
                 else:
                     work.wait()
@@ -51,16 +56,24 @@ class Arriving:
 
 
 def lane(source: int, destination: int) -> int:
-    """Which of `cluster.mesh.LANES` the messages between two ranks take: neighbours by turns, the last and the first rank another."""
+    """Which of `cluster.mesh.LANES` the messages between two ranks take: neighbours by turns, the
+    last and the first rank another.
+    """
     low, high = sorted((source, destination))
     return low % 2 if high - low == 1 else LANES - 1
 
 
 class Messenger:
-    """Point-to-point messages of the ranks of one group. `rank` and the peers are ranks within the group."""
+    """Point-to-point messages of the ranks of one group. `rank` and the peers are ranks within the
+    group.
+    """
 
-    def __init__(self, groups: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]], *, device: torch.device) -> None:
-        """`groups`: to higher ranks and to lower ranks, of every lane, or one pair for all messages."""
+    def __init__(
+        self, groups: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]], *, device: torch.device
+    ) -> None:
+        """`groups`: to higher ranks and to lower ranks, of every lane, or one pair for all
+        messages.
+        """
         self.rank = dist.get_rank(groups[0][0])
         self.device = device
         self.sent_bytes = 0
@@ -82,9 +95,15 @@ class Messenger:
 
     def receive(self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int) -> Arriving:
         """Begin to receive tensors of the given shapes and dtypes."""
-        buffers = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like)
+        buffers = tuple(
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like
+        )
         group = self._towards(source, self.rank)
-        return Arriving(buffers, tuple(self._irecv(buffer, source) for buffer in buffers), dist.get_global_rank(group, source))
+        return Arriving(
+            buffers,
+            tuple(self._irecv(buffer, source) for buffer in buffers),
+            dist.get_global_rank(group, source),
+        )
 
     def send_object(self, value: object, *, to: int) -> None:
         """Send what can be pickled. Both sides are this program."""
@@ -114,14 +133,15 @@ class Messenger:
         self._begun = False
 
     def forget(self) -> None:
-        """After a failure of all ranks: messages in flight are not waited for, and no later receive can match them.
+        """After a failure of all ranks: messages in flight are not waited for, and no later receive
+        can match them.
 
         Raises CommunicationError for NCCL, which matches messages by their order alone.
         """
         if self._begun and dist.get_backend(self._groups[0][0]) != "gloo":
             raise CommunicationError(
-                "the step of a pipeline failed while messages between its stages were in flight, which cannot be cancelled; start "
-                "again from the last checkpoint"
+                "the step of a pipeline failed while messages between its stages were in flight,"
+                " which cannot be cancelled; start again from the last checkpoint"
             )
         self._lost.extend(self._sending)  # their memory must live until they are delivered
         self._sending.clear()
@@ -136,7 +156,9 @@ class Messenger:
 
     def _irecv(self, buffer: torch.Tensor, source: int) -> dist.Work:
         self._begun = True
-        work = dist.irecv(buffer, group=self._towards(source, self.rank), group_src=source, tag=self._tag)
+        work = dist.irecv(
+            buffer, group=self._towards(source, self.rank), group_src=source, tag=self._tag
+        )
         assert work is not None
         return work
 

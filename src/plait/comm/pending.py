@@ -9,12 +9,23 @@ from plait.comm.failures import naming
 
 
 class Pending:
-    """An all-reduce that begins now and is waited for when its value is asked for. Ask on every rank, sooner or later."""
+    """An all-reduce that begins now and is waited for when its value is asked for. Ask on every
+    rank, sooner or later.
+    """
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> None:
         """`tensor` is reduced in place; without a group it is what it is."""
         self._tensor = tensor
-        self._work = dist.all_reduce(tensor, op=op, group=group, async_op=True) if group is not None else None
+        self._work = (
+            dist.all_reduce(tensor, op=op, group=group, async_op=True)
+            if group is not None
+            else None
+        )
 
     def value(self) -> torch.Tensor:
         """The tensor, reduced."""

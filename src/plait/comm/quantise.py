@@ -1,8 +1,11 @@
-"""Quantization to 8 or 4 bits with one scale per block, and the packing of a flat range of parameters. No communication here.
+"""Quantization to 8 or 4 bits with one scale per block, and the packing of a flat range of
+parameters. No communication here.
 
-A block of consecutive elements is divided by its largest magnitude over 127 (8 bits) or 7 (4 bits) and rounded to the nearest; the scale is
-float32. An element that is not finite makes its block so, hence the receiver still sees an overflow. Matrices are quantised, each padded to
-a multiple of the block size; tensors with fewer than two dimensions (norms, biases: few elements, of another size) are sent uncompressed.
+A block of consecutive elements is divided by its largest magnitude over 127 (8 bits) or 7 (4 bits)
+and rounded to the nearest; the scale is float32. An element that is not finite makes its block so,
+hence the receiver still sees an overflow. Matrices are quantised, each padded to a multiple of the
+block size; tensors with fewer than two dimensions (norms, biases: few elements, of another size)
+are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -33,20 +36,27 @@ def blocks_of(numel: Any) -> Any:
 
 
 def packed_bytes(numel: Any, bits: Any) -> Any:
-    """Bytes of `numel` elements padded to a multiple of the block size, with their scales (ints or arrays)."""
+    """Bytes of `numel` elements padded to a multiple of the block size, with their scales (ints or
+    arrays).
+    """
     return blocks_of(numel) * (BLOCK * bits // 8 + _SCALE_BYTES)
 
 
 def quantise(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
-    """(uint8 [rows, n x bits / 8], float32 scales [rows, n / BLOCK]) of a floating `x` [rows, n], n a multiple of BLOCK."""
-    if x.dtype != torch.float32:  # not `x.float()`, which verification in float64 leaves out (`verify.keep_float64`): scales are float32
+    """(uint8 [rows, n x bits / 8], float32 scales [rows, n / BLOCK]) of a floating `x` [rows, n], n
+    a multiple of BLOCK.
+    """
+    # not `x.float()`, which verification in float64 leaves out (`verify.keep_float64`): scales
+    # are float32
+    if x.dtype != torch.float32:
         x = torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
     rounded, scales = _rounded(x, bits)
     return _coded(rounded, bits), scales
 
 
-# Which operators these are made of was measured on CPUs: amax and amin are vectorised there and aminmax is not (15 x), contiguous halves
-# of a block are packed 8 x as fast as every second number, and what is in place needs no fresh pages.
+# Which operators these are made of was measured on CPUs: amax and amin are vectorised there and
+# aminmax is not (15 x), contiguous halves of a block are packed 8 x as fast as every second number,
+# and what is in place needs no fresh pages.
 
 
 def _rounded(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +70,8 @@ def _rounded(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
 def _coded(rounded: torch.Tensor, bits: Bits) -> torch.Tensor:
     # Not finite: whatever comes out of the cast is multiplied by a scale that is not finite.
     codes = rounded.to(torch.int8).view(torch.uint8)
-    if bits == 4:  # a byte has a number of the block's first half, and above it the one of the second half
+    # a byte has a number of the block's first half, and above it the one of the second half
+    if bits == 4:
         codes = (codes[..., :_HALF] & 15) | (codes[..., _HALF:] << 4)
     return codes.view(rounded.shape[0], -1)
 
@@ -96,14 +107,17 @@ class Packing:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], bits: Bits, *, numel: int) -> Packing:
-        """For rows of `numel` elements. `fully_shard` gathers larger shards of the same parameters where it keeps a secondary partition
-        inside a machine. Raises ModelError for a number that is not a multiple of the segments: some parameters are missing, and which is
-        not known, so a block would mix parameters that must not share a scale."""
+        """For rows of `numel` elements. `fully_shard` gathers larger shards of the same parameters
+        where it keeps a secondary partition inside a machine. Raises ModelError for a number that
+        is not a multiple of the segments: some parameters are missing, and which is not known, so a
+        block would mix parameters that must not share a scale.
+        """
         total = sum(segment.numel for segment in segments)
         if total == 0 or numel % total:
             raise ModelError(
-                f"compressed gradients: {numel} elements of a unit came to be reduced, and its trainable parameters have {total} on this "
-                "rank: a step left some of them unused; set parallel.unused_parameters = true, or compress nothing"
+                f"compressed gradients: {numel} elements of a unit came to be reduced, and its"
+                f" trainable parameters have {total} on this rank: a step left some of them unused;"
+                " set parallel.unused_parameters = true, or compress nothing"
             )
         return cls(tuple(Segment(s.numel * (numel // total), s.matrix) for s in segments), bits)
 
@@ -118,24 +132,37 @@ class Packing:
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one row on the wire."""
-        return sum(packed_bytes(s.numel, self.bits) for s in self.segments if s.matrix) + self._exact * dtype.itemsize
+        return (
+            sum(packed_bytes(s.numel, self.bits) for s in self.segments if s.matrix)
+            + self._exact * dtype.itemsize
+        )
 
     def matrices(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, padded] of the quantised segments, each padded with zeros to a multiple of the block size; `rows` itself where
-        nothing else is in it."""
+        """float32 [rows, padded] of the quantised segments, each padded with zeros to a multiple of
+        the block size; `rows` itself where nothing else is in it.
+        """
         if len(self.segments) == 1 and self.padded == rows.shape[1] and rows.dtype == torch.float32:
             return rows
         padded = rows.new_zeros(rows.shape[0], self.padded, dtype=torch.float32)
         at = 0
-        for segment, part in zip(self.segments, rows.split([s.numel for s in self.segments], 1), strict=True):
+        for segment, part in zip(
+            self.segments, rows.split([s.numel for s in self.segments], 1), strict=True
+        ):
             if segment.matrix:
                 padded[:, at : at + segment.numel].copy_(part)
                 at += blocks_of(segment.numel) * BLOCK
         return padded
 
-    def pack(self, rows: torch.Tensor, error: torch.Tensor | None = None, *, into: torch.Tensor | None = None) -> torch.Tensor:
-        """uint8 [rows, row_bytes]. `error` [rows, padded], where given, is added first; what this packing loses is written into `into`, or
-        over `error`."""
+    def pack(
+        self,
+        rows: torch.Tensor,
+        error: torch.Tensor | None = None,
+        *,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """uint8 [rows, row_bytes]. `error` [rows, padded], where given, is added first; what this
+        packing loses is written into `into`, or over `error`.
+        """
         value = self.matrices(rows)
         if error is not None:
             error = value = torch.add(error, value, out=error if into is None else into)
@@ -143,7 +170,8 @@ class Packing:
         if error is not None:
             error.view_as(rounded).addcmul_(rounded, scales.unsqueeze(-1), value=-1)
             if not scales.isfinite().all():
-                error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is of this step only
+                # an overflow is of this step only
+                error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         pieces = [_coded(rounded, self.bits), scales.view(torch.uint8)]
         parts = zip(self.segments, rows.split([s.numel for s in self.segments], 1), strict=True)
         exact = [part for segment, part in parts if not segment.matrix]
@@ -156,7 +184,9 @@ class Packing:
         return self._assemble(*self._parts(packed, dtype), dtype)
 
     def unpack_sum(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[n]: the sum of the rows, in the order of the rows, in float32 (float64 for what was float64)."""
+        """[n]: the sum of the rows, in the order of the rows, in float32 (float64 for what was
+        float64).
+        """
         matrices, exact = self._parts(packed, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return self._assemble(_sum_in_order(matrices), _sum_in_order(exact.to(wide)), dtype)[0]
@@ -164,11 +194,19 @@ class Packing:
     def _parts(self, packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         code_bytes = self.padded * self.bits // 8
         scale_bytes = self.padded // BLOCK * _SCALE_BYTES
-        codes, scales, exact = packed.split([code_bytes, scale_bytes, packed.shape[1] - code_bytes - scale_bytes], 1)
-        return dequantise(_read(codes, torch.uint8), _read(scales, torch.float32), self.bits), _read(exact, dtype)
+        codes, scales, exact = packed.split(
+            [code_bytes, scale_bytes, packed.shape[1] - code_bytes - scale_bytes], 1
+        )
+        return dequantise(
+            _read(codes, torch.uint8), _read(scales, torch.float32), self.bits
+        ), _read(exact, dtype)
 
-    def _assemble(self, matrices: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        parts, at, exact_at = [], 0, 0
+    def _assemble(
+        self, matrices: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        parts = []
+        at = 0
+        exact_at = 0
         for segment in self.segments:
             if segment.matrix:
                 parts.append(matrices[:, at : at + segment.numel].to(dtype))
@@ -180,8 +218,10 @@ class Packing:
 
 
 def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
-    """[1, n]: the sum of the rows [rows, n], which may be written to. Every column alike: torch's sum adds the last columns of a tensor in
-    another order than the rest, and where a parameter sits depends on what tensor parallelism has split before it."""
+    """[1, n]: the sum of the rows [rows, n], which may be written to. Every column alike: torch's
+    sum adds the last columns of a tensor in another order than the rest, and where a parameter sits
+    depends on what tensor parallelism has split before it.
+    """
     if rows.device.type != "cpu":
         return rows.sum(0, keepdim=True)
     if len(rows) > 1:
@@ -190,7 +230,9 @@ def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _read(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes [rows, n] of a larger buffer as numbers; copied, because a slice of bytes is not aligned."""
+    """Bytes [rows, n] of a larger buffer as numbers; copied, because a slice of bytes is not
+    aligned.
+    """
     if raw.numel() == 0:
         return raw.new_empty(raw.shape[0], 0, dtype=dtype)
     return torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw).view(dtype)

@@ -1,5 +1,6 @@
-"""Reduce-scatter for gloo as an all-to-all and a local sum: the same bytes on the wire, less than half the time of gloo's own (measured
-at 4 to 16 MB on 2 and 4 ranks of one machine). Plugged into `fully_shard` through its custom reduce-scatter; NCCL keeps its own.
+"""Reduce-scatter for gloo as an all-to-all and a local sum: the same bytes on the wire, less than
+half the time of gloo's own (measured at 4 to 16 MB on 2 and 4 ranks of one machine). Plugged into
+`fully_shard` through its custom reduce-scatter; NCCL keeps its own.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from plait._torch.units import ReduceScatter
 _BLOCK_BYTES = 256 * 1024
 """Block of a sum. It fits a core's cache, so that memory is read and written once."""
 _IN_ORDER = 4
-"""Rows that torch's sum adds in their order in every column. With more, the last columns of a tensor are added in another order than the
-rest, and a parameter that all ranks of the tp axis hold sits in other columns where the axis splits its neighbours unevenly."""
+"""Rows that torch's sum adds in their order in every column. With more, the last columns of a
+tensor are added in another order than the rest, and a parameter that all ranks of the tp axis hold
+sits in other columns where the axis splits its neighbours unevenly.
+"""
 
 
 def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """`output` = the sum over ranks of this rank's part of `stacked`, whose dim 0 is ranks x output's. Both contiguous. Sums in the order
-    of the ranks."""
+    """`output` = the sum over ranks of this rank's part of `stacked`, whose dim 0 is ranks x
+    output's. Both contiguous. Sums in the order of the ranks.
+    """
     if stacked.device.type != "cpu":
         reduce_scatter_single(output, stacked, group=group)
         return
@@ -47,10 +51,15 @@ def add_in_order(pieces: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
             be any pieces.
     """
     first, second, *rest = pieces
-    dtype, numel = first.dtype, first.numel()
+    dtype = first.dtype
+    numel = first.numel()
     block = max(1, _BLOCK_BYTES // dtype.itemsize)
     # A sum of two pieces rounds once without float32, too.
-    wide = torch.empty(min(block, numel), dtype=torch.float32) if dtype in (torch.float16, torch.bfloat16) and rest else None
+    wide = (
+        torch.empty(min(block, numel), dtype=torch.float32)
+        if dtype in (torch.float16, torch.bfloat16) and rest
+        else None
+    )
     for start in range(0, numel, block):
         stop = min(start + block, numel)
         here = outputs[0][start:stop]
@@ -71,14 +80,23 @@ def add_in_order(pieces: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 class AllToAllReduceScatter(ReduceScatter):
     """Sums in the order of the ranks, so every run gives the same bits."""
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """A buffer for input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
-        """`input_tensor` [ranks x n] to `output_tensor` [n]; `op` is SUM or AVG. Done when it returns."""
+        """`input_tensor` [ranks x n] to `output_tensor` [n]; `op` is SUM or AVG. Done when it
+        returns.
+        """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"reduce-scatter by {op}")
         reduce_scatter(output_tensor, input_tensor, group)

@@ -1,5 +1,6 @@
-"""The stacks of another process's threads, written by that process in a signal handler in C: also while a call holds the interpreter's
-lock, and while the process is stopped, which it is no longer afterwards.
+"""The stacks of another process's threads, written by that process in a signal handler in C: also
+while a call holds the interpreter's lock, and while the process is stopped, which it is no longer
+afterwards.
 
 Knows nothing of torch: the launcher uses it too.
 """
@@ -24,7 +25,14 @@ ENDED = ("", "Z", "X")
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(
     {
-        *(f"{path}{os.sep}" for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_path("purelib"))),
+        *(
+            f"{path}{os.sep}"
+            for path in (
+                sysconfig.get_path("stdlib"),
+                sysconfig.get_path("platstdlib"),
+                sysconfig.get_path("purelib"),
+            )
+        ),
         *(f"{path}{os.sep}" for path in site.getsitepackages()),
     }
 )
@@ -43,7 +51,9 @@ def is_library(path: str) -> bool:
 
 
 def users_line(stack: Path | None) -> str:
-    """The innermost line of the user's code on the main thread of a stack file, else the innermost of any: `train.py:33 in loss`."""
+    """The innermost line of the user's code on the main thread of a stack file, else the innermost
+    of any: `train.py:33 in loss`.
+    """
     if stack is None:
         return ""
     threads: list[list[tuple[str, str, str]]] = []
@@ -59,17 +69,23 @@ def users_line(stack: Path | None) -> str:
 
 
 def collect(process: int, written: Path, kept: Path, seconds: float) -> Path | None:
-    """Let a process write its stacks, and copy them to `kept`; None where it does not within `seconds`, or cannot be asked."""
+    """Let a process write its stacks, and copy them to `kept`; None where it does not within
+    `seconds`, or cannot be asked.
+    """
     before = _size(written)
     try:
         os.kill(process, SIGNAL)
-        os.kill(process, signal.SIGCONT)  # the signal of a stopped process is delivered when it goes on
+        # the signal of a stopped process is delivered when it goes on
+        os.kill(process, signal.SIGCONT)
     except OSError:
         return None
-    ends, size, last = time.monotonic() + seconds, before, before
+    ends = time.monotonic() + seconds
+    size = before
+    last = before
     while time.monotonic() < ends:
         time.sleep(0.05)
-        last, size = size, _size(written)
+        last = size
+        size = _size(written)
         if size > before and size == last:
             break
     if size == before:
@@ -84,8 +100,8 @@ def collect(process: int, written: Path, kept: Path, seconds: float) -> Path | N
 def new_folder() -> Path:
     """Make a folder for stack files that stay after the run.
 
-    Only this user can enter it. Its name cannot be predicted, so that no other user of the machine can
-    put a link there first, through which this process would overwrite a file of its own user.
+    Only this user can enter it. Its name cannot be predicted, so that no other user of the machine
+    can put a link there first, through which this process would overwrite a file of its own user.
     """
     return Path(tempfile.mkdtemp(prefix=f"plait-stacks-{time.strftime('%Y%m%d-%H%M%S')}-"))
 

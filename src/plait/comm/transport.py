@@ -1,7 +1,8 @@
-"""How the data-parallel collectives of a group move their bytes: through memory that the ranks of one machine share, or by torch's own.
+"""How the data-parallel collectives of a group move their bytes: through memory that the ranks of
+one machine share, or by torch's own.
 
-`connect` decides once for a group, the same on every rank, with the reason. Shared memory is for tensors on the CPU: gloo moves them
-through loopback sockets, several times slower. GPUs keep NCCL.
+`connect` decides once for a group, the same on every rank, with the reason. Shared memory is for
+tensors on the CPU: gloo moves them through loopback sockets, several times slower. GPUs keep NCCL.
 """
 
 from __future__ import annotations
@@ -39,8 +40,15 @@ class Transport:
     """The ranks that share memory."""
 
 
-def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wanted: TransportName = "prefer-shared-memory") -> Transport:
-    """The transport of `group`, whose tensors are on `device`. Collective. `label` names the group in errors.
+def connect(
+    group: dist.ProcessGroup,
+    *,
+    label: str,
+    device: torch.device,
+    wanted: TransportName = "prefer-shared-memory",
+) -> Transport:
+    """The transport of `group`, whose tensors are on `device`. Collective. `label` names the group
+    in errors.
 
     Raises ConfigError where shared memory is wanted and cannot be had.
     """
@@ -49,7 +57,9 @@ def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wante
     backend = dist.get_backend(group)
     if backend != "gloo":
         if wanted == "shared-memory":
-            raise _refused(f"the group over {label} uses {backend}, and shared memory is for CPU tensors")
+            raise _refused(
+                f"the group over {label} uses {backend}, and shared memory is for CPU tensors"
+            )
         return _by_torch(group, device, f"the group over {label} uses {backend}")
     try:
         host = Host(group, label=label)
@@ -68,7 +78,11 @@ def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wante
 
     return Transport(
         "shared-memory",
-        "set in the configuration" if wanted == "shared-memory" else f"all {host.ranks} ranks over {label} see the same memory",
+        (
+            "set in the configuration"
+            if wanted == "shared-memory"
+            else f"all {host.ranks} ranks over {label} see the same memory"
+        ),
         buckets=buckets,
         all_gather=SharedAllGather(host),
         reduce_scatter=SharedReduceScatter(host),
@@ -78,8 +92,15 @@ def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wante
 
 def _by_torch(group: dist.ProcessGroup, device: torch.device, reason: str) -> Transport:
     scatter = AllToAllReduceScatter() if device.type == "cpu" else None
-    return Transport("torch", reason, buckets=lambda flats: GroupBuckets(group, flats, device), reduce_scatter=scatter)
+    return Transport(
+        "torch",
+        reason,
+        buckets=lambda flats: GroupBuckets(group, flats, device),
+        reduce_scatter=scatter,
+    )
 
 
 def _refused(rule: str) -> ConfigError:
-    return ConfigError(Problem("parallel.transport", "shared-memory", rule, 'use "auto" or "torch"'))
+    return ConfigError(
+        Problem("parallel.transport", "shared-memory", rule, 'use "auto" or "torch"')
+    )

@@ -1,8 +1,11 @@
-"""This process's watch over its own waits: what it does and waits for is published on a board, and a thread looks at what it waits for.
+"""This process's watch over its own waits: what it does and waits for is published on a board, and
+a thread looks at what it waits for.
 
-Under `plait launch` and `plait train` the launcher reads the boards and ends a run that hangs (`cli.launching.watch`). Under another
-launcher, such as torchrun, the thread reads the boards of the ranks on this machine itself: it prints who is late, and a rank that waits on
-although its collective should have given up is ended. Nothing alarms before a wait has taken the timeout of the process group.
+Under `plait launch` and `plait train` the launcher reads the boards and ends a run that hangs
+(`cli.launching.watch`). Under another launcher, such as torchrun, the thread reads the boards of
+the ranks on this machine itself: it prints who is late, and a rank that waits on although its
+collective should have given up is ended. Nothing alarms before a wait has taken the timeout of the
+process group.
 """
 
 from __future__ import annotations
@@ -35,12 +38,16 @@ from plait.comm.board import Board, Reading, Wait, read
 from plait.files import anonymous_file
 
 LOOK_SECONDS = 0.5
-LATER_SECONDS, LATER_ALONE_SECONDS = 10.0, 4.0
-"""Collectives give up so much later than the timeout, under a launcher that watches and without one, so that what sees all ranks is first.
-A rank whose collective did not give up by itself is ended later still."""
+LATER_SECONDS = 10.0
+LATER_ALONE_SECONDS = 4.0
+"""Collectives give up so much later than the timeout, under a launcher that watches and without
+one, so that what sees all ranks is first. A rank whose collective did not give up by itself is
+ended later still.
+"""
 _UNSEEN_SECONDS = 1.0
 """A wait is looked at when it is older."""
-_STACK_SECONDS, _MOST_STACKS = 2.0, 2
+_STACK_SECONDS = 2.0
+_MOST_STACKS = 2
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,6 @@ class Watch:
         self._begun: dict[Begun, float] = {}
         """When what torch's recorder has seen began, by the monotonic clock."""
         self._reported = False
-
-    # ---- what the main thread tells ----------------------------------------------------------------------------------------------------
 
     def progress(self, step: int, phase: int) -> None:
         """A phase of a step begins."""
@@ -114,11 +119,10 @@ class Watch:
         if self.board is not None:
             self.board.wait(wait)
 
-    # ---- the beginning and the end ------------------------------------------------------------------------------------------------------
-
     def arm(self) -> None:
-        """Watch the waits of the default group's ranks from now on. Collective, once a default group; nothing for one rank, or a fake
-        group."""
+        """Watch the waits of the default group's ranks from now on. Collective, once a default
+        group; nothing for one rank, or a fake group.
+        """
         group = dist.group.WORLD
         if group is None or group is self._group or group.size() == 1 or is_fake():
             return
@@ -129,9 +133,13 @@ class Watch:
         self.board = Board(rank=group.rank(), timeout_seconds=timeout, path=path)
         if not self._launcher_watches:
             self._peers = self._meet(group)
-        set_timeout(group, timeout + (LATER_SECONDS if self._launcher_watches else LATER_ALONE_SECONDS))
+        set_timeout(
+            group, timeout + (LATER_SECONDS if self._launcher_watches else LATER_ALONE_SECONDS)
+        )
         self._stop.clear()
-        self._thread = threading.Thread(target=self._run, args=(self._stop, self.board), name="plait-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._stop, self.board), name="plait-watch", daemon=True
+        )
         self._thread.start()
         atexit.register(self.disarm)
 
@@ -140,7 +148,9 @@ class Watch:
         for axis in mesh.device_mesh.mesh_dim_names or ():
             group = mesh.group(axis)
             if group is not None:
-                self._axes[group.group_name] = f"all ranks ({axis})" if group is dist.group.WORLD else axis
+                self._axes[group.group_name] = (
+                    f"all ranks ({axis})" if group is dist.group.WORLD else axis
+                )
         for axis in EXPERT_AXES if mesh.expert_mesh is not None else ():
             group = mesh.group(axis)
             if group is not None:
@@ -159,7 +169,11 @@ class Watch:
         mine = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
         everyone: list[Any] = [None] * group.size()
         dist.all_gather_object(everyone, mine)
-        return {rank: _Peer(Path(board), Path(seen)) for rank, (machine, board, seen) in enumerate(everyone) if machine == mine[0]}
+        return {
+            rank: _Peer(Path(board), Path(seen))
+            for rank, (machine, board, seen) in enumerate(everyone)
+            if machine == mine[0]
+        }
 
     def disarm(self) -> None:
         """Watch no more; before the interpreter ends, which its threads must not outlive."""
@@ -170,17 +184,21 @@ class Watch:
             atexit.unregister(self.disarm)
         if self.board is not None:
             self.board.close()
-        self.board, self._group, self._peers, self.found, self._reported = None, None, {}, "", False
+        self.board = None
+        self._group = None
+        self._peers = {}
+        self.found = ""
+        self._reported = False
         self._begun = {}
-
-    # ---- the thread ---------------------------------------------------------------------------------------------------------------------
 
     def _run(self, stop: threading.Event, board: Board) -> None:
         while not stop.wait(LOOK_SECONDS):
             self.look(board)
 
     def look(self, board: Board) -> None:
-        """Publish what this process waits for, and without a launcher that does so look for a hang."""
+        """Publish what this process waits for, and without a launcher that does so look for a
+        hang.
+        """
         now = time.monotonic()
         _, _, since = board.now
         if now - since < _UNSEEN_SECONDS and not board.waiting_since:
@@ -193,17 +211,28 @@ class Watch:
         if not self._launcher_watches and not self._reported:
             self._report(now)
         if any(now - wait.since >= board.timeout_seconds + 2 * LATER_SECONDS for wait in reading):
-            _say(f"process {os.getpid()} has waited {2 * LATER_SECONDS:g} s longer than its timeout, and ends itself")
+            _say(
+                f"process {os.getpid()} has waited {2 * LATER_SECONDS:g} s longer than its timeout,"
+                " and ends itself"
+            )
             end_process(5)  # the exit code of a CommunicationError
 
     def _publish(self, board: Board, now: float, since: float) -> list[Wait]:
-        """The waits of this process, also on its board. torch's record of them is read once in a while, and often near a deadline."""
+        """The waits of this process, also on its board. torch's record of them is read once in a
+        while, and often near a deadline.
+        """
         phase, waits, line = self._seen
         oldest = max((now - wait.since for wait in waits), default=0.0)
-        near = oldest > board.timeout_seconds - 2 * LATER_SECONDS or board.timeout_seconds < 6 * LATER_SECONDS
+        near = (
+            oldest > board.timeout_seconds - 2 * LATER_SECONDS
+            or board.timeout_seconds < 6 * LATER_SECONDS
+        )
         if phase != since or near or now - self._looked > board.timeout_seconds / 60:
-            self._begun, self._looked = self._since(begun_collectives(), after=self._looked), now
-            old = [(one, began) for one, began in self._begun.items() if now - began >= _UNSEEN_SECONDS]
+            self._begun = self._since(begun_collectives(), after=self._looked)
+            self._looked = now
+            old = [
+                (one, began) for one, began in self._begun.items() if now - began >= _UNSEEN_SECONDS
+            ]
             waits = tuple(
                 Wait(
                     operation=one.operation.replace("_", "-"),
@@ -222,10 +251,16 @@ class Watch:
         return [*waits, *([Wait("", "", waiting)] if waiting else [])]
 
     def _since(self, begun: Sequence[Begun], *, after: float) -> dict[Begun, float]:
-        """When each began, by the monotonic clock. The recorder tells by the other clock, which may be set while a collective waits: one
-        that is seen again keeps its time, and one that is new began `after` the last look."""
-        now, wall = time.monotonic(), time.time()
-        return {one: self._begun.get(one) or min(now, max(one.time_ns / 1e9 - wall + now, after)) for one in begun}
+        """When each began, by the monotonic clock. The recorder tells by the other clock, which may
+        be set while a collective waits: one that is seen again keeps its time, and one that is new
+        began `after` the last look.
+        """
+        now = time.monotonic()
+        wall = time.time()
+        return {
+            one: self._begun.get(one) or min(now, max(one.time_ns / 1e9 - wall + now, after))
+            for one in begun
+        }
 
     def _line(self) -> str:
         frame = sys._current_frames().get(self._main or 0)
@@ -244,7 +279,11 @@ class Watch:
         if found is None:
             return
         self._reported = True
-        ended = [rank for rank, reading in readings.items() if stacks.state(reading.process) in stacks.ENDED]
+        ended = [
+            rank
+            for rank, reading in readings.items()
+            if stacks.state(reading.process) in stacks.ENDED
+        ]
         self.found = hang.cause(found, readings, ended=ended)
         if min(one.rank for one in found.waiting) != dist.get_rank():
             return  # one of those that wait says it
@@ -253,24 +292,41 @@ class Watch:
         for rank in found.suspects[:_MOST_STACKS]:
             if rank in readings:
                 state = stacks.state(readings[rank].process)
-                kept = stacks.collect(readings[rank].process, self._peers[rank].stack, folder / f"rank-{rank}.txt", _STACK_SECONDS)
-                _say(hang.condition(readings[rank], now, state=state, line=stacks.users_line(kept), stack=str(kept or "")))
+                kept = stacks.collect(
+                    readings[rank].process,
+                    self._peers[rank].stack,
+                    folder / f"rank-{rank}.txt",
+                    _STACK_SECONDS,
+                )
+                _say(
+                    hang.condition(
+                        readings[rank],
+                        now,
+                        state=state,
+                        line=stacks.users_line(kept),
+                        stack=str(kept or ""),
+                    )
+                )
 
 
 def _say(text: str) -> None:
-    os.write(2, f"plait: {text}\n".encode())  # not through sys.stderr, whose lock the main thread may hold
+    # not through sys.stderr, whose lock the main thread may hold
+    os.write(2, f"plait: {text}\n".encode())
 
 
 def _axis(description: str, group: str) -> str:
     """`dp_shard` of torch's `mesh_dp_shard`."""
     if description == "default_pg":
         return "all ranks"
-    return f"group {group}" if description in ("", "undefined") else description.removeprefix("mesh_")
+    return (
+        f"group {group}" if description in ("", "undefined") else description.removeprefix("mesh_")
+    )
 
 
 def users_line(frame: FrameType) -> str:
     """`train.py:33`: the innermost line of the user's own code, else of any."""
-    innermost, at = frame, frame.f_back
+    innermost = frame
+    at = frame.f_back
     if stacks.is_users(innermost.f_code.co_filename):
         return f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
     while at is not None:

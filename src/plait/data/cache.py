@@ -1,7 +1,9 @@
-"""Folders that are built once, named after what they were built from, and shared by every process of the machine.
+"""Folders that are built once, named after what they were built from, and shared by every process
+of the machine.
 
-A folder appears under its final name only when it is complete: it is built under a temporary name and renamed. Processes that want the same
-folder at the same time wait for the first one. Nothing here is ever changed after it was written.
+A folder appears under its final name only when it is complete: it is built under a temporary name
+and renamed. Processes that want the same folder at the same time wait for the first one. Nothing
+here is ever changed after it was written.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from plait.errors import InputError
 
 
 def digest(parts: Iterable[bytes | str]) -> str:
-    """A name for `parts`: 32 hexadecimal digits. Lengths are hashed too, so `("ab", "c")` and `("a", "bc")` differ."""
+    """A name for `parts`: 32 hexadecimal digits. Lengths are hashed too, so `("ab", "c")` and
+    `("a", "bc")` differ.
+    """
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -31,8 +35,8 @@ def digest(parts: Iterable[bytes | str]) -> str:
 def built_once(root: Path, kind: str, key: str, build: Callable[[Path], None]) -> Path:
     """The folder `root/kind/key`, filled by `build(folder)` unless it is there already.
 
-    Safe against a crash in the middle (nothing incomplete is ever found) and against other processes that build the same.
-    Raises InputError when `root` cannot be written.
+    Safe against a crash in the middle (nothing incomplete is ever found) and against other
+    processes that build the same. Raises InputError when `root` cannot be written.
     """
     folder = root / kind / key
     if folder.is_dir():

@@ -1,7 +1,9 @@
-"""Whole documents in sequences of one length, each with positions of its own, so that attention stays within it.
+"""Whole documents in sequences of one length, each with positions of its own, so that attention
+stays within it.
 
-Transformers takes positions that begin anew within a row for several documents and masks attention between them, where no cache is kept
-and no `attention_mask` is given. A document longer than a sequence is cut into several.
+Transformers takes positions that begin anew within a row for several documents and masks attention
+between them, where no cache is kept and no `attention_mask` is given. A document longer than a
+sequence is cut into several.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Documents:
 
     @cached_property
     def _parts(self) -> tuple[Array, Array]:
-        """First and last token of every document, those of long ones in parts. One of a single token has nothing to predict."""
+        """First and last token of every document, those of long ones in parts. One of a single
+        token has nothing to predict.
+        """
         ends = np.asarray(self.stream.ends, dtype=np.int64)
         begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
         counts = -(-(ends - begins) // self.length)
@@ -40,7 +44,9 @@ class Documents:
 
     @cached_property
     def together(self) -> list[list[int]]:
-        """The documents of each sequence, by best fit: the longest first, each where it leaves the least room."""
+        """The documents of each sequence, by best fit: the longest first, each where it leaves the
+        least room.
+        """
         first, last = self._parts
         return best_fit((last - first).tolist(), self.length)
 
@@ -49,26 +55,36 @@ class Documents:
         return len(self.together)
 
     def take(self, numbers: Array) -> dict[str, torch.Tensor]:
-        """`input_ids`, `labels` and `position_ids`, int64 [len(numbers), length]. A document's first token is predicted from nothing:
-        its label is `IGNORED`. Number -1 gives a sequence of padding, scored nowhere."""
+        """`input_ids`, `labels` and `position_ids`, int64 [len(numbers), length]. A document's
+        first token is predicted from nothing: its label is `IGNORED`. Number -1 gives a sequence of
+        padding, scored nowhere.
+        """
         shape = (len(numbers), self.length)
-        ids, labels = np.full(shape, self.padding, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        ids = np.full(shape, self.padding, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.empty(shape, dtype=np.int64)
         begins, ends = self._parts
         for row, number in enumerate(numbers):
             at = 0
             for part in self.together[number] if number >= 0 else ():
-                count = place_tokens(self.stream, int(begins[part]), int(ends[part]), ids[row, at:], labels[row, at:])
+                count = place_tokens(
+                    self.stream, int(begins[part]), int(ends[part]), ids[row, at:], labels[row, at:]
+                )
                 labels[row, at], positions[row, at : at + count] = IGNORED, np.arange(count)
                 at += count
             positions[row, at:] = np.arange(self.length - at)
-        return {name: torch.from_numpy(found) for name, found in (("input_ids", ids), ("labels", labels), ("position_ids", positions))}
+        return {
+            name: torch.from_numpy(found)
+            for name, found in (("input_ids", ids), ("labels", labels), ("position_ids", positions))
+        }
 
 
 def best_fit(lengths: list[int], room: int) -> list[list[int]]:
-    """Which of `lengths` go together in bins of `room`: positions, in the order in which they were put there.
+    """Which of `lengths` go together in bins of `room`: positions, in the order in which they were
+    put there.
 
-    Best fit decreasing (Johnson, 1974): at most 11/9 of the fewest bins, and the same bins everywhere. Equal lengths keep their order.
+    Best fit decreasing (Johnson, 1974): at most 11/9 of the fewest bins, and the same bins
+    everywhere. Equal lengths keep their order.
     """
     bins: list[list[int]] = []
     left: dict[int, deque[int]] = defaultdict(deque)
@@ -83,7 +99,8 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
                 del left[free], rooms[at]
             bins[number].append(position)
         else:
-            free, number = room, len(bins)
+            free = room
+            number = len(bins)
             bins.append([position])
         rest = free - length
         if rest:

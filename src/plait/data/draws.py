@@ -1,7 +1,8 @@
-"""Random numbers of collators and data sets: equal on the ranks that share a batch, and apart from those of the training.
+"""Random numbers of collators and data sets: equal on the ranks that share a batch, and apart from
+those of the training.
 
-Pipeline stages and ranks of tp read one batch each for itself. Their own generators differ, since dropout draws from them, and a collator
-that masks at random would give every stage another batch.
+Pipeline stages and ranks of tp read one batch each for itself. Their own generators differ, since
+dropout draws from them, and a collator that masks at random would give every stage another batch.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import torch
 
 @contextmanager
 def drawn_from(*words: object) -> Iterator[None]:
-    """The generators of Python, numpy and torch (CPU) are seeded by `words` inside, and as they were afterwards."""
+    """The generators of Python, numpy and torch (CPU) are seeded by `words` inside, and as they
+    were afterwards.
+    """
     text = " ".join(map(str, words)).encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-    python, numbers, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python = random.getstate()
+    numbers = np.random.get_state()
+    tensors = torch.get_rng_state()
     try:
         random.seed(seed)
         np.random.seed(seed % 2**32)

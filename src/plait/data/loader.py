@@ -1,8 +1,8 @@
 """Which sequences are in which batch, as a pure function of the position in the run.
 
-The position is the number of sequences that the run has consumed on all ranks. From it follow the epoch, the order inside the epoch and the
-slice of each data-parallel rank, so there is no state to save and none to lose. A global batch holds the same sequences on any number of
-ranks.
+The position is the number of sequences that the run has consumed on all ranks. From it follow the
+epoch, the order inside the epoch and the slice of each data-parallel rank, so there is no state to
+save and none to lose. A global batch holds the same sequences on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _ROUNDS = 6
 
 
 def shuffled(positions: Array, *, count: int, key: str) -> Array:
-    """Where a shuffle of `count` items, one for each `key`, puts `positions`: int64, each in 0 to count - 1, a bijection.
+    """Where a shuffle of `count` items, one for each `key`, puts `positions`: int64, each in 0 to
+    count - 1, a bijection.
 
-    A Feistel network iterated until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): any position of any
-    epoch costs the same, nothing of the size of the data is held, and the order does not depend on the version of a random generator.
+    A Feistel network iterated until it lands inside (Black and Rogaway, "Ciphers with arbitrary
+    finite domains", 2002): any position of any epoch costs the same, nothing of the size of the
+    data is held, and the order does not depend on the version of a random generator.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -32,7 +34,8 @@ def shuffled(positions: Array, *, count: int, key: str) -> Array:
     found = positions.astype(np.uint64)
     outside = np.ones(len(found), dtype=bool)
     while outside.any():
-        left, right = found[outside] >> half, found[outside] & mask
+        left = found[outside] >> half
+        right = found[outside] & mask
         for round_key in keys:
             left, right = right, left ^ (_mixed(right ^ round_key) & mask)
         found[outside] = (left << half) | right
@@ -85,7 +88,9 @@ class Loader:
         return self.sequences.length
 
     def global_numbers(self, position: int) -> Array:
-        """Which sequences the step at `position` takes, over all ranks: int64 [batch]. Every epoch takes each sequence once."""
+        """Which sequences the step at `position` takes, over all ranks: int64 [batch]. Every epoch
+        takes each sequence once.
+        """
         count = len(self.sequences)
         at = np.arange(position, position + self.batch)
         found = np.empty(self.batch, dtype=np.int64)
@@ -95,9 +100,13 @@ class Loader:
         return found
 
     def at(self, position: int) -> dict[str, torch.Tensor]:
-        """This rank's share of that step: what `sequences` gives, int64 [batch / dp_size, length] each."""
+        """This rank's share of that step: what `sequences` gives, int64 [batch / dp_size, length]
+        each.
+        """
         share = self.batch // self.dp_size
-        return self.sequences.take(self.global_numbers(position)[self.dp_rank * share : (self.dp_rank + 1) * share])
+        return self.sequences.take(
+            self.global_numbers(position)[self.dp_rank * share : (self.dp_rank + 1) * share]
+        )
 
     def state(self) -> dict[str, Any]:
         """Nothing: the position says it."""
@@ -107,10 +116,13 @@ class Loader:
         """Nothing to do."""
 
 
-def validation_batches(sequences: Cut, *, limit: int, micro: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, torch.Tensor]]:
+def validation_batches(
+    sequences: Cut, *, limit: int, micro: int, dp_rank: int, dp_size: int
+) -> Iterator[dict[str, torch.Tensor]]:
     """At most `limit` sequences, spread evenly over the text, in batches of `micro` for each rank.
 
-    The set does not depend on `micro` or the ranks. Every rank gets the same number of batches; what is missing is padding that weighs 0.
+    The set does not depend on `micro` or the ranks. Every rank gets the same number of batches;
+    what is missing is padding that weighs 0.
     """
     count = min(limit, len(sequences))
     numbers = (np.arange(count) * len(sequences)) // max(count, 1)

@@ -28,15 +28,17 @@ _FIELDS_OF_SPLIT = (
     ("world_size", "rank"),
 )
 _REMEDY = (
-    "let every rank have all rows in one order: leave out split_dataset_by_node, shard() and code that reads "
-    "the rank, and give shuffle(), interleave_datasets() and generators of your own a seed"
+    "let every rank have all rows in one order: leave out split_dataset_by_node, shard() and code"
+    " that reads the rank, and give shuffle(), interleave_datasets() and generators of your own a"
+    " seed"
 )
 
 
 def split_of(source: Any) -> tuple[str, int, int] | None:
     """Return (class, ranks, index) if a sampler or data set reads one rank's part, else None."""
     for ranks_field, index_field in _FIELDS_OF_SPLIT:
-        ranks, index = getattr(source, ranks_field, None), getattr(source, index_field, None)
+        ranks = getattr(source, ranks_field, None)
+        index = getattr(source, index_field, None)
         if isinstance(ranks, int) and isinstance(index, int) and ranks > 1:
             return type(source).__name__, ranks, index
     return None
@@ -53,7 +55,10 @@ def split_sampler(batch_sampler: Any, *, ranks: int, index: int) -> bool:
         split = split_of(source)
         if split is not None:
             name, given_ranks, given_index = split
-            if isinstance(source, DistributedSampler) and (given_ranks, given_index) == (ranks, index):
+            if isinstance(source, DistributedSampler) and (given_ranks, given_index) == (
+                ranks,
+                index,
+            ):
                 return True
             raise InputError(
                 f"the DataLoader's {name} takes part {given_index} of {given_ranks}, and Plait "
@@ -73,7 +78,9 @@ def refuse_split_stream(data: Any) -> None:
         raise InputError(f"the data set has {part}, and Plait would split it again; {_REMEDY}")
 
 
-def refuse_other_rows(data: Any, *, device: torch.device, workers: int = 0, context: Any = None) -> None:
+def refuse_other_rows(
+    data: Any, *, device: torch.device, workers: int = 0, context: Any = None
+) -> None:
     """Raise InputError if the rows of a data set with a length differ between ranks.
 
     Collective over all ranks. Each compared row is read twice, with the same random numbers. If the
@@ -95,7 +102,13 @@ def refuse_other_rows(data: Any, *, device: torch.device, workers: int = 0, cont
         numbers = sorted({0, min(1, count - 1), count // 2, count - 1}) if count else []
         rows = _DigestedRows(data)
         if workers and numbers:
-            loader: DataLoader[str] = DataLoader(rows, batch_size=None, sampler=numbers, num_workers=1, multiprocessing_context=context)
+            loader: DataLoader[str] = DataLoader(
+                rows,
+                batch_size=None,
+                sampler=numbers,
+                num_workers=1,
+                multiprocessing_context=context,
+            )
             return count, _joined(list(loader))
         return count, _joined([rows[number] for number in numbers])
 
@@ -113,7 +126,9 @@ def refuse_other_rows(data: Any, *, device: torch.device, workers: int = 0, cont
         _refuse_different(digests)
 
 
-def refuse_other_stream(data: Any, *, device: torch.device, workers: int = 0, context: Any = None) -> None:
+def refuse_other_stream(
+    data: Any, *, device: torch.device, workers: int = 0, context: Any = None
+) -> None:
     """Raise InputError if the first rows of an iterable data set differ between ranks.
 
     Collective over all ranks. The arguments are those of `refuse_other_rows`.
@@ -126,7 +141,9 @@ def refuse_other_stream(data: Any, *, device: torch.device, workers: int = 0, co
         rows = _FirstRows(data)
         if not workers:
             return digest(list(rows))
-        return digest(list(DataLoader(rows, batch_size=None, num_workers=1, multiprocessing_context=context)))
+        return digest(
+            list(DataLoader(rows, batch_size=None, num_workers=1, multiprocessing_context=context))
+        )
 
     refuse_other_digest(read, device=device)
 
@@ -146,7 +163,10 @@ def refuse_other_digest(read: Any, *, device: torch.device) -> None:
 def _refuse_different(digests: set[bytes]) -> None:
     """Raise InputError if the digests of the ranks differ."""
     if len(digests) > 1:
-        raise InputError(f"the data set: its first rows differ between ranks, so samples would be left out; {_REMEDY}")
+        raise InputError(
+            "the data set: its first rows differ between ranks, so samples would be left out;"
+            f" {_REMEDY}"
+        )
 
 
 def digest_of_rows(rows: list[Any]) -> str:

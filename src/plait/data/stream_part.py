@@ -1,5 +1,6 @@
-"""A data-parallel rank's part of an iterable data set, whose length may not be known: batches are formed as one process forms them, and
-dealt in rounds, one to each rank."""
+"""A data-parallel rank's part of an iterable data set, whose length may not be known: batches are
+formed as one process forms them, and dealt in rounds, one to each rank.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,13 @@ class StreamPart(IterableDataset[Any]):
             device: Device of the collectives that compare the first samples between ranks. None
                 if they have been compared, or cannot be.
         """
-        self.dataset, self.batch_size, self.ranks, self.index, self.drop_last = dataset, batch_size, ranks, index, drop_last
-        self.repeats, self._device = repeats, device
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.ranks = ranks
+        self.index = index
+        self.drop_last = drop_last
+        self.repeats = repeats
+        self._device = device
         self.epoch = 0
         self.skipped = 0
         """Samples of all ranks that the next pass reads and leaves out."""
@@ -56,15 +62,19 @@ class StreamPart(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        samples, round_ = len(self.dataset), self.batch_size * self.ranks
-        return (samples // round_ if self.drop_last else math.ceil(samples / round_)) * self.batch_size
+        samples = len(self.dataset)
+        round_ = self.batch_size * self.ranks
+        return (
+            samples // round_ if self.drop_last else math.ceil(samples / round_)
+        ) * self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
         self._last = None
         own = getattr(self.dataset, "generator", None)
         if isinstance(own, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             own.manual_seed(self.epoch)
-        size, position = self.batch_size, 0
+        size = self.batch_size
+        position = 0
         dealt: list[Any] = []
         samples: Iterator[Any] = islice(self.dataset, self.skipped, None)
         if self._device is not None and get_worker_info() is None:
@@ -73,7 +83,8 @@ class StreamPart(IterableDataset[Any]):
             dealt.append(sample)
             if len(dealt) == size * self.ranks:
                 yield from dealt[self.index * size : (self.index + 1) * size]
-                dealt, position = [], position + 1
+                dealt = []
+                position = position + 1
         if not dealt or self.drop_last:
             return
         if self.ranks > 1 and (self.repeats or get_worker_info() is not None):

@@ -1,9 +1,10 @@
 """Training batches of a text that is read as it is needed.
 
-The text is read in blocks: documents until they make `data.buffer_sequences` sequences. A block is cut and shuffled as a prepared text is,
-and one that holds all of the text has the sequences of that. Every rank reads all documents and takes its share of each batch, so a batch
-holds the same sequences on any number of ranks, and a run goes on with others. What a checkpoint keeps is where the block begins, and how
-many of its sequences were used.
+The text is read in blocks: documents until they make `data.buffer_sequences` sequences. A block is
+cut and shuffled as a prepared text is, and one that holds all of the text has the sequences of
+that. Every rank reads all documents and takes its share of each batch, so a batch holds the same
+sequences on any number of ranks, and a run goes on with others. What a checkpoint keeps is where
+the block begins, and how many of its sequences were used.
 """
 
 from __future__ import annotations
@@ -62,13 +63,20 @@ class StreamedSequences:
     """Sequences of a block."""
     held_out: float
 
-    def read(self, reader: Reader, *, epoch: int, number: int, begins: Mapping[str, Any] | None) -> Block:
+    def read(
+        self, reader: Reader, *, epoch: int, number: int, begins: Mapping[str, Any] | None
+    ) -> Block:
         """The block that begins where `reader` stands. Raises InputError."""
-        tokens, first, over = {"train": _Tokens(), "validation": _Tokens()}, "", False
+        tokens = {"train": _Tokens(), "validation": _Tokens()}
+        first = ""
+        over = False
         while not over and tokens["train"].count < self.buffer * self.length:
             documents = list(islice(reader, _TOGETHER))
-            over, first = len(documents) < _TOGETHER, first or digest(documents[:1])
-            for split, ids, scored, ends in tokenised(documents, self.tokenizer, held_out=self.held_out, encode=self.encode):
+            over = len(documents) < _TOGETHER
+            first = first or digest(documents[:1])
+            for split, ids, scored, ends in tokenised(
+                documents, self.tokenizer, held_out=self.held_out, encode=self.encode
+            ):
                 tokens[split].add(ids, scored, ends)
         train = self.cut(tokens["train"].stream(), self.length, self.padding)
         return Block(epoch, number, begins, first, train, tokens["validation"].stream(), over)
@@ -107,8 +115,19 @@ class _Tokens:
 class StreamedLoader:
     """Training batches of one data-parallel rank."""
 
-    def __init__(self, sequences: StreamedSequences, batch: int, seed: int, dp_rank: int = 0, dp_size: int = 1) -> None:
-        self.sequences, self.batch, self.seed, self.dp_rank, self.dp_size = sequences, batch, seed, dp_rank, dp_size
+    def __init__(
+        self,
+        sequences: StreamedSequences,
+        batch: int,
+        seed: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ) -> None:
+        self.sequences = sequences
+        self.batch = batch
+        self.seed = seed
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
         self._reader: Reader | None = None
         self._block: Block | None = None
         self._used = self._position = 0
@@ -121,13 +140,15 @@ class StreamedLoader:
         return self.sequences.length
 
     def at(self, position: int) -> dict[str, torch.Tensor]:
-        """This rank's share of the step after `position` sequences, int64 [batch / dp_size, length] each. Positions go up; those that are
-        passed over are not trained on."""
+        """This rank's share of the step after `position` sequences, int64 [batch / dp_size, length]
+        each. Positions go up; those that are passed over are not trained on.
+        """
         assert position >= self._position
         self._take(position - self._position)
         share = self.batch // self.dp_size
         own = range(self.dp_rank * share, (self.dp_rank + 1) * share)
-        taken, pieces = 0, []
+        taken = 0
+        pieces = []
         for block, numbers in self._take(self.batch):
             inside = [number for at, number in enumerate(numbers, start=taken) if at in own]
             taken += len(numbers)
@@ -138,20 +159,33 @@ class StreamedLoader:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, the same on every rank and layout: plain data."""
         block = self._block or self._next()
-        where = {"epoch": block.epoch, "block": block.number, "begins": block.begins, "first": block.first}
+        where = {
+            "epoch": block.epoch,
+            "block": block.number,
+            "begins": block.begins,
+            "first": block.first,
+        }
         return {"position": self._position, "used": self._used, **where}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. Raises CheckpointError where another document is there now."""
         text = self.sequences.text
-        self._position, self._used, self._reader = state["position"], state["used"], text.read(state["begins"])
-        block = self.sequences.read(self._reader, epoch=state["epoch"], number=state["block"], begins=state["begins"])
+        self._position, self._used, self._reader = (
+            state["position"],
+            state["used"],
+            text.read(state["begins"]),
+        )
+        block = self.sequences.read(
+            self._reader, epoch=state["epoch"], number=state["block"], begins=state["begins"]
+        )
         if block.first != state["first"] or self._used > len(block.train):
             raise CheckpointError(
-                f"{text.place}: the text has changed: another document is where the checkpoint goes on, after {self._position:,} "
-                "sequences; bring the text of that run back, or name another run.folder"
+                f"{text.place}: the text has changed: another document is where the checkpoint goes"
+                f" on, after {self._position:,} sequences; bring the text of that run back, or name"
+                " another run.folder"
             )
-        self._block, self._empty = block, False
+        self._block = block
+        self._empty = False
 
     def _take(self, count: int) -> list[tuple[Block, list[int]]]:
         """The next sequences: blocks, and their numbers in each."""
@@ -165,21 +199,34 @@ class StreamedLoader:
             at = np.arange(self._used, self._used + here)
             key = f"{self.seed} {block.epoch}" + (f" {block.number}" if block.number else "")
             found.append((block, shuffled(at, count=len(block.train), key=key).tolist()))
-            self._used, self._position, count = self._used + here, self._position + here, count - here
+            self._used = self._used + here
+            self._position = self._position + here
+            count = count - here
         return found
 
     def _next(self) -> Block:
-        """Read the next block, the first one of the next epoch where the text has ended. Raises InputError for a text of nothing."""
+        """Read the next block, the first one of the next epoch where the text has ended. Raises
+        InputError for a text of nothing.
+        """
         last = self._block
         if last is None or last.ends:
             if last is not None and self._empty:
-                raise InputError(f"{self.sequences.text.place}: holds no sequence of two training tokens; name more text")
-            self._reader, begins, epoch, number = self.sequences.text.read(), None, last.epoch + 1 if last else 0, 0
+                raise InputError(
+                    f"{self.sequences.text.place}: holds no sequence of two training tokens; name"
+                    " more text"
+                )
+            self._reader = self.sequences.text.read()
+            begins = None
+            epoch = last.epoch + 1 if last else 0
+            number = 0
             self._empty = True
         else:
             assert self._reader is not None
-            begins, epoch, number = self._reader.state(), last.epoch, last.number + 1
+            begins = self._reader.state()
+            epoch = last.epoch
+            number = last.number + 1
         assert self._reader is not None
-        self._block, self._used = self.sequences.read(self._reader, epoch=epoch, number=number, begins=begins), 0
+        self._block = self.sequences.read(self._reader, epoch=epoch, number=number, begins=begins)
+        self._used = 0
         self._empty = self._empty and not len(self._block.train)
         return self._block

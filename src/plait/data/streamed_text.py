@@ -1,4 +1,5 @@
-"""Text that is read as it is needed: a streaming data set of the `datasets` library. Nothing of it is kept, and its length is not known.
+"""Text that is read as it is needed: a streaming data set of the `datasets` library. Nothing of it
+is kept, and its length is not known.
 
 The library says where a reader stands, and goes on from there.
 """
@@ -30,7 +31,10 @@ class StreamedText:
     @property
     def description(self) -> str:
         """For a person."""
-        return f"the data set {Path(self.section.paths[0]).name}, split {self.section.split}, as it is read"
+        return (
+            f"the data set {Path(self.section.paths[0]).name}, split {self.section.split}, as it is"
+            " read"
+        )
 
     @property
     def place(self) -> str:
@@ -51,10 +55,14 @@ class StreamedText:
 
 
 class Reader:
-    """Documents of one pass over a data set. Iterating raises InputError, naming the row, for one that cannot be read."""
+    """Documents of one pass over a data set. Iterating raises InputError, naming the row, for one
+    that cannot be read.
+    """
 
     def __init__(self, data: Any, section: DataSection, state: Mapping[str, Any] | None) -> None:
-        self._data, self._section, self._row = data, section, 0
+        self._data = data
+        self._section = section
+        self._row = 0
         if state is not None:
             data.load_state_dict(copy.deepcopy(state["rows"]))
             self._row = state["row"]
@@ -70,7 +78,10 @@ class Reader:
         except StopIteration:
             raise
         except Exception as error:  # whatever the library's readers and the network raise
-            raise InputError(f"{where}: cannot be read ({type(error).__name__}: {first_line(error)}); run the command again") from error
+            raise InputError(
+                f"{where}: cannot be read ({type(error).__name__}: {first_line(error)}); run the"
+                " command again"
+            ) from error
         self._row += 1
         return text_of(row, self._section, where)
 

@@ -1,7 +1,8 @@
-"""What is alive during a forward and a backward, by block and from one timeline point to the next: storages, with the block that runs.
+"""What is alive during a forward and a backward, by block and from one timeline point to the next:
+storages, with the block that runs.
 
-`Recorder` watches a run of any kind, `DryRecorder` one on fake tensors: it counts operations and traffic too, and its collectives return
-at once.
+`Recorder` watches a run of any kind, `DryRecorder` one on fake tensors: it counts operations and
+traffic too, and its collectives return at once.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ from plait.dryrun.storage_tracker import LiveStorages
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, Alive, Direction, Moment
 
 BACKWARD = -4
-"""Unit of what is made during backward before the first block's; block i has BACKWARD - 1 - i then."""
+"""Unit of what is made during backward before the first block's; block i has BACKWARD - 1 - i then.
+"""
 
 
 class Recorder(LiveStorages):
-    """Storages by unit (the index of a block, BESIDE, HEAD, or a unit of backward), and the points of time at which another unit begins."""
+    """Storages by unit (the index of a block, BESIDE, HEAD, or a unit of backward), and the points
+    of time at which another unit begins.
+    """
 
     def __init__(self, *, known: Any, drops_gradients: bool = True) -> None:
         super().__init__(known=known)
         self.unit = BESIDE
         self.gradients: Counter[int] = Counter()
-        """Bytes of accumulated gradients, keyed by block. HEAD stands for a head that is a sharding unit."""
+        """Bytes of accumulated gradients, keyed by block. HEAD stands for a head that is a sharding
+        unit.
+        """
         self.drops_gradients = drops_gradients
         """Whether a block's gradients are gone when its backward ends."""
         self._done: list[Moment] = []
@@ -63,7 +69,9 @@ class Recorder(LiveStorages):
     def take(self) -> tuple[Moment, ...]:
         """The stretches so far; they are forgotten."""
         self._close()
-        done, self._done, self._now = tuple(self._done), [], None
+        done = tuple(self._done)
+        self._done = []
+        self._now = None
         return done
 
     def accumulated(self, parameter: nn.Parameter, unit: int) -> None:
@@ -93,7 +101,8 @@ class Recorder(LiveStorages):
             self._peak_with = self._alive()
 
     def _alive(self, *, with_gradients: bool = True) -> Alive:
-        logits, temporaries = self.bytes[HEAD], sum(size for unit, size in self.bytes.items() if unit <= BACKWARD)
+        logits = self.bytes[HEAD]
+        temporaries = sum(size for unit, size in self.bytes.items() if unit <= BACKWARD)
         root = self.gradients[BESIDE]
         return Alive(
             activations=self.total - logits - temporaries,
@@ -127,9 +136,17 @@ class DryRecorder(Recorder):
         kind, whole, returns_tensors = _COLLECTIVES[operator_name(func)]
         if kind == "receive":
             return finished_work()
-        size = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[whole]) if isinstance(leaf, torch.Tensor))
+        size = sum(
+            leaf.numel() * leaf.element_size()
+            for leaf in tree_leaves(args[whole])
+            if isinstance(leaf, torch.Tensor)
+        )
         ranks = process_group_of(args).size()
-        in_ring = size if kind == "send" else (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
+        in_ring = (
+            size
+            if kind == "send"
+            else (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
+        )
         self.traffic[kind] += in_ring
         return (args[0], finished_work()) if returns_tensors else finished_work()
 
@@ -142,11 +159,18 @@ _COLLECTIVES = {
     "send": ("send", 0, False),
     "recv_": ("receive", 0, False),
 }
-"""Operator to kind, index of the full tensor among its arguments, and whether it returns tensors with its work."""
+"""Operator to kind, index of the full tensor among its arguments, and whether it returns tensors
+with its work.
+"""
 
 
 def watch(
-    model: nn.Module, units: Mapping[str, int], recorder: Recorder, *, last: bool = True, head: str | None = None
+    model: nn.Module,
+    units: Mapping[str, int],
+    recorder: Recorder,
+    *,
+    last: bool = True,
+    head: str | None = None,
 ) -> Callable[[], None]:
     """Record which block runs, forward and backward, and which gradients are computed.
 
@@ -163,9 +187,12 @@ def watch(
         A function that removes the watch.
     """
     handles = []
-    first_block, last_block = min(units.values(), default=None), max(units.values(), default=None)
+    first_block = min(units.values(), default=None)
+    last_block = max(units.values(), default=None)
 
-    def entering(index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(
+        index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
         recorder.begin_forward(index)
         if isinstance(hidden, torch.Tensor):
@@ -188,8 +215,14 @@ def watch(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             outside = HEAD if head is not None and name.startswith(f"{head}.") else BESIDE
-            unit = next((unit for block, unit in units.items() if name.startswith(f"{block}.")), outside)
-            handles.append(parameter.register_post_accumulate_grad_hook(lambda p, unit=unit: recorder.accumulated(p, unit)))
+            unit = next(
+                (unit for block, unit in units.items() if name.startswith(f"{block}.")), outside
+            )
+            handles.append(
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, unit=unit: recorder.accumulated(p, unit)
+                )
+            )
 
     def remove() -> None:
         for handle in handles:

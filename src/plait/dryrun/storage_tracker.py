@@ -1,7 +1,9 @@
-"""Which storages are alive, how large, and who made them: a dispatch mode for real and for fake tensors.
+"""Which storages are alive, how large, and who made them: a dispatch mode for real and for fake
+tensors.
 
-A storage belongs to the unit (a block, or an end of the model) during whose forward it appeared, unless it is claimed for another. Not a
-profiler: it sees what goes through torch's dispatcher, not what kernels take inside.
+A storage belongs to the unit (a block, or an end of the model) during whose forward it appeared,
+unless it is claimed for another. Not a profiler: it sees what goes through torch's dispatcher, not
+what kernels take inside.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from plait._torch.storage import on_resize, storage_id
 
 
 class LiveStorages(TorchDispatchMode):
-    """`with LiveStorages(known=...) as live:` counts storages that appear inside. `known` (parameters, the batch) are never counted."""
+    """`with LiveStorages(known=...) as live:` counts storages that appear inside. `known`
+    (parameters, the batch) are never counted.
+    """
 
     def __init__(self, *, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -41,7 +45,8 @@ class LiveStorages(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._open.enter_context(on_resize(self._resized))  # how fully_shard frees what it gathered
-        self._open.enter_context(around_shape_inference(self._pause))  # a DTensor's global shape is propagated without memory
+        # a DTensor's global shape is propagated without memory
+        self._open.enter_context(around_shape_inference(self._pause))
         super().__enter__()
         return self
 
@@ -51,7 +56,8 @@ class LiveStorages(TorchDispatchMode):
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        before, self._paused = self._paused, True
+        before = self._paused
+        self._paused = True
         try:
             yield
         finally:
@@ -88,7 +94,8 @@ class LiveStorages(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         out = self.call(func, args, kwargs or {})
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":  # a fake tensor tells the device that it stands for
+            # a fake tensor tells the device that it stands for
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 self._appeared(leaf.untyped_storage())
         return out
 
@@ -102,7 +109,9 @@ class LiveStorages(TorchDispatchMode):
             return
         size = storage.nbytes()
         self._units[key] = (size, self.unit)
-        self._references[key] = weakref.ref(storage, partial(_call, weakref.WeakMethod(self._gone), key))
+        self._references[key] = weakref.ref(
+            storage, partial(_call, weakref.WeakMethod(self._gone), key)
+        )
         self._add(self.unit, size)
 
     def _add(self, unit: int, size: int) -> None:

@@ -1,7 +1,9 @@
-"""The engine: full optimizer steps (`train_batch`), or DeepSpeed's three calls (`engine(...)`, `backward`, `step`).
+"""The engine: full optimizer steps (`train_batch`), or DeepSpeed's three calls (`engine(...)`,
+`backward`, `step`).
 
-Both divide before they reduce and reduce by sum. `train_batch` divides by the global weight of the step (its result does not depend on how
-samples are cut over ranks and micro-batches); the three calls take DeepSpeed's mean of means, unless `backward` is told weights.
+Both divide before they reduce and reduce by sum. `train_batch` divides by the global weight of the
+step (its result does not depend on how samples are cut over ranks and micro-batches); the three
+calls take DeepSpeed's mean of means, unless `backward` is told weights.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ from plait.sharded.step import Outcome, Stepper
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. Tensors are 0-dimensional and on the device: read them only when needed."""
+    """One optimizer step. Tensors are 0-dimensional and on the device: read them only when
+    needed.
+    """
 
     loss: torch.Tensor
     """Global weighted mean."""
@@ -84,21 +88,24 @@ class Engine(EngineFacts):
         self._weight_check = WeightCheck()
         self._outcome: Outcome | None = None
         self.communication = self.hooks.said
-        """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
+        """How data-parallel ranks exchange gradients and parameters, and why so; with what the
+        first steps decided.
+        """
         self._decided = ""
         self._writer = Writer(sharded.mesh)
         self.trackers: EngineTrackers | None = None
-        """Trackers of the caller's loop, on the first rank; None where none are enabled, and for `plait train`, whose loop has them."""
+        """Trackers of the caller's loop, on the first rank; None where none are enabled, and for
+        `plait train`, whose loop has them.
+        """
         WATCH.progress(1, board.BETWEEN)
 
-    # ---- full steps -------------------------------------------------------------------------------------------------------------
-
     def train_batch(self, batch: Any) -> StepResult:
-        """One optimizer step over this data-parallel rank's share of the batch: micro_batch_size x accumulation samples (see
-        `parallel.micro_batches.micro_batches`).
+        """One optimizer step over this data-parallel rank's share of the batch: micro_batch_size x
+        accumulation samples (see `parallel.micro_batches.micro_batches`).
 
-        The loss of every target counts the same, whichever rank and micro-batch it is in. Raises InputError for a wrong amount of data,
-        PlaitError where the engine has no loss, and NumbersError on all ranks, before anything is updated, where loss or gradients are not
+        The loss of every target counts the same, whichever rank and micro-batch it is in. Raises
+        InputError for a wrong amount of data, PlaitError where the engine has no loss, and
+        NumbersError on all ranks, before anything is updated, where loss or gradients are not
         finite and `faults.non_finite` does not skip such steps.
         """
         loss_fn = self._loss()
@@ -135,20 +142,30 @@ class Engine(EngineFacts):
         self.sharded.train_microbatches(pieces, scaled, loss_fn=without_balance_loss(loss_fn))
         # Only the last stage of a pipeline has a loss. The sum overlaps with the norm.
         loss_sum = self._sum(totals)
-        # Two numbers on every rank, also where the loss functions of ranks differ: sizes of messages must agree.
+        # Two numbers on every rank, also where the loss functions of ranks differ: sizes of
+        # messages must agree.
         everywhere = Pending(torch.stack([loss_sum, self._sum(returned_weights)]), self._loss_group)
-        scale, rate = self.sharded.loss_scale, self.get_lr()[0]
-        outcome = self._update(loss=lambda: everywhere.value()[0], own_loss=lambda: math.fsum(map(float, totals)))
+        scale = self.sharded.loss_scale
+        rate = self.get_lr()[0]
+        outcome = self._update(
+            loss=lambda: everywhere.value()[0], own_loss=lambda: math.fsum(map(float, totals))
+        )
         targets = weight.value()
         if checks_weight:
-            self._weight_check(divided_by=targets, returned=everywhere.value()[1], step=self.global_steps)
+            self._weight_check(
+                divided_by=targets, returned=everywhere.value()[1], step=self.global_steps
+            )
         loss = everywhere.value()[0] / targets
         self._track(outcome, rate, scale, loss)
-        return StepResult(loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self._decided)
+        return StepResult(
+            loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self._decided
+        )
 
     @torch.no_grad()
     def eval_batch(self, batch: Any) -> tuple[float, float]:
-        """(loss sum, weight) of one micro-batch a rank, summed over all ranks; dropout off, nothing changed. Collective."""
+        """(loss sum, weight) of one micro-batch a rank, summed over all ranks; dropout off, nothing
+        changed. Collective.
+        """
         loss_fn = self._loss()
         self._recover()
         piece = self.sharded.prepared(batch)
@@ -163,8 +180,10 @@ class Engine(EngineFacts):
         return float(totals[0]), float(totals[1])
 
     def predict(self, batch: Any, *, cache: Any = None) -> Any:
-        """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
-        Collective. Several in a row are faster inside `evaluating`. `cache`: see `ShardedModel.predict`."""
+        """The model's output for one micro-batch, in evaluation mode; None on the ranks of a
+        pipeline that do not hold its last stage. Collective. Several in a row are faster inside
+        `evaluating`. `cache`: see `ShardedModel.predict`.
+        """
         self._recover()
         return self.sharded.predict(batch, cache=cache)
 
@@ -173,39 +192,48 @@ class Engine(EngineFacts):
         return self.sharded.new_cache()
 
     def generate(self, prompts: Any, **settings: Any) -> list[Generation]:
-        """What the model adds to prompts, on the layout that it is trained on; nothing of the training changes. Collective. See
-        `inference.generate.generate` for all arguments."""
+        """What the model adds to prompts, on the layout that it is trained on; nothing of the
+        training changes. Collective. See `inference.generate.generate` for all arguments.
+        """
         self._recover()
         return generate(self.sharded, prompts, **settings)
 
     def score(self, sequences: Any, **settings: Any) -> list[torch.Tensor]:
-        """Log-probabilities of the tokens of sequences, on the layout that the model is trained on; nothing of the training changes.
-        Collective. See `inference.score.score` for all arguments."""
+        """Log-probabilities of the tokens of sequences, on the layout that the model is trained on;
+        nothing of the training changes. Collective. See `inference.score.score` for all arguments.
+        """
         self._recover()
         return score(self.sharded, sequences, **settings)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode; parameters that `predict` gathers are resharded at the end."""
+        """The model in evaluation mode; parameters that `predict` gathers are resharded at the
+        end.
+        """
         if not self.sharded.is_evaluating:
             self._recover()
         with self.sharded.evaluating():
             yield
 
     def from_output_stage(self, value: Any) -> Any:
-        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and picklable. Collective."""
+        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and
+        picklable. Collective.
+        """
         return self.sharded.from_output_stage(value)
 
     def _loss(self) -> Loss:
         if self.loss_fn is None:
             raise PlaitError(
-                "this engine has no loss: pass loss_fn= to plait.initialize (plait.causal_lm_loss for a language model, "
-                "plait.per_sample(...) for a mean over samples), or use engine(...), engine.backward(loss), engine.step()"
+                "this engine has no loss: pass loss_fn= to plait.initialize (plait.causal_lm_loss"
+                " for a language model, plait.per_sample(...) for a mean over samples), or use"
+                " engine(...), engine.backward(loss), engine.step()"
             )
         return self.loss_fn
 
     def _sum(self, values: Sequence[Any]) -> torch.Tensor:
-        """Return the sum of numbers and 0-dimensional tensors: a new tensor, 0-dimensional, float64, on the device."""
+        """Return the sum of numbers and 0-dimensional tensors: a new tensor, 0-dimensional,
+        float64, on the device.
+        """
         tensors = [value.reshape(()) for value in values if isinstance(value, torch.Tensor)]
         number = sum(value for value in values if not isinstance(value, torch.Tensor))
         if not tensors:
@@ -213,7 +241,9 @@ class Engine(EngineFacts):
         if len(tensors) == 1:
             total = tensors[0].to(self.device, torch.float64, copy=True)
         else:
-            total = torch.stack([tensor.to(self.device) for tensor in tensors]).sum(dtype=torch.float64)
+            total = torch.stack([tensor.to(self.device) for tensor in tensors]).sum(
+                dtype=torch.float64
+            )
         return total + number if number else total
 
     def _there(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -222,23 +252,33 @@ class Engine(EngineFacts):
             return weight.to(self.device, dtype)
         return accelerator.tensor_of(weight, dtype=dtype, device=self.device)
 
-    def _track(self, outcome: Outcome, rate: float, scale: float, loss: torch.Tensor | None = None) -> None:
+    def _track(
+        self, outcome: Outcome, rate: float, scale: float, loss: torch.Tensor | None = None
+    ) -> None:
         if self.trackers is not None:
             norm = outcome.grad_norm
-            self.trackers.end_step(self.global_steps, grad_norm=norm, learning_rate=rate, loss_scale=scale, loss=loss)
+            self.trackers.end_step(
+                self.global_steps, grad_norm=norm, learning_rate=rate, loss_scale=scale, loss=loss
+            )
 
     def _recover(self) -> None:
-        """Clear what a failed step left; one of three calls begins anew with its first micro-batch."""
+        """Clear what a failed step left; one of three calls begins anew with its first
+        micro-batch.
+        """
         if self._guard.recover():
             self._restart_step()
 
     def _restart_step(self) -> None:
-        self._micro_step, self._boundary, self._weights = self._step_began, None, []
+        self._micro_step = self._step_began
+        self._boundary = None
+        self._weights = []
         if self.trackers is not None:
             self.trackers.drop_losses()
 
     def _update(self, *, divisor: float = 1.0, **losses: Callable[[], Any]) -> Outcome:
-        outcome, self._decided = self.sharded.update(self.stepper, divisor=divisor, step=self.global_steps + 1, **losses)
+        outcome, self._decided = self.sharded.update(
+            self.stepper, divisor=divisor, step=self.global_steps + 1, **losses
+        )
         self._outcome = outcome
         if self._decided:
             self.communication = f"{self.communication}. {self._decided}"
@@ -250,14 +290,12 @@ class Engine(EngineFacts):
         self.skipped_steps += outcome.skipped
         return outcome
 
-    # ---- DeepSpeed's three calls ------------------------------------------------------------------------------------------------------
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of one micro-batch."""
         if self.sharded.pipeline is not None:
             raise InputError(
-                "parallel.pp > 1: a pipeline runs full steps, because each process has a part of the model; call engine.train_batch, "
-                "engine.eval_batch or engine.predict"
+                "parallel.pp > 1: a pipeline runs full steps, because each process has a part of"
+                " the model; call engine.train_batch, engine.eval_batch or engine.predict"
             )
         refuse_own_batches(self.sharded.parts, "engine(...)")
         self._recover()
@@ -266,17 +304,24 @@ class Engine(EngineFacts):
         with self._guard.running("forward"):
             return call_model(self.model, *args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, *, weight: Any = None, retain_graph: bool = False) -> torch.Tensor:
-        """Backward of one micro-batch. `loss` is its mean. Called several times before `step`, gradients add up, as in one process.
+    def backward(
+        self, loss: torch.Tensor, *, weight: Any = None, retain_graph: bool = False
+    ) -> torch.Tensor:
+        """Backward of one micro-batch. `loss` is its mean. Called several times before `step`,
+        gradients add up, as in one process.
 
-        Without `weight` the step's loss is the mean over micro-batches and ranks (DeepSpeed's); with it (the number of targets that the
-        mean was taken over) it is the global weighted mean. A step must give weights for all of its micro-batches or for none.
-        `retain_graph`: as torch's, for another backward through the same forward; the gradients add up.
+        Without `weight` the step's loss is the mean over micro-batches and ranks (DeepSpeed's);
+        with it (the number of targets that the mean was taken over) it is the global weighted mean.
+        A step must give weights for all of its micro-batches or for none. `retain_graph`: as
+        torch's, for another backward through the same forward; the gradients add up.
         """
         checked_loss(loss)
         self._recover()
         if self._guard.backwards and bool(self._weights) != (weight is not None):
-            raise InputError("backward(weight=...) must be given for every backward of a step, on every rank, or for none")
+            raise InputError(
+                "backward(weight=...) must be given for every backward of a step, on every rank, or"
+                " for none"
+            )
         self.sharded.before_microbatch(last=self.is_gradient_accumulation_boundary())
         factor = self.sharded.loss_scale
         if weight is None:
@@ -293,7 +338,9 @@ class Engine(EngineFacts):
         return loss.detach()
 
     def step(self) -> None:
-        """End a micro-batch; at the end of a step, update. The learning rate moves only when the update was not skipped."""
+        """End a micro-batch; at the end of a step, update. The learning rate moves only when the
+        update was not skipped.
+        """
         self._recover()
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
@@ -302,9 +349,14 @@ class Engine(EngineFacts):
         self._boundary = None
         if boundary:
             self._step_began = self._micro_step
-            divisor = float(Pending(self._sum(self._weights), self._dp_group).value()) if self._weights else 1.0
+            divisor = (
+                float(Pending(self._sum(self._weights), self._dp_group).value())
+                if self._weights
+                else 1.0
+            )
             self._weights = []
-            scale, rate = self.sharded.loss_scale, self.get_lr()[0]
+            scale = self.sharded.loss_scale
+            rate = self.get_lr()[0]
             with self._guard.running("step"):
                 outcome = self._update(divisor=divisor or 1.0)
             self._track(outcome, rate, scale)
@@ -316,7 +368,9 @@ class Engine(EngineFacts):
         return (self._micro_step + 1) % self.config.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide for the current micro-batch whether it is the last; forgotten after `step`. None: as counted."""
+        """Decide for the current micro-batch whether it is the last; forgotten after `step`. None:
+        as counted.
+        """
         self._boundary = is_boundary
 
     def was_step_applied(self) -> bool:
@@ -324,7 +378,9 @@ class Engine(EngineFacts):
         return self._outcome is not None and not self._outcome.skipped
 
     def get_global_grad_norm(self) -> float:
-        """Norm of the last step's gradients over all ranks, unscaled, before clipping; not finite for a skipped step."""
+        """Norm of the last step's gradients over all ranks, unscaled, before clipping; not finite
+        for a skipped step.
+        """
         return float(self._outcome.grad_norm) if self._outcome is not None else 0.0
 
     def get_lr(self) -> list[float]:
@@ -332,7 +388,9 @@ class Engine(EngineFacts):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the step's micro-batches so far. `step` clears those that it used, so no loop has to call this."""
+        """Drop the gradients of the step's micro-batches so far. `step` clears those that it used,
+        so no loop has to call this.
+        """
         self._recover()
         self._guard.drop()
         self._weights = []
@@ -348,8 +406,6 @@ class Engine(EngineFacts):
         """Set evaluation mode."""
         return self.train(False)
 
-    # ---- state ----------------------------------------------------------------------------------------------------------------------
-
     def save_checkpoint(
         self,
         folder: str | Place,
@@ -359,31 +415,40 @@ class Engine(EngineFacts):
         loader: StatefulLoader | None = None,
         wait: bool = True,
     ) -> Place:
-        """Write a checkpoint that loads on any layout (default tag `step-00000010`) into a folder, or a store's (`s3://bucket/run`).
-        Collective; training is not changed. `client_state` is plain data, equal on every rank, and is restored with its types (tuples,
-        integer keys, small tensors). `loader`: this rank's, whose `state_dict()` is kept, such as torchdata's StatefulDataLoader's.
+        """Write a checkpoint that loads on any layout (default tag `step-00000010`) into a folder,
+        or a store's (`s3://bucket/run`). Collective; training is not changed. `client_state` is
+        plain data, equal on every rank, and is restored with its types (tuples, integer keys, small
+        tensors). `loader`: this rank's, whose `state_dict()` is kept, such as torchdata's
+        StatefulDataLoader's.
 
-        `wait` False returns when the state was copied, and a thread writes the copy; `checkpoint_written` says when it is on the disk.
-        Where there is no room for a copy, or states are in files, it is written at once. Raises CheckpointError; for a copy that could not
-        be written the next step or save does, or `close`. What was saved before stays. Raises InputError between the micro-batches of a
-        step, whose gradients no checkpoint keeps."""
+        `wait` False returns when the state was copied, and a thread writes the copy;
+        `checkpoint_written` says when it is on the disk. Where there is no room for a copy, or
+        states are in files, it is written at once. Raises CheckpointError; for a copy that could
+        not be written the next step or save does, or `close`. What was saved before stays. Raises
+        InputError between the micro-batches of a step, whose gradients no checkpoint keeps.
+        """
         self._recover()
         if self._guard.backwards:
             raise InputError(
-                f"engine.save_checkpoint: {self._guard.backwards} micro-batches of this step have had their backward, and no checkpoint "
-                "keeps their gradients, which a resumed run would lose; save after the engine.step() that updates"
+                f"engine.save_checkpoint: {self._guard.backwards} micro-batches of this step have"
+                " had their backward, and no checkpoint keeps their gradients, which a resumed run"
+                " would lose; save after the engine.step() that updates"
             )
         if loader is not None:
             refuse_stateless(loader, "engine.save_checkpoint")
         with WATCH.during(board.CHECKPOINT):
-            taken = snapshot_of(self, place_of(folder), tag=tag, client_state=client_state or {}, loader=loader)
+            taken = snapshot_of(
+                self, place_of(folder), tag=tag, client_state=client_state or {}, loader=loader
+            )
             self._writer.begin(taken, stage=not wait and self.sharded.tier is None)
             written = self._writer.wait() if wait else None
         return written or taken.folder / taken.tag
 
     def checkpoint_written(self, *, wait: bool = False) -> Place | None:
-        """The checkpoint of `save_checkpoint(wait=False)` that has reached the disk since the last call; None while it has not. With `wait`
-        CheckpointError is raised where it could not be written; without it the next step raises it, on all ranks at once."""
+        """The checkpoint of `save_checkpoint(wait=False)` that has reached the disk since the last
+        call; None while it has not. With `wait` CheckpointError is raised where it could not be
+        written; without it the next step raises it, on all ranks at once.
+        """
         return self._writer.wait() if wait else self._writer.finished()
 
     def load_checkpoint(
@@ -395,11 +460,14 @@ class Engine(EngineFacts):
         on_note: Callable[[str], None] | None = None,
         loader: StatefulLoader | None = None,
     ) -> tuple[Place, dict[str, Any]] | None:
-        """Go on from `folder/tag`, or from the latest that is undamaged; None where there is none. Returns its path and client state.
-        Collective. `verify`: "full" compares every byte with its hash first, "sample" one tensor in eight, "off" only sizes and lists.
-        What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
-        is told of it on every rank, else the first rank warns. `loader` goes on where this rank's stood, on the same layout.
-        Raises CheckpointError for another model's or optimizer's, and for a loader of another layout."""
+        """Go on from `folder/tag`, or from the latest that is undamaged; None where there is none.
+        Returns its path and client state. Collective. `verify`: "full" compares every byte with its
+        hash first, "sample" one tensor in eight, "off" only sizes and lists. What the configuration
+        has otherwise than then (learning rate, betas, schedule ...) is the configuration's from
+        here on. `on_note` is told of it on every rank, else the first rank warns. `loader` goes on
+        where this rank's stood, on the same layout. Raises CheckpointError for another model's or
+        optimizer's, and for a loader of another layout.
+        """
         if loader is not None:
             refuse_stateless(loader, "engine.load_checkpoint")
         self._recover()
@@ -408,13 +476,17 @@ class Engine(EngineFacts):
             self._restart_step()
         with WATCH.during(board.CHECKPOINT):
             self._writer.wait()
-            found = load_engine(self, place_of(folder), tag=tag, verify=verify, on_note=on_note, loader=loader)
+            found = load_engine(
+                self, place_of(folder), tag=tag, verify=verify, on_note=on_note, loader=loader
+            )
         WATCH.progress(self.global_steps + 1, board.BETWEEN)
         return found
 
     def close(self) -> None:
-        """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again.
-        Raises CheckpointError where `save_checkpoint(wait=False)` could not write its copy."""
+        """Let go of the model, and end the process group, if `initialize` made it. A replicated
+        model may be given to Plait again. Raises CheckpointError where
+        `save_checkpoint(wait=False)` could not write its copy.
+        """
         try:
             self._writer.close()
             if self.trackers is not None:

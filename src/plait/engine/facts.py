@@ -1,4 +1,6 @@
-"""What an engine answers about itself: its model, its place among the processes, the sizes of a batch. No state of its own."""
+"""What an engine answers about itself: its model, its place among the processes, the sizes of a
+batch. No state of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The random generators of a rank: torch's of the CPU and of its device, Python's and numpy's. Where they begin, and what a checkpoint
-keeps of them."""
+"""The random generators of a rank: torch's of the CPU and of its device, Python's and numpy's.
+Where they begin, and what a checkpoint keeps of them.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +15,21 @@ import torch
 from plait import exact
 from plait.cluster.mesh import Mesh
 
-_CPU, _DEVICE, _OTHERS = "random.cpu", "random.device", "random.python"
+_CPU = "random.cpu"
+_DEVICE = "random.device"
+_OTHERS = "random.python"
 
 
 def generator_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
-    """The seed of this rank's generators at a step: another one wherever activations are others (data-parallel ranks, slices of sequences,
-    pipeline stages), the same over tp, where they are replicated. It follows from the layout alone."""
+    """The seed of this rank's generators at a step: another one wherever activations are others
+    (data-parallel ranks, slices of sequences, pipeline stages), the same over tp, where they are
+    replicated. It follows from the layout alone.
+    """
     at = mesh.coordinates
     words = f"{seed} {step} {mesh.dp_index} {at['cp']} {at['pp']}"
-    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()[:8], "little") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()[:8], "little") >> 1
+    )
 
 
 def seed(base: int, mesh: Mesh, *, step: int) -> None:
@@ -38,14 +45,19 @@ def states(device: torch.device) -> dict[str, torch.Tensor]:
     own = dict(np.random.get_state(legacy=False))
     own["state"] = {"key": own["state"]["key"].tolist(), "pos": own["state"]["pos"]}
     others = exact.encode({"python": random.getstate(), "numpy": own}, "a generator")
-    found = {_CPU: torch.get_rng_state(), _OTHERS: torch.tensor(list(json.dumps(others).encode()), dtype=torch.uint8)}
+    found = {
+        _CPU: torch.get_rng_state(),
+        _OTHERS: torch.tensor(list(json.dumps(others).encode()), dtype=torch.uint8),
+    }
     if device.type != "cpu":
         found[_DEVICE] = torch.get_device_module(device).get_rng_state(device)
     return found
 
 
 def restore(device: torch.device, saved: Mapping[str, torch.Tensor]) -> bool:
-    """Go on where they were; False, with nothing changed, where `saved` does not have all of them."""
+    """Go on where they were; False, with nothing changed, where `saved` does not have all of
+    them.
+    """
     if not {_CPU, _OTHERS, *([_DEVICE] if device.type != "cpu" else [])} <= saved.keys():
         return False
     others = exact.decode(json.loads(bytes(saved[_OTHERS].tolist())), where="a generator")

@@ -1,5 +1,7 @@
-"""Where a data loader of the user's stands, in a checkpoint: anything with `state_dict` and `load_state_dict`, such as torchdata's
-StatefulDataLoader. Each rank has its own, so it fits the layout that it was saved on."""
+"""Where a data loader of the user's stands, in a checkpoint: anything with `state_dict` and
+`load_state_dict`, such as torchdata's StatefulDataLoader. Each rank has its own, so it fits the
+layout that it was saved on.
+"""
 
 from __future__ import annotations
 
@@ -28,34 +30,53 @@ class StatefulLoader(Protocol):
 
 def refuse_stateless(loader: Any, call: str) -> None:
     """Raise InputError for a loader that does not say where it stands."""
-    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(loader, name, None))]
+    missing = [
+        name
+        for name in ("state_dict", "load_state_dict")
+        if not callable(getattr(loader, name, None))
+    ]
     if missing:
         rule = f"{type(loader).__name__} has no {missing[0]}, so nothing says where it stands"
-        raise InputError(f"{call}: loader: {rule}; use torchdata's StatefulDataLoader, or leave `loader` out")
+        raise InputError(
+            f"{call}: loader: {rule}; use torchdata's StatefulDataLoader, or leave `loader` out"
+        )
 
 
 def saved(loader: StatefulLoader | None) -> dict[str, torch.Tensor]:
-    """The state of this rank's loader as what a rank keeps of its own: uint8 [bytes]; nothing without a loader. Raises CheckpointError for
-    what is not plain data."""
+    """The state of this rank's loader as what a rank keeps of its own: uint8 [bytes]; nothing
+    without a loader. Raises CheckpointError for what is not plain data.
+    """
     if loader is None:
         return {}
     text = json.dumps(exact.encode(loader.state_dict(), "loader.state_dict()"))
     return {_NAME: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
-def refuse_misfit(loader: StatefulLoader | None, metadata: Mapping[str, Any], *, then: Mapping[str, int], now: Layout) -> None:
+def refuse_misfit(
+    loader: StatefulLoader | None,
+    metadata: Mapping[str, Any],
+    *,
+    then: Mapping[str, int],
+    now: Layout,
+) -> None:
     """Raise CheckpointError where the checkpoint does not say where this rank's loader stood."""
     if loader is None:
         return
     if not metadata.get(_NAME):
-        raise CheckpointError("load_checkpoint(loader=...): the checkpoint was saved without a loader; leave `loader` out")
+        raise CheckpointError(
+            "load_checkpoint(loader=...): the checkpoint was saved without a loader; leave"
+            " `loader` out"
+        )
     if dict(then) != now.all_degrees:
         different = ", ".join(
-            f"{axis} {then.get(axis, 1)} -> {degree}" for axis, degree in now.all_degrees.items() if then.get(axis, 1) != degree
+            f"{axis} {then.get(axis, 1)} -> {degree}"
+            for axis, degree in now.all_degrees.items()
+            if then.get(axis, 1) != degree
         )
         raise CheckpointError(
-            f"load_checkpoint(loader=...): each rank of the layout then had a loader of its own, and this layout is another ({different}): "
-            "samples would be left out or repeated; go on with the same layout, or leave `loader` out and begin the epoch again"
+            "load_checkpoint(loader=...): each rank of the layout then had a loader of its own,"
+            f" and this layout is another ({different}): samples would be left out or repeated; go"
+            " on with the same layout, or leave `loader` out and begin the epoch again"
         )
 
 

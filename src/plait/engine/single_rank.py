@@ -1,8 +1,11 @@
-"""One rank of a layout of any size, alone and without data: the model is built, split and stepped on fake tensors.
+"""One rank of a layout of any size, alone and without data: the model is built, split and stepped
+on fake tensors.
 
-Everything but the values is real: the same code makes the shards, the stages, the collectives and the optimizer states, on a process group
-whose other ranks do not exist. So a layout of thousands of ranks is tried on a laptop, in seconds to minutes. What a step decides by values
-(the norm, whether it overflowed) is left out. On a real device the same step runs with its kernels, and time and memory are the device's.
+Everything but the values is real: the same code makes the shards, the stages, the collectives and
+the optimizer states, on a process group whose other ranks do not exist. So a layout of thousands of
+ranks is tried on a laptop, in seconds to minutes. What a step decides by values (the norm, whether
+it overflowed) is left out. On a real device the same step runs with its kernels, and time and
+memory are the device's.
 """
 
 from __future__ import annotations
@@ -83,7 +86,9 @@ class SingleRankRun:
     blocks: tuple[str, ...]
     """The blocks of the model that the rank owns."""
     peak: int
-    """Most bytes alive at once in a step that finds its optimizer states: parameters, gradients, states and all that comes and goes."""
+    """Most bytes alive at once in a step that finds its optimizer states: parameters, gradients,
+    states and all that comes and goes.
+    """
     peak_during: str
     """What ran then: `micro-batches`, `reduction` or `optimizer step`, and the operator."""
     operators: tuple[Operator, ...]
@@ -93,7 +98,9 @@ class SingleRankRun:
     build_seconds: float
     """To split the model and make its groups."""
     step_seconds: float
-    """To run the step: on fake tensors the time of the dry run, on a real device the time of the step there without waiting for others."""
+    """To run the step: on fake tensors the time of the dry run, on a real device the time of the
+    step there without waiting for others.
+    """
 
     @property
     def flops(self) -> int:
@@ -102,28 +109,47 @@ class SingleRankRun:
 
 
 def run_single_rank(
-    model: nn.Module, resolved: Resolved, *, rank: int, samples: int, length: int, real: bool = False, tell: Tell = lambda _: None
+    model: nn.Module,
+    resolved: Resolved,
+    *,
+    rank: int,
+    samples: int,
+    length: int,
+    real: bool = False,
+    tell: Tell = lambda _: None,
 ) -> SingleRankRun:
-    """Build rank `rank` of `resolved`'s layout from `model` (a causal language model on meta, changed in place) and run one step of
-    micro-batches [samples, length]. Makes and ends a process group; raises InputError where one exists.
+    """Build rank `rank` of `resolved`'s layout from `model` (a causal language model on meta,
+    changed in place) and run one step of micro-batches [samples, length]. Makes and ends a process
+    group; raises InputError where one exists.
 
-    `real` runs on this machine's device instead of fake tensors; the values are whatever its memory holds.
+    `real` runs on this machine's device instead of fake tensors; the values are whatever its memory
+    holds.
     """
     if dist.is_initialized():
-        raise InputError("a single-rank dry run makes a process group of ranks that do not exist, and this process has one already")
+        raise InputError(
+            "a single-rank dry run makes a process group of ranks that do not exist, and this"
+            " process has one already"
+        )
     if not materialise.is_meta(model):
-        raise InputError("a single-rank dry run takes a model that was built under torch.device('meta')")
+        raise InputError(
+            "a single-rank dry run takes a model that was built under torch.device('meta')"
+        )
     if not real:
         _refuse_grouped_products(model, resolved)
-    quiet = resolved.data_parallel.model_copy(update={"unused_parameters": False})  # which parameters were used is a value
+    # which parameters were used is a value
+    quiet = resolved.data_parallel.model_copy(update={"unused_parameters": False})
     resolved = resolved.model_copy(update={"data_parallel": quiet})
     began = time.perf_counter()
     tell(f"building rank {rank} of {resolved.layout.world_size:,}")
-    dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
+    dist.init_process_group(
+        FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
+    )
     try:
         mesh, parts, _ = split(checked_model(model, resolved))
         watch: _Watch | _Profile = _Profile(mesh) if real else _Watch(mesh)
-        fake: AbstractContextManager[Any] = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
+        fake: AbstractContextManager[Any] = (
+            nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
+        )
         with ExitStack() as inside:
             inside.enter_context(fake)
             inside.enter_context(refusing_triton_kernels())
@@ -131,13 +157,22 @@ def run_single_rank(
             inside.enter_context(rows_are_sequences())
             materialise.allocate(model, mesh.device)
             parts = attach_all(resolved.techniques, parts, mesh)
-            forward = deferred(default_forward, model) if resolved.loss_chunk_tokens else default_forward
+            forward = (
+                deferred(default_forward, model) if resolved.loss_chunk_tokens else default_forward
+            )
             run = _Run(ShardedModel(parts, mesh, resolved, forward=forward), samples, length, watch)
             built = time.perf_counter()
-            tell(f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length} tokens on {mesh.device.type}")
+            tell(
+                f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length}"
+                f" tokens on {mesh.device.type}"
+            )
             make_states(run.optimizer)
             found = run.step()
-        return replace(found, build_seconds=built - began, step_seconds=watch.seconds or time.perf_counter() - built)
+        return replace(
+            found,
+            build_seconds=built - began,
+            step_seconds=watch.seconds or time.perf_counter() - built,
+        )
     finally:
         dist.destroy_process_group()
 
@@ -147,8 +182,9 @@ def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
     kind = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if kind == "grouped_mm" and dtype != "bfloat16" and find_experts(model):
         raise ModelError(
-            f"a dry run on fake tensors: {type(model).__name__} computes its experts in {dtype} by torch's grouped products, whose shapes "
-            "torch infers for bfloat16 alone; set bf16.enabled = true, or build it with experts_implementation='batched_mm'"
+            f"a dry run on fake tensors: {type(model).__name__} computes its experts in {dtype} by"
+            " torch's grouped products, whose shapes torch infers for bfloat16 alone; set"
+            " bf16.enabled = true, or build it with experts_implementation='batched_mm'"
         )
 
 
@@ -160,28 +196,44 @@ class _Run:
     watch: _Watch | _Profile
 
     def __post_init__(self) -> None:
-        self.optimizer = build_optimizer(self.sharded.config.optimizer, list(self.sharded.model.named_parameters()))
+        self.optimizer = build_optimizer(
+            self.sharded.config.optimizer, list(self.sharded.model.named_parameters())
+        )
 
     def step(self) -> SingleRankRun:
         """A full step and its measurements."""
-        sharded, model = self.sharded, self.sharded.model
-        count, chunk = sharded.config.batch.accumulation, sharded.config.loss_chunk_tokens
+        sharded = self.sharded
+        model = self.sharded.model
+        count = sharded.config.batch.accumulation
+        chunk = sharded.config.loss_chunk_tokens
         loss = ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss
-        ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=next(model.parameters()).device)
-        pieces = micro_batches({"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples)
+        ids = torch.zeros(
+            self.samples * count,
+            self.length,
+            dtype=torch.int64,
+            device=next(model.parameters()).device,
+        )
+        pieces = micro_batches(
+            {"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples
+        )
         pieces = [sharded.hooks.prepared(piece) for piece in pieces]
         if sharded.pipeline is not None:
             predict_messages(model, sharded.parts, sharded.pipeline, pieces[0])
         with delivered_at_once(), self.watch.step():
             with self.watch.phase("micro-batches"):
-                sharded.train_microbatches(pieces, lambda output, piece: loss(output, piece)[0], loss_fn=loss)
+                sharded.train_microbatches(
+                    pieces, lambda output, piece: loss(output, piece)[0], loss_fn=loss
+                )
             with self.watch.phase("reduction"):
                 sharded.finish_reduction()
             gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
             with self.watch.phase("optimizer step"):
                 self.optimizer.step()
         states = storage_bytes(
-            value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
         )
         return SingleRankRun(
             parameters=storage_bytes(model.parameters()),
@@ -216,7 +268,8 @@ class _Watch(LiveStorages):
     @contextmanager
     def step(self) -> Iterator[None]:
         """Count what runs inside."""
-        self.peak, self._counting = self.total, True
+        self.peak = self.total
+        self._counting = True
         try:
             yield
         finally:
@@ -240,7 +293,11 @@ class _Watch(LiveStorages):
                 self._flops[name] += count(*args, **kwargs, out_val=out)
             sent = call_of(func, args)
             if sent is not None:
-                axis = self._axes.get(process_group_of(args).group_name, "other") if func.namespace != "plait" else "shared memory"
+                axis = (
+                    self._axes.get(process_group_of(args).group_name, "other")
+                    if func.namespace != "plait"
+                    else "shared memory"
+                )
                 self._sent.append((axis, sent))
         return out
 
@@ -253,13 +310,16 @@ class _Watch(LiveStorages):
     def operators(self) -> tuple[Operator, ...]:
         """The most FLOPs first, then the most calls."""
         found = [Operator(name, calls, self._flops[name]) for name, calls in self._calls.items()]
-        return tuple(sorted(found, key=lambda operator: (-operator.flops, -operator.calls, operator.name)))
+        return tuple(
+            sorted(found, key=lambda operator: (-operator.flops, -operator.calls, operator.name))
+        )
 
     def traffic(self) -> tuple[Sent, ...]:
         """By axis and kind."""
         grouped: dict[tuple[str, str, int], list[Call]] = {}
         for axis, call in self._sent:
-            kind = "reduce_scatter" if call.kind == "all_to_all" else call.kind  # how gloo carries one out
+            # how gloo carries one out
+            kind = "reduce_scatter" if call.kind == "all_to_all" else call.kind
             grouped.setdefault((axis, kind, call.ranks), []).append(call)
         return tuple(
             Sent(axis, kind, len(calls), ranks, round(sum(call.wire_bytes for call in calls)))
@@ -288,7 +348,10 @@ class _Profile:
 
     def __init__(self, mesh: Mesh) -> None:
         if not accelerator.is_one(mesh.device):
-            raise InputError("a dry run with real kernels needs a GPU, and this machine has none; run it on fake tensors")
+            raise InputError(
+                "a dry run with real kernels needs a GPU, and this machine has none; run it on fake"
+                " tensors"
+            )
         self.device = accelerator.model_name(mesh.device)
         self.seconds = 0.0
         self.peak = 0
@@ -307,7 +370,9 @@ class _Profile:
         """Profile what runs inside, which starts and ends with an idle device."""
         accelerator.synchronize(self._at)
         accelerator.reset_peak(self._at)
-        with torch.profiler.profile(activities=accelerator.profiled(), with_flops=True) as self._profile:
+        with torch.profiler.profile(
+            activities=accelerator.profiled(), with_flops=True
+        ) as self._profile:
             began = time.perf_counter()
             yield
             accelerator.synchronize(self._at)
@@ -322,7 +387,9 @@ class _Profile:
     def operators(self) -> tuple[Operator, ...]:
         """The longest first."""
         found = [
-            Operator(event.key, event.count, int(event.flops or 0), event.self_device_time_total / 1e6)
+            Operator(
+                event.key, event.count, int(event.flops or 0), event.self_device_time_total / 1e6
+            )
             for event in self._profile.key_averages()
             if event.self_device_time_total > 0
         ]
@@ -333,8 +400,12 @@ class _Profile:
         return ()
 
 
-def predict_messages(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
-    """Tell a rank that runs alone the boundary activations of every stage for micro-batches like `piece`."""
+def predict_messages(
+    model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]
+) -> None:
+    """Tell a rank that runs alone the boundary activations of every stage for micro-batches like
+    `piece`.
+    """
     hidden = handed_on(model, parts, piece)
     for stage in range(pipeline.runtime.schedule.stages - 1):
         pipeline.runtime.announce_output(stage, piece, hidden)

@@ -102,7 +102,8 @@ class Trackers:
 
     def close(self) -> None:
         """End the run in every tracker."""
-        trackers, self._trackers = self._trackers, []
+        trackers = self._trackers
+        self._trackers = []
         for tracker in trackers:
             tracker.finish()
 
@@ -115,8 +116,9 @@ def _started(spec: TrackerSpec, recorded: dict[str, Any]) -> Any:
     from accelerate import PartialState
     from accelerate.tracking import CometMLTracker, TensorBoardTracker, WandBTracker
 
-    # Accelerate's trackers ask its state whether this process is the first one. The state adopts the
-    # process group, but it may set the number of threads, on which the rounding of sums depends.
+    # Accelerate's trackers ask its state whether this process is the first one. The state adopts
+    # the process group, but it may set the number of threads, on which the rounding of sums
+    # depends.
     threads = torch.get_num_threads()
     PartialState()
     torch.set_num_threads(threads)
@@ -126,7 +128,8 @@ def _started(spec: TrackerSpec, recorded: dict[str, Any]) -> Any:
         folder = user_path(settings["output_path"], "output_path")
         tracker = TensorBoardTracker(settings["job_name"], logging_dir=str(folder))
     elif spec.name == "wandb":
-        group, entity = settings.get("group"), settings.get("team")
+        group = settings.get("group")
+        entity = settings.get("team")
         tracker = WandBTracker(settings["project"], group=group, entity=entity)
     else:
         names = ("workspace", "experiment_key", "mode", "online")
@@ -216,12 +219,15 @@ class EngineTrackers:
             loss_scale: Loss scale of the step.
             loss: Loss of the step. None: the mean of `add_loss`.
         """
-        losses, self._losses = self._losses, []
+        losses = self._losses
+        self._losses = []
         if loss is None and not losses:
             return
         if loss is None:
             loss = torch.stack([part.double().reshape(()) for part in losses]).mean()
-        numbers = torch.stack([loss.double().reshape(()), grad_norm.to(loss.device).double().reshape(())])
+        numbers = torch.stack(
+            [loss.double().reshape(()), grad_norm.to(loss.device).double().reshape(())]
+        )
         self._queued.append(_QueuedStep(step, HostCopy(numbers), learning_rate, loss_scale))
         while self._queued and self._queued[0].numbers.is_ready():
             self._record(self._queued.popleft())

@@ -20,7 +20,9 @@ from plait.parallel.data.data_parallel import free_gathered
 from plait.sharded.full_weights import gathered, local_tensors
 
 
-def full_weights(engine: Engine, *, model: nn.Module | None = None, adapters: Collection[str] = ()) -> dict[str, torch.Tensor]:
+def full_weights(
+    engine: Engine, *, model: nn.Module | None = None, adapters: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer on the CPU of the first process. Collective.
 
     The first process needs memory for all of them, the others for one tensor at a time.
@@ -46,7 +48,9 @@ def full_weights(engine: Engine, *, model: nn.Module | None = None, adapters: Co
     def tensors() -> dict[str, torch.Tensor]:
         return _of_adapters(source, adapters) if adapters else local_tensors(source)
 
-    with naming("the gathering of full weights, which every rank must call (save_model on all of them)"):
+    with naming(
+        "the gathering of full weights, which every rank must call (save_model on all of them)"
+    ):
         for bucket in gathered(engine.sharded, tensors, bucket_bytes=1):
             count += len(bucket)
             if engine.rank == 0:
@@ -54,7 +58,8 @@ def full_weights(engine: Engine, *, model: nn.Module | None = None, adapters: Co
                 weights |= {name: copies[id(full)] for name, full in bucket.items()}
     if not count:
         raise InputError(
-            f"{type(source).__name__} has no weights to save: neither a parameter nor a buffer of it is there"
+            f"{type(source).__name__} has no weights to save: neither a parameter nor a buffer of"
+            " it is there"
             + (f", and none of the adapters {', '.join(adapters)}" if adapters else "")
         )
     return weights
@@ -65,13 +70,17 @@ def _of_adapters(model: nn.Module, adapters: Collection[str]) -> dict[str, torch
     return {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad or not (set(adapters).isdisjoint(name.split(".")) and model_content.is_left_out(model, name))
+        if parameter.requires_grad
+        or not (
+            set(adapters).isdisjoint(name.split(".")) and model_content.is_left_out(model, name)
+        )
     }
 
 
 def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> Reader | None:
-    """The weights of a checkpoint of the engine's, and nothing else of it; with `tag` None of the newest, None where there is none.
-    Collective. Raises CheckpointError."""
+    """The weights of a checkpoint of the engine's, and nothing else of it; with `tag` None of the
+    newest, None where there is none. Collective. Raises CheckpointError.
+    """
     free_gathered(engine.model)
     found = candidates(place_of(folder), tag)
     if not found:
@@ -85,7 +94,9 @@ def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> R
 
 
 def uncut(engine: Engine) -> nn.Module:
-    """The model, or where a pipeline has cut it a copy without weights that has all of its modules."""
+    """The model, or where a pipeline has cut it a copy without weights that has all of its
+    modules.
+    """
     pipeline = engine.sharded.pipeline
     check = pipeline.runtime.check if pipeline is not None else None
     return check.skeleton.model if check is not None else engine.model

@@ -1,4 +1,5 @@
-"""The Hugging Face Trainer on any layout: `from plait.hf import Trainer` in place of `from transformers import Trainer`.
+"""The Hugging Face Trainer on any layout: `from plait.hf import Trainer` in place of `from
+transformers import Trainer`.
 
 Importing this package takes `TrainingArguments(deepspeed=...)` for Plait; see `hf.arguments`.
 """
@@ -14,4 +15,12 @@ from plait.hf.loop_accelerator import Accelerator  # noqa: E402
 from plait.hf.mixin import TrainerMixin  # noqa: E402
 from plait.hf.trainer import Seq2SeqTrainer, Trainer, wrap  # noqa: E402
 
-__all__ = ["Accelerator", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainerMixin", "TrainingArguments", "wrap"]
+__all__ = [
+    "Accelerator",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
+    "Trainer",
+    "TrainerMixin",
+    "TrainingArguments",
+    "wrap",
+]

@@ -1,7 +1,8 @@
 """Accelerate's Accelerator, for which the processes are the data-parallel ranks of a layout.
 
-The Trainer counts and gathers over the world: right where every process has its own batch, and wrong under tensor and pipeline
-parallelism, where several share one. Everything that it asks about processes is asked here.
+The Trainer counts and gathers over the world: right where every process has its own batch, and
+wrong under tensor and pipeline parallelism, where several share one. Everything that it asks about
+processes is asked here.
 """
 
 from __future__ import annotations
@@ -31,10 +32,19 @@ from plait.sharded.model import owner_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
 
 FULL_WEIGHTS = (
-    "accelerator.get_state_dict(model) on every process, and save the result in one (save_pretrained(folder, state_dict=...) takes it)"
+    "accelerator.get_state_dict(model) on every process, and save the result in one"
+    " (save_pretrained(folder, state_dict=...) takes it)"
 )
 """Remedy of messages: the call that returns full weights."""
-_KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+)
 _KEPT_OF_WORKERS = ("prefetch_factor", "persistent_workers")
 
 
@@ -48,8 +58,9 @@ class Accelerator(accelerate.Accelerator):
     evaluates: bool
     """Whether the next loader is for an evaluation."""
     present: int | None
-    """How many data-parallel ranks, the first ones, compute on a batch of their own, where others have another's: those count for nothing.
-    None: all."""
+    """How many data-parallel ranks, the first ones, compute on a batch of their own, where others
+    have another's: those count for nothing. None: all.
+    """
     references: list[ParallelModel]
     """Models beside the trained one, which compute forwards alone."""
     resolved: Resolved
@@ -59,11 +70,18 @@ class Accelerator(accelerate.Accelerator):
     _begins = "train() or evaluate() of the Trainer does it"
 
     @classmethod
-    def adopt(cls, accelerator: accelerate.Accelerator, resolved: Resolved, *, rank: int, seed: int) -> Accelerator:
-        """The same object, whose processes are the data-parallel ranks of the configuration's layout."""
+    def adopt(
+        cls, accelerator: accelerate.Accelerator, resolved: Resolved, *, rank: int, seed: int
+    ) -> Accelerator:
+        """The same object, whose processes are the data-parallel ranks of the configuration's
+        layout.
+        """
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
-        accelerator.resolved, accelerator.layout, accelerator.own_rank, accelerator.seed = resolved, resolved.layout, rank, seed
+        accelerator.resolved = resolved
+        accelerator.layout = resolved.layout
+        accelerator.own_rank = rank
+        accelerator.seed = seed
         accelerator.engine = accelerator.present = None
         accelerator.references = []
         accelerator.evaluates = accelerator._alone = accelerator._own_counts = False
@@ -95,8 +113,11 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def counting(self, *, present: int | None) -> Iterator[None]:
-        """What is gathered inside is that of the first `present` data-parallel ranks, which have a batch of their own; of all for None."""
-        before, self.present = self.present, present
+        """What is gathered inside is that of the first `present` data-parallel ranks, which have a
+        batch of their own; of all for None.
+        """
+        before = self.present
+        self.present = present
         try:
             yield
         finally:
@@ -105,29 +126,38 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def own_counts(self) -> Iterator[None]:
         """What is gathered inside is this rank's own."""
-        before, self._own_counts = self._own_counts, True
+        before = self._own_counts
+        self._own_counts = True
         try:
             yield
         finally:
             self._own_counts = before
 
-    # ---- data -----------------------------------------------------------------------------------------------------------------------
-
-    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
         """A loader of this rank's part, which moves batches to the device."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        ranks, index = self.layout.dp, self.process_index
+        ranks = self.layout.dp
+        index = self.process_index
         settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _KEPT}
         if data_loader.num_workers:
             settings |= {name: getattr(data_loader, name) for name in _KEPT_OF_WORKERS}
         settings["in_order"] = getattr(data_loader, "in_order", True)
         start = settings["worker_init_fn"]
-        if isinstance(start, partial) and "rank" in start.keywords:  # ranks that share a batch have equal workers
-            settings["worker_init_fn"] = partial(start.func, *start.args, **{**start.keywords, "rank": index})
+        # ranks that share a batch have equal workers
+        if isinstance(start, partial) and "rank" in start.keywords:
+            settings["worker_init_fn"] = partial(
+                start.func, *start.args, **{**start.keywords, "rank": index}
+            )
         if data_loader.batch_sampler is None:
-            raise InputError("a DataLoader with batch_size=None has no batches to share between ranks; give it a batch_size")
-        dataset, drop_last = data_loader.dataset, bool(data_loader.drop_last)
+            raise InputError(
+                "a DataLoader with batch_size=None has no batches to share between ranks; give it a"
+                " batch_size"
+            )
+        dataset = data_loader.dataset
+        drop_last = bool(data_loader.drop_last)
         if isinstance(dataset, IterableDataset):
             if self.evaluates and ranks > 1:  # what a worker reads last, nobody else learns
                 settings |= {"num_workers": 0, "multiprocessing_context": None}
@@ -138,7 +168,9 @@ class Accelerator(accelerate.Accelerator):
             is_compared = is_of_datasets(dataset) or settings["num_workers"] > 0
             if is_compared:
                 context = settings["multiprocessing_context"]
-                refuse_other_stream(dataset, device=self.device, workers=settings["num_workers"], context=context)
+                refuse_other_stream(
+                    dataset, device=self.device, workers=settings["num_workers"], context=context
+                )
             size = data_loader.batch_size
             stream = StreamPart(
                 dataset,
@@ -176,21 +208,30 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _order(self) -> dict[str, Any]:
-        """How `accelerate.data_loader.prepare_data_loader` orders shuffled samples: by the seed and the epoch."""
+        """How `accelerate.data_loader.prepare_data_loader` orders shuffled samples: by the seed and
+        the epoch.
+        """
         return {"use_seedable_sampler": True, "data_seed": self.seed}
 
-    # ---- models and steps -----------------------------------------------------------------------------------------------------------
-
-    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        """A model that Plait has is ready. Another one for evaluation, such as the reference of a preference loss, is sharded in place, as
-        the trained one is, and computes forwards alone."""
+    def prepare_model(
+        self, model: Any, device_placement: Any = None, evaluation_mode: bool = False
+    ) -> Any:
+        """A model that Plait has is ready. Another one for evaluation, such as the reference of a
+        preference loss, is sharded in place, as the trained one is, and computes forwards alone.
+        """
         if owner_of(model) is not None:
             return model
         if evaluation_mode:
-            settings = self.resolved.model_copy(update={"faults": self.resolved.faults.model_copy(update={"compare_replicas_every": 0})})
+            settings = self.resolved.model_copy(
+                update={
+                    "faults": self.resolved.faults.model_copy(update={"compare_replicas_every": 0})
+                }
+            )
             self.references.append(parallelize(model, settings))
             return model.requires_grad_(False).eval()
-        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        return super().prepare_model(
+            model, device_placement=device_placement, evaluation_mode=evaluation_mode
+        )
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward of the micro-batch that the Trainer is at.
@@ -200,7 +241,8 @@ class Accelerator(accelerate.Accelerator):
         """
         if kwargs:
             raise InputError(
-                f"accelerator.backward({next(iter(kwargs))}=...): a micro-batch has one backward here; add its losses and call it once"
+                f"accelerator.backward({next(iter(kwargs))}=...): a micro-batch has one backward"
+                " here; add its losses and call it once"
             )
         self.backward_of(loss)
 
@@ -220,22 +262,28 @@ class Accelerator(accelerate.Accelerator):
         """
         engine = self.engine
         if engine is None:
-            raise InputError(f"accelerator.get_state_dict: the model is not sharded yet: {self._begins}")
+            raise InputError(
+                f"accelerator.get_state_dict: the model is not sharded yet: {self._begins}"
+            )
         if model is not engine.model:
             raise InputError("accelerator.get_state_dict takes the model that is trained")
         return full_weights(engine, adapters=adapters_of(model))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Refused: parts of gradients have no norm of their own."""
-        raise InputError("accelerator.clip_grad_norm_: the step clips by max_grad_norm, over all ranks; take the call out")
-
-    # ---- between ranks --------------------------------------------------------------------------------------------------------------
+        raise InputError(
+            "accelerator.clip_grad_norm_: the step clips by max_grad_norm, over all ranks; take the"
+            " call out"
+        )
 
     def _group(self) -> dist.ProcessGroup | None:
         if self.layout.dp == 1:
             return None
         if self.engine is None:
-            raise InputError(f"the accelerator gathers over the ranks of a layout once the model is sharded: {self._begins}")
+            raise InputError(
+                "the accelerator gathers over the ranks of a layout once the model is sharded:"
+                f" {self._begins}"
+            )
         return self.engine.mesh.group(*SAMPLE_AXES)
 
     def gather(self, tensor: Any) -> Any:
@@ -272,8 +320,9 @@ class Accelerator(accelerate.Accelerator):
                 shapes = _shapes(one, group, device=self.device)
                 if len(set(shapes)) > 1:
                     raise InputError(
-                        f"accelerator.reduce: the tensors of the data-parallel ranks have the shapes {_listed(shapes)}; reduce tensors of "
-                        "one shape, such as a sum and a count, or use accelerator.gather, whose rows may differ in number"
+                        "accelerator.reduce: the tensors of the data-parallel ranks have the"
+                        f" shapes {_listed(shapes)}; reduce tensors of one shape, such as a sum and"
+                        " a count, or use accelerator.gather, whose rows may differ in number"
                     )
                 dist.all_reduce(one, group=group)
                 if reduction == "mean":
@@ -282,8 +331,12 @@ class Accelerator(accelerate.Accelerator):
 
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors filled up with `pad_index` to the longest of all data-parallel ranks. Collective."""
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors filled up with `pad_index` to the longest of all data-parallel ranks.
+        Collective.
+        """
         group = self._group()
 
         def padded(one: torch.Tensor) -> torch.Tensor:
@@ -309,27 +362,39 @@ class Accelerator(accelerate.Accelerator):
         shapes = _shapes(tensor, group, device=self.device)
         if len({shape[1:] for shape in shapes}) > 1:
             raise InputError(
-                f"accelerator.gather: the tensors of the data-parallel ranks have the shapes {_listed(shapes)}, and only their first "
-                "dimension may differ; call accelerator.pad_across_processes(tensor, dim=1) before, with each dimension that differs"
+                "accelerator.gather: the tensors of the data-parallel ranks have the shapes"
+                f" {_listed(shapes)}, and only their first dimension may differ; call"
+                " accelerator.pad_across_processes(tensor, dim=1) before, with each dimension that"
+                " differs"
             )
         rows = [shape[0] for shape in shapes]
         missing = max(rows) - len(tensor)
         # Gathered logits are large, so they are copied only to be filled up.
-        filled = torch.cat((tensor, tensor.new_zeros((missing, *tensor.shape[1:])))) if missing else tensor.contiguous()
+        filled = (
+            torch.cat((tensor, tensor.new_zeros((missing, *tensor.shape[1:]))))
+            if missing
+            else tensor.contiguous()
+        )
         parts = [torch.empty_like(filled) for _ in rows]
         dist.all_gather(parts, filled, group=group)
-        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)][: self.present])
+        return torch.cat(
+            [part[:count] for part, count in zip(parts, rows, strict=True)][: self.present]
+        )
 
     def gather_first(self, data: Any, count: int) -> Any:
         """Gather the first `count` rows of each rank's tensors. `count` may differ. Collective."""
-        return recursively_apply(lambda tensor: self._gathered(tensor[:count]), data, error_on_other_type=True)
+        return recursively_apply(
+            lambda tensor: self._gathered(tensor[:count]), data, error_on_other_type=True
+        )
 
 
 _MOST_DIMENSIONS = 16
 """Dimensions that a gathered tensor may have."""
 
 
-def _shapes(tensor: torch.Tensor, group: dist.ProcessGroup, *, device: torch.device) -> list[tuple[int, ...]]:
+def _shapes(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, device: torch.device
+) -> list[tuple[int, ...]]:
     """Return the shape of each rank's tensor. Collective."""
     mine = torch.full((_MOST_DIMENSIONS,), -1)
     mine[: tensor.ndim] = torch.tensor(tensor.shape)
@@ -340,4 +405,6 @@ def _shapes(tensor: torch.Tensor, group: dist.ProcessGroup, *, device: torch.dev
 
 
 def _listed(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes[:4]) + (", ..." if len(shapes) > 4 else "")
+    return ", ".join(str(list(shape)) for shape in shapes[:4]) + (
+        ", ..." if len(shapes) > 4 else ""
+    )

@@ -1,8 +1,10 @@
-"""`TrainingArguments(deepspeed=...)` and `fsdp=` for Plait: Transformers' own handling of the first asks for DeepSpeed, and switches
-loading and saving to it; that of the second makes a plugin of Accelerate's.
+"""`TrainingArguments(deepspeed=...)` and `fsdp=` for Plait: Transformers' own handling of the first
+asks for DeepSpeed, and switches loading and saving to it; that of the second makes a plugin of
+Accelerate's.
 
-Importing this module changes `TrainingArguments.__post_init__` and `Trainer.create_accelerator_and_postprocess` of Transformers for the
-process: the first leaves both fields to Plait, the second refuses arguments with one of them in a Trainer that is not Plait's.
+Importing this module changes `TrainingArguments.__post_init__` and
+`Trainer.create_accelerator_and_postprocess` of Transformers for the process: the first leaves both
+fields to Plait, the second refuses arguments with one of them in a Trainer that is not Plait's.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def reroute() -> None:
     """Do it, once."""
     if not getattr(TheirTrainingArguments, _DONE, False):
         TheirTrainingArguments.__post_init__ = _post_init(TheirTrainingArguments.__post_init__)
-        transformers.Trainer.create_accelerator_and_postprocess = _refusing(transformers.Trainer.create_accelerator_and_postprocess)
+        transformers.Trainer.create_accelerator_and_postprocess = _refusing(
+            transformers.Trainer.create_accelerator_and_postprocess
+        )
         setattr(TheirTrainingArguments, _DONE, True)
 
 
@@ -56,14 +60,22 @@ def _section(config: Any) -> Any:
     try:
         found = json.loads(Path(config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"TrainingArguments.fsdp_config = {config!r}: is not a JSON file that can be read ({error})") from error
+        raise InputError(
+            f"TrainingArguments.fsdp_config = {config!r}: is not a JSON file that can be read"
+            f" ({error})"
+        ) from error
     if not isinstance(found, dict):
-        raise InputError(f"TrainingArguments.fsdp_config = {config!r}: holds a {type(found).__name__} and not an object")
+        raise InputError(
+            f"TrainingArguments.fsdp_config = {config!r}: holds a {type(found).__name__} and not an"
+            " object"
+        )
     return found
 
 
 def fsdp_config_of(args: Any) -> Config | None:
-    """Return the configuration that the arguments' `fsdp` and `fsdp_config` describe; None if FSDP is off. Raises ConfigError."""
+    """Return the configuration that the arguments' `fsdp` and `fsdp_config` describe; None if FSDP
+    is off. Raises ConfigError.
+    """
     return load_foreign({"fsdp": args.fsdp, "fsdp_config": args.fsdp_config}) if args.fsdp else None
 
 
@@ -73,8 +85,9 @@ def _refusing(original: Any) -> Any:
         given = "deepspeed" if self.args.deepspeed else "fsdp" if self.args.fsdp else None
         if given is not None and not getattr(self, "trains_with_plait", False):
             raise InputError(
-                f"{type(self).__name__} got TrainingArguments({given}=...), which Plait takes since `plait.hf` was imported, and it is "
-                f"not Plait's; use plait.hf.Trainer, or plait.hf.wrap({type(self).__name__})"
+                f"{type(self).__name__} got TrainingArguments({given}=...), which Plait takes since"
+                " `plait.hf` was imported, and it is not Plait's; use plait.hf.Trainer, or"
+                f" plait.hf.wrap({type(self).__name__})"
             )
         original(self)
 
@@ -86,7 +99,13 @@ class TrainingArguments(TheirTrainingArguments):
     """Transformers', with a field for Plait's configuration."""
 
     plait_config: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Plait's configuration: a path to JSON or YAML, or its content. As `deepspeed`, by another name."}
+        default=None,
+        metadata={
+            "help": (
+                "Plait's configuration: a path to JSON or YAML, or its content. As `deepspeed`, by"
+                " another name."
+            )
+        },
     )
 
 
@@ -95,5 +114,11 @@ class Seq2SeqTrainingArguments(TheirSeq2SeqTrainingArguments):
     """Transformers', with a field for Plait's configuration."""
 
     plait_config: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Plait's configuration: a path to JSON or YAML, or its content. As `deepspeed`, by another name."}
+        default=None,
+        metadata={
+            "help": (
+                "Plait's configuration: a path to JSON or YAML, or its content. As `deepspeed`, by"
+                " another name."
+            )
+        },
     )

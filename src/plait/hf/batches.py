@@ -1,8 +1,8 @@
 """Which batches a data-parallel rank reads, so that every sample counts once.
 
-Batches are formed as one process forms them and dealt in rounds, one to each rank. In the last round some ranks may have none left: they
-compute on another rank's batch, because collectives need all ranks, and it counts for nothing. Accelerate repeats samples there, which
-then count twice.
+Batches are formed as one process forms them and dealt in rounds, one to each rank. In the last
+round some ranks may have none left: they compute on another rank's batch, because collectives need
+all ranks, and it counts for nothing. Accelerate repeats samples there, which then count twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ class Rounds:
     """A batch sampler of one rank over the batch sampler of all."""
 
     def __init__(
-        self, batch_sampler: Any, *, ranks: int, index: int, drop_last: bool, device: torch.device | None = None, seed: int | None = None
+        self,
+        batch_sampler: Any,
+        *,
+        ranks: int,
+        index: int,
+        drop_last: bool,
+        device: torch.device | None = None,
+        seed: int | None = None,
     ) -> None:
         """Deal the batches of a sampler to the ranks.
 
@@ -37,8 +44,13 @@ class Rounds:
                 leaves them as they are.
         """
         of_user = _is_of_user(batch_sampler)
-        self._device, self._seed, self._epoch = device if of_user else None, seed if of_user else None, 0
-        self.batch_sampler, self.ranks, self.index, self.drop_last = batch_sampler, ranks, index, drop_last
+        self._device = device if of_user else None
+        self._seed = seed if of_user else None
+        self._epoch = 0
+        self.batch_sampler = batch_sampler
+        self.ranks = ranks
+        self.index = index
+        self.drop_last = drop_last
         self.num_processes = ranks  # Accelerate's name for it
         self._last: tuple[int, int] | None = None
         self._samples: list[int] = []
@@ -69,7 +81,8 @@ class Rounds:
         return batches // self.ranks if self.drop_last else math.ceil(batches / self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
-        self._last, self._samples = None, []
+        self._last = None
+        self._samples = []
         dealt: list[Any] = []
         position = 0
         batches = iter(self.batch_sampler)
@@ -79,7 +92,8 @@ class Rounds:
                 self._compare(dealt)
                 self._samples.append(len(dealt[self.index]))
                 yield dealt[self.index]
-                dealt, position = [], position + 1
+                dealt = []
+                position = position + 1
         if dealt and not self.drop_last:
             self._compare(dealt)
             self._last = position, len(dealt)
@@ -101,7 +115,8 @@ class Rounds:
         """Refuse an order that differs between ranks. Only the first call compares. Collective."""
         if self._device is None:
             return
-        device, self._device = self._device, None
+        device = self._device
+        self._device = None
         count = len(self.batch_sampler) if hasattr(self.batch_sampler, "__len__") else None
         refuse_other_digest(lambda: digest_of_rows([count, *dealt]), device=device)
 
@@ -143,10 +158,14 @@ class OwnRounds(Rounds):
 
 
 class EpochOrder:
-    """A sampler that draws from its own generator, given the epoch's seed: every rank and every resumed run draws the same order."""
+    """A sampler that draws from its own generator, given the epoch's seed: every rank and every
+    resumed run draws the same order.
+    """
 
     def __init__(self, sampler: Any, seed: int) -> None:
-        self._sampler, self._seed, self._epoch = sampler, seed, 0
+        self._sampler = sampler
+        self._seed = seed
+        self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """The order is the epoch's."""
@@ -169,15 +188,22 @@ _SAMPLERS = ("torch", "accelerate", "transformers", "trl", "plait")
 def _is_of_user(batch_sampler: Any) -> bool:
     """Return whether a class outside of `_SAMPLERS` determines the order."""
     sources = (batch_sampler, getattr(batch_sampler, "sampler", None))
-    return any(type(one).__module__.partition(".")[0] not in _SAMPLERS for one in sources if one is not None)
+    return any(
+        type(one).__module__.partition(".")[0] not in _SAMPLERS
+        for one in sources
+        if one is not None
+    )
 
 
 def plan_of(loader: Any) -> Rounds | StreamPart | None:
-    """What says which of a loader's batches are this rank's own; None for a loader that Plait did not make."""
+    """What says which of a loader's batches are this rank's own; None for a loader that Plait did
+    not make.
+    """
     here = getattr(loader, "dataset", None)
     if isinstance(here, StreamPart):
         return here
     here = getattr(loader, "batch_sampler", None)
     while here is not None and not isinstance(here, Rounds):
-        here = getattr(here, "batch_sampler", None)  # behind what skips the batches of a resumed epoch
+        # behind what skips the batches of a resumed epoch
+        here = getattr(here, "batch_sampler", None)
     return here

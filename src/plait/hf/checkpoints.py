@@ -1,4 +1,6 @@
-"""A Trainer's folders: weights that `from_pretrained` opens, the engine's checkpoint beside them, and what a run goes on from."""
+"""A Trainer's folders: weights that `from_pretrained` opens, the engine's checkpoint beside them,
+and what a run goes on from.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from plait.sharded.shards_as_weights import refuse_given_shards
 TAG = "plait"
 """Folder of the engine's checkpoint in `checkpoint-N`."""
 SAMPLES = "samples of a step"
-_EPOCH, _READ = "epoch", "samples read of the epoch"
+_EPOCH = "epoch"
+_READ = "samples read of the epoch"
 
 
 class CheckpointMixin:
@@ -47,13 +50,28 @@ class CheckpointMixin:
         """Those of one micro-batch of all data-parallel ranks."""
         return int(self.args.per_device_train_batch_size * self.accelerator.num_processes)
 
-    def _init_training_state(self, max_steps: int, steps_of_epoch: int, epochs: int, resume_from_checkpoint: Any, *others: Any) -> Any:
-        """(epochs, micro-batches of the next one) that were trained on. Where the length of the data is not known, Transformers takes the
-        run for one epoch; a checkpoint of Plait's has what was read of each."""
-        found = super()._init_training_state(max_steps, steps_of_epoch, epochs, resume_from_checkpoint, *others)  # type: ignore[misc]
+    def _init_training_state(
+        self,
+        max_steps: int,
+        steps_of_epoch: int,
+        epochs: int,
+        resume_from_checkpoint: Any,
+        *others: Any,
+    ) -> Any:
+        """(epochs, micro-batches of the next one) that were trained on. Where the length of the
+        data is not known, Transformers takes the run for one epoch; a checkpoint of Plait's has
+        what was read of each.
+        """
+        found = super()._init_training_state(  # type: ignore[misc]
+            max_steps, steps_of_epoch, epochs, resume_from_checkpoint, *others
+        )
         if resume_from_checkpoint is None or epochs != sys.maxsize or self.args.ignore_data_skip:
             return found
-        saved = find(Path(resume_from_checkpoint), TAG) if (Path(resume_from_checkpoint) / TAG).is_dir() else None
+        saved = (
+            find(Path(resume_from_checkpoint), TAG)
+            if (Path(resume_from_checkpoint) / TAG).is_dir()
+            else None
+        )
         if saved is None:
             return found
         client = exact.decode(saved.manifest.metadata.get("client_state"), where="client_state")
@@ -86,7 +104,11 @@ class CheckpointMixin:
             InputError: The weights are shards.
             CheckpointError: A file was written without a tensor. It is removed.
         """
-        refuse_given_shards("trainer._save", state_dict, remedy=f"call trainer.save_model(folder), or {FULL_WEIGHTS}")
+        refuse_given_shards(
+            "trainer._save",
+            state_dict,
+            remedy=f"call trainer.save_model(folder), or {FULL_WEIGHTS}",
+        )
         super()._save(output_dir, state_dict)  # type: ignore[misc]
         refuse_empty_files(Path(output_dir or self.args.output_dir), adapters_of(self.model))
 
@@ -103,37 +125,49 @@ class CheckpointMixin:
             return
         assert self.engine is not None
         loaded = self.engine.load_checkpoint(checkpoint, tag=TAG)
-        before, now = loaded[1].get(SAMPLES) if loaded is not None else None, self.engine.train_batch_size()
+        before = loaded[1].get(SAMPLES) if loaded is not None else None
+        now = self.engine.train_batch_size()
         if before is not None and before != now and not self.args.ignore_data_skip:
             raise InputError(
-                f"{checkpoint} was written with {before} samples in a step, and this run has {now} (per_device_train_batch_size "
-                f"{self.args.per_device_train_batch_size} x gradient_accumulation_steps {self.args.gradient_accumulation_steps} x dp "
-                f"{self.engine.dp_size}), so the position in the epoch is not known; make them equal, or set ignore_data_skip=True"
+                f"{checkpoint} was written with {before} samples in a step, and this run has {now}"
+                f" (per_device_train_batch_size {self.args.per_device_train_batch_size} x"
+                f" gradient_accumulation_steps {self.args.gradient_accumulation_steps} x dp"
+                f" {self.engine.dp_size}), so the position in the epoch is not known; make them"
+                " equal, or set ignore_data_skip=True"
             )
         schedule = Path(checkpoint) / "scheduler.pt"
         if schedule.is_file():
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The engine loads its own checkpoints when it has the model; a folder without one has weights only. Raises CheckpointError for one
-        without a readable state of the Trainer, which says what step it is of."""
+        """The engine loads its own checkpoints when it has the model; a folder without one has
+        weights only. Raises CheckpointError for one without a readable state of the Trainer, which
+        says what step it is of.
+        """
         _require_state(Path(resume_from_checkpoint))
         if (Path(resume_from_checkpoint) / TAG).is_dir():
             return
         if self.engine is not None:
             raise InputError(
-                f"{resume_from_checkpoint} has weights only (save_only_model=True, or another Trainer's), and this Trainer's model is "
-                "sharded already; load it in a new Trainer"
+                f"{resume_from_checkpoint} has weights only (save_only_model=True, or another"
+                " Trainer's), and this Trainer's model is sharded already; load it in a new"
+                " Trainer"
             )
         if place().rank == 0:
-            warn(f"{resume_from_checkpoint} has no state of Plait's optimizer: its weights are loaded, and the optimizer begins anew")
+            warn(
+                f"{resume_from_checkpoint} has no state of Plait's optimizer: its weights are"
+                " loaded, and the optimizer begins anew"
+            )
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         assert self.engine is not None
         best = Path(self.state.best_model_checkpoint)
         if not (best / TAG).is_dir():
-            raise InputError(f"{best} has weights only (save_only_model=True), which a sharded model does not load; save_only_model=False")
+            raise InputError(
+                f"{best} has weights only (save_only_model=True), which a sharded model does not"
+                " load; save_only_model=False"
+            )
         load_weights_of(self.engine, best, tag=TAG)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -151,13 +185,16 @@ def refuse_empty_files(folder: Path, adapters: Sequence[str] = ()) -> None:
         adapters: Names of adapters, of which each may have a folder in it.
     """
     folders = [folder, *(folder / name for name in adapters)]
-    empty = [path for one in folders for path in one.glob("*.safetensors") if not _has_tensors(path)]
+    empty = [
+        path for one in folders for path in one.glob("*.safetensors") if not _has_tensors(path)
+    ]
     for path in empty:
         path.unlink()
     if empty:
         raise CheckpointError(
-            f"{empty[0]} was written without a tensor, and has been removed: the model that is saved has no weights that its format "
-            "keeps; save the model that was trained, or merge its adapters and assign the result to trainer.model"
+            f"{empty[0]} was written without a tensor, and has been removed: the model that is"
+            " saved has no weights that its format keeps; save the model that was trained, or"
+            " merge its adapters and assign the result to trainer.model"
         )
 
 
@@ -172,9 +209,10 @@ def _require_state(folder: Path) -> None:
         TrainerState.load_from_json(str(state))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"resume_from_checkpoint = {str(folder)!r}: {TRAINER_STATE_NAME}, which says what step a run goes on from, is not there or "
-            f"cannot be read ({type(error).__name__}: {error}); give another checkpoint-N of the run, or load the weights alone with "
-            "from_pretrained"
+            f"resume_from_checkpoint = {str(folder)!r}: {TRAINER_STATE_NAME}, which says what step"
+            f" a run goes on from, is not there or cannot be read ({type(error).__name__}:"
+            f" {error}); give another checkpoint-N of the run, or load the weights alone with"
+            " from_pretrained"
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""What becomes of every field of `TrainingArguments` under Plait: honoured, noted or refused. docs/trainer.md is generated from it."""
+"""What becomes of every field of `TrainingArguments` under Plait: honoured, noted or refused.
+docs/trainer.md is generated from it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Field:
     remedy: str = ""
     """What to do instead."""
     when: Callable[[Any, Any, Layout], bool] | None = None
-    """(value, arguments, layout): whether a value is refused, or noted, at all. None: every value but the default."""
+    """(value, arguments, layout): whether a value is refused, or noted, at all. None: every value
+    but the default.
+    """
     remedy_for: Callable[[Any], str] | None = None
     """The part of `remedy` that concerns a value. None: all of it."""
 
@@ -37,9 +41,13 @@ def _split(value: Any, args: Any, layout: Layout) -> bool:
     return bool(value) and layout.dp != layout.world_size
 
 
-_INT8 = 'write "optimizer": {"type": "AdamW", "params": {"lr": "auto"}, "states": "int8"} in the file'
+_INT8 = (
+    'write "optimizer": {"type": "AdamW", "params": {"lr": "auto"}, "states": "int8"} in the file'
+)
 _LION = 'write "optimizer": {"type": "Lion", "params": {"lr": "auto"}} in the file'
-_ON_HOST = 'write "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}} in the file'
+_ON_HOST = (
+    'write "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}} in the file'
+)
 
 
 def _text(value: Any) -> str:
@@ -51,7 +59,10 @@ def _optimizer_remedy(value: Any) -> str:
     if "lion" in name:
         return f"leave it out, and {_LION}"
     if name == "paged_adamw_32bit":
-        return f'use "adamw_torch", which computes the same, and {_ON_HOST} to keep its states out of the device'
+        return (
+            f'use "adamw_torch", which computes the same, and {_ON_HOST} to keep its states out of'
+            " the device"
+        )
     if "adafactor" in name or name.endswith(("8bit", "4bit")):
         return f'use "adamw_torch"; for small states leave it out, and {_INT8}'
     return 'use "adamw_torch"'
@@ -64,16 +75,22 @@ _EVAL_CAST = "it casts the model in place, and its parameters are parts that the
 
 FIELDS: dict[str, Field] = {
     "output_dir": _honoured(),
-    "per_device_train_batch_size": _honoured('samples of a micro-batch on a data-parallel rank; fills an "auto" of the file'),
+    "per_device_train_batch_size": _honoured(
+        'samples of a micro-batch on a data-parallel rank; fills an "auto" of the file'
+    ),
     "num_train_epochs": _honoured("an epoch has each sample once, over the data-parallel ranks"),
     "max_steps": _honoured(),
-    "learning_rate": _honoured('fills an "auto" of the file; where that has an optimizer, they must agree'),
+    "learning_rate": _honoured(
+        'fills an "auto" of the file; where that has an optimizer, they must agree'
+    ),
     "lr_scheduler_type": _honoured("unless the file has a `scheduler`"),
     "lr_scheduler_kwargs": _honoured("unless the file has a `scheduler`"),
     "warmup_steps": _honoured('fills an "auto" of the file'),
     "optim": Field(
         "refused",
-        "honoured for " + ", ".join(_ELEMENTWISE) + "; other optimizers read a parameter as a matrix, or keep states that no checkpoint of "
+        "honoured for "
+        + ", ".join(_ELEMENTWISE)
+        + "; other optimizers read a parameter as a matrix, or keep states that no checkpoint of "
         "another layout can use",
         f'use "adamw_torch"; for small states {_INT8}; for Lion {_LION}; for pages {_ON_HOST}',
         lambda value, args, layout: _text(value) not in _ELEMENTWISE,
@@ -84,49 +101,71 @@ FIELDS: dict[str, Field] = {
     "adam_beta1": _honoured('fills an "auto" of the file'),
     "adam_beta2": _honoured('fills an "auto" of the file'),
     "adam_epsilon": _honoured('fills an "auto" of the file'),
-    "optim_target_modules": Field("refused", "it belongs to optimizers that read a parameter as a matrix", "leave it out"),
-    "gradient_accumulation_steps": _honoured('in a pipeline the micro-batches that are in flight; fills an "auto" of the file'),
+    "optim_target_modules": Field(
+        "refused", "it belongs to optimizers that read a parameter as a matrix", "leave it out"
+    ),
+    "gradient_accumulation_steps": _honoured(
+        'in a pipeline the micro-batches that are in flight; fills an "auto" of the file'
+    ),
     "average_tokens_across_devices": _honoured("over the data-parallel ranks"),
     "max_grad_norm": _honoured('the largest norm over all ranks; fills an "auto" of the file'),
     "label_smoothing_factor": _honoured(),
-    "bf16": _honoured("the optimizer keeps the parameters' own dtype, blocks compute in bfloat16; no autocast"),
+    "bf16": _honoured(
+        "the optimizer keeps the parameters' own dtype, blocks compute in bfloat16; no autocast"
+    ),
     "fp16": _honoured("with Plait's own loss scale, which a checkpoint keeps"),
-    "bf16_full_eval": Field("refused", _EVAL_CAST, "use bf16=True, which evaluates in bfloat16 too"),
+    "bf16_full_eval": Field(
+        "refused", _EVAL_CAST, "use bf16=True, which evaluates in bfloat16 too"
+    ),
     "fp16_full_eval": Field("refused", _EVAL_CAST, "use fp16=True, which evaluates in float16 too"),
     "tf32": _honoured(),
-    "activation_checkpointing": _honoured("as parallel.recompute of Plait: every block keeps its input alone"),
+    "activation_checkpointing": _honoured(
+        "as parallel.recompute of Plait: every block keeps its input alone"
+    ),
     "activation_checkpointing_kwargs": Field(
         "refused",
-        "honoured for `every_n_layers` and `use_reentrant`; the rest is of torch's checkpoint function, which Plait does not call",
-        "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the file",
+        "honoured for `every_n_layers` and `use_reentrant`; the rest is of torch's checkpoint"
+        " function, which Plait does not call",
+        "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the"
+        " file",
         lambda value, args, layout: _changes_recomputation(value),
     ),
-    "gradient_checkpointing": _honoured("the name of activation_checkpointing before Transformers 5.23"),
+    "gradient_checkpointing": _honoured(
+        "the name of activation_checkpointing before Transformers 5.23"
+    ),
     "gradient_checkpointing_kwargs": Field(
         "refused",
         "the name of activation_checkpointing_kwargs before Transformers 5.23, with the same rule",
-        "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the file",
-        # Where both names exist, the old one repeats the value of the new one, which is refused in its place.
-        lambda value, args, layout: _changes_recomputation(value) and RECOMPUTE_FIELDS[0] not in recompute_fields(args),
+        "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the"
+        " file",
+        # Where both names exist, the old one repeats the value of the new one, which is refused in
+        # its place.
+        lambda value, args, layout: (
+            _changes_recomputation(value) and RECOMPUTE_FIELDS[0] not in recompute_fields(args)
+        ),
     ),
     "torch_compile": _honoured("as `compile` of the file: every block by itself"),
     "torch_compile_backend": _honoured("as `compile.backend` of the file"),
     "torch_compile_mode": _honoured("as `compile.mode` of the file"),
     "use_liger_kernel": Field(
-        "refused", "its kernels replace layers that Plait splits and casts, and have not been run with it", "leave it out"
+        "refused",
+        "its kernels replace layers that Plait splits and casts, and have not been run with it",
+        "leave it out",
     ),
     "liger_kernel_config": Field("refused", "it belongs to use_liger_kernel", "leave it out"),
     "use_cache": _honoured(),
     "neftune_noise_alpha": Field(
         "refused",
-        "honoured where every process has its own batch; processes that share a batch would draw different noise",
+        "honoured where every process has its own batch; processes that share a batch would draw"
+        " different noise",
         "leave it out, or use parallel.tp = 1 and parallel.pp = 1",
         _split,
     ),
     "torch_empty_cache_steps": _honoured("but in a pipeline"),
     "auto_find_batch_size": Field(
         "refused",
-        "it trains again with a smaller batch after memory ran out, and a sharded model cannot begin anew",
+        "it trains again with a smaller batch after memory ran out, and a sharded model cannot"
+        " begin anew",
         "leave it out; `plait plan` says what fits",
     ),
     "logging_strategy": _honoured(),
@@ -135,7 +174,8 @@ FIELDS: dict[str, Field] = {
     "log_on_each_node": _honoured(),
     "logging_nan_inf_filter": Field(
         "noted",
-        "a step that is not finite ends the run, or is skipped, as faults.non_finite of the file says",
+        "a step that is not finite ends the run, or is skipped, as faults.non_finite of the file"
+        " says",
         when=lambda value, args, layout: False,
     ),
     "include_num_input_tokens_seen": _honoured("each token once"),
@@ -155,17 +195,27 @@ FIELDS: dict[str, Field] = {
     "prediction_loss_only": _honoured(),
     "eval_on_start": _honoured(),
     "eval_do_concat_batches": _honoured(),
-    "eval_use_gather_object": Field("refused", "objects have no rows, so repeated samples could not be told from others", "leave it out"),
+    "eval_use_gather_object": Field(
+        "refused",
+        "objects have no rows, so repeated samples could not be told from others",
+        "leave it out",
+    ),
     "eval_accumulation_steps": _honoured(),
     "include_for_metrics": _honoured(),
     "batch_eval_metrics": _honoured(),
     "save_only_model": _honoured(),
     "save_strategy": _honoured(),
     "save_steps": _honoured(),
-    "save_on_each_node": Field("refused", "a checkpoint is one folder that all machines share", "leave it out, and name a shared folder"),
+    "save_on_each_node": Field(
+        "refused",
+        "a checkpoint is one folder that all machines share",
+        "leave it out, and name a shared folder",
+    ),
     "save_total_limit": _honoured(),
     "enable_jit_checkpoint": Field(
-        "refused", "it saves inside of a step, whose gradients no checkpoint keeps", "leave it out, and use save_steps"
+        "refused",
+        "it saves inside of a step, whose gradients no checkpoint keeps",
+        "leave it out, and use save_steps",
     ),
     "push_to_hub": _honoured("the first process pushes the whole model, as save_model writes it"),
     "hub_token": _honoured("with push_to_hub"),
@@ -180,21 +230,28 @@ FIELDS: dict[str, Field] = {
     "ignore_data_skip": _honoured(),
     "restore_callback_states_from_checkpoint": _honoured(),
     "full_determinism": _honoured(),
-    "seed": _honoured("the order of the data is one process's; dropout draws other numbers on every layout"),
+    "seed": _honoured(
+        "the order of the data is one process's; dropout draws other numbers on every layout"
+    ),
     "data_seed": _honoured(),
     "use_cpu": _honoured(),
     "accelerator_config": Field(
         "refused",
-        "honoured for non_blocking and gradient_accumulation_kwargs; Plait shares the batches between ranks itself, each sample once",
-        "leave split_batches, dispatch_batches, even_batches, use_seedable_sampler and use_configured_state at their defaults",
+        "honoured for non_blocking and gradient_accumulation_kwargs; Plait shares the batches"
+        " between ranks itself, each sample once",
+        "leave split_batches, dispatch_batches, even_batches, use_seedable_sampler and"
+        " use_configured_state at their defaults",
         lambda value, args, layout: bool(value is not None and _changed_data(value)),
     ),
     "parallelism_config": Field(
-        "refused", _FSDP, 'leave it out, and write {"parallel": {"tp": 2, "pp": 2}} in deepspeed= or plait_config='
+        "refused",
+        _FSDP,
+        'leave it out, and write {"parallel": {"tp": 2, "pp": 2}} in deepspeed= or plait_config=',
     ),
     "dataloader_drop_last": _honoured("drops what does not fill a batch on every rank"),
     "dataloader_num_workers": _honoured(
-        "an iterable data set is evaluated without workers, and its last round of training repeats samples"
+        "an iterable data set is evaluated without workers, and its last round of training repeats"
+        " samples"
     ),
     "dataloader_pin_memory": _honoured(),
     "dataloader_persistent_workers": _honoured(),
@@ -210,14 +267,27 @@ FIELDS: dict[str, Field] = {
         lambda value, args, layout: value == "batch_rebalance",
     ),
     "length_column_name": _honoured(),
-    "ddp_find_unused_parameters": Field("noted", f"{_DDP}; parallel.unused_parameters of the file says whether a step may leave some out"),
-    "ddp_bucket_cap_mb": Field("noted", f"{_DDP}; parallel.bucket_mib of the file sets its buckets"),
-    "ddp_broadcast_buffers": Field("noted", f"{_DDP}; buffers that a forward changes are the first rank's"),
+    "ddp_find_unused_parameters": Field(
+        "noted",
+        f"{_DDP}; parallel.unused_parameters of the file says whether a step may leave some out",
+    ),
+    "ddp_bucket_cap_mb": Field(
+        "noted", f"{_DDP}; parallel.bucket_mib of the file sets its buckets"
+    ),
+    "ddp_broadcast_buffers": Field(
+        "noted", f"{_DDP}; buffers that a forward changes are the first rank's"
+    ),
     "ddp_static_graph": Field("noted", _DDP),
     "ddp_backend": _honoured(),
     "ddp_timeout": _honoured(),
-    "fsdp": _honoured("as the file that `plait config convert` makes of it: ZeRO 3 or 2, offload, activation checkpointing"),
-    "fsdp_config": _honoured("with `fsdp`; keys that Plait has nothing for, and hybrid strategies, are refused with the reason"),
+    "fsdp": _honoured(
+        "as the file that `plait config convert` makes of it: ZeRO 3 or 2, offload, activation"
+        " checkpointing"
+    ),
+    "fsdp_config": _honoured(
+        "with `fsdp`; keys that Plait has nothing for, and hybrid strategies, are refused with the"
+        " reason"
+    ),
     "deepspeed": _honoured("the file or mapping that Plait takes; DeepSpeed need not be installed"),
     "debug": Field(
         "refused",
@@ -225,7 +295,9 @@ FIELDS: dict[str, Field] = {
         "leave it out; faults of the file has Plait's",
     ),
     "skip_memory_metrics": _honoured(),
-    "resume_from_checkpoint": _honoured("train(resume_from_checkpoint=...) decides, as in Transformers"),
+    "resume_from_checkpoint": _honoured(
+        "train(resume_from_checkpoint=...) decides, as in Transformers"
+    ),
     "local_rank": _honoured("read from the launcher, as in Transformers"),
     "do_train": _honoured(),
     "do_eval": _honoured(),
@@ -235,10 +307,15 @@ FIELDS: dict[str, Field] = {
 
 SEQ2SEQ: dict[str, Field] = {
     "sortish_sampler": Field("noted", "Transformers does not use it"),
-    "predict_with_generate": _honoured("by Plait's generate on every layout; with an encoder by Transformers' own, without tp and pp"),
+    "predict_with_generate": _honoured(
+        "by Plait's generate on every layout; with an encoder by Transformers' own, without tp"
+        " and pp"
+    ),
     "generation_max_length": _honoured(),
     "generation_num_beams": _honoured("1; more only with an encoder, else refused"),
-    "generation_config": _honoured("settings that Plait's generate has not, such as beams, are refused"),
+    "generation_config": _honoured(
+        "settings that Plait's generate has not, such as beams, are refused"
+    ),
 }
 """Of Seq2SeqTrainingArguments besides."""
 
@@ -254,9 +331,33 @@ TRL: dict[str, Field] = {
                 "dataset_text_field",
                 "dataset_kwargs",
             ),
-            *("dataset_num_proc", "eos_token", "pad_token", "max_length", "truncation_mode", "shuffle_dataset", "pad_to_multiple_of"),
-            *("packing", "packing_strategy", "padding_free", "eval_packing", "completion_only_loss", "assistant_only_loss", "loss_type"),
-            *("disable_dropout", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "beta"),
+            *(
+                "dataset_num_proc",
+                "eos_token",
+                "pad_token",
+                "max_length",
+                "truncation_mode",
+                "shuffle_dataset",
+                "pad_to_multiple_of",
+            ),
+            *(
+                "packing",
+                "packing_strategy",
+                "padding_free",
+                "eval_packing",
+                "completion_only_loss",
+                "assistant_only_loss",
+                "loss_type",
+            ),
+            *(
+                "disable_dropout",
+                "loss_weights",
+                "ld_alpha",
+                "f_divergence_type",
+                "f_alpha_divergence_coef",
+                "label_smoothing",
+                "beta",
+            ),
             *("use_weighting", "discopop_tau"),
         ),
         Field("honoured", _AS_TRL),
@@ -267,7 +368,9 @@ TRL: dict[str, Field] = {
         "leave it out: the reference is sharded as the model is",
     ),
     "sync_ref_model": Field(
-        "refused", "it mixes the trained weights into the reference's, which has not been run with Plait", "leave it out"
+        "refused",
+        "it mixes the trained weights into the reference's, which has not been run with Plait",
+        "leave it out",
     ),
     "precompute_ref_batch_size": Field("noted", "it belongs to precompute_ref_log_probs"),
     "ref_model_mixup_alpha": Field("noted", "it belongs to sync_ref_model"),
@@ -286,7 +389,12 @@ def _changes_recomputation(kwargs: Any) -> bool:
 
 
 def _changed_data(config: Any) -> bool:
-    defaults = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
+    defaults = {
+        "split_batches": False,
+        "dispatch_batches": None,
+        "even_batches": True,
+        "use_seedable_sampler": True,
+    }
     return any(getattr(config, name, value) != value for name, value in defaults.items()) or bool(
         getattr(config, "use_configured_state", False)
     )
@@ -294,7 +402,8 @@ def _changed_data(config: Any) -> bool:
 
 def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
     """(what is refused of the arguments, notes about what changes nothing)."""
-    problems, notes = [], []
+    problems = []
+    notes = []
     for field in fields(args):
         entry = FIELDS.get(field.name) or SEQ2SEQ.get(field.name) or TRL.get(field.name)
         if entry is None or entry.effect == "honoured":
@@ -306,16 +415,34 @@ def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
             continue
         if entry.effect == "refused":
             remedy = entry.remedy if entry.remedy_for is None else entry.remedy_for(value)
-            problems.append(Problem(f"TrainingArguments.{field.name}", getattr(value, "value", value), entry.what, remedy))
+            problems.append(
+                Problem(
+                    f"TrainingArguments.{field.name}",
+                    getattr(value, "value", value),
+                    entry.what,
+                    remedy,
+                )
+            )
         else:
             notes.append(f"TrainingArguments.{field.name} changes nothing: {entry.what}")
     if getattr(args, "n_gpu", 1) > 1:
         rule = "one process would drive them all, and Plait drives one GPU in every process"
-        problems.append(Problem("GPUs of this process", args.n_gpu, rule, "start the script with plait launch or torchrun"))
+        problems.append(
+            Problem(
+                "GPUs of this process",
+                args.n_gpu,
+                rule,
+                "start the script with plait launch or torchrun",
+            )
+        )
     return problems, notes
 
 
 def _default(field: Any) -> Any:
     from dataclasses import MISSING
 
-    return field.default_factory() if field.default is MISSING and field.default_factory is not MISSING else field.default
+    return (
+        field.default_factory()
+        if field.default is MISSING and field.default_factory is not MISSING
+        else field.default
+    )

@@ -1,4 +1,6 @@
-"""`predict_with_generate`: what an evaluation generates, by Plait on any layout, as rows that Transformers' `generate` would return."""
+"""`predict_with_generate`: what an evaluation generates, by Plait on any layout, as rows that
+Transformers' `generate` would return.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,44 @@ def problems_of(model: Any, args: Any, resolved: Resolved) -> list[Problem]:
     layout = resolved.layout
     field = "TrainingArguments.predict_with_generate"
     if has_encoder(model):
-        if layout.dp == layout.world_size and layout.ep == 1 and resolved.parameter_offload.device == "none":
+        if (
+            layout.dp == layout.world_size
+            and layout.ep == 1
+            and resolved.parameter_offload.device == "none"
+        ):
             return []
         rule = (
-            f"{type(model).__name__} has an encoder and a decoder, whose generate is Transformers' own and needs the whole model on every "
-            f"process, and this layout is {layout} with offload_param.device {resolved.parameter_offload.device}"
+            f"{type(model).__name__} has an encoder and a decoder, whose generate is Transformers'"
+            f" own and needs the whole model on every process, and this layout is {layout} with"
+            f" offload_param.device {resolved.parameter_offload.device}"
         )
-        return [Problem(field, True, rule, "leave it out, or use a layout without tp, pp, ep and offload of parameters")]
+        return [
+            Problem(
+                field,
+                True,
+                rule,
+                "leave it out, or use a layout without tp, pp, ep and offload of parameters",
+            )
+        ]
     found = []
     if layout.ep > 1:
-        found.append(Problem(field, True, "experts on different processes do not generate", "leave it out, or use parallel.ep = 1"))
+        found.append(
+            Problem(
+                field,
+                True,
+                "experts on different processes do not generate",
+                "leave it out, or use parallel.ep = 1",
+            )
+        )
     if (args.generation_num_beams or 1) > 1:
-        found.append(Problem("TrainingArguments.generation_num_beams", args.generation_num_beams, _BEAMS, "use 1, or leave it out"))
+        found.append(
+            Problem(
+                "TrainingArguments.generation_num_beams",
+                args.generation_num_beams,
+                _BEAMS,
+                "use 1, or leave it out",
+            )
+        )
     return found
 
 
@@ -74,8 +102,9 @@ def whole_parameters(engine: Engine) -> Iterator[None]:
     free = free_bytes(engine.device, engine.mesh.ranks_here)
     if free is not None and needed > ROOM * free:
         raise InputError(
-            f"predict_with_generate: Transformers' generate needs all parameters of {type(engine.model).__name__} on every process, "
-            f"{format_bytes(needed)}, and {format_bytes(free)} are free; leave it out, and generate from the saved model"
+            "predict_with_generate: Transformers' generate needs all parameters of"
+            f" {type(engine.model).__name__} on every process, {format_bytes(needed)}, and"
+            f" {format_bytes(free)} are free; leave it out, and generate from the saved model"
         )
     with kept_gathered(engine.model):
         for module in sharded_modules(engine.model):
@@ -87,17 +116,26 @@ def whole_parameters(engine: Engine) -> Iterator[None]:
 
 
 def check_settings(model: Any) -> None:
-    """Raise InputError where the model's generation_config, or that of the arguments, has what Plait does not generate with."""
+    """Raise InputError where the model's generation_config, or that of the arguments, has what
+    Plait does not generate with.
+    """
     settings_of(model, {})
 
 
-def generated(engine: Engine, inputs: Mapping[str, Any], given: Mapping[str, Any], *, first: int, seed: int) -> torch.Tensor:
-    """Every row of `input_ids` [batch, seq] with what the model adds to it, filled up with padding; int64 [batch, longest]. A row's
-    padding, on either side, is not read. `given` are the arguments that Transformers' `generate` would have. Row i draws from a generator
-    of its own, by `seed` and `first + i`. Collective."""
+def generated(
+    engine: Engine, inputs: Mapping[str, Any], given: Mapping[str, Any], *, first: int, seed: int
+) -> torch.Tensor:
+    """Every row of `input_ids` [batch, seq] with what the model adds to it, filled up with padding;
+    int64 [batch, longest]. A row's padding, on either side, is not read. `given` are the arguments
+    that Transformers' `generate` would have. Row i draws from a generator of its own, by `seed` and
+    `first + i`. Collective.
+    """
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-        raise InputError("predict_with_generate: a batch has no `input_ids` of shape [batch, seq], which Plait generates from")
+        raise InputError(
+            "predict_with_generate: a batch has no `input_ids` of shape [batch, seq], which Plait"
+            " generates from"
+        )
     settings = _settings(engine.model, given, ids.shape[1])
     pad = settings_of(engine.model, settings).pad_token_id
     kept = _mask(engine.model, inputs, ids).bool()
@@ -114,10 +152,12 @@ def generated(engine: Engine, inputs: Mapping[str, Any], given: Mapping[str, Any
 
 @contextmanager
 def answering(model: Any, tokens: torch.Tensor) -> Iterator[None]:
-    """`model.generate(...)` returns `tokens` inside: the Trainer's own code pads them, and computes the loss beside them. What it writes
-    into the model's generation_config is undone."""
+    """`model.generate(...)` returns `tokens` inside: the Trainer's own code pads them, and computes
+    the loss beside them. What it writes into the model's generation_config is undone.
+    """
     config = model.generation_config
-    model.generation_config, model.generate = deepcopy(config), lambda *args, **kwargs: tokens
+    model.generation_config = deepcopy(config)
+    model.generate = lambda *args, **kwargs: tokens
     try:
         yield
     finally:
@@ -126,12 +166,19 @@ def answering(model: Any, tokens: torch.Tensor) -> Iterator[None]:
 
 
 def _settings(model: Any, given: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """The call's settings, with Transformers' rules for lengths (the padding of a prompt counts) and for draws."""
-    found = {name: value for name, value in given.items() if value is not None and name != "synced_gpus"}
+    """The call's settings, with Transformers' rules for lengths (the padding of a prompt counts)
+    and for draws.
+    """
+    found = {
+        name: value for name, value in given.items() if value is not None and name != "synced_gpus"
+    }
     if found.pop("num_beams", 1) != 1:
         raise InputError(f"num_beams = {given['num_beams']}: {_BEAMS}; use 1, or leave it out")
     if unknown := [name for name in found if name not in NAMES]:
-        raise InputError(f"predict_with_generate: plait's generate has no setting `{unknown[0]}`; it has {', '.join(NAMES)}")
+        raise InputError(
+            f"predict_with_generate: plait's generate has no setting `{unknown[0]}`; it has"
+            f" {', '.join(NAMES)}"
+        )
     config = model.generation_config
     found.setdefault("do_sample", bool(config.do_sample))
     if "max_new_tokens" not in found:
@@ -142,7 +189,8 @@ def _settings(model: Any, given: Mapping[str, Any], length: int) -> dict[str, An
             new = DEFAULT_NEW_TOKENS if most is None else most - length
         if new < 1:
             raise InputError(
-                f"max_length = {most} leaves no token to add to prompts of {length}; set generation_max_length, or max_new_tokens"
+                f"max_length = {most} leaves no token to add to prompts of {length}; set"
+                " generation_max_length, or max_new_tokens"
             )
         found["max_new_tokens"] = new
     found.pop("max_length", None)

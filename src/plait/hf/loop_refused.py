@@ -9,11 +9,16 @@ from plait.errors import InputError
 
 _FILE = "leave it out, and write it in plait_config="
 _ARGUMENTS = {
-    "split_batches": "a batch of the loader is one rank's; leave it out, and give the DataLoader the batch size of a rank",
+    "split_batches": (
+        "a batch of the loader is one rank's; leave it out, and give the DataLoader the batch size"
+        " of a rank"
+    ),
     "fsdp_plugin": f'{_FILE}: {{"zero_optimization": {{"stage": 3}}}}',
     "torch_tp_plugin": f'{_FILE}: {{"parallel": {{"tp": 2}}}}',
     "parallelism_config": f'{_FILE}: {{"parallel": {{"tp": 2}}}}',
-    "megatron_lm_plugin": f'{_FILE}: {{"parallel": {{"tp": 2}}}}; flags of Megatron-LM: plait config convert',
+    "megatron_lm_plugin": (
+        f'{_FILE}: {{"parallel": {{"tp": 2}}}}; flags of Megatron-LM: plait config convert'
+    ),
     "dynamo_backend": f'{_FILE}: {{"compile": {{"enabled": true}}}}',
     "dynamo_plugin": f'{_FILE}: {{"compile": {{"enabled": true}}}}',
     "deepspeed_plugins": "one model is trained; give plait_config= one configuration",
@@ -24,42 +29,58 @@ _LAUNCHERS = {
     "ACCELERATE_USE_MEGATRON_LM": '{"parallel": {"tp": 2}}',
     "ACCELERATE_USE_PARALLELISM_CONFIG": '{"parallel": {"tp": 2}}',
 }
-_DATA = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_stateful_dataloader": False}
+_DATA = {
+    "split_batches": False,
+    "dispatch_batches": None,
+    "even_batches": True,
+    "use_stateful_dataloader": False,
+}
 
 
 def refuse_arguments(given: dict[str, Any]) -> None:
-    """Refuse arguments of `Accelerator`, and what `accelerate launch` has set. Raises InputError."""
+    """Refuse arguments of `Accelerator`, and what `accelerate launch` has set. Raises
+    InputError.
+    """
     for name, value in given.items():
         if name in _ARGUMENTS and value:
-            raise InputError(f"plait.hf.Accelerator({name}=...) cannot be honoured: {_ARGUMENTS[name]}")
+            raise InputError(
+                f"plait.hf.Accelerator({name}=...) cannot be honoured: {_ARGUMENTS[name]}"
+            )
     for variable, config in _LAUNCHERS.items():
         if launchers_variable(variable, "false") == "true":
             raise InputError(
-                f"accelerate launch set {variable}, which plait.hf.Accelerator cannot honour: write plait_config={config}, and start the "
-                "script with plait launch, torchrun, or accelerate launch without that section"
+                f"accelerate launch set {variable}, which plait.hf.Accelerator cannot honour: write"
+                f" plait_config={config}, and start the script with plait launch, torchrun, or"
+                " accelerate launch without that section"
             )
     data = given.get("dataloader_config")
     for name, default in _DATA.items():
         if data is not None and getattr(data, name, default) != default:
             raise InputError(
-                f"DataLoaderConfiguration({name}={getattr(data, name)}) cannot be honoured: Plait shares the batches between ranks itself, "
-                "each sample once; leave it out"
+                f"DataLoaderConfiguration({name}={getattr(data, name)}) cannot be honoured: Plait"
+                " shares the batches between ranks itself, each sample once; leave it out"
             )
     project = given.get("project_config")
     if getattr(project, "automatic_checkpoint_naming", False):
         raise InputError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) cannot be honoured: name the folder of every checkpoint in "
-            "accelerator.save_state(folder)"
+            "ProjectConfiguration(automatic_checkpoint_naming=True) cannot be honoured: name the"
+            " folder of every checkpoint in accelerator.save_state(folder)"
         )
     plugin = given.get("gradient_accumulation_plugin")
     if getattr(plugin, "sync_each_batch", False):
         raise InputError(
-            "GradientAccumulationPlugin(sync_each_batch=True) cannot be honoured: gradients are reduced where the ZeRO stage needs it; "
-            "leave it out"
+            "GradientAccumulationPlugin(sync_each_batch=True) cannot be honoured: gradients are"
+            " reduced where the ZeRO stage needs it; leave it out"
         )
     for handler in given.get("kwargs_handlers") or ():
-        if type(handler).__name__ in ("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "GradScalerKwargs"):
+        if type(handler).__name__ in (
+            "FP8RecipeKwargs",
+            "AORecipeKwargs",
+            "TERecipeKwargs",
+            "MSAMPRecipeKwargs",
+            "GradScalerKwargs",
+        ):
             raise InputError(
-                f"{type(handler).__name__} cannot be honoured: precision and loss scale are the engine's; write "
-                '{"fp16": {"enabled": true, ...}} in plait_config='
+                f"{type(handler).__name__} cannot be honoured: precision and loss scale are the"
+                ' engine\'s; write {"fp16": {"enabled": true, ...}} in plait_config='
             )

@@ -1,7 +1,9 @@
-"""`TrainerMixin`: a Trainer of Transformers, or a subclass, whose model, step, evaluation and checkpoints are Plait's.
+"""`TrainerMixin`: a Trainer of Transformers, or a subclass, whose model, step, evaluation and
+checkpoints are Plait's.
 
-The Trainer keeps its loop, its data sets, its schedule, its logging and its callbacks. What it asks about processes it asks of
-`hf.accelerator`; a micro-batch and the end of a step are the engine's; nothing is wrapped, so `trainer.model` is the user's own object.
+The Trainer keeps its loop, its data sets, its schedule, its logging and its callbacks. What it asks
+about processes it asks of `hf.accelerator`; a micro-batch and the end of a step are the engine's;
+nothing is wrapped, so `trainer.model` is the user's own object.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ from plait.hf.arguments import fsdp_config_of, reroute
 from plait.hf.batches import EpochOrder, Rounds, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
 from plait.hf.fields import examined
-from plait.hf.generation import answering, check_settings, generated, generates, has_encoder, problems_of, whole_parameters
+from plait.hf.generation import (
+    answering,
+    check_settings,
+    generated,
+    generates,
+    has_encoder,
+    problems_of,
+    whole_parameters,
+)
 from plait.hf.optimizer import EngineOptimizer
 from plait.hf.overridden import cautions_about_loss, reads
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
@@ -54,7 +64,9 @@ if has_supported_trainer():
 
 
 class TrainerMixin(CheckpointMixin):
-    """Stands before a Trainer: `class Mine(TrainerMixin, SomeTrainer)`, or `plait.hf.wrap(SomeTrainer)`."""
+    """Stands before a Trainer: `class Mine(TrainerMixin, SomeTrainer)`, or
+    `plait.hf.wrap(SomeTrainer)`.
+    """
 
     trains_with_plait = True
     optimizer: Any
@@ -63,8 +75,10 @@ class TrainerMixin(CheckpointMixin):
     gather_function: Any
 
     def __init__(self, *args: Any, plait_config: ConfigSource | None = None, **kwargs: Any) -> None:
-        """As the Trainer's. `plait_config`: a path to JSON or YAML, a mapping or a Config; else that of the arguments, else data
-        parallelism over all processes. Raises ConfigError for arguments and settings that cannot be right together."""
+        """As the Trainer's. `plait_config`: a path to JSON or YAML, a mapping or a Config; else
+        that of the arguments, else data parallelism over all processes. Raises ConfigError for
+        arguments and settings that cannot be right together.
+        """
         require_supported_trainer()
         _refuse_other_trainers(type(self))
         self._plait_source = plait_config
@@ -78,10 +92,10 @@ class TrainerMixin(CheckpointMixin):
         self._body: Callable[[Any, Any], Any] | None = None
         super().__init__(*args, **kwargs)
 
-    # ---- configuration --------------------------------------------------------------------------------------------------------------
-
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's accelerator, with the layout's ranks as its processes. What cannot be right is refused here."""
+        """The Trainer's accelerator, with the layout's ranks as its processes. What cannot be right
+        is refused here.
+        """
         given = {
             "the Trainer's plait_config=": self._plait_source,
             "TrainingArguments.plait_config": getattr(self.args, "plait_config", None),
@@ -90,22 +104,43 @@ class TrainerMixin(CheckpointMixin):
         }
         named = [name for name, source in given.items() if source]
         if len(named) > 1:
-            raise ConfigError(Problem(named[0], None, f"{named[1]} is given too, and both describe the run", "give one of them"))
+            raise ConfigError(
+                Problem(
+                    named[0],
+                    None,
+                    f"{named[1]} is given too, and both describe the run",
+                    "give one of them",
+                )
+            )
         hidden = getattr(getattr(self.model, "config", None), "hidden_size", None)
         here = place()
         source = given[named[0]] if named else None
-        self.plait_config, self._resolved = settings_of(source, self.args, world_size=here.world_size, hidden_size=hidden)
+        self.plait_config, self._resolved = settings_of(
+            source, self.args, world_size=here.world_size, hidden_size=hidden
+        )
         problems, notes = examined(self.args, self._resolved.layout)
         if _trl_classes(type(self)) and self._resolved.layout.pp > 1:
-            rule = "TRL computes losses and metrics from the head's weight, outside of the model's own forward, which no stage can run"
-            problems.append(Problem("parallel.pp", self._resolved.layout.pp, rule, "use 1, or plait.hf.Trainer on the prepared data"))
+            rule = (
+                "TRL computes losses and metrics from the head's weight, outside of the model's own"
+                " forward, which no stage can run"
+            )
+            problems.append(
+                Problem(
+                    "parallel.pp",
+                    self._resolved.layout.pp,
+                    rule,
+                    "use 1, or plait.hf.Trainer on the prepared data",
+                )
+            )
         refuse([*problems, *problems_of(self.model, self.args, self._resolved)])
         if here.rank == 0:
             for note in notes:
                 warn(note)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.accelerator = Accelerator.adopt(self.accelerator, self._resolved, rank=here.rank, seed=seed)
+        self.accelerator = Accelerator.adopt(
+            self.accelerator, self._resolved, rank=here.rank, seed=seed
+        )
         self.accelerator.backward_of = self._backward
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
@@ -135,13 +170,15 @@ class TrainerMixin(CheckpointMixin):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused."""
-        raise InputError("hyperparameter_search trains one model after another in one process group, which Plait has not been run with")
-
-    # ---- model and optimizer --------------------------------------------------------------------------------------------------------
+        raise InputError(
+            "hyperparameter_search trains one model after another in one process group, which Plait"
+            " has not been run with"
+        )
 
     def begin(self) -> Engine:
-        """The engine of `self.model`, made at the first call. Collective then. Raises ConfigError or ModelError for a model that the
-        configuration does not fit."""
+        """The engine of `self.model`, made at the first call. Collective then. Raises ConfigError
+        or ModelError for a model that the configuration does not fit.
+        """
         if self.engine is not None and owner_of(self.model) is self.engine.sharded:
             return self.engine
         if self.engine is not None:
@@ -149,8 +186,9 @@ class TrainerMixin(CheckpointMixin):
             self.engine = None
         if self._rows_of_sample > 1 and self.compute_metrics is not None:  # type: ignore[attr-defined]
             raise InputError(
-                "DPOTrainer(compute_metrics=...): an evaluation has two rows of logits for every pair, and has been run without them; "
-                "leave it out, rewards, margins and accuracies are logged"
+                "DPOTrainer(compute_metrics=...): an evaluation has two rows of logits for every"
+                " pair, and has been run without them; leave it out, rewards, margins and"
+                " accuracies are logged"
             )
         if generates(self.args) and not has_encoder(self.model):
             check_settings(self.model)
@@ -163,13 +201,19 @@ class TrainerMixin(CheckpointMixin):
         given = self.optimizer
         describes = self.plait_config.optimizer is not None
         if describes and given is not None:
-            raise InputError("the configuration has an `optimizer`, and the Trainer was given optimizers=; leave one of them out")
+            raise InputError(
+                "the configuration has an `optimizer`, and the Trainer was given optimizers=; leave"
+                " one of them out"
+            )
         optimizer: Any = None
         if not describes:
             optimizer = given if given is not None else lambda _: self.create_optimizer()
-        # An evaluation inside `model.disable_adapter()`, which freezes the adapters, may come before the training.
+        # An evaluation inside `model.disable_adapter()`, which freezes the adapters, may come
+        # before the training.
         with with_adapters_enabled(self.model):
-            self.engine = initialize(self.model, self._resolved, optimizer=optimizer, forward=self._forward)
+            self.engine = initialize(
+                self.model, self._resolved, optimizer=optimizer, forward=self._forward
+            )
         remedy = f"trainer.save_model(folder), or trainer.{FULL_WEIGHTS}"
         refuse_shards_as_weights(self.model, remedy=remedy, is_partial=self._resolved.layout.pp > 1)
         self.accelerator.engine = self.engine
@@ -187,12 +231,17 @@ class TrainerMixin(CheckpointMixin):
         finally:
             self._body = None
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> tuple[Any, Any]:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> tuple[Any, Any]:
         if getattr(self, "_created_lr_scheduler", False):
-            self.lr_scheduler, self._created_lr_scheduler = None, False
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
         engine = self.begin()
         if place().rank == 0:
-            for caution in cautions_about_loss(self, ranks=engine.dp_size, accumulation=self.args.gradient_accumulation_steps):
+            for caution in cautions_about_loss(
+                self, ranks=engine.dp_size, accumulation=self.args.gradient_accumulation_steps
+            ):
                 warn(caution)
         self.accelerator._optimizers.append(self.optimizer)
         self.accelerator._models.append(self.model)
@@ -214,15 +263,20 @@ class TrainerMixin(CheckpointMixin):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The configuration's, else the Trainer's."""
-        spec = schedule_of(self.plait_config, self.args, world_size=place().world_size, max_steps=num_training_steps)
+        spec = schedule_of(
+            self.plait_config,
+            self.args,
+            world_size=place().world_size,
+            max_steps=num_training_steps,
+        )
         if spec is None:
             return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
         if self.lr_scheduler is None:
-            self.lr_scheduler = build_scheduler(spec, optimizer or self.optimizer, total_steps=num_training_steps)
+            self.lr_scheduler = build_scheduler(
+                spec, optimizer or self.optimizer, total_steps=num_training_steps
+            )
             self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    # ---- data -----------------------------------------------------------------------------------------------------------------------
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         self.accelerator.evaluates = not is_training
@@ -238,37 +292,63 @@ class TrainerMixin(CheckpointMixin):
         script may make a loader on one rank only.
         """
         data = getattr(loader, "dataset", None)
-        if isinstance(plan_of(loader), Rounds) and not any(one is data for one in self._compared_data):
+        if isinstance(plan_of(loader), Rounds) and not any(
+            one is data for one in self._compared_data
+        ):
             self._compared_data.append(data)
-            workers, context = loader.num_workers, loader.multiprocessing_context
-            refuse_other_rows(data, device=self.accelerator.device, workers=workers, context=context)
+            workers = loader.num_workers
+            context = loader.multiprocessing_context
+            refuse_other_rows(
+                data, device=self.accelerator.device, workers=workers, context=context
+            )
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if has_length(self.train_dataset) and not len(self.train_dataset):  # type: ignore[attr-defined]
             raise InputError(
-                "train_dataset has 0 samples, and training needs 1 at least; look at the split, the filter and the path that it came from"
+                "train_dataset has 0 samples, and training needs 1 at least; look at the split, the"
+                " filter and the path that it came from"
             )
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(sampler, torch.utils.data.RandomSampler) or getattr(sampler, "generator", self) is not None:
+        if (
+            isinstance(sampler, torch.utils.data.RandomSampler)
+            or getattr(sampler, "generator", self) is not None
+        ):
             return sampler  # Accelerate gives the first an order of its own, and another one has it
         return EpochOrder(sampler, self.accelerator.seed)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of a step, over the data-parallel ranks."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * self._resolved.layout.dp)  # type: ignore[attr-defined]
+        per_rank: int = self._train_batch_size  # type: ignore[attr-defined]
+        return per_rank * args.gradient_accumulation_steps * self._resolved.layout.dp
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        resumes = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
-        skipped = kwargs["steps_trained_in_current_epoch"] if resumes and not self.args.ignore_data_skip else 0
-        self._plan, self._position = plan_of(kwargs["train_dataloader"]), skipped
+        resumes = (
+            kwargs["resume_from_checkpoint"] is not None
+            and kwargs["epoch"] == kwargs["epochs_trained"]
+        )
+        skipped = (
+            kwargs["steps_trained_in_current_epoch"]
+            if resumes and not self.args.ignore_data_skip
+            else 0
+        )
+        self._plan = plan_of(kwargs["train_dataloader"])
+        self._position = skipped
         self._epoch = kwargs["epoch"]
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of a step, and how many items all of them have. A stream that ends inside of a step ends with it; Transformers
-        would add those gradients to the next one's. Collective."""
+        """The micro-batches of a step, and how many items all of them have. A stream that ends
+        inside of a step ends with it; Transformers would add those gradients to the next one's.
+        Collective.
+        """
         self._batches = FilledStep(epoch_iterator)
-        with drawn_from("training", self.accelerator.seed, self._epoch, self._position, self.accelerator.process_index):
+        with drawn_from(
+            "training",
+            self.accelerator.seed,
+            self._epoch,
+            self._position,
+            self.accelerator.process_index,
+        ):
             return super().get_batch_samples(self._batches, *args, **kwargs)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -279,19 +359,28 @@ class TrainerMixin(CheckpointMixin):
                 super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        layout, accelerator = self._resolved.layout, self.accelerator
+        layout = self._resolved.layout
+        accelerator = self.accelerator
         if accelerator.evaluates_alone:
             with accelerator.own_counts():
                 return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
         filled = self._batches.filled
-        count, own = len(batch_samples) - filled, accelerator.process_index
-        self._step = step_of(self._plan, position=self._position, count=count, ranks=layout.dp, index=own, filled=filled)
+        count = len(batch_samples) - filled
+        own = accelerator.process_index
+        self._step = step_of(
+            self._plan,
+            position=self._position,
+            count=count,
+            ranks=layout.dp,
+            index=own,
+            filled=filled,
+        )
         self._position += count
         return super()._get_num_items_in_batch(counted(batch_samples, self._step), device)  # type: ignore[misc]
 
-    # ---- a step ---------------------------------------------------------------------------------------------------------------------
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         """Run forward and backward of a micro-batch. Collective.
 
         In a pipeline the last call of a step runs all of its micro-batches.
@@ -315,7 +404,8 @@ class TrainerMixin(CheckpointMixin):
 
         A nested call, as by `super().training_step`, belongs to the same micro-batch.
         """
-        engine, step = self.engine, self._step
+        engine = self.engine
+        step = self._step
         assert engine is not None and step is not None
         if step.inside:
             yield step
@@ -323,7 +413,8 @@ class TrainerMixin(CheckpointMixin):
         if step.begun == 0:
             engine.sharded.guard.recover()
         step.begun += 1
-        step.inside, step.counted = True, False
+        step.inside = True
+        step.counted = False
         index = step.begun - 1
         self._factor = step.factor(index, scaled=loss_is_scaled(self, items), ranks=engine.dp_size)
         try:
@@ -332,7 +423,10 @@ class TrainerMixin(CheckpointMixin):
                 return
             engine.set_gradient_accumulation_boundary(step.is_last)
             engine.sharded.before_microbatch(last=step.is_last)
-            with self.accelerator.counting(present=step.present[index] or None), engine.sharded.guard.running("forward"):
+            with (
+                self.accelerator.counting(present=step.present[index] or None),
+                engine.sharded.guard.running("forward"),
+            ):
                 yield step
         finally:
             step.inside = False
@@ -347,15 +441,21 @@ class TrainerMixin(CheckpointMixin):
         assert self.engine is not None
         self.engine.backward(loss * (self._factor * self.engine.gradient_accumulation_steps()))
 
-    def _pipeline_step(self, engine: Engine, step: Step, inputs: Any, items: Any, *, scaled: bool) -> torch.Tensor:
+    def _pipeline_step(
+        self, engine: Engine, step: Step, inputs: Any, items: Any, *, scaled: bool
+    ) -> torch.Tensor:
         step.held.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
         if not step.is_last:
             return torch.zeros((), device=engine.device)
         engine.train()
-        factors = [step.factor(index, scaled=scaled, ranks=engine.dp_size) for index in range(len(step.held))]
+        factors = [
+            step.factor(index, scaled=scaled, ranks=engine.dp_size)
+            for index in range(len(step.held))
+        ]
         if not scaled:
             factors = [factor / len(step.held) for factor in factors]
-        items = items.clamp(min=1) if isinstance(items, torch.Tensor) else items  # a step without a target: 0, not 0 / 0
+        # a step without a target: 0, not 0 / 0
+        items = items.clamp(min=1) if isinstance(items, torch.Tensor) else items
 
         def loss_of(model: Any, piece: Any) -> torch.Tensor:
             return self.compute_loss(model, dict(piece), num_items_in_batch=items)  # type: ignore[attr-defined]
@@ -372,50 +472,84 @@ class TrainerMixin(CheckpointMixin):
         return self.optimizer.new_norm() if grad_norm is None else grad_norm
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of this process's share of a micro-batch's computation, so that the sum over all processes is that of the step."""
+        """Of this process's share of a micro-batch's computation, so that the sum over all
+        processes is that of the step.
+        """
         layout = self._resolved.layout
         estimate = getattr(self.model, "estimate_tokens", None)
         tokens = estimate(inputs) if callable(estimate) else 0
         return int(self._flops_of_token * tokens * layout.dp / layout.world_size)
 
-    # ---- evaluation -----------------------------------------------------------------------------------------------------------------
-
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, with each sample once: a rank's loss is its own batch's, as in one process. Collective."""
+        """As the Trainer's, with each sample once: a rank's loss is its own batch's, as in one
+        process. Collective.
+        """
         engine = self.begin()
         self._refuse_split_rows(dataloader)
-        plan, before = plan_of(dataloader), (self._plan, self._position)
-        self._plan, self._position, self._seen = plan, 0, 0
-        self.gather_function = self._gather_samples if plan is not None else self.accelerator.gather_for_metrics
+        plan = plan_of(dataloader)
+        before = (self._plan, self._position)
+        self._plan = plan
+        self._position = 0
+        self._seen = 0
+        self.gather_function = (
+            self._gather_samples if plan is not None else self.accelerator.gather_for_metrics
+        )
         try:
-            with engine.evaluating(), drawn_from("evaluation", self.accelerator.seed, self.accelerator.process_index):
+            with (
+                engine.evaluating(),
+                drawn_from("evaluation", self.accelerator.seed, self.accelerator.process_index),
+            ):
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
-            self.model.eval()  # as Transformers leaves it: trainers ask it what their next log is about
+            # as Transformers leaves it: trainers ask it what their next log is about
+            self.model.eval()
         finally:
             self._plan, self._position = before
             self._count = None
             self.gather_function = self.accelerator.gather_for_metrics
         if plan is None or hasattr(plan, "batch_sampler"):
             return output
-        return output._replace(num_samples=int(self.accelerator.reduce(torch.tensor(self._seen, device=engine.device))))
+        return output._replace(
+            num_samples=int(self.accelerator.reduce(torch.tensor(self._seen, device=engine.device)))
+        )
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any) -> Any:
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """As the Trainer's; through a pipeline too, and then on all of its stages. Collective."""
         engine = self.begin()
         rows = (find_batch_size(inputs) or 0) // self._rows_of_sample
         present = None if self._plan is None else self._plan.present(self._position)
         own = present is None or self.accelerator.process_index < present
-        first = (self._position * self.accelerator.layout.dp + self.accelerator.process_index) * rows
+        first = (
+            self._position * self.accelerator.layout.dp + self.accelerator.process_index
+        ) * rows
         samples = None if self._plan is None else self._plan.samples(self._position)
         if samples is None:
             samples = rows
-        self._count, self._position = samples if own else 0, self._position + 1
+        self._count = samples if own else 0
+        self._position = self._position + 1
         self._seen += self._count
-        whole = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, **kwargs)  # type: ignore[misc]
+        whole = partial(
+            super().prediction_step,  # type: ignore[misc]
+            prediction_loss_only=prediction_loss_only,
+            ignore_keys=ignore_keys,
+            **kwargs,
+        )
         with ExitStack() as stack:
             if generates(self.args) and not prediction_loss_only and not has_encoder(self.model):
                 inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-                tokens = generated(engine, inputs, kwargs or getattr(self, "_gen_kwargs", {}), first=first, seed=self.args.seed)
+                tokens = generated(
+                    engine,
+                    inputs,
+                    kwargs or getattr(self, "_gen_kwargs", {}),
+                    first=first,
+                    seed=self.args.seed,
+                )
                 stack.enter_context(answering(self.model, tokens))
             elif generates(self.args) and not prediction_loss_only:
                 stack.enter_context(whole_parameters(engine))
@@ -457,9 +591,9 @@ def _as_micro_batch(method: Callable[..., torch.Tensor]) -> Callable[..., torch.
         assert self.engine is not None
         if self.engine.sharded.pipeline is not None and not reads(method, "training_step"):
             raise InputError(
-                f"{type(self).__name__}.training_step calls forward and backward itself, and with parallel.pp = "
-                f"{self.engine.mesh.layout.pp} each process has a part of the model; call super().training_step in it, or use "
-                "parallel.pp = 1"
+                f"{type(self).__name__}.training_step calls forward and backward itself, and with"
+                f" parallel.pp = {self.engine.mesh.layout.pp} each process has a part of the model;"
+                " call super().training_step in it, or use parallel.pp = 1"
             )
         with self._micro_batch(num_items_in_batch) as step:
             loss = method(self, model, inputs, num_items_in_batch, **kwargs)
@@ -475,7 +609,9 @@ def _trl_classes(kind: type) -> list[str]:
 
 
 def _refuse_other_trainers(kind: type) -> None:
-    """Raise InputError for a trainer of TRL that generates between steps, or that has not been run."""
+    """Raise InputError for a trainer of TRL that generates between steps, or that has not been
+    run.
+    """
     names = _trl_classes(kind)
     # The first one decides: GKDTrainer and GOLDTrainer are subclasses of SFTTrainer.
     if not names or names[0] in ("SFTTrainer", "DPOTrainer"):
@@ -494,8 +630,23 @@ def _refuse_other_trainers(kind: type) -> None:
 
 
 _GENERATE = (
-    *("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "PPOTrainer", "GMPOTrainer", "A2POTrainer"),
-    *("GKDTrainer", "GOLDTrainer", "MiniLLMTrainer", "DistillationTrainer", "ServerDistillationTrainer"),
+    *(
+        "GRPOTrainer",
+        "RLOOTrainer",
+        "OnlineDPOTrainer",
+        "NashMDTrainer",
+        "XPOTrainer",
+        "PPOTrainer",
+        "GMPOTrainer",
+        "A2POTrainer",
+    ),
+    *(
+        "GKDTrainer",
+        "GOLDTrainer",
+        "MiniLLMTrainer",
+        "DistillationTrainer",
+        "ServerDistillationTrainer",
+    ),
     *("SDFTTrainer", "SDPOTrainer", "IWOPDTrainer"),
 )
 """Trainers of TRL that sample from the model while they train."""

@@ -1,4 +1,6 @@
-"""The optimizer as the Trainer, its schedules and its callbacks see it: the engine's, whose step ends the engine's."""
+"""The optimizer as the Trainer, its schedules and its callbacks see it: the engine's, whose step
+ends the engine's.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self.engine.optimizer.state_dict()
 
     def new_norm(self) -> torch.Tensor:
-        """A tensor that `step` fills with the norm of the gradients before clipping; 0-dimensional."""
+        """A tensor that `step` fills with the norm of the gradients before clipping;
+        0-dimensional.
+        """
         self.norm = torch.zeros((), dtype=torch.float64)
         return self.norm
 

@@ -71,7 +71,11 @@ def cautions_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[
             "by it has to be multiplied by self.accelerator.num_processes. Otherwise it is "
             f"{ranks} times smaller than in one process"
         ]
-    if declared_scaling(trainer) is not None or not trainer.model_accepts_loss_kwargs or accumulation == 1:
+    if (
+        declared_scaling(trainer) is not None
+        or not trainer.model_accepts_loss_kwargs
+        or accumulation == 1
+    ):
         return []
     return [
         f"{name} does not read num_items_in_batch: as in Transformers, Plait assumes that its loss "

@@ -1,4 +1,6 @@
-"""The micro-batches of a Trainer's step: which are this rank's own, what their losses count, and their way through the engine."""
+"""The micro-batches of a Trainer's step: which are this rank's own, what their losses count, and
+their way through the engine.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +41,37 @@ class Step:
         return self.begun == len(self.own)
 
     def factor(self, index: int, *, scaled: bool, ranks: int) -> float:
-        """What the loss of a micro-batch is multiplied by. A loss that is `scaled` was divided by the items of the step; another one by the
-        step's micro-batches of this rank, though all ranks together may have fewer."""
+        """What the loss of a micro-batch is multiplied by. A loss that is `scaled` was divided by
+        the items of the step; another one by the step's micro-batches of this rank, though all
+        ranks together may have fewer.
+        """
         if not self.own[index]:
             return 0.0
         return 1.0 if scaled else len(self.own) * ranks / sum(self.present)
 
 
-def step_of(plan: Rounds | StreamPart | None, *, position: int, count: int, ranks: int, index: int, filled: int = 0) -> Step:
-    """The step of the `count` micro-batches of a loader from `position` on, and of `filled` more that are nobody's own."""
-    present = [plan.present(position + i) if plan is not None else ranks for i in range(count)] + [0] * filled
+def step_of(
+    plan: Rounds | StreamPart | None,
+    *,
+    position: int,
+    count: int,
+    ranks: int,
+    index: int,
+    filled: int = 0,
+) -> Step:
+    """The step of the `count` micro-batches of a loader from `position` on, and of `filled` more
+    that are nobody's own.
+    """
+    present = [plan.present(position + i) if plan is not None else ranks for i in range(count)] + [
+        0
+    ] * filled
     return Step(present, [index < some for some in present])
 
 
 class FilledStep(Iterator[Any]):
-    """A step's micro-batches of an iterator: where that ends inside of the step, its last one again for those that are missing."""
+    """A step's micro-batches of an iterator: where that ends inside of the step, its last one again
+    for those that are missing.
+    """
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -72,23 +90,38 @@ class FilledStep(Iterator[Any]):
 
 def counted(batches: list[Any], step: Step) -> list[Any]:
     """The micro-batches with no label in those that are another rank's, which it counts."""
-    return [batch if own else _unlabelled(batch) for batch, own in zip(batches, step.own, strict=True)]
+    return [
+        batch if own else _unlabelled(batch) for batch, own in zip(batches, step.own, strict=True)
+    ]
 
 
 def _unlabelled(batch: Any) -> Any:
     if not isinstance(batch, Mapping):
         return batch
-    blank = {name: torch.full_like(batch[name], IGNORED) for name in _LABELS if isinstance(batch.get(name), torch.Tensor)}
+    blank = {
+        name: torch.full_like(batch[name], IGNORED)
+        for name in _LABELS
+        if isinstance(batch.get(name), torch.Tensor)
+    }
     return {**batch, **blank}
 
 
 def run_pipeline(
-    engine: Engine, pieces: list[Any], factors: list[float], loss_of: Callable[[Any, Any], torch.Tensor], run: Callable[..., Any]
+    engine: Engine,
+    pieces: list[Any],
+    factors: list[float],
+    loss_of: Callable[[Any, Any], torch.Tensor],
+    run: Callable[..., Any],
 ) -> torch.Tensor:
-    """Forward and backward of a step through the pipeline. `run(body, call)` calls `call` while the model's forward is `body`. Returns the
-    sum of the losses times their factors, the same on every stage; 0-dimensional. Collective."""
+    """Forward and backward of a step through the pipeline. `run(body, call)` calls `call` while the
+    model's forward is `body`. Returns the sum of the losses times their factors, the same on every
+    stage; 0-dimensional. Collective.
+    """
     count = engine.config.batch.accumulation
-    pieces = [engine.sharded.prepared(piece) for piece in [*pieces, *(dict(pieces[-1]) for _ in range(count - len(pieces)))]]
+    pieces = [
+        engine.sharded.prepared(piece)
+        for piece in [*pieces, *(dict(pieces[-1]) for _ in range(count - len(pieces)))]
+    ]
     factors = [*factors, *[0.0] * (count - len(factors))]
     factor_of = {id(piece): factor for piece, factor in zip(pieces, factors, strict=True)}
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -113,15 +146,23 @@ def _as_it_is(loss: Any, piece: Any) -> tuple[torch.Tensor, int]:
 
 
 def from_output_stage(engine: Engine, value: Any) -> Any:
-    """Nested tuples, lists and mappings of tensors of the stage that has the output, on all stages. Collective over the pipeline."""
+    """Nested tuples, lists and mappings of tensors of the stage that has the output, on all stages.
+    Collective over the pipeline.
+    """
     group = engine.mesh.group("pp")
     if group is None or engine.sharded.pipeline is None:
         return value
     tensors: list[torch.Tensor] = []
-    structure, facts = engine.from_output_stage(_taken_apart(value, tensors) if engine.sharded.holds_output else None)
+    structure, facts = engine.from_output_stage(
+        _taken_apart(value, tensors) if engine.sharded.holds_output else None
+    )
     received = []
     for index, (shape, dtype) in enumerate(facts):
-        tensor = tensors[index].contiguous() if tensors else torch.empty(shape, dtype=dtype, device=engine.device)
+        tensor = (
+            tensors[index].contiguous()
+            if tensors
+            else torch.empty(shape, dtype=dtype, device=engine.device)
+        )
         dist.broadcast(tensor, group=group, group_src=engine.sharded.pipeline.output_rank)
         received.append(tensor)
     return _put_together(structure, received)
@@ -138,7 +179,11 @@ def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[Any
             tensors.append(one.detach())
             return _Place(len(tensors) - 1)
         if isinstance(one, tuple | list):
-            return type(one)(apart(entry) for entry in one) if not hasattr(one, "_fields") else tuple(apart(entry) for entry in one)
+            return (
+                type(one)(apart(entry) for entry in one)
+                if not hasattr(one, "_fields")
+                else tuple(apart(entry) for entry in one)
+            )
         if isinstance(one, Mapping):
             return {key: apart(entry) for key, entry in one.items()}
         return one

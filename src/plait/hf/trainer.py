@@ -19,9 +19,15 @@ class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):
 
 
 def wrap(trainer: type[Any]) -> type[Any]:
-    """A class like `trainer`, a subclass of `transformers.Trainer`, on Plait. Raises InputError for any other."""
+    """A class like `trainer`, a subclass of `transformers.Trainer`, on Plait. Raises InputError for
+    any other.
+    """
     if not (isinstance(trainer, type) and issubclass(trainer, transformers.Trainer)):
         raise InputError(f"plait.hf.wrap takes a subclass of transformers.Trainer, not {trainer!r}")
     if issubclass(trainer, TrainerMixin):
         return trainer
-    return type(trainer.__name__, (TrainerMixin, trainer), {"__doc__": trainer.__doc__, "__module__": trainer.__module__})
+    return type(
+        trainer.__name__,
+        (TrainerMixin, trainer),
+        {"__doc__": trainer.__doc__, "__module__": trainer.__module__},
+    )

@@ -1,7 +1,8 @@
-"""What the releases of Transformers name differently in the Trainer, asked from the one that is installed.
+"""What the releases of Transformers name differently in the Trainer, asked from the one that is
+installed.
 
-The Trainer of Plait runs on Transformers 5.17 and newer. Everything that depends on the release is decided here, by what
-exists, and falls back to what Transformers itself did in that release.
+The Trainer of Plait runs on Transformers 5.17 and newer. Everything that depends on the release is
+decided here, by what exists, and falls back to what Transformers itself did in that release.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from plait.errors import InputError
 OLDEST_TRAINER = "5.17.0"
 """Oldest release of Transformers whose Trainer was run on Plait."""
 RECOMPUTE_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
-"""Fields of `TrainingArguments` that ask for recomputation. The first exists since Transformers 5.23."""
+"""Fields of `TrainingArguments` that ask for recomputation. The first exists since Transformers
+5.23.
+"""
 
 
 def has_supported_trainer() -> bool:
@@ -36,9 +39,9 @@ def require_supported_trainer() -> None:
     """
     if not has_supported_trainer():
         raise InputError(
-            f"plait.hf.Trainer: Transformers {version('transformers')} is installed, and Plait overrides methods of the "
-            f"Trainer as {OLDEST_TRAINER} and newer have them; run pip install 'transformers>={OLDEST_TRAINER}', or train with "
-            "plait.initialize"
+            f"plait.hf.Trainer: Transformers {version('transformers')} is installed, and Plait"
+            f" overrides methods of the Trainer as {OLDEST_TRAINER} and newer have them; run pip"
+            f" install 'transformers>={OLDEST_TRAINER}', or train with plait.initialize"
         )
 
 
@@ -88,9 +91,12 @@ def declared_scaling(trainer: Any) -> bool | None:
 def loss_is_scaled(trainer: Any, items: Any) -> bool:
     """Return whether `compute_loss` divides by the items of a step. If not, `training_step` does.
 
-    Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do where it is None.
+    Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do
+    where it is None.
     """
     declared = declared_scaling(trainer)
     if declared is not None:
         return bool(declared)
-    return (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
+    return (
+        trainer.model_accepts_loss_kwargs and items is not None
+    ) or trainer.compute_loss_func is not None

@@ -45,7 +45,9 @@ def bandwidth_bound(account: Account, gpu: Device) -> BandwidthBound:
 
 
 def devices_of(gpu: Device, count: int | None) -> Devices:
-    """Return a machine with `count` such devices, or as many as it usually has, that are all free."""
+    """Return a machine with `count` such devices, or as many as it usually has, that are all
+    free.
+    """
     count = count or int(only(gpu.devices_per_node))
     return Devices(
         on_gpu=not bool(gpu.on_cpu),

@@ -11,12 +11,16 @@ from typing import Any
 
 
 class DaemonThreads(Executor):
-    """Runs calls on `count` threads. Those of a ThreadPoolExecutor are waited for at the end of the process, also one in a read of a disk
-    that does not answer."""
+    """Runs calls on `count` threads. Those of a ThreadPoolExecutor are waited for at the end of the
+    process, also one in a read of a disk that does not answer.
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads = [Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(count)]
+        self._threads = [
+            Thread(target=self._run, name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -27,7 +31,9 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads when they have done what was submitted, or, with `cancel_futures`, what they are at."""
+        """End the threads when they have done what was submitted, or, with `cancel_futures`, what
+        they are at.
+        """
         while cancel_futures:
             try:
                 call = self._calls.get_nowait()

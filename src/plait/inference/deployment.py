@@ -1,6 +1,8 @@
-"""How a model is put on the devices of this machine: a layout of several that hold it, or one that its weights are streamed to.
+"""How a model is put on the devices of this machine: a layout of several that hold it, or one that
+its weights are streamed to.
 
-`plait generate` runs what is decided here, and `plait plan infer` prints it: there is no other rule.
+`plait generate` runs what is decided here, and `plait plan infer` prints it: there is no other
+rule.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class Account:
     cache: int
     """Keys and values of all requests at once."""
     activations: int = 0
-    """0 where they have the part of the memory that a placement leaves free (`placement.WORKSPACE`)."""
+    """0 where they have the part of the memory that a placement leaves free
+    (`placement.WORKSPACE`).
+    """
     slots: int = 0
     """Of the places that streamed layers compute in."""
     on_host: int = 0
@@ -75,7 +79,9 @@ class Account:
     cache_on_host: int = 0
     """Pinned host memory for keys and values, of which `cache` has the layers that compute."""
     cache_copied: int = 0
-    """Keys and values that a token brings from there, and takes back, at the end of the longest request."""
+    """Keys and values that a token brings from there, and takes back, at the end of the longest
+    request.
+    """
     in_files: int = 0
     """Weights that are read from files."""
 
@@ -108,13 +114,20 @@ class Deployment:
 
 def devices_here() -> Devices:
     """Those of this machine, as they are now."""
-    on_gpu, free = bool(device_count()), free_host_bytes()
-    return Devices(on_gpu, default_processes(), _free(on_gpu), UNKNOWN if free is None else int(ROOM * free))
+    on_gpu = bool(device_count())
+    free = free_host_bytes()
+    return Devices(
+        on_gpu, default_processes(), _free(on_gpu), UNKNOWN if free is None else int(ROOM * free)
+    )
 
 
-def deploy(work: Work, *, tp: int | None, pp: int | None, devices: int | None, on: Devices | None = None) -> Deployment:
-    """On as few devices as hold the model, at most `devices` (all); streamed to one where all of them do not, and nothing was chosen (`tp`,
-    `pp`, `devices`). `on`: other devices than this machine's. Raises InputError, with the numbers, where it cannot be."""
+def deploy(
+    work: Work, *, tp: int | None, pp: int | None, devices: int | None, on: Devices | None = None
+) -> Deployment:
+    """On as few devices as hold the model, at most `devices` (all); streamed to one where all of
+    them do not, and nothing was chosen (`tp`, `pp`, `devices`). `on`: other devices than this
+    machine's. Raises InputError, with the numbers, where it cannot be.
+    """
     on = on or devices_here()
     _check_offloaded(work, on)
     try:
@@ -126,15 +139,28 @@ def deploy(work: Work, *, tp: int | None, pp: int | None, devices: int | None, o
         return replace(found, why=f"no layout of the devices here holds it: {found.why}")
 
 
-def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: int | None = None, on: Devices | None = None) -> Deployment:
-    """On one device, within budgets in bytes; None is what is free. Raises InputError, with the numbers, where they are too small."""
+def deploy_streamed(
+    work: Work,
+    *,
+    gpu_budget: int | None = None,
+    cpu_budget: int | None = None,
+    on: Devices | None = None,
+) -> Deployment:
+    """On one device, within budgets in bytes; None is what is free. Raises InputError, with the
+    numbers, where they are too small.
+    """
     on = on or devices_here()
     _check_offloaded(work, on)
     if gpu_budget is not None and not on.on_gpu:
-        raise InputError("--gpu-budget: no GPU is visible here; give --cpu-budget, to compute on the CPU within it")
-    itemsize, tokens = compute_dtype(work.model).itemsize, work.tokens * work.requests
+        raise InputError(
+            "--gpu-budget: no GPU is visible here; give --cpu-budget, to compute on the CPU"
+            " within it"
+        )
+    itemsize = compute_dtype(work.model).itemsize
+    tokens = work.tokens * work.requests
     config = getattr(work.model, "config", None)
-    keeps, asked = kept_of(work.model), Asked(work.requests, work.tokens, itemsize)
+    keeps = kept_of(work.model)
+    asked = Asked(work.requests, work.tokens, itemsize)
     cache = cache_bytes(keeps, asked)
     activations = activation_bytes(config, tokens=tokens, requests=work.requests, itemsize=itemsize)
     activations += growing_bytes(keeps, asked)
@@ -144,13 +170,17 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     kept = copied = 0
     if work.offload_cache:
         waiting = offloaded_cache(keeps, asked)
-        cache, kept, copied = waiting.device, waiting.pinned, waiting.copied
+        cache = waiting.device
+        kept = waiting.pinned
+        copied = waiting.copied
         host = _left(host, kept)
     budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:
         budget = int((1 - WORKSPACE) * on.memory_bytes)
     stored, written = tensors_to_stream(work.source, work.model)
-    found = plan(work.model, stored, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host)
+    found = plan(
+        work.model, stored, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host
+    )
     way = f"{len(found.streamed)} layers ({format_bytes(found.streamed_bytes)}) are "
     if not found.streamed:
         way = "all of them fit"
@@ -161,8 +191,9 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     if written and found.streamed:
         way += f" (written to new files first: {written})"
     why = (
-        f"{format_bytes(found.resident_bytes)} of weights stay {'on the GPU' if on.on_gpu else 'in memory'}, {way}; "
-        f"{format_bytes(cache + activations)} for keys, values and activations{_on_host(kept)}{_guessed(keeps)}"
+        f"{format_bytes(found.resident_bytes)} of weights stay"
+        f" {'on the GPU' if on.on_gpu else 'in memory'}, {way}; {format_bytes(cache + activations)}"
+        f" for keys, values and activations{_on_host(kept)}{_guessed(keeps)}"
     )
     account = Account(
         memory=budget,
@@ -186,7 +217,9 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     )
 
 
-def deploy_in_budget(work: Work, *, gpu_budget: int | None = None, cpu_budget: int | None = None) -> tuple[Deployment, int]:
+def deploy_in_budget(
+    work: Work, *, gpu_budget: int | None = None, cpu_budget: int | None = None
+) -> tuple[Deployment, int]:
     """Choose how many requests are answered at once within a budget, at most `work.requests`.
 
     Args:
@@ -203,48 +236,74 @@ def deploy_in_budget(work: Work, *, gpu_budget: int | None = None, cpu_budget: i
     requests = work.requests
     while True:
         try:
-            return deploy_streamed(replace(work, requests=requests), gpu_budget=gpu_budget, cpu_budget=cpu_budget), requests
+            return (
+                deploy_streamed(
+                    replace(work, requests=requests), gpu_budget=gpu_budget, cpu_budget=cpu_budget
+                ),
+                requests,
+            )
         except BudgetTooSmall:
             if requests == 1:
                 raise
             requests //= 2
 
 
-def _placed(work: Work, on: Devices, *, tp: int | None, pp: int | None, devices: int | None) -> Deployment:
+def _placed(
+    work: Work, on: Devices, *, tp: int | None, pp: int | None, devices: int | None
+) -> Deployment:
     here = devices or on.count
-    if not on.on_gpu and devices is None:  # processes of one machine share its memory, so more of them hold no more
+    # processes of one machine share its memory, so more of them hold no more
+    if not on.on_gpu and devices is None:
         here = (tp or 1) * (pp or 1)
     memory = on.memory_bytes if on.on_gpu else on.memory_bytes // here
-    needs, kept, copied = needs_of(work.model, requests=work.requests, tokens=work.tokens), 0, 0
+    needs = needs_of(work.model, requests=work.requests, tokens=work.tokens)
+    kept = 0
+    copied = 0
     asked = Asked(work.requests, work.tokens, compute_dtype(work.model).itemsize)
     keeps = kept_of(work.model)
     if work.offload_cache:
         needs = replace(needs, cache=lambda tp, pp: offloaded_cache(keeps, asked, tp=tp).device)
     placed = place_model(needs, machines=1, per_machine=here, device_bytes=memory, tp=tp, pp=pp)
     if placed.pp > 1 and work.offload_cache:
-        raise InputError(f"--offload-cache: the model takes {placed.pp} pipeline stages, which cannot bring next layers; leave it out")
+        raise InputError(
+            f"--offload-cache: the model takes {placed.pp} pipeline stages, which cannot bring next"
+            " layers; leave it out"
+        )
     if work.offload_cache:
         waiting = offloaded_cache(keeps, asked, tp=placed.tp)
-        kept, copied = placed.tp * waiting.pinned, waiting.copied
+        kept = placed.tp * waiting.pinned
+        copied = waiting.copied
         _left(on.host_bytes, kept)
     each = " on each" if placed.devices > 1 else ""
-    why = f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each}; {placed.why}"
+    why = (
+        f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each};"
+        f" {placed.why}"
+    )
     why += f"{_on_host(kept)}{_guessed(keeps)}"
-    account = Account(int(memory * (1 - WORKSPACE)), placed.weight_bytes, placed.cache_bytes, cache_on_host=kept, cache_copied=copied)
+    account = Account(
+        int(memory * (1 - WORKSPACE)),
+        placed.weight_bytes,
+        placed.cache_bytes,
+        cache_on_host=kept,
+        cache_copied=copied,
+    )
     return Deployment(why, placed.tp, placed.pp, account=account)
 
 
 def _check_offloaded(work: Work, on: Devices) -> None:
     if work.offload_cache and not on.on_gpu:
-        raise InputError("--offload-cache: on the CPU keys and values are in host memory already; leave it out")
+        raise InputError(
+            "--offload-cache: on the CPU keys and values are in host memory already; leave it out"
+        )
 
 
 def _left(host_bytes: int, kept: int) -> int:
     """Of host memory, beside keys and values. Raises InputError where they do not fit."""
     if kept > host_bytes:
         raise InputError(
-            f"--offload-cache: keys and values take {format_bytes(kept)} of pinned host memory, and {format_bytes(host_bytes)} may be "
-            "used; ask for fewer tokens or requests at once, or give a larger --cpu-budget"
+            f"--offload-cache: keys and values take {format_bytes(kept)} of pinned host memory, and"
+            f" {format_bytes(host_bytes)} may be used; ask for fewer tokens or requests at once, or"
+            " give a larger --cpu-budget"
         )
     return host_bytes - kept
 
@@ -259,7 +318,10 @@ def _guessed(keeps: Kept) -> str:
     counted = "by the heads of the configuration, and may take more"
     if not keeps.layers:
         counted = "not at all, as the configuration says no heads"
-    return f"; keys and values are counted {counted}: the model could not be run without weights ({keeps.guessed})"
+    return (
+        f"; keys and values are counted {counted}: the model could not be run without weights"
+        f" ({keeps.guessed})"
+    )
 
 
 def _free(on_gpu: bool) -> int:

@@ -1,4 +1,6 @@
-"""A model for inference on the processes that there are: its layout, its weights, and no optimizer."""
+"""A model for inference on the processes that there are: its layout, its weights, and no
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -32,30 +34,57 @@ class Weights(Protocol):
 
 
 def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
-    """What a model of Transformers, on meta, needs for `requests` requests of `tokens` tokens. Raises InputError for a configuration that
-    does not say its heads and layers."""
+    """What a model of Transformers, on meta, needs for `requests` requests of `tokens` tokens.
+    Raises InputError for a configuration that does not say its heads and layers.
+    """
     full: Any = model.config
     config = full.get_text_config(decoder=True)
-    heads, layers = largest_of_layers(config, "num_attention_heads"), getattr(config, "num_hidden_layers", None)
+    heads = largest_of_layers(config, "num_attention_heads")
+    layers = getattr(config, "num_hidden_layers", None)
     if not heads or not layers:
-        raise InputError(f"{type(model).__name__}: its configuration does not say num_attention_heads and num_hidden_layers")
+        raise InputError(
+            f"{type(model).__name__}: its configuration does not say num_attention_heads and"
+            " num_hidden_layers"
+        )
     shared = min(sizes_of_layers(config, "num_key_value_heads"), default=heads)
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     split = sum(size for name, size in sizes.items() if model.get_parameter(name).ndim > 1)
-    kept, asked = kept_of(model), Asked(requests, tokens, compute_dtype(model).itemsize)
-    return Needs(sum(sizes.values()), split, lambda tp, pp: cache_bytes(kept, asked, tp=tp, pp=pp), heads, shared, layers)
+    kept = kept_of(model)
+    asked = Asked(requests, tokens, compute_dtype(model).itemsize)
+    return Needs(
+        sum(sizes.values()),
+        split,
+        lambda tp, pp: cache_bytes(kept, asked, tp=tp, pp=pp),
+        heads,
+        shared,
+        layers,
+    )
 
 
 @leaving_no_group()
-def load_model(source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None) -> ShardedModel:
-    """Load the model on tp x pp processes, each with its own slices of the weights, for `generate`. Collective."""
+def load_model(
+    source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype | None = None
+) -> ShardedModel:
+    """Load the model on tp x pp processes, each with its own slices of the weights, for `generate`.
+    Collective.
+    """
     model = source.model(dtype)
     here = place()
     if here.world_size != tp * pp:
-        raise InputError(f"tp = {tp} x pp = {pp} are {tp * pp} processes, and {here.world_size} were started")
+        raise InputError(
+            f"tp = {tp} x pp = {pp} are {tp * pp} processes, and {here.world_size} were started"
+        )
     parallel = {"tp": tp, "pp": pp, **({"sequence_parallel": False} if tp > 1 else {})}
-    settings = load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, "parallel": parallel})
-    resolved = resolve(settings, world_size=here.world_size, hidden_size=getattr(model.config, "hidden_size", None))
+    settings = load(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 0},
+            "parallel": parallel,
+        }
+    )
+    resolved = resolve(
+        settings, world_size=here.world_size, hidden_size=getattr(model.config, "hidden_size", None)
+    )
     checked = checked_model(model, resolved)
     mesh, parts, _ = shard(checked, weights=on_huge_pages(source.filler()))
     model.requires_grad_(False)
@@ -65,7 +94,9 @@ def load_model(source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype |
 def on_huge_pages(fill: Filler) -> Filler:
     """The same, into memory that a token's products read faster."""
 
-    def filler(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
+    def filler(
+        model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]
+    ) -> None:
         move_parameters(model)
         fill(model, whole=whole, filled=filled)
 

@@ -33,14 +33,26 @@ def read_prompts(path: Path) -> list[Line]:
     try:
         text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
-        raise InputError(f"--prompts {path}: {error.strerror}; name a readable JSONL file") from None
+        raise InputError(
+            f"--prompts {path}: {error.strerror}; name a readable JSONL file"
+        ) from None
     except UnicodeDecodeError as error:
-        before, byte = error.object[: error.start].split(b"\n"), error.object[error.start]
+        before = error.object[: error.start].split(b"\n")
+        byte = error.object[error.start]
         where = f"--prompts {path}, line {len(before)}: byte {len(before[-1]) + 1}"
-        raise InputError(f"{where} is {byte:#04x}, which is no UTF-8; save the file as UTF-8") from None
-    found = [_line(row, f"--prompts {path}, line {number}") for number, row in enumerate(text.split("\n"), 1) if row.strip()]
+        raise InputError(
+            f"{where} is {byte:#04x}, which is no UTF-8; save the file as UTF-8"
+        ) from None
+    found = [
+        _line(row, f"--prompts {path}, line {number}")
+        for number, row in enumerate(text.split("\n"), 1)
+        if row.strip()
+    ]
     if not found:
-        raise InputError(f'--prompts {path}: has no line; write one JSON object a line, such as {{"prompt": "Once"}}')
+        raise InputError(
+            f'--prompts {path}: has no line; write one JSON object a line, such as {{"prompt":'
+            ' "Once"}'
+        )
     return found
 
 
@@ -56,30 +68,49 @@ def _line(row: str, where: str) -> Line:
     if not isinstance(fields, dict) or len(given := [key for key in KEYS if key in fields]) != 1:
         raise InputError(f"{where}: needs exactly one of {', '.join(KEYS)}")
     if taken := [key for key in ADDED if key in fields]:
-        raise InputError(f"{where}: has {taken[0]}, which the answer's would replace in --out; give it another name")
-    prompt, key = fields[given[0]], given[0]
+        raise InputError(
+            f"{where}: has {taken[0]}, which the answer's would replace in --out; give it another"
+            " name"
+        )
+    prompt = fields[given[0]]
+    key = given[0]
     right = {
         "prompt": isinstance(prompt, str),
-        "token_ids": isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt),
+        "token_ids": (
+            isinstance(prompt, list)
+            and bool(prompt)
+            and all(type(token) is int and token >= 0 for token in prompt)
+        ),
         "messages": isinstance(prompt, list) and bool(prompt) and all(map(is_turn, prompt)),
     }[key]
     if not right:
-        kind = {"prompt": "a text", "token_ids": "a list of token ids", "messages": "a list of objects with role and content"}[key]
+        kind = {
+            "prompt": "a text",
+            "token_ids": "a list of token ids",
+            "messages": "a list of objects with role and content",
+        }[key]
         raise InputError(f"{where}: {key} must be {kind}, not {json.dumps(prompt)[:60]}")
     if (half := half_of_a_character(json.dumps(fields, ensure_ascii=False))) is not None:
-        raise InputError(f"{where}: holds {half}, half of a character (a lone surrogate); correct the line")
+        raise InputError(
+            f"{where}: holds {half}, half of a character (a lone surrogate); correct the line"
+        )
     if key == "messages":
         prompt = _with_template(prompt, fields, where)
     return Line(prompt, fields, where)
 
 
 def _with_template(messages: Any, fields: dict[str, Any], where: str) -> Any:
-    """Return a conversation with the tools and the settings that its line gives to the chat template."""
-    tools, settings = fields.get("tools") or [], fields.get("chat_template_kwargs") or {}
+    """Return a conversation with the tools and the settings that its line gives to the chat
+    template.
+    """
+    tools = fields.get("tools") or []
+    settings = fields.get("chat_template_kwargs") or {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InputError(f"{where}: tools must be a list of objects (JSON schemas of functions)")
     if not isinstance(settings, dict):
-        raise InputError(f"{where}: chat_template_kwargs must be an object with settings of the template")
+        raise InputError(
+            f"{where}: chat_template_kwargs must be an object with settings of the template"
+        )
     return Conversation(messages, tools, settings) if tools or settings else messages
 
 

@@ -1,8 +1,11 @@
-"""Rotary embeddings whose frequencies follow the length of the input (RoPE types `dynamic` and `longrope`), and batches of their requests.
+"""Rotary embeddings whose frequencies follow the length of the input (RoPE types `dynamic` and
+`longrope`), and batches of their requests.
 
-Transformers takes one set of frequencies for all of a forward, by its longest row. Up to the original length they are the same for every
-input. Past it `longrope` has a second set, and generation reads a request anew when it gets there, since keys of both do not go together.
-`dynamic` has other ones for every length; keys that are kept stay as they are, and a module remembers the longest input it has seen.
+Transformers takes one set of frequencies for all of a forward, by its longest row. Up to the
+original length they are the same for every input. Past it `longrope` has a second set, and
+generation reads a request anew when it gets there, since keys of both do not go together. `dynamic`
+has other ones for every length; keys that are kept stay as they are, and a module remembers the
+longest input it has seen.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from torch import nn
 
 from plait.errors import InputError
 
-LONGROPE, DYNAMIC = "longrope", "dynamic"
+LONGROPE = "longrope"
+DYNAMIC = "dynamic"
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class RopeByLength:
         return self.kind == LONGROPE
 
     def remembers(self, longest: int) -> bool:
-        """Whether a forward of so many tokens may use frequencies that an earlier, longer one left; one of a single token clears them."""
+        """Whether a forward of so many tokens may use frequencies that an earlier, longer one left;
+        one of a single token clears them.
+        """
         return self.kind != LONGROPE and longest >= self.original
 
 
@@ -65,12 +71,17 @@ def rope_of_config(config: Any) -> RopeByLength | None:
         return None
     kinds = sorted({kind for kind, _ in found})
     several = len(found) > 1
-    return RopeByLength(f"several ({' and '.join(kinds)})" if several else kinds[0], min(original for _, original in found))
+    return RopeByLength(
+        f"several ({' and '.join(kinds)})" if several else kinds[0],
+        min(original for _, original in found),
+    )
 
 
 def groups(rope: RopeByLength | None, lengths: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Indices of requests that may be in one batch, so that each has the frequencies that it has alone. `lengths`: of each the tokens of
-    its prompt, and the tokens that the model sees of it at most."""
+    """Indices of requests that may be in one batch, so that each has the frequencies that it has
+    alone. `lengths`: of each the tokens of its prompt, and the tokens that the model sees of it at
+    most.
+    """
     found: dict[int, list[int]] = {}
     for index, (prompt, most) in enumerate(lengths):
         if rope is None or most <= rope.original:
@@ -84,9 +95,12 @@ def groups(rope: RopeByLength | None, lengths: Iterable[tuple[int, int]]) -> lis
 
 
 def refuse_past(rope: RopeByLength | None, tokens: int, what: str, remedy: str) -> None:
-    """Raise InputError where so many tokens are past the original length. `what`: which cannot do that."""
+    """Raise InputError where so many tokens are past the original length. `what`: which cannot do
+    that.
+    """
     if rope is not None and tokens > rope.original:
         raise InputError(
-            f"{what}: the frequencies of the model's rotary embedding (RoPE type {rope.kind}) follow the length of the input past "
-            f"{rope.original:,} tokens, and a request may have {tokens:,}; {remedy}"
+            f"{what}: the frequencies of the model's rotary embedding (RoPE type {rope.kind})"
+            f" follow the length of the input past {rope.original:,} tokens, and a request may have"
+            f" {tokens:,}; {remedy}"
         )

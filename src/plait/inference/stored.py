@@ -41,7 +41,9 @@ class Stored:
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """What is in a safetensors file, from its header. Raises CheckpointError where it is not one."""
+    """What is in a safetensors file, from its header. Raises CheckpointError where it is not
+    one.
+    """
     try:
         with path.open("rb") as file:
             begin = 8 + int.from_bytes(file.read(8), "little")
@@ -49,29 +51,52 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             if begin > size:
                 raise ValueError(f"its header would end at byte {begin:,} of {size:,}")
             header: dict[str, Any] = json.loads(file.read(begin - 8))
-        return {name: _entry(path, name, entry, begin, size) for name, entry in header.items() if name != "__metadata__"}
+        return {
+            name: _entry(path, name, entry, begin, size)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no readable safetensors file: {error}; download or save the folder again") from None
+        raise CheckpointError(
+            f"{path} is no readable safetensors file: {error}; download or save the folder again"
+        ) from None
 
 
 def _entry(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
     low, high = entry["data_offsets"]
     if begin + high > size:
-        raise CheckpointError(f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is cut off")
-    dtype, shape = _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
-    if low < 0 or high < low or (dtype is not None and math.prod(shape) * dtype.itemsize != high - low):
+        raise CheckpointError(
+            f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is cut off"
+        )
+    dtype = _DTYPES.get(entry["dtype"])
+    shape = tuple(entry["shape"])
+    if (
+        low < 0
+        or high < low
+        or (dtype is not None and math.prod(shape) * dtype.itemsize != high - low)
+    ):
         raise ValueError(f"{name} is {entry['dtype']} {list(shape)} in bytes {low:,} to {high:,}")
     return Stored(path, begin + low, high - low, dtype, shape)
 
 
-def read_into(file: int, view: memoryview, stored: Stored, ended: threading.Event, *, first: int = 0) -> None:
-    """Bytes of a tensor from `first` on, as many as `view` has. Raises CheckpointError where they cannot be read."""
-    begin, done = stored.offset + first, 0
+def read_into(
+    file: int, view: memoryview, stored: Stored, ended: threading.Event, *, first: int = 0
+) -> None:
+    """Bytes of a tensor from `first` on, as many as `view` has. Raises CheckpointError where they
+    cannot be read.
+    """
+    begin = stored.offset + first
+    done = 0
     while done < len(view) and not ended.is_set():
         try:
             count = os.preadv(file, [view[done : done + CHUNK]], begin + done)
         except OSError as error:
-            raise CheckpointError(f"{stored.path} cannot be read at byte {begin + done:,}: {error.strerror}") from error
+            raise CheckpointError(
+                f"{stored.path} cannot be read at byte {begin + done:,}: {error.strerror}"
+            ) from error
         if not count:
-            raise CheckpointError(f"{stored.path} ends at byte {begin + done:,}, and a tensor goes on: the file was cut off")
+            raise CheckpointError(
+                f"{stored.path} ends at byte {begin + done:,}, and a tensor goes on: the file was"
+                " cut off"
+            )
         done += count

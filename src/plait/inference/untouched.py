@@ -17,15 +17,19 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @contextmanager
 def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """At the end, buffers, plain attributes of modules and torch's generators are as they were. A forward over a longer input changes some
-    of them: frequencies of rotary embeddings that follow the length, and the length that they were made for."""
+    """At the end, buffers, plain attributes of modules and torch's generators are as they were. A
+    forward over a longer input changes some of them: frequencies of rotary embeddings that follow
+    the length, and the length that they were made for.
+    """
     buffers = [
         (module, name, buffer, buffer.detach().clone(), version_of(buffer))
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
     plain = [(module, _attributes(module)) for module in model.modules()]
-    with torch.random.fork_rng(devices=[device] if device.type != "cpu" else [], device_type=_generator_of(device)):
+    with torch.random.fork_rng(
+        devices=[device] if device.type != "cpu" else [], device_type=_generator_of(device)
+    ):
         try:
             yield
         finally:
@@ -41,7 +45,11 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) or type(value) is torch.Tensor}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN) or type(value) is torch.Tensor
+    }
 
 
 def _generator_of(device: torch.device) -> str:

@@ -16,9 +16,13 @@ def tokens_of_model(model: nn.Module) -> int | None:
 
 
 def tokens_of_tokenizer(tokenizer: Any) -> int | None:
-    """One more than its highest token, since a vocabulary may leave numbers out. None without a tokenizer."""
+    """One more than its highest token, since a vocabulary may leave numbers out. None without a
+    tokenizer.
+    """
     if tokenizer is None:
         return None
     vocabulary: Any = getattr(tokenizer, "get_vocab", None)
     found = vocabulary() if callable(vocabulary) else {}
-    return max(len(tokenizer), *(token + 1 for token in found.values())) if found else len(tokenizer)
+    return (
+        max(len(tokenizer), *(token + 1 for token in found.values())) if found else len(tokenizer)
+    )

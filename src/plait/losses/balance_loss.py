@@ -1,7 +1,9 @@
-"""The losses of a mixture-of-experts model's routers, added to that of its tokens as Transformers does.
+"""The losses of a mixture-of-experts model's routers, added to that of its tokens as Transformers
+does.
 
-`model(..., labels=...)` of Transformers returns, for one micro-batch, the mean cross entropy plus `router_aux_loss_coef` times the balance
-loss. A step's loss is the mean of these over its micro-batches on all ranks, each weighted by its number of targets.
+`model(..., labels=...)` of Transformers returns, for one micro-batch, the mean cross entropy plus
+`router_aux_loss_coef` times the balance loss. A step's loss is the mean of these over its
+micro-batches on all ranks, each weighted by its number of targets.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class BalancedLoss:
         """See `CausalLMLoss`."""
         return self.inner.split_logits
 
-    def __call__(self, output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, output: Any, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         total, weight = self.inner(output, batch)
         balance: torch.Tensor | None = getattr(output, "aux_loss", None)
         if self.statistics is not None:
@@ -42,25 +46,49 @@ class BalancedLoss:
             total = total + z * weight if self.statistics.z_loss else total
         if balance is None or not self.coefficient:
             return total, weight
-        return total + balance * weight * self.coefficient, weight  # a number times an integer tensor would be of float32
+        # a number times an integer tensor would be of float32
+        return (total + balance * weight * self.coefficient, weight)
 
     def weight(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Number of targets, int64."""
         return self.inner.weight(batch)
 
 
-def with_balance_loss(loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None) -> Loss | None:
-    """`loss` with the balance loss of a model of Transformers whose own loss has one: of `CausalLMLoss`, because another one may add
-    `output.aux_loss` itself."""
+def with_balance_loss(
+    loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None
+) -> Loss | None:
+    """`loss` with the balance loss of a model of Transformers whose own loss has one: of
+    `CausalLMLoss`, because another one may add `output.aux_loss` itself.
+    """
     coefficient = balance_coefficient(model)
     if not isinstance(loss, CausalLMLoss) or _is_own(loss):
-        rule = f"it is added to plait.causal_lm_loss, and the loss is {'none' if loss is None else type(loss).__name__}"
+        rule = (
+            "it is added to plait.causal_lm_loss, and the loss is"
+            f" {'none' if loss is None else type(loss).__name__}"
+        )
         if statistics is not None and statistics.z_loss:
-            raise ConfigError(Problem("experts.z_loss", statistics.z_loss, rule, "pass loss_fn=plait.causal_lm_loss, or use 0"))
+            raise ConfigError(
+                Problem(
+                    "experts.z_loss",
+                    statistics.z_loss,
+                    rule,
+                    "pass loss_fn=plait.causal_lm_loss, or use 0",
+                )
+            )
         if statistics is not None and statistics.is_global:
-            raise ConfigError(Problem("experts.balance", "global", rule, 'pass loss_fn=plait.causal_lm_loss, or use "micro_batch"'))
+            raise ConfigError(
+                Problem(
+                    "experts.balance",
+                    "global",
+                    rule,
+                    'pass loss_fn=plait.causal_lm_loss, or use "micro_batch"',
+                )
+            )
         if statistics is not None and statistics.balances:
-            rule = f"with parallel.pp or parallel.cp the balance loss is a sum over ranks, which no output holds; {rule}"
+            rule = (
+                "with parallel.pp or parallel.cp the balance loss is a sum over ranks, which no"
+                f" output holds; {rule}"
+            )
             remedy = "pass loss_fn=plait.causal_lm_loss, or use False"
             raise ConfigError(Problem("model.config.output_router_logits", True, rule, remedy))
         return loss
@@ -70,7 +98,9 @@ def with_balance_loss(loss: Loss | None, model: nn.Module, statistics: RouterSta
 
 
 def without_balance_loss(loss: Any) -> Any:
-    """What it was made of: what a pipeline checks, because the balance loss is sent along with the activations."""
+    """What it was made of: what a pipeline checks, because the balance loss is sent along with the
+    activations.
+    """
     return loss.inner if isinstance(loss, BalancedLoss) else loss
 
 

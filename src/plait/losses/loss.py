@@ -1,7 +1,8 @@
 """Losses as (sum, weight): the only form whose global mean is the same on every layout.
 
-The engine divides by the global weight, so that a micro-batch with few targets counts for few. `weight` must be known from the batch alone,
-because the division happens before the first backward. Not here: the averaging itself (see engine.py).
+The engine divides by the global weight, so that a micro-batch with few targets counts for few.
+`weight` must be known from the batch alone, because the division happens before the first backward.
+Not here: the averaging itself (see engine.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Loss(Protocol):
     """What `train_batch` needs to know about a loss."""
 
     def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-        """(sum of the losses of all targets of a micro-batch: 0-dimensional with gradient, its weight)."""
+        """(sum of the losses of all targets of a micro-batch: 0-dimensional with gradient, its
+        weight).
+        """
 
     def weight(self, batch: Any) -> Any:
         """The weight of a micro-batch, a number or a 0-dimensional tensor, before any forward."""
@@ -34,10 +37,12 @@ class Loss(Protocol):
 class CausalLMLoss:
     """Next-token cross entropy from a Transformers output.
 
-    `output.logits` [batch, seq, vocab]; `batch["labels"]` [batch, seq] int64, shifted here (position t predicts label t + 1), -100
-    ignored; `batch["shift_labels"]`, where it is given, are the shifted ones, of all of the sequence or a part of it. Computed in float32
-    (float64 for float64 logits); the weight is the number of targets. Logits that tensor parallelism left split along the vocabulary stay
-    so; a subclass that computes the loss itself is given full ones, unless it says `split_logits = True`.
+    `output.logits` [batch, seq, vocab]; `batch["labels"]` [batch, seq] int64, shifted here
+    (position t predicts label t + 1), -100 ignored; `batch["shift_labels"]`, where it is given, are
+    the shifted ones, of all of the sequence or a part of it. Computed in float32 (float64 for
+    float64 logits); the weight is the number of targets. Logits that tensor parallelism left split
+    along the vocabulary stay so; a subclass that computes the loss itself is given full ones,
+    unless it says `split_logits = True`.
     """
 
     split_logits: ClassVar[bool] = True
@@ -48,7 +53,9 @@ class CausalLMLoss:
         if "__call__" in vars(cls) and "split_logits" not in vars(cls):
             cls.split_logits = False
 
-    def __call__(self, output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, output: Any, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         targets = self._targets(batch)
         return cross_entropy_sum(output.logits, targets), (targets != IGNORED).sum()
 
@@ -65,11 +72,15 @@ class CausalLMLoss:
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross entropies of `logits` [..., vocab], gathered or split along the vocabulary, for `targets` [...] int64."""
+    """Sum of the cross entropies of `logits` [..., vocab], gathered or split along the vocabulary,
+    for `targets` [...] int64.
+    """
     if isinstance(logits, DTensor):
         return vocab_parallel_cross_entropy(logits, targets, ignored=IGNORED)
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 causal_lm_loss = CausalLMLoss()
@@ -78,8 +89,10 @@ causal_lm_loss = CausalLMLoss()
 
 @dataclass(frozen=True)
 class PerSample:
-    """A loss that is a plain mean over samples: `total(output, batch)` returns the sum over the samples of a micro-batch, and the weight is
-    the number of samples (dim 0 of the batch's first tensor)."""
+    """A loss that is a plain mean over samples: `total(output, batch)` returns the sum over the
+    samples of a micro-batch, and the weight is the number of samples (dim 0 of the batch's first
+    tensor).
+    """
 
     total: Callable[[Any, Any], torch.Tensor]
 
@@ -99,7 +112,9 @@ def per_sample(total: Callable[[Any, Any], torch.Tensor]) -> PerSample:
 
 @dataclass(frozen=True)
 class Weighted:
-    """A Loss from two functions: `total(output, batch) -> (sum, weight)` and `weigh(batch) -> weight`."""
+    """A Loss from two functions: `total(output, batch) -> (sum, weight)` and `weigh(batch) ->
+    weight`.
+    """
 
     total: Callable[[Any, Any], tuple[torch.Tensor, Any]]
     weigh: Callable[[Any], Any]
@@ -114,11 +129,25 @@ class Weighted:
 
 def checked_total(found: Any) -> tuple[torch.Tensor, Any]:
     """What a loss returned, if it is (sum, weight)."""
-    if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], torch.Tensor) and found[0].numel() == 1:
+    if (
+        isinstance(found, tuple | list)
+        and len(found) == 2
+        and isinstance(found[0], torch.Tensor)
+        and found[0].numel() == 1
+    ):
         return found[0], found[1]
     is_mean = isinstance(found, torch.Tensor) or (isinstance(found, tuple) and len(found) == 1)
-    given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+    given = (
+        f"a tensor of shape {tuple(found.shape)}"
+        if isinstance(found, torch.Tensor)
+        else type(found).__name__
+    )
     raise InputError(
-        f"loss_fn returned {given}, and train_batch needs (sum of the losses, their number) of a micro-batch"
-        + ("; for a plain sum over samples use plait.per_sample(...), and no mean" if is_mean else "")
+        f"loss_fn returned {given}, and train_batch needs (sum of the losses, their number) of a"
+        " micro-batch"
+        + (
+            "; for a plain sum over samples use plait.per_sample(...), and no mean"
+            if is_mean
+            else ""
+        )
     )

@@ -1,7 +1,8 @@
 """Whether the weight that a loss returns is the one that its step was divided by.
 
-`train_batch` divides before the first backward, by what the loss's `weight` says of the batch alone. A loss that then counts something else
-would be scaled wrongly without a sign of it. Both are summed over the ranks anyway.
+`train_batch` divides before the first backward, by what the loss's `weight` says of the batch
+alone. A loss that then counts something else would be scaled wrongly without a sign of it. Both are
+summed over the ranks anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _ROUNDING = 1e-6
 
 
 class WeightCheck:
-    """Call once a step. On a GPU the numbers are read a step later, when they are there, so that nothing waits for them."""
+    """Call once a step. On a GPU the numbers are read a step later, when they are there, so that
+    nothing waits for them.
+    """
 
     def __init__(self) -> None:
         self._tolerance = _ROUNDING
@@ -39,7 +42,9 @@ class WeightCheck:
             self._tolerance = max(self._tolerance, 2 * torch.finfo(weight.dtype).eps)
 
     def __call__(self, *, divided_by: torch.Tensor, returned: torch.Tensor, step: int) -> None:
-        """Both weights are 0-dimensional, summed over all ranks. Raises InputError, on all ranks."""
+        """Both weights are 0-dimensional, summed over all ranks. Raises InputError, on all
+        ranks.
+        """
         if divided_by.device.type == "cpu":
             self._compare(float(divided_by), float(returned), step)
             return
@@ -54,7 +59,8 @@ class WeightCheck:
     def _compare(self, divided_by: float, returned: float, step: int) -> None:
         if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):
             raise InputError(
-                f"step {step}: the loss returned weights that add up to {returned:g}, and its weight function (weight_fn, or the loss's "
-                f"`weight`) said {divided_by:g} of the same batch; train_batch divides by the second, before the first backward, so both "
-                "must count the same"
+                f"step {step}: the loss returned weights that add up to {returned:g}, and its"
+                f" weight function (weight_fn, or the loss's `weight`) said {divided_by:g} of the"
+                " same batch; train_batch divides by the second, before the first backward, so"
+                " both must count the same"
             )

@@ -1,4 +1,6 @@
-"""Which modules of a model are its repeated blocks: the units that are sharded, recomputed and compiled one by one."""
+"""Which modules of a model are its repeated blocks: the units that are sharded, recomputed and
+compiled one by one.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ from plait.errors import ModelError
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[str, ...]:
     """Names of the blocks, in module order.
 
-    With `patterns` (`fnmatch` style, e.g. `encoder.layers.*`): the modules that match; every pattern must match something, and of nested
-    matches only the outermost counts. Without: the children of every outermost `nn.ModuleList` or `nn.Sequential` of repeated layers that
-    holds at least 5 % of the parameters (so an encoder and a decoder both count, a small stem does not). Repeated are layers of one class,
-    and in an `nn.ModuleList` those of several classes that take the same first argument (attention layers among state space layers). A
-    model without such a list has no blocks and is one unit. A model may name its own as `pipeline_blocks`. Of a model that takes more than
-    text, the language model's blocks count: a tower's layers (for images, for sound) are not in the chain that tokens pass through.
+    With `patterns` (`fnmatch` style, e.g. `encoder.layers.*`): the modules that match; every
+    pattern must match something, and of nested matches only the outermost counts. Without: the
+    children of every outermost `nn.ModuleList` or `nn.Sequential` of repeated layers that holds at
+    least 5 % of the parameters (so an encoder and a decoder both count, a small stem does not).
+    Repeated are layers of one class, and in an `nn.ModuleList` those of several classes that take
+    the same first argument (attention layers among state space layers). A model without such a list
+    has no blocks and is one unit. A model may name its own as `pipeline_blocks`. Of a model that
+    takes more than text, the language model's blocks count: a tower's layers (for images, for
+    sound) are not in the chain that tokens pass through.
     """
     if patterns is not None:
         return _match(model, patterns)
@@ -28,8 +33,14 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
         return named
     within = _language_models(model)
     beside = () if within else _towers(model)
-    outside = {id(parameter) for tower in beside for parameter in model.get_submodule(tower).parameters()}
-    inside = [parameter for name in within or ("",) for parameter in model.get_submodule(name).parameters()]
+    outside = {
+        id(parameter) for tower in beside for parameter in model.get_submodule(tower).parameters()
+    }
+    inside = [
+        parameter
+        for name in within or ("",)
+        for parameter in model.get_submodule(name).parameters()
+    ]
     total = sum(p.numel() for p in inside if id(p) not in outside)
     blocks: list[str] = []
     lists: list[str] = []
@@ -47,13 +58,19 @@ def _is_in(name: str, modules: Sequence[str]) -> bool:
 
 
 def _language_models(model: nn.Module) -> tuple[str, ...]:
-    """Names of the outermost modules that take text alone, in a model that takes more than text; Transformers' models say so."""
+    """Names of the outermost modules that take text alone, in a model that takes more than text;
+    Transformers' models say so.
+    """
     return _outermost(model, lambda kinds: kinds == ("text",)) if len(_inputs(model)) > 1 else ()
 
 
 def _towers(model: nn.Module) -> tuple[str, ...]:
     """Names of the outermost modules that take no text, in a model that takes text."""
-    return _outermost(model, lambda kinds: bool(kinds) and "text" not in kinds) if "text" in _inputs(model) else ()
+    return (
+        _outermost(model, lambda kinds: bool(kinds) and "text" not in kinds)
+        if "text" in _inputs(model)
+        else ()
+    )
 
 
 def _outermost(model: nn.Module, wanted: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
@@ -76,10 +93,16 @@ def _repeats(module: nn.Module) -> bool:
     kinds = {type(child) for child in module}
     if len(kinds) == 1:
         return True
-    # Parts of one layer (a convolution, an activation) stand in a Sequential, or are torch's own; a list of an encoder and a decoder takes
-    # different arguments.
-    composed = isinstance(module, nn.ModuleList) and all(next(child.children(), None) is not None for child in module)
-    return composed and len(kinds) < len(module) + (len(module) == 2) and len({_first_argument(kind) for kind in kinds} - {None}) == 1
+    # Parts of one layer (a convolution, an activation) stand in a Sequential, or are torch's own; a
+    # list of an encoder and a decoder takes different arguments.
+    composed = isinstance(module, nn.ModuleList) and all(
+        next(child.children(), None) is not None for child in module
+    )
+    return (
+        composed
+        and len(kinds) < len(module) + (len(module) == 2)
+        and len({_first_argument(kind) for kind in kinds} - {None}) == 1
+    )
 
 
 def _first_argument(kind: type[nn.Module]) -> str | None:
@@ -97,11 +120,15 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
         if not any(fnmatchcase(name, pattern) for name in names):
             close = [name for name in names if name.count(".") == pattern.count(".")][:6]
             raise ModelError(
-                f"parallel.blocks = {pattern!r}: no module has such a name; modules of that depth are {', '.join(close) or 'none'}"
+                f"parallel.blocks = {pattern!r}: no module has such a name; modules of that depth"
+                f" are {', '.join(close) or 'none'}"
             )
-    # `*` also matches dots, so keep only the outermost of nested matches when one pattern gave both.
+    # `*` also matches dots, so keep only the outermost of nested matches when one pattern gave
+    # both.
     blocks: list[str] = []
     for name in names:
-        if any(fnmatchcase(name, pattern) for pattern in patterns) and not any(name.startswith(f"{outer}.") for outer in blocks):
+        if any(fnmatchcase(name, pattern) for pattern in patterns) and not any(
+            name.startswith(f"{outer}.") for outer in blocks
+        ):
             blocks.append(name)
     return tuple(blocks)

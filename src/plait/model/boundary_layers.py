@@ -1,7 +1,9 @@
-"""Embedding and head of a language model under tensor parallelism: both are split along the vocabulary, or both are replicated.
+"""Embedding and head of a language model under tensor parallelism: both are split along the
+vocabulary, or both are replicated.
 
-Tied layers share a weight, so they must have the same split; and a loss can compute on logits that are split along the vocabulary. This
-module completes the rules of a model family; a user's rules are used as they are.
+Tied layers share a weight, so they must have the same split; and a loss can compute on logits that
+are split along the vocabulary. This module completes the rules of a model family; a user's rules
+are used as they are.
 """
 
 from __future__ import annotations
@@ -16,9 +18,14 @@ from plait.model.rules import RuleSet, Style
 from plait.model.tied import tied_names
 
 
-def split_boundary_layers(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet) -> tuple[str | None, str | None]:
-    """Names of the split head and of the split embedding, None where there is none. Changes `styles` in place."""
-    embedding, head = _end(model, "get_input_embeddings"), _end(model, "get_output_embeddings")
+def split_boundary_layers(
+    model: nn.Module, styles: dict[str, Style], rule_set: RuleSet
+) -> tuple[str | None, str | None]:
+    """Names of the split head and of the split embedding, None where there is none. Changes
+    `styles` in place.
+    """
+    embedding = _end(model, "get_input_embeddings")
+    head = _end(model, "get_output_embeddings")
     if head is not None and styles.get(head) == "colwise_gather_output":
         styles[head] = "vocab_head"
     if not rule_set.complete:
@@ -29,7 +36,9 @@ def split_boundary_layers(model: nn.Module, styles: dict[str, Style], rule_set: 
 
 
 def head_name(model: nn.Module) -> str | None:
-    """Name of the layer that makes the logits, where the model names it (`get_output_embeddings`)."""
+    """Name of the layer that makes the logits, where the model names it
+    (`get_output_embeddings`).
+    """
     return _end(model, "get_output_embeddings")
 
 
@@ -37,12 +46,20 @@ def _preferred(first: str | None, names: list[str]) -> str | None:
     return first if first in names else (names[0] if names else None)
 
 
-def _complete(model: nn.Module, styles: dict[str, Style], embedding: str | None, head: str | None) -> None:
+def _complete(
+    model: nn.Module, styles: dict[str, Style], embedding: str | None, head: str | None
+) -> None:
     modules = dict(model.named_modules())
-    read = {name for name in modules if name and is_embedding(modules[name]) and _weight_is_read(model, name)}
+    read = {
+        name
+        for name in modules
+        if name and is_embedding(modules[name]) and _weight_is_read(model, name)
+    }
     for name, style in list(styles.items()):
         if style == "embedding_rowwise" and (not is_embedding(modules[name]) or name in read):
-            del styles[name]  # Transformers marks every input embedding, also those that compute more than a lookup
+            # Transformers marks every input embedding, also those that compute more than a
+            # lookup
+            del styles[name]
     if embedding is not None and is_embedding(modules[embedding]) and embedding not in read:
         styles[embedding] = "embedding_rowwise"
     if head is not None and is_linear(modules[head]):
@@ -56,16 +73,24 @@ def _complete(model: nn.Module, styles: dict[str, Style], embedding: str | None,
         if not ends:
             continue
         is_copied = any(name.startswith(f"{wrapper}.") for name in owners for wrapper in copied)
-        if not is_copied and all(_splits_rows(modules[name]) and name not in read for name in owners):
-            styles.update({name: "embedding_rowwise" if is_embedding(modules[name]) else "vocab_head" for name in owners})
+        if not is_copied and all(
+            _splits_rows(modules[name]) and name not in read for name in owners
+        ):
+            styles.update(
+                {
+                    name: "embedding_rowwise" if is_embedding(modules[name]) else "vocab_head"
+                    for name in owners
+                }
+            )
         else:
             for name in ends:  # a tensor that one owner needs unsharded is unsharded for all
                 del styles[name]
 
 
 def _weight_is_read(model: nn.Module, name: str) -> bool:
-    """Whether the forward of a module above the embedding `name` takes rows of its weight itself, as Gemma 4 does for padding: a rank would
-    have its own rows only."""
+    """Whether the forward of a module above the embedding `name` takes rows of its weight itself,
+    as Gemma 4 does for padding: a rank would have its own rows only.
+    """
     leaf = name.rpartition(".")[2]
     above = [name[:index] for index, letter in enumerate(name) if letter == "."]
     for owner in ("", *above):
@@ -79,7 +104,9 @@ def _weight_is_read(model: nn.Module, name: str) -> bool:
 
 
 def _end(model: nn.Module, getter: str) -> str | None:
-    """Name of the module that Transformers' `getter` returns, asked of the model or, in a wrapper, of the outermost part that has it."""
+    """Name of the module that Transformers' `getter` returns, asked of the model or, in a wrapper,
+    of the outermost part that has it.
+    """
     owner = next((module for module in model.modules() if hasattr(module, getter)), None)
     if owner is None:
         return None
@@ -92,9 +119,14 @@ def _end(model: nn.Module, getter: str) -> str | None:
 
 def _sharing_a_weight(model: nn.Module) -> list[list[str]]:
     modules = dict(model.named_modules())
-    groups = [[name.rpartition(".")[0] for name in names if name.endswith(".weight")] for names in tied_names(model)]
+    groups = [
+        [name.rpartition(".")[0] for name in names if name.endswith(".weight")]
+        for names in tied_names(model)
+    ]
     return [[name for name in owners if name in modules] for owners in groups]
 
 
 def _splits_rows(module: nn.Module) -> bool:
-    return is_embedding(module) or (is_linear(module) and split_dims(module, "vocab_head")["weight"] == 0)
+    return is_embedding(module) or (
+        is_linear(module) and split_dims(module, "vocab_head")["weight"] == 0
+    )

@@ -29,7 +29,14 @@ The tokens of a row are therefore the same in every process and run.
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_TAKEN = {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "strftime_now"}
+_TAKEN = {
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "strftime_now",
+}
 """Arguments of the template that a row may not set."""
 
 
@@ -54,7 +61,11 @@ class ChatTemplate:
         tools: list[Any] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tokenizer, self._tools, self._settings = tokenizer, tools or None, dict(settings or {})
+        self._tokenizer, self._tools, self._settings = (
+            tokenizer,
+            tools or None,
+            dict(settings or {}),
+        )
         self.name = str(getattr(tokenizer, "name_or_path", "") or "the tokenizer")
         self.text = str(tokenizer.get_chat_template(tools=self._tools))
         if self._tools is not None and not re.search(r"\btools\b", self.text):
@@ -62,7 +73,10 @@ class ChatTemplate:
             raise InputError(f"{rule}; leave them out, or use a template that does")
         for setting in self._settings:
             if setting in _TAKEN or not re.search(rf"\b{re.escape(setting)}\b", self.text):
-                raise InputError(f"chat_template_kwargs: the chat template of {self.name} does not read {setting!r}; leave it out")
+                raise InputError(
+                    f"chat_template_kwargs: the chat template of {self.name} does not read"
+                    f" {setting!r}; leave it out"
+                )
         self.text = _CLOCK.sub(lambda call: json.dumps(DATE.strftime(call.group(2))), self.text)
 
     @property

@@ -1,9 +1,11 @@
-"""Which values of a model's forward follow from which parameters and blocks, found by running it once without its weights.
+"""Which values of a model's forward follow from which parameters and blocks, found by running it
+once without its weights.
 
-Parameters and what follows from them are on `meta`: shapes without values. What follows from the batch alone (token ids, masks,
-positions) is computed, so code that looks at such values takes its true branch. Of every value is known since which block it can be
-computed and from which parameters outside of the blocks, so for any cut it is known what each pipeline stage must own and whether a value
-goes around the chain of blocks. Nothing of the model is changed: a copy runs.
+Parameters and what follows from them are on `meta`: shapes without values. What follows from the
+batch alone (token ids, masks, positions) is computed, so code that looks at such values takes its
+true branch. Of every value is known since which block it can be computed and from which parameters
+outside of the blocks, so for any cut it is known what each pipeline stage must own and whether a
+value goes around the chain of blocks. Nothing of the model is changed: a copy runs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from plait._torch.operators import TorchDispatchMode, refusing_triton_kernels, schema_of, tree_leaves, tree_map
+from plait._torch.operators import (
+    TorchDispatchMode,
+    refusing_triton_kernels,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 from plait._torch.storage import storage_id, version_of
 from plait.errors import ModelError, PlaitError
 from plait.model.outer_state import (
@@ -34,7 +42,9 @@ from plait.model.tied import tied_names
 from plait.model.without_values import Shapes, run_without_values
 
 COMPUTED = 2**20
-"""Elements up to which what follows from the batch is computed. Larger values (long masks) are known by shape only."""
+"""Elements up to which what follows from the batch is computed. Larger values (long masks) are
+known by shape only.
+"""
 _SMALL_BUFFER = 2**12
 _ATTEMPTS = 24
 _READS = frozenset({"tolist", "numpy"})
@@ -45,18 +55,24 @@ class Origin:
     """What a value follows from."""
 
     since: float = inf
-    """The lowest block whose inside it follows from; i for the input of block i. Such a value is known on stages that begin at or before
-    `since`. inf: it follows from no block."""
+    """The lowest block whose inside it follows from; i for the input of block i. Such a value is
+    known on stages that begin at or before `since`. inf: it follows from no block.
+    """
     parameters: frozenset[tuple[str, int]] = frozenset()
-    """Parameters used outside of the blocks that it follows from, other than through a block's output, each with the block before which it
-    was used."""
+    """Parameters used outside of the blocks that it follows from, other than through a block's
+    output, each with the block before which it was used.
+    """
     random: float = inf
     """Before which block random numbers went into it; inf: none did."""
 
     def __or__(self, other: Origin) -> Origin:
         if other is KNOWN or other == self:
             return self
-        return Origin(min(self.since, other.since), self.parameters | other.parameters, min(self.random, other.random))
+        return Origin(
+            min(self.since, other.since),
+            self.parameters | other.parameters,
+            min(self.random, other.random),
+        )
 
 
 KNOWN = Origin()
@@ -65,8 +81,9 @@ KNOWN = Origin()
 
 @dataclass(frozen=True)
 class Need:
-    """That a value of `origin` is used where block `position` runs; a `decision` on every stage from there on, because the code outside of
-    the blocks runs on all of them."""
+    """That a value of `origin` is used where block `position` runs; a `decision` on every stage
+    from there on, because the code outside of the blocks runs on all of them.
+    """
 
     position: int
     origin: Origin
@@ -80,7 +97,9 @@ class Dataflow:
 
     blocks: tuple[str, ...]
     uses: dict[str, set[int]] = field(default_factory=dict)
-    """Parameter to the blocks before which (or inside which) it is used; after the last block is `len(blocks)`."""
+    """Parameter to the blocks before which (or inside which) it is used; after the last block is
+    `len(blocks)`.
+    """
     inside: set[str] = field(default_factory=set)
     """Those of them that a block uses."""
     ran: dict[str, set[int]] = field(default_factory=dict)
@@ -89,7 +108,9 @@ class Dataflow:
     writes: bool = False
     """A value of a parameter or a block is changed in place outside of the blocks."""
     values: bool = False
-    """Code outside of the blocks takes numbers from values of the batch, so shapes need not follow from its shapes."""
+    """Code outside of the blocks takes numbers from values of the batch, so shapes need not follow
+    from its shapes.
+    """
     decides: bool = False
     """Code outside of the blocks asks the batch's values a yes or no."""
     order: list[int] = field(default_factory=list)
@@ -103,7 +124,9 @@ class Dataflow:
     late_settings: dict[SettingName, Setting] = field(default_factory=dict)
     """Plain attributes outside of the blocks that the forward sets after its last block."""
     late_buffers: set[str] = field(default_factory=set)
-    """Buffers outside of the blocks that are read before or inside a block, and changed after the last one."""
+    """Buffers outside of the blocks that are read before or inside a block, and changed after the
+    last one.
+    """
     strangers: set[str] = field(default_factory=set)
     """Names of the tensors in `Trace.strangers` that were used."""
 
@@ -132,15 +155,23 @@ class Skeleton:
         try:
             made = copy.deepcopy(model, memo)
         except Exception as error:
-            raise Untraceable(f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error})") from error
+            raise Untraceable(
+                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error})"
+            ) from error
         first = {name: group[0] for group in tied_names(made) for name in group}
-        names = {_storage(p): first.get(name, name) for name, p in made.named_parameters(remove_duplicate=False)}
+        names = {
+            _storage(p): first.get(name, name)
+            for name, p in made.named_parameters(remove_duplicate=False)
+        }
         return cls(made, tuple(blocks), names)
 
-    def trace(self, run: Callable[[nn.Module, Trace], Any], *, training: bool, negate: bool = False) -> Trace:
-        """Run `run(copy, trace)` without weights; `negate` turns every yes or no that code outside of the blocks asks of a value into its
-        opposite. Modules that cannot run so (kernels of other libraries) count as opaque: what they return has the shape of their first
-        input and follows from all of their inputs and parameters.
+    def trace(
+        self, run: Callable[[nn.Module, Trace], Any], *, training: bool, negate: bool = False
+    ) -> Trace:
+        """Run `run(copy, trace)` without weights; `negate` turns every yes or no that code outside
+        of the blocks asks of a value into its opposite. Modules that cannot run so (kernels of
+        other libraries) count as opaque: what they return has the shape of their first input and
+        follows from all of their inputs and parameters.
 
         Raises Untraceable; a PlaitError that `run` raises goes through.
         """
@@ -179,7 +210,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+        return nn.Parameter(
+            torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad
+        )
     if tensor.device.type != "meta" and tensor.numel() <= _SMALL_BUFFER:
         return tensor.detach().to("cpu", copy=True)
     return torch.empty_like(tensor, device="meta")
@@ -194,7 +227,11 @@ def _blame(trace: Trace, opaque: dict[type, int], error: Exception) -> None:
     raise Untraceable(f"{type(error).__name__}: {error}") from error
 
 
-_SHAPES: tuple[Callable[[torch.Tensor], Any], ...] = (lambda out: out, lambda out: (out,), lambda out: (out, None))
+_SHAPES: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda out: out,
+    lambda out: (out,),
+    lambda out: (out, None),
+)
 """What an opaque module may return."""
 
 
@@ -218,8 +255,6 @@ class Trace(TorchDispatchMode):
         self.strangers: dict[int, str] = {}
         """Storage to name of tensors outside of the copy whose use is noted."""
 
-    # ---- asked by others ------------------------------------------------------------------------------------------------------------
-
     def origin(self, tensor: torch.Tensor) -> Origin:
         """What a value follows from."""
         key = _storage(tensor)
@@ -237,19 +272,25 @@ class Trace(TorchDispatchMode):
         """Whether it is computed, not only its shape known."""
         return tensor.device.type != "meta" and _storage(tensor) not in self._without_value
 
-    # ---- modules --------------------------------------------------------------------------------------------------------------------
-
     def watched(self) -> _Watched:
         """Watch the modules of the skeleton."""
         return _Watched(self)
 
-    def call(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Run a module."""
         kind = type(module)
-        self.flow.ran.setdefault(name, set()).add(self._region if self._inside is None else self._inside)
+        self.flow.ran.setdefault(name, set()).add(
+            self._region if self._inside is None else self._inside
+        )
         self._running.append(kind)
         try:
-            return self._stand_for(module, args, kwargs) if kind in self._opaque else forward(*args, **kwargs)
+            return (
+                self._stand_for(module, args, kwargs)
+                if kind in self._opaque
+                else forward(*args, **kwargs)
+            )
         except Exception:
             if not self.failed:
                 self.failed = list(self._running)
@@ -257,10 +298,13 @@ class Trace(TorchDispatchMode):
         finally:
             self._running.pop()
 
-    def block(self, index: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def block(
+        self, index: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Run a block; what it returns is an origin of its own."""
         self.flow.order.append(index)
-        before, self._inside = self._inside, index
+        before = self._inside
+        self._inside = index
         try:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
@@ -271,9 +315,20 @@ class Trace(TorchDispatchMode):
         self._region = index + 1
         self.state.after_block()
         if not self.flow.shapes:
-            self.flow.returned = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, output)
-        self.flow.shapes.append(tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)))
-        return tree_map(lambda leaf: self._fresh(leaf, index + 1) if isinstance(leaf, torch.Tensor) else leaf, output)
+            self.flow.returned = tree_map(
+                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, output
+            )
+        self.flow.shapes.append(
+            tuple(
+                (leaf.shape, leaf.dtype)
+                for leaf in tree_leaves(output)
+                if isinstance(leaf, torch.Tensor)
+            )
+        )
+        return tree_map(
+            lambda leaf: self._fresh(leaf, index + 1) if isinstance(leaf, torch.Tensor) else leaf,
+            output,
+        )
 
     def _fresh(self, leaf: torch.Tensor, since: int) -> torch.Tensor:
         made = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
@@ -294,8 +349,6 @@ class Trace(TorchDispatchMode):
         self._alive.append(made)
         return _SHAPES[self._opaque[type(module)]](made)
 
-    # ---- operators ------------------------------------------------------------------------------------------------------------------
-
     def _use(self, tensor: torch.Tensor) -> Origin:
         """Note that `tensor` is used here, and return its origin."""
         key = _storage(tensor)
@@ -305,7 +358,9 @@ class Trace(TorchDispatchMode):
             self.state.read(key)
         name = self.skeleton.names.get(key)
         if name is not None:
-            self.flow.uses.setdefault(name, set()).add(self._region if self._inside is None else self._inside)
+            self.flow.uses.setdefault(name, set()).add(
+                self._region if self._inside is None else self._inside
+            )
             if self._inside is None:
                 return Origin(parameters=frozenset({(name, self._region)}))
             self.flow.inside.add(name)
@@ -337,7 +392,13 @@ class Trace(TorchDispatchMode):
             origin = Origin(self._inside)
         known = all(self.has_value(tensor) for tensor in tensors)
         result, read = run_without_values(
-            func, args, kwargs, known=known, limit=COMPUTED, has_value=self.has_value, shapes=self.skeleton.shapes
+            func,
+            args,
+            kwargs,
+            known=known,
+            limit=COMPUTED,
+            has_value=self.has_value,
+            shapes=self.skeleton.shapes,
         )
         if read is not None:
             self.read(tensors[0], shapes=read)
@@ -385,7 +446,9 @@ class _Functions(TorchFunctionMode):
 
 
 class _OuterState:
-    """Plain attributes and buffers of a skeleton outside of its blocks, at three moments of a forward."""
+    """Plain attributes and buffers of a skeleton outside of its blocks, at three moments of a
+    forward.
+    """
 
     def __init__(self, skeleton: Skeleton) -> None:
         self._modules = outer_modules(skeleton.model, skeleton.blocks)
@@ -396,7 +459,9 @@ class _OuterState:
         """Record the state before the forward."""
         self._settings = self._settings_after_block = outer_settings(self._modules)
         self._buffers = self._buffers_now()
-        self._storages = {_storage(buffer): name for name, buffer in outer_buffers(self._modules).items()}
+        self._storages = {
+            _storage(buffer): name for name, buffer in outer_buffers(self._modules).items()
+        }
 
     def after_block(self) -> None:
         """Record the state after a block."""
@@ -411,17 +476,26 @@ class _OuterState:
     def end(self, flow: Dataflow) -> None:
         """Write to `flow` what the forward has changed."""
         flow.settings = changed_settings(self._settings, self._settings_after_block)
-        flow.late_settings = changed_settings(self._settings_after_block, outer_settings(self._modules))
+        flow.late_settings = changed_settings(
+            self._settings_after_block, outer_settings(self._modules)
+        )
         buffers = self._buffers_now()
-        flow.late_buffers = {name for name in self._read if self._buffers.get(name) != buffers.get(name)}
+        flow.late_buffers = {
+            name for name in self._read if self._buffers.get(name) != buffers.get(name)
+        }
 
     def _buffers_now(self) -> dict[str, tuple[int, int]]:
         # An assignment makes another object, an operation in place another version.
-        return {name: (id(buffer), version_of(buffer)) for name, buffer in outer_buffers(self._modules).items()}
+        return {
+            name: (id(buffer), version_of(buffer))
+            for name, buffer in outer_buffers(self._modules).items()
+        }
 
 
 class _Watched:
-    """Sets a `forward` on every module of the skeleton that tells the trace, and takes it off again."""
+    """Sets a `forward` on every module of the skeleton that tells the trace, and takes it off
+    again.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -432,9 +506,13 @@ class _Watched:
         blocks = {name: index for index, name in enumerate(skeleton.blocks)}
         for name, module in skeleton.model.named_modules():
             self.before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = self._telling(name, module, module.forward, blocks.get(name))
+            module.__dict__["forward"] = self._telling(
+                name, module, module.forward, blocks.get(name)
+            )
 
-    def _telling(self, name: str, module: nn.Module, forward: Callable[..., Any], block: int | None) -> Callable[..., Any]:
+    def _telling(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], block: int | None
+    ) -> Callable[..., Any]:
         if block is None:
             return lambda *args, **kwargs: self.trace.call(name, module, forward, args, kwargs)
         return lambda *args, **kwargs: self.trace.block(block, module, forward, args, kwargs)

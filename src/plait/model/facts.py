@@ -1,7 +1,8 @@
-"""What the planner and the ledger need to know of a model, as frozen data: shapes and owners, no tensors.
+"""What the planner and the ledger need to know of a model, as frozen data: shapes and owners, no
+tensors.
 
-Taken from a module (on any device, `meta` included) before anything is applied to it. Tied parameters are listed once, under their first
-name.
+Taken from a module (on any device, `meta` included) before anything is applied to it. Tied
+parameters are listed once, under their first name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One parameter. `unit` is the index of its block, or -1 for the rest of the model (embedding, head, final norm)."""
+    """One parameter. `unit` is the index of its block, or -1 for the rest of the model (embedding,
+    head, final norm).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -85,7 +88,9 @@ class ModelFacts:
     """Layers outside of the blocks that are sharding units."""
 
     def sharding_unit(self, parameter: ParameterFacts) -> int | str:
-        """Return the sharding unit of a parameter: index of a block, name of an outer unit, or ROOT."""
+        """Return the sharding unit of a parameter: index of a block, name of an outer unit, or
+        ROOT.
+        """
         if parameter.unit >= 0:
             return parameter.unit
         return self.outer.unit_of(parameter.name) or ROOT
@@ -101,7 +106,9 @@ class ModelFacts:
         return tuple(p for p in self.parameters if p.trainable)
 
 
-def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorPlan | None = None) -> ModelFacts:
+def model_facts(
+    model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorPlan | None = None
+) -> ModelFacts:
     """Read the facts of `model`, whose repeated blocks are named `blocks`."""
     owner = {name: index for index, name in enumerate(blocks)}
     names: dict[int, list[str]] = {}
@@ -113,19 +120,35 @@ def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorP
     for key, (first, *also) in names.items():
         parameter = found[key]
         unit = next((index for block, index in owner.items() if first.startswith(f"{block}.")), -1)
-        listed.append(ParameterFacts(first, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, unit, tuple(also)))
+        listed.append(
+            ParameterFacts(
+                first,
+                tuple(parameter.shape),
+                parameter.element_size(),
+                parameter.requires_grad,
+                unit,
+                tuple(also),
+            )
+        )
     outer = outer_units(model, blocks)
-    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan, attention_facts(model), _experts(model), outer)
+    return ModelFacts(
+        tuple(listed), tuple(blocks), tensor_plan, attention_facts(model), _experts(model), outer
+    )
 
 
 def attention_facts(model: nn.Module) -> AttentionFacts | None:
     """Of a model whose configuration has them."""
     config = getattr(model, "config", None)
-    heads, width = largest_of_layers(config, "num_attention_heads"), getattr(config, "hidden_size", None)
+    heads = largest_of_layers(config, "num_attention_heads")
+    width = getattr(config, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(width, int):
         return None
-    kv_heads, head_dim = largest_of_layers(config, "num_key_value_heads"), largest_of_layers(config, "head_dim")
-    latent = [largest_of_layers(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    kv_heads = largest_of_layers(config, "num_key_value_heads")
+    head_dim = largest_of_layers(config, "head_dim")
+    latent = [
+        largest_of_layers(config, name)
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ]
     known = [size for size in latent if isinstance(size, int)]
     if len(known) == 3:  # DeepSeek's, whose keys and values are made for every head
         return AttentionFacts(heads, heads, known[0] + known[1], known[2])
@@ -134,8 +157,10 @@ def attention_facts(model: nn.Module) -> AttentionFacts | None:
 
 
 def _experts(model: nn.Module) -> ExpertFacts | None:
-    found, config = find_experts(model), getattr(model, "config", None)
-    per_token, hidden = getattr(config, "num_experts_per_tok", None), getattr(config, "hidden_size", None)
+    found = find_experts(model)
+    config = getattr(model, "config", None)
+    per_token = getattr(config, "num_experts_per_tok", None)
+    hidden = getattr(config, "hidden_size", None)
     if not found or not isinstance(per_token, int) or not isinstance(hidden, int):
         return None
     names = tuple(name for experts in found for name in experts.parameters)

@@ -1,4 +1,6 @@
-"""Tensors of a model that stay in float32 where the others are of 16 bits, as Transformers loads and saves them."""
+"""Tensors of a model that stay in float32 where the others are of 16 bits, as Transformers loads
+and saves them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from torch import nn
 
 
 def keep_in_float32(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """The parameters and buffers that a family's class keeps in it where all others are of 16 bits, as biases of DeepSeek's router. The
-    model is on meta."""
+    """The parameters and buffers that a family's class keeps in it where all others are of 16 bits,
+    as biases of DeepSeek's router. The model is on meta.
+    """
     always: Any = getattr(model, "_keep_in_fp32_modules_strict", None)
     in_float16: Any = getattr(model, "_keep_in_fp32_modules", None)
     names = {*(always or ()), *((in_float16 if dtype == torch.float16 else None) or ())}

@@ -1,4 +1,6 @@
-"""Choice of the modules that compute in float32 although the rest of the model computes in float16 or bfloat16."""
+"""Choice of the modules that compute in float32 although the rest of the model computes in float16
+or bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from plait.errors import ModelError
 
 
-def float32_modules(model: nn.Module, patterns: Sequence[str], *, is_float16: bool) -> tuple[str, ...]:
+def float32_modules(
+    model: nn.Module, patterns: Sequence[str], *, is_float16: bool
+) -> tuple[str, ...]:
     """Return the names of the modules that compute in float32, of those with parameters.
 
     These are BatchNorm layers, whose float32 running statistics torch does not combine with inputs
@@ -34,9 +38,15 @@ def float32_modules(model: nn.Module, patterns: Sequence[str], *, is_float16: bo
         # A chosen module includes the modules inside of it.
         if not name or any(name.startswith(f"{outer}.") for outer in names):
             continue
-        matches = {pattern for pattern in patterns if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
+        matches = {
+            pattern
+            for pattern in patterns
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+        }
         unmatched -= matches
-        is_chosen = bool(matches) or name.rpartition(".")[2] in listed or isinstance(module, _BatchNorm)
+        is_chosen = (
+            bool(matches) or name.rpartition(".")[2] in listed or isinstance(module, _BatchNorm)
+        )
         if is_chosen and any(True for _ in module.parameters()):
             names.append(name)
     if unmatched:
@@ -48,7 +58,10 @@ def float32_modules(model: nn.Module, patterns: Sequence[str], *, is_float16: bo
 
 
 def _listed_by_transformers(model: nn.Module, *, is_float16: bool) -> set[str]:
-    attributes = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if is_float16 else [])]
+    attributes = [
+        "_keep_in_fp32_modules_strict",
+        *(["_keep_in_fp32_modules"] if is_float16 else []),
+    ]
     listed: set[str] = set()
     for module in model.modules():
         for attribute in attributes:

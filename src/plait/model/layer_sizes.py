@@ -1,4 +1,6 @@
-"""Sizes that a configuration of Transformers has for each of its layers, as those of Gemma 4 do: it raises where they are read as one."""
+"""Sizes that a configuration of Transformers has for each of its layers, as those of Gemma 4 do: it
+raises where they are read as one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from typing import Any
 
 
 def sizes_of_layers(config: Any, name: str) -> list[int]:
-    """A size of every layer, in their order; one entry for all where they do not differ, none where the configuration does not say."""
+    """A size of every layer, in their order; one entry for all where they do not differ, none where
+    the configuration does not say.
+    """
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     found = [getattr(layer, name, None) for layer in layers]
     return [size for size in found if size] if all(found) else []

@@ -16,7 +16,8 @@ from plait._torch.modules import own_buffers
 
 Setting = bool | int | float | str | None
 SettingName = tuple[str, str]
-"""Name of a module and of an attribute, e.g. `("", "skip_blocks")` or `("", "config.layerdrop")`."""
+"""Name of a module and of an attribute, e.g. `("", "skip_blocks")` or `("", "config.layerdrop")`.
+"""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that `nn.Module` itself sets."""
@@ -25,7 +26,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def outer_modules(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return the names and modules of a model that are not inside its blocks."""
     inside = tuple(f"{block}." for block in blocks)
-    return [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(inside)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside)
+    ]
 
 
 def outer_settings(modules: Sequence[tuple[str, nn.Module]]) -> dict[SettingName, Setting]:
@@ -48,9 +53,15 @@ def outer_settings(modules: Sequence[tuple[str, nn.Module]]) -> dict[SettingName
     return settings
 
 
-def changed_settings(before: Mapping[SettingName, Setting], after: Mapping[SettingName, Setting]) -> dict[SettingName, Setting]:
+def changed_settings(
+    before: Mapping[SettingName, Setting], after: Mapping[SettingName, Setting]
+) -> dict[SettingName, Setting]:
     """Return the settings of `after` that are new or differ from `before`."""
-    return {name: value for name, value in after.items() if name not in before or not _equal(before[name], value)}
+    return {
+        name: value
+        for name, value in after.items()
+        if name not in before or not _equal(before[name], value)
+    }
 
 
 def set_settings(model: nn.Module, settings: Mapping[SettingName, Setting]) -> None:
@@ -80,4 +91,6 @@ def outer_buffers(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.T
 
 def _equal(first: Setting, second: Setting) -> bool:
     # NaN is the same setting, although it differs from itself.
-    return (first == second and type(first) is type(second)) or (first != first and second != second)
+    return (first == second and type(first) is type(second)) or (
+        first != first and second != second
+    )

@@ -1,8 +1,10 @@
-"""Replicated parameters inside a split region: their gradients are partial, or their place is unknown.
+"""Replicated parameters inside a split region: their gradients are partial, or their place is
+unknown.
 
-Between a column-parallel and a row-parallel layer a rank computes only its own heads or channels. A norm over one head's width, or an
-activation with a weight, is applied to those, so its gradient must be summed over the ranks. For other parameters nothing is known: the
-rules of a model family are then replaced by rules that are correct for any layer; a user's rules are used as they are.
+Between a column-parallel and a row-parallel layer a rank computes only its own heads or channels. A
+norm over one head's width, or an activation with a weight, is applied to those, so its gradient
+must be summed over the ranks. For other parameters nothing is known: the rules of a model family
+are then replaced by rules that are correct for any layer; a user's rules are used as they are.
 """
 
 from __future__ import annotations
@@ -16,11 +18,18 @@ from plait.model.heads import Attention, find_attentions, head_width
 from plait.model.layers import is_norm
 from plait.model.rules import RuleSet, Style
 
-_GATHERED: dict[Style, Style] = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+_GATHERED: dict[Style, Style] = {
+    "colwise": "colwise_gather_output",
+    "rowwise": "rowwise_split_input",
+}
 
 
-def complete_inner_rules(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet, blocks: Sequence[str]) -> None:
-    """Give inner parameters their style, or gather the layers around unknown ones. Changes `styles` in place."""
+def complete_inner_rules(
+    model: nn.Module, styles: dict[str, Style], rule_set: RuleSet, blocks: Sequence[str]
+) -> None:
+    """Give inner parameters their style, or gather the layers around unknown ones. Changes `styles`
+    in place.
+    """
     attentions = {attention.name: attention for attention in find_attentions(model, styles)}
     for parent in _split_parts(styles, blocks):
         attention = attentions.get(parent)
@@ -39,15 +48,20 @@ def complete_inner_rules(model: nn.Module, styles: dict[str, Style], rule_set: R
 
 
 def _split_parts(styles: dict[str, Style], blocks: Sequence[str]) -> list[str]:
-    """Modules whose own children include layers with split outputs or inputs. A block that owns them itself has its norms outside of the
-    split part."""
+    """Modules whose own children include layers with split outputs or inputs. A block that owns
+    them itself has its norms outside of the split part.
+    """
     outside = {"", *blocks}
     parents = (name.rpartition(".")[0] for name, style in styles.items() if style in _GATHERED)
     return [parent for parent in dict.fromkeys(parents) if parent not in outside]
 
 
-def _whole_owners(model: nn.Module, parent: str, styles: dict[str, Style]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in `parent` that own parameters and have no style, outside of parts that have styled layers of their own."""
+def _whole_owners(
+    model: nn.Module, parent: str, styles: dict[str, Style]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in `parent` that own parameters and have no style, outside of parts that have styled
+    layers of their own.
+    """
     for name, module in list(model.get_submodule(parent).named_modules(prefix=parent)):
         if name in styles or next(module.parameters(recurse=False), None) is None:
             continue
@@ -56,9 +70,15 @@ def _whole_owners(model: nn.Module, parent: str, styles: dict[str, Style]) -> It
             yield name, module
 
 
-def _is_summed(model: nn.Module, name: str, module: nn.Module, parent: str, attention: Attention | None) -> bool:
+def _is_summed(
+    model: nn.Module, name: str, module: nn.Module, parent: str, attention: Attention | None
+) -> bool:
     own = [parameter for _, parameter in module.named_parameters(recurse=False)]
-    if name != parent and name.rpartition(".")[2].startswith("act") and all(parameter.numel() == 1 for parameter in own):
+    if (
+        name != parent
+        and name.rpartition(".")[2].startswith("act")
+        and all(parameter.numel() == 1 for parameter in own)
+    ):
         return True
     if attention is None or not is_norm(module) or name.rpartition(".")[0] != parent:
         return False
@@ -79,8 +99,14 @@ def _gather(styles: dict[str, Style], parent: str) -> None:
 
 def _refuse_per_head(name: str, module: nn.Module, attention: Attention, rule_set: RuleSet) -> None:
     for _, parameter in module.named_parameters(recurse=False):
-        if attention.heads is not None and attention.heads > 1 and parameter.ndim > 1 and parameter.shape[0] == attention.heads:
+        if (
+            attention.heads is not None
+            and attention.heads > 1
+            and parameter.ndim > 1
+            and parameter.shape[0] == attention.heads
+        ):
             raise ModelError(
-                f"{rule_set.source}: {name} has weights for each of {attention.heads} heads, but a rank computes only some of them; use "
-                f"'colwise_gather_output' and 'rowwise_split_input' for the layers of {attention.name}"
+                f"{rule_set.source}: {name} has weights for each of {attention.heads} heads, but a"
+                " rank computes only some of them; use 'colwise_gather_output' and"
+                f" 'rowwise_split_input' for the layers of {attention.name}"
             )

@@ -1,8 +1,10 @@
-"""Tensor parallel plans for model families that Transformers has none for, or whose plan does not hold for some configurations.
+"""Tensor parallel plans for model families that Transformers has none for, or whose plan does not
+hold for some configurations.
 
-Data, checked against the modeling code of Transformers 5.23. A family's attention is split between heads where its code reshapes by head
-counts that a rank can have its own values of; where queries, keys and values are fused one after another, or position biases are made for
-all heads outside, the layer is split but its output gathered, which is right for any layer.
+Data, checked against the modeling code of Transformers 5.23. A family's attention is split between
+heads where its code reshapes by head counts that a rank can have its own values of; where queries,
+keys and values are fused one after another, or position biases are made for all heads outside, the
+layer is split but its output gathered, which is right for any layer.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def _split(prefix: str, columns: tuple[str, ...], row: str) -> dict[str, Style]:
 
 def _gathered(prefix: str, columns: tuple[str, ...], row: str) -> dict[str, Style]:
     """The same with everything between them computed on every rank."""
-    return {**{f"{prefix}.{name}": "colwise_gather_output" for name in columns}, f"{prefix}.{row}": "rowwise_split_input"}
+    return {
+        **{f"{prefix}.{name}": "colwise_gather_output" for name in columns},
+        f"{prefix}.{row}": "rowwise_split_input",
+    }
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -49,12 +54,21 @@ _BERT: dict[str, Style] = {
 }
 
 
-def _by_head(attention: tuple[str, tuple[str, ...], str], mlp: Mapping[str, Style], *counts: str, **further: Any) -> Variant:
-    """Heads are divided over the ranks, with the attributes `counts` of the attention that count them."""
+def _by_head(
+    attention: tuple[str, tuple[str, ...], str],
+    mlp: Mapping[str, Style],
+    *counts: str,
+    **further: Any,
+) -> Variant:
+    """Heads are divided over the ranks, with the attributes `counts` of the attention that count
+    them.
+    """
     return Variant({**_split(*attention), **mlp}, counts={attention[0]: counts}, **further)
 
 
-def _all_heads(attention: tuple[str, tuple[str, ...], str], mlp: Mapping[str, Style], **further: Any) -> Variant:
+def _all_heads(
+    attention: tuple[str, tuple[str, ...], str], mlp: Mapping[str, Style], **further: Any
+) -> Variant:
     """Every rank computes all heads."""
     return Variant({**_gathered(*attention), **mlp}, **further)
 
@@ -67,7 +81,8 @@ _GPTJ_MLP = _split("h.*.mlp", ("fc_in",), "fc_out")
 FAMILIES: dict[str, tuple[Variant, ...]] = {
     "GPT2Model": (_all_heads(_GPT2, _GPT2_MLP),),
     "GPTBigCodeModel": (
-        # One key head: [queries | key | value]. Otherwise each head's query, key and value lie together.
+        # One key head: [queries | key | value]. Otherwise each head's query, key and value lie
+        # together.
         _all_heads(_GPT2, _GPT2_MLP, when={"multi_query": True}),
         _by_head(_GPT2, _GPT2_MLP, "num_heads", "kv_heads"),
     ),
@@ -80,13 +95,18 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
             ("decoder.layers.*.self_attn", _QKV, "out_proj"),
             _split("decoder.layers.*", ("fc1",), "fc2"),
             "num_heads",
-            whole_sequence="OPT's blocks flatten batch and sequence into one dimension before the MLP",
+            whole_sequence=(
+                "OPT's blocks flatten batch and sequence into one dimension before the MLP"
+            ),
         ),
     ),
     "BloomModel": (
         # An option that reads the row-split layers' weights without calling them.
         Variant(
-            {"h.*.self_attention.query_key_value": "colwise_gather_output", "h.*.mlp.dense_h_to_4h": "colwise_gather_output"},
+            {
+                "h.*.self_attention.query_key_value": "colwise_gather_output",
+                "h.*.mlp.dense_h_to_4h": "colwise_gather_output",
+            },
             when={"slow_but_exact": True},
         ),
         # Its position biases (alibi) are made for all heads, outside the blocks.
@@ -94,7 +114,9 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
     ),
     "FalconModel": (
         _all_heads(_BLOOM, _4H_MLP, when={"alibi": True}),
-        _by_head(_BLOOM, _4H_MLP, "num_heads", "num_kv_heads", when={"new_decoder_architecture": True}),
+        _by_head(
+            _BLOOM, _4H_MLP, "num_heads", "num_kv_heads", when={"new_decoder_architecture": True}
+        ),
         _all_heads(_BLOOM, _4H_MLP, when={"multi_query": True}),
         _by_head(_BLOOM, _4H_MLP, "num_heads", "num_kv_heads"),
     ),
@@ -111,15 +133,32 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
         ),
     ),
     # [queries | keys | values], and position biases made for all heads.
-    "MptModel": (_all_heads(("blocks.*.attn", ("Wqkv",), "out_proj"), _split("blocks.*.ffn", ("up_proj",), "down_proj")),),
+    "MptModel": (
+        _all_heads(
+            ("blocks.*.attn", ("Wqkv",), "out_proj"),
+            _split("blocks.*.ffn", ("up_proj",), "down_proj"),
+        ),
+    ),
 }
-for _kind in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "Ernie", "Data2VecText", "XLMRobertaXL", "RobertaPreLayerNorm"):
+for _kind in (
+    "Bert",
+    "Roberta",
+    "XLMRoberta",
+    "Camembert",
+    "Electra",
+    "Ernie",
+    "Data2VecText",
+    "XLMRobertaXL",
+    "RobertaPreLayerNorm",
+):
     FAMILIES[f"{_kind}Model"] = (Variant(_BERT),)
 """Class of the base model to its variants; the first whose `when` holds is used."""
 
 
 def table_rules(model: nn.Module) -> RuleSet | None:
-    """Rules for every base model of the table inside `model` (a wrapper may hold several), or None."""
+    """Rules for every base model of the table inside `model` (a wrapper may hold several), or
+    None.
+    """
     rules: list[Rule] = []
     counts: list[Counts] = []
     families: list[str] = []
@@ -127,13 +166,17 @@ def table_rules(model: nn.Module) -> RuleSet | None:
     for name, family, variant in _found(model):
         prefix = f"{name}." if name else ""
         rules += [Rule(prefix + pattern, style) for pattern, style in variant.rules.items()]
-        counts += [Counts(prefix + pattern, attributes) for pattern, attributes in variant.counts.items()]
+        counts += [
+            Counts(prefix + pattern, attributes) for pattern, attributes in variant.counts.items()
+        ]
         families.append(family)
         whole_sequence = whole_sequence or variant.whole_sequence
     if not rules:
         return None
     source = f"plait's plan of {', '.join(dict.fromkeys(families))}"
-    return RuleSet(tuple(rules), source, tuple(counts), optional=True, whole_sequence=whole_sequence)
+    return RuleSet(
+        tuple(rules), source, tuple(counts), optional=True, whole_sequence=whole_sequence
+    )
 
 
 def _found(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:
@@ -141,6 +184,8 @@ def _found(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:
         variants = FAMILIES.get(type(module).__name__, ())
         config = getattr(module, "config", None)
         for variant in variants:
-            if config is not None and all(getattr(config, key, None) == value for key, value in variant.when.items()):
+            if config is not None and all(
+                getattr(config, key, None) == value for key, value in variant.when.items()
+            ):
                 yield name, str(getattr(config, "model_type", type(module).__name__)), variant
                 break

@@ -25,14 +25,18 @@ COUNTING_MODEL_TYPES = frozenset(
         *("mixtral", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm"),
     )
 )
-"""`config.model_type` of the models of Transformers that count positions from 0 where they are given none, whatever the tokens are."""
+"""`config.model_type` of the models of Transformers that count positions from 0 where they are
+given none, whatever the tokens are.
+"""
 _MASKS = "transformers.masking_utils"
 _SEARCH = "find_packed_sequence_indices"
 _STATE = threading.local()
 
 
 def call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a model. Without position ids, Transformers does not search the rows for packed sequences."""
+    """Call a model. Without position ids, Transformers does not search the rows for packed
+    sequences.
+    """
     if len(args) > 1 or kwargs.get("position_ids") is not None or not counts_positions(model):
         return model(*args, **kwargs)
     with rows_are_sequences():
@@ -49,13 +53,19 @@ def counts_positions(model: nn.Module) -> bool:
 
 
 def _code_of(module: nn.Module) -> str:
-    """Return the name of the Python module that defines a module's class. `fully_shard` derives a class of its own from it."""
-    return next(kind.__module__ for kind in type(module).__mro__ if not kind.__module__.startswith("torch."))
+    """Return the name of the Python module that defines a module's class. `fully_shard` derives a
+    class of its own from it.
+    """
+    return next(
+        kind.__module__ for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")
+    )
 
 
 @contextmanager
 def rows_are_sequences() -> Iterator[None]:
-    """Let models of Transformers that this thread calls take every row for one sequence. See Note [Packed rows]."""
+    """Let models of Transformers that this thread calls take every row for one sequence. See Note
+    [Packed rows].
+    """
     _wrap_search()
     before = getattr(_STATE, "rows_are_sequences", False)
     _STATE.rows_are_sequences = True

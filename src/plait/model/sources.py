@@ -1,7 +1,8 @@
 """Where the rules for a model come from: the first source that has some.
 
-The user's `{pattern: style}`; Plait's table of families for which Transformers has no plan; Transformers' own plan, read as data, with the
-styles that Plait does not apply refused by name; a guess from the structure.
+The user's `{pattern: style}`; Plait's table of families for which Transformers has no plan;
+Transformers' own plan, read as data, with the styles that Plait does not apply refused by name; a
+guess from the structure.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ from plait.model.rules import STYLES, Rule, RuleSet, Style, matches
 USER_SOURCE = "parallel.plan"
 GUESS_SOURCE = "guessed"
 
-_OLD_NAMES: dict[str, Style] = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_OLD_NAMES: dict[str, Style] = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+}
 """What Transformers called two styles until 5.0."""
 _NO_STYLE = "replicate"
 
 
-def rules_for(model: nn.Module, *, user: Mapping[str, str] | None = None, blocks: Sequence[str] = ()) -> RuleSet:
+def rules_for(
+    model: nn.Module, *, user: Mapping[str, str] | None = None, blocks: Sequence[str] = ()
+) -> RuleSet:
     """The rules for `model`.
 
-    `user` is used alone when given. `blocks` (see `find_blocks`) is where a guess looks. Raises ModelError for an unknown style, a style of
-    Transformers that Plait does not apply, or a model about which nothing is known or guessed.
+    `user` is used alone when given. `blocks` (see `find_blocks`) is where a guess looks. Raises
+    ModelError for an unknown style, a style of Transformers that Plait does not apply, or a model
+    about which nothing is known or guessed.
     """
     if user is not None:
         return RuleSet(_user_rules(user), USER_SOURCE, known_counts=True, complete=True)
@@ -39,7 +46,10 @@ def rules_for(model: nn.Module, *, user: Mapping[str, str] | None = None, blocks
 
 def _user_rules(user: Mapping[str, str]) -> tuple[Rule, ...]:
     if not user:
-        raise ModelError(f"{USER_SOURCE} is empty; name at least one module, or leave it out to use the model family's own plan")
+        raise ModelError(
+            f"{USER_SOURCE} is empty; name at least one module, or leave it out to use the model"
+            " family's own plan"
+        )
     return tuple(Rule(pattern, _known(style, pattern)) for pattern, style in user.items())
 
 
@@ -49,18 +59,26 @@ def _known(style: str, pattern: str) -> Style:
             return known
     close = get_close_matches(style, STYLES, n=1)
     hint = f"did you mean {close[0]!r}? The" if close else "the"
-    raise ModelError(f"{USER_SOURCE}: {pattern!r} has the unknown style {style!r}; {hint} styles are {', '.join(STYLES)}")
+    raise ModelError(
+        f"{USER_SOURCE}: {pattern!r} has the unknown style {style!r}; {hint} styles are"
+        f" {', '.join(STYLES)}"
+    )
 
 
 def _transformers_rules(model: nn.Module) -> RuleSet | None:
-    """Transformers' plans of the outermost of its models in `model`, which it gathered from their classes, configurations and parts."""
+    """Transformers' plans of the outermost of its models in `model`, which it gathered from their
+    classes, configurations and parts.
+    """
     rules: list[Rule] = []
     families: list[str] = []
     for name, module, plan in _planned(model):
         family = str(getattr(module.config, "model_type", type(module).__name__))
         prefix = f"{name}." if name else ""
-        found = [Rule(prefix + pattern, style) for pattern, style in _read(module, plan, family).items()]
-        # A plan of an embedding and a head alone, which Transformers adds to every model, says nothing about the layers.
+        found = [
+            Rule(prefix + pattern, style) for pattern, style in _read(module, plan, family).items()
+        ]
+        # A plan of an embedding and a head alone, which Transformers adds to every model, says
+        # nothing about the layers.
         if any("*" in rule.pattern for rule in found):
             rules += found
             families.append(family)
@@ -72,19 +90,36 @@ def _transformers_rules(model: nn.Module) -> RuleSet | None:
 def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
     outer: list[str] = []
     for name, module in model.named_modules():
-        # Its own: a wrapper (peft's) passes on what it is asked for, and the names of a plan begin at the model that has it.
-        plan = getattr(module, "_tp_plan", None) if "_tp_plan" in vars(module) or hasattr(type(module), "_tp_plan") else None
-        if hasattr(module, "config") and isinstance(plan, Mapping) and not any(not o or name.startswith(f"{o}.") for o in outer):
+        # Its own: a wrapper (peft's) passes on what it is asked for, and the names of a plan begin
+        # at the model that has it.
+        plan = (
+            getattr(module, "_tp_plan", None)
+            if "_tp_plan" in vars(module) or hasattr(type(module), "_tp_plan")
+            else None
+        )
+        if (
+            hasattr(module, "config")
+            and isinstance(plan, Mapping)
+            and not any(not o or name.startswith(f"{o}.") for o in outer)
+        ):
             outer.append(name)
             yield name, module, plan
 
 
 def _read(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[str, Style]:
-    """Transformers' styles as Plait's. Raises ModelError for others, where they name something in `model`."""
+    """Transformers' styles as Plait's. Raises ModelError for others, where they name something in
+    `model`.
+    """
     # Split by parallel.ep or held by every rank, whatever the family's plan makes of them.
     apart = [experts.name for experts in find_experts(model)] if family in SPLIT_FAMILIES else []
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    names = [name for name in names if not any(name == other or name.startswith(f"{other}.") for other in apart)]
+    names = [name for name, _ in model.named_modules()] + [
+        name for name, _ in model.named_parameters()
+    ]
+    names = [
+        name
+        for name in names
+        if not any(name == other or name.startswith(f"{other}.") for other in apart)
+    ]
     read: dict[str, Style] = {}
     strange: dict[str, str] = {}
     for pattern, style in plan.items():
@@ -98,7 +133,8 @@ def _read(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[str, S
         shown = ", ".join(f"{pattern} is {style!r}" for pattern, style in list(strange.items())[:3])
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise ModelError(
-            f"Transformers' plan of {family} has styles that Plait does not apply: {shown}{more}; use parallel.tp = 1, or give "
-            f"{USER_SOURCE} with styles for other layers, which leaves these replicated on every rank"
+            f"Transformers' plan of {family} has styles that Plait does not apply: {shown}{more};"
+            f" use parallel.tp = 1, or give {USER_SOURCE} with styles for other layers, which"
+            " leaves these replicated on every rank"
         )
     return read

@@ -1,4 +1,6 @@
-"""Parameters that a model holds under several names. Every other part of Plait that asks which these are asks here."""
+"""Parameters that a model holds under several names. Every other part of Plait that asks which
+these are asks here.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A placeholder for a value that this process does not have: it has a shape and a dtype, and any other use of it is an error.
+"""A placeholder for a value that this process does not have: it has a shape and a dtype, and any
+other use of it is an error.
 
-None in its place would be worse: torch computes a normalisation without a weight in silence, and a model's own code takes another branch.
+None in its place would be worse: torch computes a normalisation without a weight in silence, and a
+model's own code takes another branch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,20 @@ import torch
 
 from plait.errors import ModelError
 
-_FACTS = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_floating_point", "size", "dim", "numel"})
+_FACTS = frozenset(
+    {
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "layout",
+        "is_floating_point",
+        "size",
+        "dim",
+        "numel",
+    }
+)
 
 
 class Unavailable:
@@ -21,7 +36,9 @@ class Unavailable:
 
     def __init__(self, why: str, like: torch.Tensor | None = None) -> None:
         self.__dict__["_why"] = why
-        self.__dict__["_like"] = None if like is None else torch.empty_like(like, device="meta", requires_grad=False)
+        self.__dict__["_like"] = (
+            None if like is None else torch.empty_like(like, device="meta", requires_grad=False)
+        )
         self.__dict__["_device"] = None if like is None else like.device
 
     def __getattr__(self, name: str) -> Any:
@@ -39,9 +56,17 @@ class Unavailable:
         return f"<unavailable: {self.__dict__['_why']}>"
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next((value for value in _flat((args, kwargs or {})) if isinstance(value, Unavailable)), None)
-        raise ModelError(found.__dict__["_why"] if found is not None else "a value that is not on this pipeline stage is used")
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = next(
+            (value for value in _flat((args, kwargs or {})) if isinstance(value, Unavailable)), None
+        )
+        raise ModelError(
+            found.__dict__["_why"]
+            if found is not None
+            else "a value that is not on this pipeline stage is used"
+        )
 
 
 def _refuse(name: str) -> Callable[..., Any]:
@@ -53,8 +78,40 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "pow", "matmul", "rmatmul", "neg", "abs"),
-    *("lt", "le", "gt", "ge", "eq", "ne", "bool", "len", "iter", "getitem", "setitem", "contains", "float", "int", "index"),
+    *(
+        "add",
+        "radd",
+        "sub",
+        "rsub",
+        "mul",
+        "rmul",
+        "truediv",
+        "rtruediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "rmatmul",
+        "neg",
+        "abs",
+    ),
+    *(
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq",
+        "ne",
+        "bool",
+        "len",
+        "iter",
+        "getitem",
+        "setitem",
+        "contains",
+        "float",
+        "int",
+        "index",
+    ),
 ):
     setattr(Unavailable, f"__{_name}__", _refuse(f"__{_name}__"))
 Unavailable.__hash__ = object.__hash__  # type: ignore[method-assign]
@@ -70,12 +127,12 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-# ---- the output of a model ----------------------------------------------------------------------------------------------------------
-
-
 def output_fields(output: Any) -> dict[str | int, list[torch.Tensor]]:
     """The tensors in each entry of a model's output: by key, by attribute, or by index."""
-    return {name: [leaf for leaf in _flat(value) if isinstance(leaf, torch.Tensor)] for name, value in _entries(output)}
+    return {
+        name: [leaf for leaf in _flat(value) if isinstance(leaf, torch.Tensor)]
+        for name, value in _entries(output)
+    }
 
 
 def _entries(output: Any) -> list[tuple[str | int, Any]]:
@@ -96,7 +153,9 @@ def without(output: Any, why: Mapping[str | int, str]) -> Any:
     if isinstance(output, torch.Tensor):
         return Unavailable(next(iter(why.values())))
     if isinstance(output, tuple):
-        entries = [Unavailable(why[name]) if name in why else value for name, value in _entries(output)]
+        entries = [
+            Unavailable(why[name]) if name in why else value for name, value in _entries(output)
+        ]
         return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
     for name, reason in why.items():
         if isinstance(output, dict | list):

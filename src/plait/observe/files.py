@@ -8,8 +8,9 @@ from plait.errors import InputError
 
 
 def require_writable(option: str, path: Path | None, *, make_folder: bool = False) -> None:
-    """Find out whether a file can be written before anything takes time; no trace is left of that, but with make_folder its folder. Raises
-    InputError."""
+    """Find out whether a file can be written before anything takes time; no trace is left of that,
+    but with make_folder its folder. Raises InputError.
+    """
     if path is None:
         return
     try:
@@ -18,7 +19,10 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
         if make_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.is_dir():
-            raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first (mkdir -p {path.parent})")
+            raise InputError(
+                f"{option} {path}: there is no folder {path.parent}; make it first (mkdir -p"
+                f" {path.parent})"
+            )
         existed = path.exists()
         with path.open("ab"):
             pass

@@ -1,7 +1,7 @@
 """The run as a file: `metrics.jsonl`, one JSON object an event, in the order of the steps.
 
-A run that goes on from a checkpoint repeats the steps after it, so their old lines are dropped first: every step is in the file once, with
-the numbers of the run that the checkpoints belong to.
+A run that goes on from a checkpoint repeats the steps after it, so their old lines are dropped
+first: every step is in the file once, with the numbers of the run that the checkpoints belong to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from plait.errors import InputError
-from plait.events import CheckpointSaved, CommunicationDecided, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.events import (
+    CheckpointSaved,
+    CommunicationDecided,
+    Event,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    StepDone,
+    Validated,
+)
 
 NAMES: dict[type, str] = {
     RunStarted: "start",
@@ -40,7 +49,9 @@ class MetricsFile:
         if isinstance(event, RunStarted):
             self._begin(event.first_step)
         if self._stream is None:
-            raise InputError(f"{self._path}: a run begins with RunStarted, and {type(event).__name__} came first")
+            raise InputError(
+                f"{self._path}: a run begins with RunStarted, and {type(event).__name__} came first"
+            )
         # Flushed line by line, so that a run that is killed has told everything up to then.
         print(json.dumps(as_row(event), allow_nan=False), file=self._stream, flush=True)
         if isinstance(event, RunEnded):
@@ -65,21 +76,28 @@ class MetricsFile:
 
 def as_row(event: Event) -> dict[str, Any]:
     """An event as JSON. Numbers that JSON has no word for (nan, inf) are null."""
-    row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in asdict(event).items()}
+    row = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(event).items()
+    }
     if isinstance(event, StepDone):
         row["tokens_per_second"] = event.tokens / event.seconds if event.seconds else None
     return {"event": NAMES[type(event)], **row}
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file. A last line that was cut off by a crash is left out; any other broken line is an InputError."""
+    """The rows of a metrics file. A last line that was cut off by a crash is left out; any other
+    broken line is an InputError.
+    """
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, start=1):
             try:
                 yield json.loads(line)
             except ValueError as error:
                 if line.endswith(b"\n"):
-                    raise InputError(f"{path}, line {number}: not valid JSON ({error}); remove the line") from error
+                    raise InputError(
+                        f"{path}, line {number}: not valid JSON ({error}); remove the line"
+                    ) from error
 
 
 def _belongs_before(row: dict[str, Any], first_step: int) -> bool:

@@ -1,6 +1,8 @@
-"""The run for a person: a live line on a terminal, plain lines in a pipe or a log file. The same words in both.
+"""The run for a person: a live line on a terminal, plain lines in a pipe or a log file. The same
+words in both.
 
-Give it to one rank only. It reads no clock of its own: rates and the time that is left come from the steps.
+Give it to one rank only. It reads no clock of its own: rates and the time that is left come from
+the steps.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from plait.events import CheckpointSaved, CommunicationDecided, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.events import (
+    CheckpointSaved,
+    CommunicationDecided,
+    Event,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    StepDone,
+    Validated,
+)
 from plait.model.facts import model_facts
 from plait.parallel.pipeline.account import balance, stage_rows
 from plait.units import format_bytes, format_count, format_seconds
@@ -26,8 +37,9 @@ _WINDOW_SECONDS = 20.0
 
 
 class Window:
-    """Rates over the last steps: at least one, and as many as fit in twenty seconds. The first, in which caches and buffers come into
-    being, counts only as long as it is the only one."""
+    """Rates over the last steps: at least one, and as many as fit in twenty seconds. The first, in
+    which caches and buffers come into being, counts only as long as it is the only one.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque()
@@ -64,8 +76,8 @@ class Window:
 class ProgressLines:
     """A listener that shows a run on `console`: live where that is a terminal.
 
-    The first step, every `every` steps and the last one leave a line, with the mean loss since the line before; between them a terminal
-    shows each step in place.
+    The first step, every `every` steps and the last one leave a line, with the mean loss since the
+    line before; between them a terminal shows each step in place.
     """
 
     def __init__(self, console: Console, *, every: int) -> None:
@@ -86,9 +98,15 @@ class ProgressLines:
                 self._line(event.communication, event.step)
             case Validated():
                 perplexity = math.exp(event.loss) if event.loss < 700 else math.inf
-                self._line(f"validation loss {event.loss:.4f}, perplexity {perplexity:,.1f}, {event.weight:,.0f} targets", event.step)
+                self._line(
+                    f"validation loss {event.loss:.4f}, perplexity {perplexity:,.1f},"
+                    f" {event.weight:,.0f} targets",
+                    event.step,
+                )
             case CheckpointSaved():
-                self._line(f"checkpoint {event.folder}, {format_seconds(event.seconds)}", event.step)
+                self._line(
+                    f"checkpoint {event.folder}, {format_seconds(event.seconds)}", event.step
+                )
             case Sampled():
                 self._line("the model writes:", event.step)
                 for line in event.text.rstrip().splitlines():
@@ -111,11 +129,20 @@ class ProgressLines:
             self._console.print(f"{'resume':<8}{note}", soft_wrap=True)
         if self._console.is_terminal:
             # One row however narrow the terminal is: what does not fit is cut off at the end.
-            words = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            self._live = Progress(
-                BarColumn(bar_width=12), MofNCompleteColumn(), words, console=self._console, transient=True, refresh_per_second=4
+            words = TextColumn(
+                "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")
             )
-            self._live.add_task("the first step is the slowest", total=event.last_step, completed=event.first_step)
+            self._live = Progress(
+                BarColumn(bar_width=12),
+                MofNCompleteColumn(),
+                words,
+                console=self._console,
+                transient=True,
+                refresh_per_second=4,
+            )
+            self._live.add_task(
+                "the first step is the slowest", total=event.last_step, completed=event.first_step
+            )
             self._live.start()
 
     def _step(self, event: StepDone) -> None:
@@ -134,7 +161,11 @@ class ProgressLines:
         if event.skipped:
             parts.insert(0, f"skipped, overflow at scale {event.loss_scale:g}")
         if self._live is not None:
-            self._live.update(self._live.task_ids[0], completed=event.step, description="  ".join([f"loss {event.loss:.4f}", *parts]))
+            self._live.update(
+                self._live.task_ids[0],
+                completed=event.step,
+                description="  ".join([f"loss {event.loss:.4f}", *parts]),
+            )
         if first or event.skipped or event.step % self._every == 0 or event.step == self._last_step:
             mean = sum(self._losses) / len(self._losses) if self._losses else event.loss
             self._losses.clear()
@@ -150,30 +181,64 @@ def _stages(checked: ValidatedRun) -> list[tuple[str, str]]:
     pipeline = checked.pipeline
     if pipeline is None:
         return []
-    rows = stage_rows(pipeline.schedule, pipeline.cut, model_facts(checked.built.model, pipeline.cut.blocks))
+    rows = stage_rows(
+        pipeline.schedule, pipeline.cut, model_facts(checked.built.model, pipeline.cut.blocks)
+    )
     sizes = ", ".join(str(len(row.blocks)) for row in rows)
-    return [("stages", f"{len(rows)} of {sizes} blocks, {pipeline.schedule.name}; slowest rank {balance(rows):.3f} x the mean")]
+    return [
+        (
+            "stages",
+            (
+                f"{len(rows)} of {sizes} blocks, {pipeline.schedule.name}; slowest rank"
+                f" {balance(rows):.3f} x the mean"
+            ),
+        )
+    ]
 
 
 def describe(checked: ValidatedRun, *, processes: int) -> list[tuple[str, str]]:
     """A run in a few lines, before it begins: (name, words)."""
-    resolved, data, section = checked.resolved, checked.data, checked.section
-    batch, length = resolved.batch, data.train.length
+    resolved = checked.resolved
+    data = checked.data
+    section = checked.section
+    batch = resolved.batch
+    length = data.train.length
     kind = checked.built.kind
-    origin = f"weights of {checked.built.weights}" if checked.built.weights else f"new weights from seed {resolved.seed}"
-    held = f"{len(data.validation):,} for validation ({data.validation_note})" if len(data.validation) else "none for validation"
+    origin = (
+        f"weights of {checked.built.weights}"
+        if checked.built.weights
+        else f"new weights from seed {resolved.seed}"
+    )
+    held = (
+        f"{len(data.validation):,} for validation ({data.validation_note})"
+        if len(data.validation)
+        else "none for validation"
+    )
     where_it_runs = f"{processes} processes, {resolved.layout}" if processes > 1 else "one process"
-    computes_in = resolved.precision.compute or (resolved.model.dtype if resolved.model else "float32")
-    where = f"from step {checked.position.step:,}" if checked.position.step else "from the beginning"
+    computes_in = resolved.precision.compute or (
+        resolved.model.dtype if resolved.model else "float32"
+    )
+    where = (
+        f"from step {checked.position.step:,}" if checked.position.step else "from the beginning"
+    )
     return [
         ("model", f"{kind}, {format_count(checked.parameters)} parameters, {origin}"),
         ("text", f"{data.description}: {data.size}; {held}"),
-        ("layout", f"{where_it_runs}, ZeRO stage {resolved.data_parallel.stage}, computes in {computes_in}"),
+        (
+            "layout",
+            (
+                f"{where_it_runs}, ZeRO stage {resolved.data_parallel.stage}, computes in"
+                f" {computes_in}"
+            ),
+        ),
         *_stages(checked),
         (
             "batch",
-            f"{batch.train_batch_size} sequences = micro {batch.micro_batch_size} x accumulation {batch.accumulation} x "
-            f"dp {resolved.layout.dp}; {batch.train_batch_size * length:,} tokens a step",
+            (
+                f"{batch.train_batch_size} sequences = micro {batch.micro_batch_size} x"
+                f" accumulation {batch.accumulation} x dp {resolved.layout.dp};"
+                f" {batch.train_batch_size * length:,} tokens a step"
+            ),
         ),
         ("run", f"{section.steps:,} steps, {where}, in {checked.folder.path}"),
     ]

@@ -1,7 +1,8 @@
 """Compares the measured time and memory of a run of `plait plan --out` with the plan, in one line.
 
-A listener for one rank. The first steps, in which buffers come into being, do not count. A run that differs from the plan (another
-layout, model or device, or a setting that no plan prices) is not compared, and the reason is printed.
+A listener for one rank. The first steps, in which buffers come into being, do not count. A run that
+differs from the plan (another layout, model or device, or a setting that no plan prices) is not
+compared, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
     from plait.config.schema.config import Config
     from plait.train.session import ValidatedRun
 
-WARM, STEPS, FEWEST = 2, 8, 3
+WARM = 2
+STEPS = 8
+FEWEST = 3
 """Steps that do not count, that do, and fewer than which say too little."""
 
 
 class Residual:
     """Listens to steps; after `STEPS` of them prints how far the plan was off."""
 
-    def __init__(self, *, predicted_seconds: float, predicted_bytes: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, predicted_seconds: float, predicted_bytes: float, say: Callable[[str], None]
+    ) -> None:
         self._predicted_seconds = predicted_seconds
         self._predicted_bytes = predicted_bytes
         self._say = say
@@ -45,29 +50,45 @@ class Residual:
             self._peak = max(self._peak, event.memory_bytes)
             if self._seen > WARM and not event.skipped:
                 self._seconds.append(event.seconds)
-        if len(self._seconds) >= STEPS or (isinstance(event, RunEnded) and len(self._seconds) >= FEWEST):
+        if len(self._seconds) >= STEPS or (
+            isinstance(event, RunEnded) and len(self._seconds) >= FEWEST
+        ):
             self._told = True
             self._tell()
 
     def _tell(self) -> None:
-        step = _beside("step", self._predicted_seconds, median(self._seconds), lambda value: f"{value:.4g} s")
+        step = _beside(
+            "step", self._predicted_seconds, median(self._seconds), lambda value: f"{value:.4g} s"
+        )
         memory = _beside("memory", self._predicted_bytes, float(self._peak), format_bytes)
         self._say(f"plan    {step}; {memory}; {len(self._seconds)} steps")
 
 
-def _beside(name: str, predicted: float | None, measured: float, words: Callable[[float], str]) -> str:
+def _beside(
+    name: str, predicted: float | None, measured: float, words: Callable[[float], str]
+) -> str:
     if not predicted:
         return f"{name} {words(measured)}"
-    return f"{name} predicted {words(predicted)}, measured {words(measured)}, x {measured / predicted:.2f}"
+    return (
+        f"{name} predicted {words(predicted)}, measured {words(measured)}, x"
+        f" {measured / predicted:.2f}"
+    )
 
 
 def residual_of(
-    file: Path, checked: ValidatedRun, config: Config, *, gpu: str, per_node: int, say: Callable[[str], None]
+    file: Path,
+    checked: ValidatedRun,
+    config: Config,
+    *,
+    gpu: str,
+    per_node: int,
+    say: Callable[[str], None],
 ) -> Residual | None:
-    """Return the listener for a run of `file`, whose plan is next to it; None if there is no plan, or the run differs from it.
+    """Return the listener for a run of `file`, whose plan is next to it; None if there is no plan,
+    or the run differs from it.
 
-    `config` is what the run was checked from, `gpu` the catalogue's name of the device that runs, `per_node` the processes of this
-    machine.
+    `config` is what the run was checked from, `gpu` the catalogue's name of the device that runs,
+    `per_node` the processes of this machine.
     """
     beside = file.with_suffix(".plan.json")
     if not beside.is_file():
@@ -83,18 +104,28 @@ def residual_of(
         nbytes = memory["needed_bytes"] if gpu == "cpu" else memory["allocated_bytes"]
         return Residual(predicted_seconds=plan["step"]["seconds"], predicted_bytes=nbytes, say=say)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        say(f"plan    {beside} is not compared with this run: it cannot be read ({type(error).__name__}: {error})")
+        say(
+            f"plan    {beside} is not compared with this run: it cannot be read"
+            f" ({type(error).__name__}: {error})"
+        )
         return None
 
 
 _HALF = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def _differences(plan: Mapping[str, Any], checked: ValidatedRun, config: Config, *, gpu: str, per_node: int) -> list[str]:
+def _differences(
+    plan: Mapping[str, Any], checked: ValidatedRun, config: Config, *, gpu: str, per_node: int
+) -> list[str]:
     planned = dict(plan["priced"]["layout"])
     mine = layout_of(checked.resolved)
-    cluster, precision = plan["cluster"], checked.resolved.precision
-    section = config.model.model_dump(mode="json", exclude_unset=True) if config.model is not None else None
+    cluster = plan["cluster"]
+    precision = checked.resolved.precision
+    section = (
+        config.model.model_dump(mode="json", exclude_unset=True)
+        if config.model is not None
+        else None
+    )
     pairs: list[tuple[str, Any, Any]] = [
         ("device", cluster["device"], gpu),
         ("processes", cluster["devices"], checked.resolved.layout.world_size),
@@ -110,4 +141,6 @@ def _differences(plan: Mapping[str, Any], checked: ValidatedRun, config: Config,
     ]
     # What no plan prices would be taken for an error of the plan.
     left_out = [f"no plan prices {setting}" for setting in unpriced(config)]
-    return [f"{name} was planned as {was} and is {now}" for name, was, now in pairs if was != now] + left_out
+    return [
+        f"{name} was planned as {was} and is {now}" for name, was, now in pairs if was != now
+    ] + left_out

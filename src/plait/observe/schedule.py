@@ -1,6 +1,8 @@
-"""A pipeline schedule for the eye: lines of text for a terminal or a pipe, an SVG, and a JSON object.
+"""A pipeline schedule for the eye: lines of text for a terminal or a pipe, an SVG, and a JSON
+object.
 
-Draws a `Timeline`; times, bubbles and activations held are computed in `plait.parallel.schedules.timeline`.
+Draws a `Timeline`; times, bubbles and activations held are computed in
+`plait.parallel.schedules.timeline`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from plait.parallel.schedules.actions import Kind
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, ScheduleSpec
 from plait.parallel.schedules.timeline import Durations, Span, Timeline, peak_in_flight
 
-MEANINGS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "backward of the input", Kind.WEIGHT: "backward of the weights"}
+MEANINGS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "backward of the input",
+    Kind.WEIGHT: "backward of the weights",
+}
 _STYLES = {
     Kind.FORWARD: ("white on blue", "black on bright_blue"),
     Kind.BACKWARD: ("white on green", "black on bright_green"),
@@ -43,7 +50,9 @@ def _allowed(spec: ScheduleSpec) -> str:
 
 
 def as_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
-    """Everything as plain values, for `json.dumps`. In flight counts micro-batches through all stages of a rank."""
+    """Everything as plain values, for `json.dumps`. In flight counts micro-batches through all
+    stages of a rank.
+    """
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)
     return {
@@ -51,7 +60,9 @@ def as_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
         "pp": schedule.pp,
         "microbatches": schedule.microbatches,
         "stage_ranks": list(schedule.stage_ranks),
-        "durations": {name: list(getattr(durations, name)) for name in ("forward", "input", "weight", "send")},
+        "durations": {
+            name: list(getattr(durations, name)) for name in ("forward", "input", "weight", "send")
+        },
         "total": timeline.total,
         "bubble": timeline.bubble_overall,
         "ranks": [
@@ -59,7 +70,10 @@ def as_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
                 "stages": list(schedule.stages_of(rank)),
                 "bubble": timeline.bubble(rank),
                 "peak_in_flight": peaks[rank],
-                "actions": [{"action": str(span.action), "start": span.start, "end": span.end} for span in row],
+                "actions": [
+                    {"action": str(span.action), "start": span.start, "end": span.end}
+                    for span in row
+                ],
             }
             for rank, row in enumerate(timeline.ranks)
         ],
@@ -69,11 +83,16 @@ def as_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
 def summary(timeline: Timeline, *, unit: str = "") -> str:
     """One line: what it is, how long it takes, what is idle, what is held."""
     schedule = timeline.schedule
-    stages = f"{schedule.stages} stages on {schedule.pp} ranks" if schedule.stages > schedule.pp else _count(schedule.pp, "stage", "s")
+    stages = (
+        f"{schedule.stages} stages on {schedule.pp} ranks"
+        if schedule.stages > schedule.pp
+        else _count(schedule.pp, "stage", "s")
+    )
     work = _count(schedule.microbatches, "micro-batch", "es")
     idle = f"bubble {100 * timeline.bubble_overall:.1f} %"
     return (
-        f"{schedule.name}, {stages}, {work}: step {timeline.total:.6g}{unit}, {idle}, at most {max(peak_in_flight(schedule)):.4g} in flight"
+        f"{schedule.name}, {stages}, {work}: step {timeline.total:.6g}{unit}, {idle}, at most"
+        f" {max(peak_in_flight(schedule)):.4g} in flight"
     )
 
 
@@ -84,30 +103,39 @@ def _count(number: int, word: str, ending: str) -> str:
 def lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Text]:
     """The drawing, a line a rank under a line of headings, then a legend.
 
-    Every action with its name where that fits into `width` columns. Otherwise every column is the letter of the action in the middle of its
-    slice of time. Raises InputError where nothing takes time.
+    Every action with its name where that fits into `width` columns. Otherwise every column is the
+    letter of the action in the middle of its slice of time. Raises InputError where nothing takes
+    time.
     """
     _refuse_nothing(timeline)
     schedule = timeline.schedule
     head, heads = _heads(timeline)
     room = max(width - len(head), 20)
-    unit = min(span.end - span.start for row in timeline.ranks for span in row if span.end > span.start)
+    unit = min(
+        span.end - span.start for row in timeline.ranks for span in row if span.end > span.start
+    )
     cell = 1 + max(len(_label(schedule, span)) for row in timeline.ranks for span in row)
     units = timeline.total / unit
     legend = [_legend(schedule)]
     if units * cell <= room:
         drawn = [_named(timeline, row, cell / unit, cell, coloured) for row in timeline.ranks]
     else:
-        columns = int(room / units) * round(units) if units <= room else room  # whole columns a unit look even
+        # whole columns a unit look even
+        columns = int(room / units) * round(units) if units <= room else room
         drawn = [_sliced(timeline, row, columns, coloured) for row in timeline.ranks]
-        legend.append(f"one column: {timeline.total / columns:.4g} of the step's {timeline.total:.6g}")
+        legend.append(
+            f"one column: {timeline.total / columns:.4g} of the step's {timeline.total:.6g}"
+        )
     rows = [Text(start).append_text(line) for start, line in zip(heads, drawn, strict=True)]
     return [Text(head.rstrip()), *rows, *(Text(line) for line in legend)]
 
 
 def _refuse_nothing(timeline: Timeline) -> None:
     if timeline.total <= 0:
-        raise InputError("every duration is 0, so there is nothing to draw; give forward, input or weight a time above 0")
+        raise InputError(
+            "every duration is 0, so there is nothing to draw; give forward, input or weight a time"
+            " above 0"
+        )
 
 
 def _heads(timeline: Timeline) -> tuple[str, list[str]]:
@@ -116,11 +144,19 @@ def _heads(timeline: Timeline) -> tuple[str, list[str]]:
     peaks = peak_in_flight(schedule)
     cells = [("rank", "stages", "idle", "in flight")]
     cells += [
-        (str(rank), _some(schedule.stages_of(rank)), f"{100 * timeline.bubble(rank):.1f} %", f"{peaks[rank]:.4g}")
+        (
+            str(rank),
+            _some(schedule.stages_of(rank)),
+            f"{100 * timeline.bubble(rank):.1f} %",
+            f"{peaks[rank]:.4g}",
+        )
         for rank in range(schedule.pp)
     ]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
-    head, *heads = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + "  " for row in cells]
+    head, *heads = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + "  "
+        for row in cells
+    ]
     return head, heads
 
 
@@ -130,7 +166,9 @@ def _some(stages: Sequence[int]) -> str:
 
 
 def _label(schedule: Schedule, span: Span) -> str:
-    """As short as is clear: a rank with two stages tells them apart by capital and small letters, one with more by number."""
+    """As short as is clear: a rank with two stages tells them apart by capital and small letters,
+    one with more by number.
+    """
     if schedule.stages > 2 * schedule.pp:
         return str(span.action)
     return f"{_letter(schedule, span)}{span.action.microbatch}"
@@ -153,14 +191,21 @@ def _legend(schedule: Schedule) -> str:
     return f"{words}{small}; in flight: micro-batches whose activations the rank holds{through}"
 
 
-def _named(timeline: Timeline, row: Sequence[Span], scale: float, cell: int, coloured: bool) -> Text:
+def _named(
+    timeline: Timeline, row: Sequence[Span], scale: float, cell: int, coloured: bool
+) -> Text:
     text = Text()
 
     def idle_until(column: int) -> None:
-        text.append("".join("." if at % cell == 0 and not coloured else " " for at in range(len(text), column)))
+        text.append(
+            "".join(
+                "." if at % cell == 0 and not coloured else " " for at in range(len(text), column)
+            )
+        )
 
     for span in row:
-        start, end = round(span.start * scale), round(span.end * scale)
+        start = round(span.start * scale)
+        end = round(span.end * scale)
         idle_until(start)
         if end > start:
             label = _label(timeline.schedule, span).ljust(end - start - 1, " " if coloured else "-")
@@ -185,20 +230,28 @@ def _sliced(timeline: Timeline, row: Sequence[Span], columns: int, coloured: boo
         while span.end <= time and (following := next(spans, None)) is not None:
             span = following
         if span.start <= time < span.end:
-            text.append(_letter(timeline.schedule, span), style=_style(timeline.schedule, span) if coloured else "")
+            text.append(
+                _letter(timeline.schedule, span),
+                style=_style(timeline.schedule, span) if coloured else "",
+            )
         else:
             text.append(" " if coloured else ".")
     return text
 
 
-_ROW, _TOP, _LEFT, _WIDTH, _RIGHT = 28, 64, 96, 1200, 190
+_ROW = 28
+_TOP = 64
+_LEFT = 96
+_WIDTH = 1200
+_RIGHT = 190
 
 
 def svg(timeline: Timeline, *, window: tuple[float, float] | None = None, unit: str = "") -> str:
-    """A picture that needs nothing else: time to the right, a row a rank, every action with a tooltip, with its idle time and activations
-    in flight.
+    """A picture that needs nothing else: time to the right, a row a rank, every action with a
+    tooltip, with its idle time and activations in flight.
 
-    `window` draws only what runs between two times; `unit` is written behind times. Raises InputError where nothing takes time.
+    `window` draws only what runs between two times; `unit` is written behind times. Raises
+    InputError where nothing takes time.
     """
     _refuse_nothing(timeline)
     schedule = timeline.schedule
@@ -219,7 +272,9 @@ def svg(timeline: Timeline, *, window: tuple[float, float] | None = None, unit: 
             heading=heading,
             unit=unit,
             key=list(_key(schedule)),
-            ticks=[(_LEFT + _WIDTH * tick / 8, first + (last - first) * tick / 8) for tick in range(9)],
+            ticks=[
+                (_LEFT + _WIDTH * tick / 8, first + (last - first) * tick / 8) for tick in range(9)
+            ],
             rows=[_drawn(timeline, rank, peaks[rank], window, unit) for rank in range(schedule.pp)],
         )
     )
@@ -237,24 +292,33 @@ def _key(schedule: Schedule) -> Iterator[tuple[int, str, str]]:
         at += 40 + 7 * len(words)
 
 
-def _drawn(timeline: Timeline, rank: int, peak: float, window: tuple[float, float], unit: str) -> dict[str, Any]:
+def _drawn(
+    timeline: Timeline, rank: int, peak: float, window: tuple[float, float], unit: str
+) -> dict[str, Any]:
     """A rank's row."""
-    top, (first, last) = _TOP + _ROW * rank, window
+    top = _TOP + _ROW * rank
+    first, last = window
     scale = _WIDTH / (last - first)
     spans = []
     for span in timeline.ranks[rank]:
         if (span.end <= first and span.start < first) or span.start >= last:
             continue
-        start, end = max(span.start, first), min(span.end, last)
-        later, action = _later(timeline.schedule, span), span.action
-        spans.append({
-            "x": _LEFT + (start - first) * scale,
-            "width": (end - start) * scale,
-            "fill": _FILLS[action.kind][later],
-            "tip": f"{action}: {MEANINGS[action.kind]} of stage {action.stage}, micro-batch {action.microbatch}, "
-            f"{span.start:.6g} to {span.end:.6g}{unit}",
-            "label": str(action.microbatch),
-            "ink": "#1a1a1a" if later else "#ffffff",
-        })  # fmt: skip
+        start = max(span.start, first)
+        end = min(span.end, last)
+        later = _later(timeline.schedule, span)
+        action = span.action
+        spans.append(
+            {
+                "x": _LEFT + (start - first) * scale,
+                "width": (end - start) * scale,
+                "fill": _FILLS[action.kind][later],
+                "tip": (
+                    f"{action}: {MEANINGS[action.kind]} of stage {action.stage}, micro-batch"
+                    f" {action.microbatch}, {span.start:.6g} to {span.end:.6g}{unit}"
+                ),
+                "label": str(action.microbatch),
+                "ink": "#1a1a1a" if later else "#ffffff",
+            }
+        )
     note = f"idle {100 * timeline.bubble(rank):.1f} %, {peak:.4g} in flight"
     return {"top": top, "middle": top + _ROW / 2 + 4, "spans": spans, "note": note}

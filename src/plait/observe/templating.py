@@ -1,4 +1,6 @@
-"""Pages and drawings from the templates in `templates/`. Values are escaped, so that no name from a file becomes a tag."""
+"""Pages and drawings from the templates in `templates/`. Values are escaped, so that no name from a
+file becomes a tag.
+"""
 
 from __future__ import annotations
 
@@ -32,4 +34,6 @@ def render(template: str, **values: Any) -> Markup:
 
 def part(name: str, *arguments: Any, **values: Any) -> Markup:
     """A macro of `parts.html`."""
-    return Markup(getattr(_environment().get_template("parts.html").module, name)(*arguments, **values))
+    return Markup(
+        getattr(_environment().get_template("parts.html").module, name)(*arguments, **values)
+    )

@@ -1,8 +1,10 @@
-"""Optimizer states, gradients and parameters in files (ZeRO-Infinity's disk tier), and an optimizer step that iterates over them.
+"""Optimizer states, gradients and parameters in files (ZeRO-Infinity's disk tier), and an optimizer
+step that iterates over them.
 
-The step is computed chunk by chunk: while one chunk is updated, the next are read and the previous are written, each by a thread of its
-own, so that at most `buffer_count` chunks are in memory. The optimizer is torch's own and sees ordinary tensors: the results are bitwise
-equal to those of a step in memory. Not for GPUs yet: what is mapped is host memory.
+The step is computed chunk by chunk: while one chunk is updated, the next are read and the previous
+are written, each by a thread of its own, so that at most `buffer_count` chunks are in memory. The
+optimizer is torch's own and sees ordinary tensors: the results are bitwise equal to those of a step
+in memory. Not for GPUs yet: what is mapped is host memory.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ from plait.parallel.placed import like_parameter
 T = TypeVar("T")
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
-"""torch's optimizers that update every element by itself, so that a parameter may be updated in slices."""
+"""torch's optimizers that update every element by itself, so that a parameter may be updated in
+slices.
+"""
 ALIGNED = 4096
-"""Elements: slices begin at multiples, so that vectorised kernels meet the same elements at the same places."""
+"""Elements: slices begin at multiples, so that vectorised kernels meet the same elements at the
+same places.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,14 +77,23 @@ class DiskTier(StepHook):
     """Made before a model's weights are, given the optimizer afterwards."""
 
     def __init__(
-        self, arena: Arena | None, *, buffer_bytes: int, buffer_count: int = 4, shards: Arena | None = None, pool_bytes: int = 0
+        self,
+        arena: Arena | None,
+        *,
+        buffer_bytes: int,
+        buffer_count: int = 4,
+        shards: Arena | None = None,
+        pool_bytes: int = 0,
     ) -> None:
-        """`arena` is for gradients and states, `shards` (which may be the same) for the shards of parameters; None leaves them in memory.
-        `pool_bytes`: how much of the shards is in memory at once while the model computes."""
+        """`arena` is for gradients and states, `shards` (which may be the same) for the shards of
+        parameters; None leaves them in memory. `pool_bytes`: how much of the shards is in memory at
+        once while the model computes.
+        """
         self.arena = arena
         self.shards = shards
         self.pool_bytes = pool_bytes
-        self.buffer_bytes, self.buffer_count = buffer_bytes, buffer_count
+        self.buffer_bytes = buffer_bytes
+        self.buffer_count = buffer_count
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._buffers: list[torch.Tensor] = []
         """Shards in files, padding included."""
@@ -95,25 +110,46 @@ class DiskTier(StepHook):
         self._new: set[nn.Parameter] = set()
         """Parameters whose first step this is."""
 
-    # ---- parameters and gradients -----------------------------------------------------------------------------------------------------
-
-    def adopt(self, model: nn.Module, *, states: int, units: Collection[str] = ("",), shards_of: Collection[str] = ("",)) -> None:
-        """Map the gradients of `units` (by their paths; "": the whole model) and the parameters' shards of `shards_of`, and reserve
-        `states` optimizer states for each. Parameters that are computed with as they are (a model that is not sharded) stay in memory.
-        Raises PlaitError on a full disk, with nothing changed."""
+    def adopt(
+        self,
+        model: nn.Module,
+        *,
+        states: int,
+        units: Collection[str] = ("",),
+        shards_of: Collection[str] = ("",),
+    ) -> None:
+        """Map the gradients of `units` (by their paths; "": the whole model) and the parameters'
+        shards of `shards_of`, and reserve `states` optimizer states for each. Parameters that are
+        computed with as they are (a model that is not sharded) stay in memory. Raises PlaitError on
+        a full disk, with nothing changed.
+        """
         paths = {module: path for path, module in model.named_modules()}
-        moved = [unit for unit in sharded_modules(model) if isinstance(unit, nn.Module) and ("" in shards_of or paths[unit] in shards_of)]
-        inside = {p for unit in (units if "" not in units else ("",)) for p in model.get_submodule(unit).parameters()}
+        moved = [
+            unit
+            for unit in sharded_modules(model)
+            if isinstance(unit, nn.Module) and ("" in shards_of or paths[unit] in shards_of)
+        ]
+        inside = {
+            p
+            for unit in (units if "" not in units else ("",))
+            for p in model.get_submodule(unit).parameters()
+        }
         trained = [p for p in model.parameters() if p.requires_grad and p in inside]
         if self.shards is not None:
-            self.shards.reserve(sum(in_pages(buffer) for unit in moved for buffer in shard_buffers(unit)))
+            self.shards.reserve(
+                sum(in_pages(buffer) for unit in moved for buffer in shard_buffers(unit))
+            )
         if self.arena is not None:
-            self.arena.reserve((1 + states) * sum(in_pages(local_tensor(p.detach())) for p in trained))
+            self.arena.reserve(
+                (1 + states) * sum(in_pages(local_tensor(p.detach())) for p in trained)
+            )
         if self.shards is not None:
             for unit in moved:
                 replace_shard_buffers(unit, self.shards.copy)
             self._buffers = [buffer for unit in moved for buffer in shard_buffers(unit)]
-            self._shard_reader = ShardReader(self.shards, moved, pool_bytes=self.pool_bytes, reader=self._reader)
+            self._shard_reader = ShardReader(
+                self.shards, moved, pool_bytes=self.pool_bytes, reader=self._reader
+            )
         if self.arena is None:
             return
         for parameter in trained:
@@ -124,10 +160,14 @@ class DiskTier(StepHook):
     @property
     def arenas(self) -> tuple[Arena, ...]:
         """Each once."""
-        return tuple(dict.fromkeys(arena for arena in (self.arena, self.shards) if arena is not None))
+        return tuple(
+            dict.fromkeys(arena for arena in (self.arena, self.shards) if arena is not None)
+        )
 
     def close(self) -> None:
-        """End the threads, and close the files. What is mapped stays readable, as long as a tensor of it is there."""
+        """End the threads, and close the files. What is mapped stays readable, as long as a tensor
+        of it is there.
+        """
         for pool in (self._writer, self._reader):
             pool.shutdown()
         for arena in self.arenas:
@@ -166,20 +206,28 @@ class DiskTier(StepHook):
 
     def _keep_gradient(self, parameter: torch.Tensor) -> None:
         """The gradient leaves memory as soon as it is there."""
-        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None and self.arena is not None
-        place, found = self._gradients[parameter], local_tensor(parameter.grad)
+        assert (
+            isinstance(parameter, nn.Parameter)
+            and parameter.grad is not None
+            and self.arena is not None
+        )
+        place = self._gradients[parameter]
+        found = local_tensor(parameter.grad)
         if found.data_ptr() != place.data_ptr():
             place.copy_(found)
             parameter.grad = like_parameter(place, parameter)
         size = place.numel() * place.element_size()
         self._leaving.append((self._writer.submit(self.arena.evict, place), size))
-        while sum(size for _, size in self._leaving) > self.buffer_bytes:  # backward is faster than the disk
+        # backward is faster than the disk
+        while sum(size for _, size in self._leaving) > self.buffer_bytes:
             self._leaving.popleft()[0].result()
 
-    # ---- walking ----------------------------------------------------------------------------------------------------------------------
-
-    def walk(self, tensors: Sequence[torch.Tensor], *, write: bool = False) -> Iterator[list[torch.Tensor]]:
-        """The plain tensors in lists of about a buffer's size, in order, each list fetched before its use and evicted after it."""
+    def walk(
+        self, tensors: Sequence[torch.Tensor], *, write: bool = False
+    ) -> Iterator[list[torch.Tensor]]:
+        """The plain tensors in lists of about a buffer's size, in order, each list fetched before
+        its use and evicted after it.
+        """
         lists: list[list[torch.Tensor]] = []
         size = 0
         for tensor in tensors:
@@ -189,11 +237,14 @@ class DiskTier(StepHook):
                 size = 0
             lists[-1].append(tensor)
             size += count
-        yield from self._pipelined(lists, lambda entry: [_Use(tensor, changes=write) for tensor in entry])
+        yield from self._pipelined(
+            lists, lambda entry: [_Use(tensor, changes=write) for tensor in entry]
+        )
 
     def _pipelined(self, entries: Sequence[T], uses_of: Callable[[T], list[_Use]]) -> Iterator[T]:
-        """Each entry when its tensors are in memory, in order; afterwards they are evicted. As many are prefetched as there is room for, so
-        that the reader never waits for the computation."""
+        """Each entry when its tensors are in memory, in order; afterwards they are evicted. As many
+        are prefetched as there is room for, so that the reader never waits for the computation.
+        """
 
         def fetch(uses: list[_Use]) -> None:
             for use in uses:
@@ -209,7 +260,8 @@ class DiskTier(StepHook):
         leaving: deque[Future[None]] = deque()
 
         def read_ahead() -> None:
-            while len(arriving) + len(leaving) < self.buffer_count - 1:  # besides the one that is computed
+            # besides the one that is computed
+            while len(arriving) + len(leaving) < self.buffer_count - 1:
                 entry = next(waiting, None)
                 if entry is None:
                     return
@@ -230,15 +282,17 @@ class DiskTier(StepHook):
         for future in leaving:
             future.result()
 
-    # ---- the step ---------------------------------------------------------------------------------------------------------------------
-
     def drive(self, optimizer: Optimizer) -> None:
-        """Replace `optimizer.step` by one that reads files. Raises ModelError for an optimizer that needs all parameters at once."""
+        """Replace `optimizer.step` by one that reads files. Raises ModelError for an optimizer that
+        needs all parameters at once.
+        """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError(
-                "optimizer.type = 'LBFGS' looks at all parameters at once; use another, or offload_optimizer.device = \"none\""
+                "optimizer.type = 'LBFGS' looks at all parameters at once; use another, or"
+                ' offload_optimizer.device = "none"'
             )
-        self._optimizer, self._inner_step = optimizer, optimizer.step
+        self._optimizer = optimizer
+        self._inner_step = optimizer.step
         # A method of the optimizer, as torch's schedules want it.
         optimizer.step = MethodType(lambda _, closure=None: self.step(closure), optimizer)  # type: ignore[method-assign]
         optimizer.register_load_state_dict_post_hook(lambda _: self._map_made())
@@ -253,8 +307,12 @@ class DiskTier(StepHook):
         optimizer = self._optimizer
         assert optimizer is not None
         if closure is not None:
-            raise ModelError("an optimizer whose states are on disk takes no closure; compute the gradients first, then call step()")
-        factor, self._factor = self._factor, 1.0
+            raise ModelError(
+                "an optimizer whose states are on disk takes no closure; compute the gradients"
+                " first, then call step()"
+            )
+        factor = self._factor
+        self._factor = 1.0
         members = [list(group["params"]) for group in optimizer.param_groups]
         self._group_of = {p: index for index, parameters in enumerate(members) for p in parameters}
         stepping = [p for p in self._group_of if p.grad is not None]
@@ -262,7 +320,10 @@ class DiskTier(StepHook):
         elementwise = is_elementwise(optimizer)
         try:
             scaled = isinstance(factor, torch.Tensor) or factor != 1.0
-            for piece in self._pipelined(self._pieces(stepping, elementwise=elementwise), partial(self._uses_of, scaled=scaled)):
+            for piece in self._pipelined(
+                self._pieces(stepping, elementwise=elementwise),
+                partial(self._uses_of, scaled=scaled),
+            ):
                 if scaled:
                     multiply_all([part.of(part.gradient) for part in piece], factor)
                 if elementwise:
@@ -273,8 +334,12 @@ class DiskTier(StepHook):
             for group, parameters in zip(optimizer.param_groups, members, strict=True):
                 group["params"] = parameters
 
-    def _pieces(self, parameters: Sequence[nn.Parameter], *, elementwise: bool) -> list[list[_Slice]]:
-        """Slices whose parameter, gradient and states, as far as they are in files, together take about a buffer."""
+    def _pieces(
+        self, parameters: Sequence[nn.Parameter], *, elementwise: bool
+    ) -> list[list[_Slice]]:
+        """Slices whose parameter, gradient and states, as far as they are in files, together take
+        about a buffer.
+        """
         pieces: list[list[_Slice]] = [[]]
         left = self.buffer_bytes
         for parameter in parameters:
@@ -298,7 +363,11 @@ class DiskTier(StepHook):
         """The states that are shaped like the parameter."""
         assert self._optimizer is not None
         states = self._optimizer.state.get(parameter, {})
-        return {name: value for name, value in states.items() if isinstance(value, torch.Tensor) and value.shape == parameter.shape}
+        return {
+            name: value
+            for name, value in states.items()
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        }
 
     def _uses_of(self, piece: list[_Slice], *, scaled: bool) -> list[_Use]:
         """A gradient ends with the step, so what the step made of it need not reach the disk."""
@@ -331,20 +400,34 @@ class DiskTier(StepHook):
             if part.parameter not in self._new:
                 large = self._large_states(part.parameter)
                 optimizer.state[sliced] = {
-                    name: part.of(value) if name in large else _own(value) for name, value in optimizer.state[part.parameter].items()
+                    name: part.of(value) if name in large else _own(value)
+                    for name, value in optimizer.state[part.parameter].items()
                 }
             slices.append(sliced)
-        self._only(optimizer, [(self._group_of[part.parameter], sliced) for part, sliced in zip(piece, slices, strict=True)])
+        self._only(
+            optimizer,
+            [
+                (self._group_of[part.parameter], sliced)
+                for part, sliced in zip(piece, slices, strict=True)
+            ],
+        )
         self._inner_step()
         for part, sliced in zip(piece, slices, strict=True):
             self._take(optimizer, part, optimizer.state.pop(sliced, {}))
 
     def _take(self, optimizer: Optimizer, part: _Slice, found: dict[str, Any]) -> None:
-        """The states of a slice into those of its parameter. Step counts advance with the last slice: the others must see the old ones."""
-        parameter, states = part.parameter, optimizer.state[part.parameter]
+        """The states of a slice into those of its parameter. Step counts advance with the last
+        slice: the others must see the old ones.
+        """
+        parameter = part.parameter
+        states = optimizer.state[part.parameter]
         count = local_tensor(parameter.detach()).numel()
         for name, value in found.items():
-            if isinstance(value, torch.Tensor) and value.shape == (part.end - part.start,) and (value.ndim and name != "step"):
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == (part.end - part.start,)
+                and (value.ndim and name != "step")
+            ):
                 if name not in states:
                     states[name] = self._mapped(parameter, name, None)
                 place = part.of(states[name])
@@ -353,20 +436,30 @@ class DiskTier(StepHook):
             elif part.end == count:
                 states[name] = value
 
-    # ---- states -----------------------------------------------------------------------------------------------------------------------
-
-    def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The place of a state in the files, filled with `value`. The same memory for the life of the optimizer. Where the parameter's
-        states stay in memory: `value` itself, or an empty tensor."""
+    def _mapped(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        value: torch.Tensor | None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """The place of a state in the files, filled with `value`. The same memory for the life of
+        the optimizer. Where the parameter's states stay in memory: `value` itself, or an empty
+        tensor.
+        """
         if self.arena is None or parameter not in self._gradients:
             if value is not None:
                 return value
-            return like_parameter(torch.empty_like(local_tensor(parameter.detach()), dtype=dtype), parameter)
+            return like_parameter(
+                torch.empty_like(local_tensor(parameter.detach()), dtype=dtype), parameter
+            )
         if value is not None and type(local_tensor(value.detach())) is not torch.Tensor:
             kind = type(local_tensor(value.detach())).__name__
             raise ModelError(
-                f"zero_optimization.offload_optimizer.device = 'nvme': `{name}` of the optimizer is a {kind}, which would lose its form in "
-                'a file; use an optimizer whose states are plain tensors, or device "none"'
+                f"zero_optimization.offload_optimizer.device = 'nvme': `{name}` of the optimizer is"
+                f" a {kind}, which would lose its form in a file; use an optimizer whose states are"
+                ' plain tensors, or device "none"'
             )
         place = self._places.get((parameter, name))
         if place is None:
@@ -379,11 +472,15 @@ class DiskTier(StepHook):
         return like_parameter(place, parameter)
 
     def place(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """An empty state shaped like the parameter, where its states are kept; for a checkpoint to fill."""
+        """An empty state shaped like the parameter, where its states are kept; for a checkpoint to
+        fill.
+        """
         return self._mapped(parameter, name, None, dtype=dtype)
 
     def _map_made(self) -> None:
-        """States that others made: a checkpoint that was loaded, an optimizer that makes them when it is built."""
+        """States that others made: a checkpoint that was loaded, an optimizer that makes them when
+        it is built.
+        """
         assert self._optimizer is not None
         for parameter in list(self._optimizer.state):
             assert isinstance(parameter, nn.Parameter)
@@ -393,7 +490,9 @@ class DiskTier(StepHook):
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether it is one of torch's that update every element by itself."""
-    return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
+    return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith(
+        "torch.optim"
+    )
 
 
 def _own(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """Norms and scaling of gradients, never in fewer digits than float32.
 
-torch takes a norm in the tensor's own dtype, and rounds a factor to it: float16 ends at 65504, bfloat16 has three digits. A CPU makes a
-wider copy of what it adds up wider, so long tensors are processed there in chunks.
+torch takes a norm in the tensor's own dtype, and rounds a factor to it: float16 ends at 65504,
+bfloat16 has three digits. A CPU makes a wider copy of what it adds up wider, so long tensors are
+processed there in chunks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from plait._torch.operators import foreach_mul_, foreach_norm, foreach_unscale_, grouped_by_device_and_dtype
+from plait._torch.operators import (
+    foreach_mul_,
+    foreach_norm,
+    foreach_unscale_,
+    grouped_by_device_and_dtype,
+)
 from plait.cluster import accelerator
 
 _PIECE = 1 << 20
@@ -18,7 +24,9 @@ _PIECE = 1 << 20
 
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the Euclidean norm of every plain tensor: 0-dimensional, on its device, float32 or wider."""
+    """Return the Euclidean norm of every plain tensor: 0-dimensional, on its device, float32 or
+    wider.
+    """
     norms: dict[int, torch.Tensor] = {}
     for indices in grouped_by_device_and_dtype(tensors):
         alike = [tensors[index] for index in indices]
@@ -27,13 +35,17 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def joined_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all elements of which `norms` are the norms of parts: 0-dimensional, float64.
+    """Return the norm of all elements of which `norms` are the norms of parts: 0-dimensional,
+    float64.
 
     Args:
         norms: 0-dimensional tensors, at least one. They may be on several devices; the result is on
             the device of the first.
     """
-    stacks = [torch.stack([norms[index] for index in indices]) for indices in grouped_by_device_and_dtype(norms)]
+    stacks = [
+        torch.stack([norms[index] for index in indices])
+        for indices in grouped_by_device_and_dtype(norms)
+    ]
     # One cast for all parameters. A cast per parameter would be as many kernels.
     joined = [torch.linalg.vector_norm(stack, 2.0, dtype=torch.float64) for stack in stacks]
     if len(joined) == 1:
@@ -54,18 +66,30 @@ def _norm_in_float32(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() <= _PIECE:
         return torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32)
     pieces = tensor.reshape(-1).split(_PIECE)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece, 2.0, dtype=torch.float32) for piece in pieces]), 2.0)
+    return torch.linalg.vector_norm(
+        torch.stack(
+            [torch.linalg.vector_norm(piece, 2.0, dtype=torch.float32) for piece in pieces]
+        ),
+        2.0,
+    )
 
 
 def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply plain tensors by one factor, in place, in as few kernels as possible."""
     for indices in grouped_by_device_and_dtype(tensors):
         alike = [tensors[index] for index in indices]
-        dtype, device = alike[0].dtype, alike[0].device
+        dtype = alike[0].dtype
+        device = alike[0].device
         if dtype.itemsize < 4:
-            foreach_unscale_(alike, torch.zeros((), dtype=torch.float32, device=device), _in_float32(factor, device))
+            foreach_unscale_(
+                alike,
+                torch.zeros((), dtype=torch.float32, device=device),
+                _in_float32(factor, device),
+            )
         else:
-            foreach_mul_(alike, factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor)
+            foreach_mul_(
+                alike, factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor
+            )
 
 
 def _in_float32(factor: torch.Tensor | float, device: torch.device) -> torch.Tensor:

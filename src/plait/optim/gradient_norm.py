@@ -1,4 +1,6 @@
-"""The global norm of gradients that are sharded over some axes and replicated over the others, by one all-reduce."""
+"""The global norm of gradients that are sharded over some axes and replicated over the others, by
+one all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,33 @@ def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | None = None) -> torch.Tensor:
-    """Euclidean norm over every element of every gradient, each counted once whatever the layout; float64, 0-dimensional. `tier`: where
-    gradients are, if not all in memory at once. Collective over the model-parallel ranks."""
+def global_norm(
+    grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | None = None
+) -> torch.Tensor:
+    """Euclidean norm over every element of every gradient, each counted once whatever the layout;
+    float64, 0-dimensional. `tier`: where gradients are, if not all in memory at once. Collective
+    over the model-parallel ranks.
+    """
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for grad in grads:
         by_axes.setdefault(sharded_axes(grad), []).append(local_tensor(grad))
     if tier is None:
         norms = {axes: norms_of(members) for axes, members in by_axes.items()}
     else:
-        norms = {axes: [n for part in tier.walk(members) for n in norms_of(part)] for axes, members in by_axes.items()}
+        norms = {
+            axes: [n for part in tier.walk(members) for n in norms_of(part)]
+            for axes, members in by_axes.items()
+        }
     return _over_ranks({axes: joined_norm(members) for axes, members in norms.items()}, mesh)
 
 
 @torch.no_grad()
-def norm_of_norms(norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh) -> torch.Tensor:
-    """`global_norm`, the same bits, from (sharded axes, `norms_of` this rank's part) of every gradient."""
+def norm_of_norms(
+    norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh
+) -> torch.Tensor:
+    """`global_norm`, the same bits, from (sharded axes, `norms_of` this rank's part) of every
+    gradient.
+    """
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for axes, norm in norms:
         by_axes.setdefault(axes, []).append(norm)
@@ -49,7 +62,11 @@ def _over_ranks(by_axes: Mapping[tuple[str, ...], torch.Tensor], mesh: Mesh) -> 
         # What another rank counts is added as 0, which keeps a norm that is not finite.
         squares.append(square if Reduction(axes).counts_at(mesh.coordinates) else square * 0)
     # A pipeline stage may have nothing to train.
-    total = sum(squares[1:], squares[0]) if squares else torch.zeros((), dtype=torch.float64, device=mesh.device)
+    total = (
+        sum(squares[1:], squares[0])
+        if squares
+        else torch.zeros((), dtype=torch.float64, device=mesh.device)
+    )
     group = mesh.group(*mesh.norm_axes)
     if group is not None:
         dist.all_reduce(total, group=group)

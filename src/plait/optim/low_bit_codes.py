@@ -1,8 +1,11 @@
-"""Quantization to 8 bits with a scale for every block: how `optimizer.states` int8 and float8 store AdamW's moments.
+"""Quantization to 8 bits with a scale for every block: how `optimizer.states` int8 and float8 store
+AdamW's moments.
 
-int8 is the dynamic map of 8-bit Adam (arXiv 2110.02861, as in bitsandbytes and torchao): 256 levels between -1 and 1, or 0 and 1, more of
-them in every higher power of ten from 1e-6 on. float8 is e4m3. A block is divided by its largest magnitude. A second moment never becomes
-0: a small one in a block with a large one would divide its update by almost nothing. Plain operators, nothing is compiled.
+int8 is the dynamic map of 8-bit Adam (arXiv 2110.02861, as in bitsandbytes and torchao): 256 levels
+between -1 and 1, or 0 and 1, more of them in every higher power of ten from 1e-6 on. float8 is
+e4m3. A block is divided by its largest magnitude. A second moment never becomes 0: a small one in a
+block with a large one would divide its update by almost nothing. Plain operators, nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -20,14 +23,18 @@ class Codec(Protocol):
     """Quantizes blocks of elements and dequantizes them."""
 
     def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(uint8 [n], float32 scales [n / block]) of floating `numbers` [n]. A block with what is not finite decodes to NaN or infinity."""
+        """(uint8 [n], float32 scales [n / block]) of floating `numbers` [n]. A block with what is
+        not finite decodes to NaN or infinity.
+        """
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """float32 [n], a new tensor."""
 
 
 def levels(*, signed: bool) -> torch.Tensor:
-    """float32 [256], ascending: the numbers that int8's codes stand for, before the scale. Rounded once, so the same on every machine."""
+    """float32 [256], ascending: the numbers that int8's codes stand for, before the scale. Rounded
+    once, so the same on every machine.
+    """
     found = [0.0, 1.0]
     for power in range(7):
         edges = np.linspace(0.1, 1, 2 ** (power if signed else power + 1) + 1)
@@ -37,8 +44,10 @@ def levels(*, signed: bool) -> torch.Tensor:
 
 
 class DynamicInt8:
-    """The nearest code, found by the upper half of an element's bits: at most one border between two codes lies among the values that share
-    them, so one table look-up and one comparison replace a search."""
+    """The nearest code, found by the upper half of an element's bits: at most one border between
+    two codes lies among the values that share them, so one table look-up and one comparison replace
+    a search.
+    """
 
     def __init__(self, *, signed: bool, device: torch.device) -> None:
         table = levels(signed=signed)
@@ -80,10 +89,14 @@ class Float8:
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """See Codec."""
-        return codes.view(_FLOAT8).float().view(scales.numel(), -1).mul_(scales.unsqueeze(1)).view(-1)
+        return (
+            codes.view(_FLOAT8).float().view(scales.numel(), -1).mul_(scales.unsqueeze(1)).view(-1)
+        )
 
 
-def _scaled(numbers: torch.Tensor, block: int, *, largest: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaled(
+    numbers: torch.Tensor, block: int, *, largest: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(float32 [n], at most `largest` in magnitude; the scales that were divided by)."""
     blocked = numbers.float().view(-1, block)
     scales = (blocked.abs().amax(1) / largest).clamp_(min=_TINY)

@@ -42,11 +42,13 @@ class _Splitter:
         self._restore(optimizer)  # torch calls no hook after a step that raises
         groups = [part for group in optimizer.param_groups for part in _by_placement(group)]
         if len(groups) > len(optimizer.param_groups):
-            self._groups, optimizer.param_groups = optimizer.param_groups, groups
+            self._groups = optimizer.param_groups
+            optimizer.param_groups = groups
 
     def _restore(self, optimizer: Optimizer, *_: object) -> None:
         if self._groups is not None:
-            optimizer.param_groups, self._groups = self._groups, None
+            optimizer.param_groups = self._groups
+            self._groups = None
 
 
 def _by_placement(group: Group) -> list[Group]:
@@ -54,4 +56,6 @@ def _by_placement(group: Group) -> list[Group]:
     for parameter in group["params"]:
         kind = parameter.device_mesh if isinstance(parameter, DTensor) else None
         kinds.setdefault(kind, []).append(parameter)
-    return [group] if len(kinds) <= 1 else [{**group, "params": members} for members in kinds.values()]
+    return (
+        [group] if len(kinds) <= 1 else [{**group, "params": members} for members in kinds.values()]
+    )

@@ -1,13 +1,16 @@
-"""Buffers that a forward changes (running means, moving averages): every data-parallel rank has rank 0's, as under DistributedDataParallel.
+"""Buffers that a forward changes (running means, moving averages): every data-parallel rank has
+rank 0's, as under DistributedDataParallel.
 
-Data-parallel ranks see other samples, so their buffers drift apart. After every step the first data-parallel rank's values are sent to the
-others, so the next forward, an evaluation and a checkpoint find the same. Changed buffers are detected, not guessed: a tensor counts its
-writes, and an assignment leaves another object. The ranks compare what they saw after the first step, and again when one of them sees
-another persistent buffer change; a model whose buffers never change (rotary frequencies, masks) sends nothing after that.
+Data-parallel ranks see other samples, so their buffers drift apart. After every step the first
+data-parallel rank's values are sent to the others, so the next forward, an evaluation and a
+checkpoint find the same. Changed buffers are detected, not guessed: a tensor counts its writes, and
+an assignment leaves another object. The ranks compare what they saw after the first step, and again
+when one of them sees another persistent buffer change; a model whose buffers never change (rotary
+frequencies, masks) sends nothing after that.
 
-Buffers that are not persistent are taken only if they change in place in the first step: one made anew may be a cache of this rank's
-lengths.
-In a pipeline the lowest stage that changed a buffer outside of the blocks has the right values; later ones saw no inputs.
+Buffers that are not persistent are taken only if they change in place in the first step: one made
+anew may be a cache of this rank's lengths. In a pipeline the lowest stage that changed a buffer
+outside of the blocks has the right values; later ones saw no inputs.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class _Seen:
 class ChangingBuffers(StepHook):
     """`send` is called once a step, on all ranks."""
 
-    def __init__(self, model: nn.Module, blocks: Collection[str], mesh: Mesh, batch_axes: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Collection[str], mesh: Mesh, batch_axes: Sequence[str]
+    ) -> None:
         """`batch_axes`: those whose ranks see other data."""
         self.names: tuple[str, ...] = ()
         """Those that are sent after every step."""
@@ -62,7 +67,9 @@ class ChangingBuffers(StepHook):
         self._in_forward: RemovableHandle | None = None
         self._mesh, self._blocks = mesh, tuple(blocks)
         real = mesh.layout.world_size > 1 and not is_fake()
-        self._data, self._stages = (mesh.group(*axes) if real else None for axes in (batch_axes, ("pp",)))
+        self._data, self._stages = (
+            mesh.group(*axes) if real else None for axes in (batch_axes, ("pp",))
+        )
         self._all = mesh.group("pp", *batch_axes) if real else None
         self._seen: dict[str, _Seen] = {}
         for owner_name, owner in model.named_modules() if self._all is not None else ():
@@ -78,7 +85,9 @@ class ChangingBuffers(StepHook):
         self._asked: Largest | None = None
         """Whether any rank saw another buffer change, and what says that the answer is there."""
         self._watches = self._agreed = False
-        """Whether on any rank another persistent buffer may begin to change; whether the first step is over."""
+        """Whether on any rank another persistent buffer may begin to change; whether the first step
+        is over.
+        """
 
     def look(self) -> None:
         """What was written so far was the same on all ranks (a checkpoint)."""
@@ -104,8 +113,11 @@ class ChangingBuffers(StepHook):
             self._in_forward.remove()
 
     def send_in_forward(self, model: nn.Module) -> None:
-        """For your own training loop, whose steps Plait does not see: in training, before the first forward of every step but the first."""
-        due, mine = [False], weakref.ref(model)
+        """For your own training loop, whose steps Plait does not see: in training, before the first
+        forward of every step but the first.
+        """
+        due = [False]
+        mine = weakref.ref(model)
 
         def before(module: nn.Module, _: Any) -> None:
             if module is not mine():
@@ -135,28 +147,47 @@ class ChangingBuffers(StepHook):
     def _somebody_saw(self) -> bool:
         if self._asked is None:
             return False
-        asked, self._asked = self._asked, None
+        asked = self._asked
+        self._asked = None
         return bool(asked.value())
 
     def _agree(self) -> None:
-        """What any rank saw is sent from here on. Stages of a pipeline have buffers of their own in their blocks, and share the others."""
+        """What any rank saw is sent from here on. Stages of a pipeline have buffers of their own in
+        their blocks, and share the others.
+        """
         self._agreed, every = True, sorted(self._seen)
         found = {*self.names, *self._new}
         if self._data is not None and every:
-            flags = torch.tensor([name in found for name in every], dtype=torch.uint8, device=self._mesh.device)
+            flags = torch.tensor(
+                [name in found for name in every], dtype=torch.uint8, device=self._mesh.device
+            )
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._data)
             found = {name for name, flag in zip(every, flags.tolist(), strict=True) if flag}
         self._new, self.names = set(), tuple(sorted(found))
-        self._watches = any(seen.persistent and name not in found for name, seen in self._seen.items())
+        self._watches = any(
+            seen.persistent and name not in found for name, seen in self._seen.items()
+        )
         if self._stages is None:
             return
-        outside = [name for name in every if not any(name.startswith(f"{block}.") for block in self._blocks)]
+        outside = [
+            name
+            for name in every
+            if not any(name.startswith(f"{block}.") for block in self._blocks)
+        ]
         told: list[Any] = [None] * self._stages.size()
         dist.all_gather_object(told, (self.names, outside, self._watches), group=self._stages)
         self._watches = any(watches for *_, watches in told)
         shared = set.intersection(*(set(theirs) for _, theirs, _ in told))
-        first = {name: rank for rank in reversed(range(len(told))) for name in told[rank][0] if name in shared}
-        self._from_stage = {rank: sorted(name for name in first if first[name] == rank) for rank in sorted(set(first.values()))}
+        first = {
+            name: rank
+            for rank in reversed(range(len(told)))
+            for name in told[rank][0]
+            if name in shared
+        }
+        self._from_stage = {
+            rank: sorted(name for name in first if first[name] == rank)
+            for rank in sorted(set(first.values()))
+        }
 
     def _send(self) -> None:
         if self._data is not None and self.names:
@@ -175,12 +206,15 @@ class ChangingBuffers(StepHook):
             return
         parts = flat.split([tensor.numel() * tensor.element_size() for tensor in tensors])
         for name, tensor, part in zip(names, tensors, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a part of bytes is not aligned
+            # a part of bytes is not aligned
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
             self._seen[name].changed()
 
 
 def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
-    """SyncBatchNorm without a group of its own takes all processes; its batch is that of the data-parallel ranks."""
+    """SyncBatchNorm without a group of its own takes all processes; its batch is that of the
+    data-parallel ranks.
+    """
     if mesh.layout.world_size == mesh.layout.dp:
         return
     group = mesh.group(*SAMPLE_AXES) or mesh.sub("dp_shard").get_group()

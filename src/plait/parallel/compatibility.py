@@ -1,4 +1,6 @@
-"""Pairs of settings that do not go together yet, as data. Each is refused with its reason until a test proves it."""
+"""Pairs of settings that do not go together yet, as data. Each is refused with its reason until a
+test proves it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         field="parallel.cp",
         value=lambda choice: choice.layout.cp,
-        applies=lambda choice: choice.layout.cp > 1 and not any("cp" in technique.batch_axes for technique in choice.techniques),
+        applies=lambda choice: (
+            choice.layout.cp > 1
+            and not any("cp" in technique.batch_axes for technique in choice.techniques)
+        ),
         rule="no technique cuts sequences over cp",
         remedy="use 1; the processes become data parallel",
     ),
@@ -34,7 +39,10 @@ REFUSALS: tuple[Refusal, ...] = (
         field="compile.enabled",
         value=lambda _: "true",
         applies=lambda choice: choice.chosen(Compile).enabled and choice.layout.tp > 1,
-        rule="blocks that tensor parallelism has split are not proven to keep their gradients under torch.compile",
+        rule=(
+            "blocks that tensor parallelism has split are not proven to keep their gradients under"
+            " torch.compile"
+        ),
         remedy="use false, or parallel.tp = 1",
     ),
     Refusal(
@@ -47,8 +55,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         field="parallel.secondary_partition",
         value=lambda choice: choice.chosen(DataParallel).secondary_partition,
-        applies=lambda choice: choice.chosen(DataParallel).secondary_partition > 0 and choice.layout.pp * choice.layout.tp > 1,
-        rule="all processes make the groups of a secondary partition together, and other stages and slices make others: it hangs",
+        applies=lambda choice: (
+            choice.chosen(DataParallel).secondary_partition > 0
+            and choice.layout.pp * choice.layout.tp > 1
+        ),
+        rule=(
+            "all processes make the groups of a secondary partition together, and other stages and"
+            " slices make others: it hangs"
+        ),
         remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
     ),
 )
@@ -56,6 +70,8 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def refuse_incompatible(choice: Context) -> None:
     """Raise ConfigError with every refused pair."""
-    problems = [Problem(r.field, r.value(choice), r.rule, r.remedy) for r in REFUSALS if r.applies(choice)]
+    problems = [
+        Problem(r.field, r.value(choice), r.rule, r.remedy) for r in REFUSALS if r.applies(choice)
+    ]
     if problems:
         raise ConfigError(*problems)

@@ -1,4 +1,6 @@
-"""torch.compile, block by block and in place: one small graph that all equal blocks share, and parameter names stay as they are."""
+"""torch.compile, block by block and in place: one small graph that all equal blocks share, and
+parameter names stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,14 @@ class Compile(Technique):
                 torch.compile(nn.Identity(), **settings)
             except Exception as error:  # each backend refuses in its own way
                 first = next(iter(str(error).splitlines()), "") or type(error).__name__
-                raise ConfigError(Problem(f"compile.{name}", settings[name], f"torch refuses it: {first}", "correct it")) from error
+                raise ConfigError(
+                    Problem(
+                        f"compile.{name}",
+                        settings[name],
+                        f"torch refuses it: {first}",
+                        "correct it",
+                    )
+                ) from error
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Compilation holds no state and sends nothing."""

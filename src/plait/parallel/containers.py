@@ -1,5 +1,6 @@
-"""What a batch may be made of: mappings, tuples, named tuples, lists and dataclasses, nested. They keep their class when what is in them
-changes, because a loss may ask for `batch.labels`."""
+"""What a batch may be made of: mappings, tuples, named tuples, lists and dataclasses, nested. They
+keep their class when what is in them changes, because a loss may ask for `batch.labels`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def rebuilt(value: Any, inside: Mapping[Any, Any]) -> Any:
             changed[key] = entry
         return changed
     if isinstance(value, tuple):
-        return type(value)(*inside.values()) if hasattr(value, "_fields") else tuple(inside.values())
+        return (
+            type(value)(*inside.values()) if hasattr(value, "_fields") else tuple(inside.values())
+        )
     if isinstance(value, list):
         return list(inside.values())
     changed = copy.copy(value)

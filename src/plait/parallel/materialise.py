@@ -44,7 +44,8 @@ def is_meta(model: nn.Module) -> bool:
     on_meta = [name for name, p in model.named_parameters() if p.is_meta]
     if on_meta and len(on_meta) < len(list(model.parameters())):
         raise ModelError(
-            f"{on_meta[0]} is on meta and other parameters are not; build the whole model under torch.device('meta') or none of it"
+            f"{on_meta[0]} is on meta and other parameters are not; build the whole model under"
+            " torch.device('meta') or none of it"
         )
     return bool(on_meta)
 
@@ -119,7 +120,9 @@ def initialise(
             continue  # on another pipeline stage
         _allocate_poisoned(unit, recurse=recurse)
         members = list(unit.named_modules(prefix=prefix)) if recurse else [(prefix, unit)]
-        before = {name: version_of(value) for name, value in _own_tensors(unit, prefix, recurse=recurse)}
+        before = {
+            name: version_of(value) for name, value in _own_tensors(unit, prefix, recurse=recurse)
+        }
         # Children before parents, which may override them (GPT-2's residual projections).
         for name, module in reversed(members):
             _run(rules[name], module, name, seed)
@@ -127,12 +130,19 @@ def initialise(
             if name not in targets:
                 continue
             # A tied parameter counts the writes under all of its names.
-            if name in writes and name not in tied_parameters and not rules[name.rpartition(".")[0]].is_of_transformers:
-                _refuse_lost_writes(name, unit, made=writes[name], repeated=version_of(value) - before[name])
+            if (
+                name in writes
+                and name not in tied_parameters
+                and not rules[name.rpartition(".")[0]].is_of_transformers
+            ):
+                _refuse_lost_writes(
+                    name, unit, made=writes[name], repeated=version_of(value) - before[name]
+                )
             if _is_poisoned(value):
                 raise ModelError(
-                    f"{name} was not initialised: {type(unit).__name__} computes it only in its constructor, which has run on meta; "
-                    "give the class a `reset_parameters` that fills it, load weights from a folder, or build the model with real weights"
+                    f"{name} was not initialised: {type(unit).__name__} computes it only in its"
+                    " constructor, which has run on meta; give the class a `reset_parameters` that"
+                    " fills it, load weights from a folder, or build the model with real weights"
                 )
             target = targets[name]
             if id(target) not in seen:  # a tied parameter takes the value of its first name
@@ -141,7 +151,10 @@ def initialise(
                 filled(target)
         unit.to_empty(device="meta", recurse=recurse)
     if left := [name for target, name in expected.items() if target not in seen]:
-        raise ModelError(f"{left[0]} was given no values: after sharding it is tied otherwise than in the model that was built")
+        raise ModelError(
+            f"{left[0]} was given no values: after sharding it is tied otherwise than in the model"
+            " that was built"
+        )
 
 
 def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
@@ -191,7 +204,8 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
             value = module.get_buffer(leaf)
             if _is_poisoned(value):
                 raise ModelError(
-                    f"{_join(name, leaf)} is a buffer that no file holds and {type(module).__name__} cannot rebuild; make it persistent"
+                    f"{_join(name, leaf)} is a buffer that no file holds and"
+                    f" {type(module).__name__} cannot rebuild; make it persistent"
                 )
             targets[_join(name, leaf)].copy_(value)
         module.to_empty(device="meta", recurse=False)
@@ -255,10 +269,13 @@ def _rules(template: nn.Module) -> dict[str, _Rule]:
     """Return the initialisation of each module by its name."""
     rules: dict[str, _Rule] = {}
 
-    def walk(name: str, module: nn.Module, inherited: Initialise | None, is_of_transformers: bool) -> None:
+    def walk(
+        name: str, module: nn.Module, inherited: Initialise | None, is_of_transformers: bool
+    ) -> None:
         method: Any = getattr(module, "_init_weights", None)
         if method is not None and _is_of_transformers(module):
-            inherited, is_of_transformers = method, True
+            inherited = method
+            is_of_transformers = True
         elif method is not None and not is_of_transformers and _takes_a_module(method):
             inherited = method
         rules[name] = _Rule(reset_method(module), inherited, is_of_transformers)
@@ -309,7 +326,9 @@ def _is_poisoned(tensor: torch.Tensor) -> bool:
     return bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
-def _own_tensors(module: nn.Module, prefix: str, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_tensors(
+    module: nn.Module, prefix: str, *, recurse: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(prefix=prefix, recurse=recurse, remove_duplicate=False)
     yield from module.named_buffers(prefix=prefix, recurse=recurse, remove_duplicate=False)
 

@@ -11,8 +11,12 @@ import torch
 
 
 def dims_in_memory(tensor: torch.Tensor) -> list[int] | None:
-    """The dimensions, the one with the largest stride first, of a tensor that fills its memory without gaps or overlaps; else None."""
-    dims = sorted(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True)
+    """The dimensions, the one with the largest stride first, of a tensor that fills its memory
+    without gaps or overlaps; else None.
+    """
+    dims = sorted(
+        range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True
+    )
     expected = 1
     for dim in reversed(dims):
         if tensor.shape[dim] != 1 and tensor.numel():
@@ -23,14 +27,18 @@ def dims_in_memory(tensor: torch.Tensor) -> list[int] | None:
 
 
 def like_in_memory(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`flat` [tensor.numel()], contiguous, as a view of the shape of `tensor`, with its strides where that has no gaps."""
+    """`flat` [tensor.numel()], contiguous, as a view of the shape of `tensor`, with its strides
+    where that has no gaps.
+    """
     if dims_in_memory(tensor) is None or tensor.is_contiguous():
         return flat.view(tensor.shape)
     return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements share memory, as those of an expanded tensor do. May say so of unusual strides that do not."""
+    """Whether two elements share memory, as those of an expanded tensor do. May say so of unusual
+    strides that do not.
+    """
     dims = sorted((dim for dim in range(tensor.ndim) if tensor.shape[dim] > 1), key=tensor.stride)
     reached = 0
     for dim in dims if prod(tensor.shape) else ():

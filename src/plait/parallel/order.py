@@ -1,4 +1,6 @@
-"""The one order of techniques, and the iterations over them: to refuse, with modules by the engine, with numbers by the planner."""
+"""The one order of techniques, and the iterations over them: to refuse, with modules by the engine,
+with numbers by the planner.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +52,24 @@ ORDER: tuple[type[Technique], ...] = (
     Compression,
     DataParallel,
 )
-"""What changes a block's forward comes before what shards it; precision, offload and compression leave settings that the technique which
-shards and reduces consumes. Precision comes first because the others ask for the size of an element when they are priced. A pipeline comes
-after the split over tp, which is decided for the whole model, and before what is done to a rank's own blocks."""
+"""What changes a block's forward comes before what shards it; precision, offload and compression
+leave settings that the technique which shards and reduces consumes. Precision comes first because
+the others ask for the size of an element when they are priced. A pipeline comes after the split
+over tp, which is decided for the whole model, and before what is done to a rank's own blocks.
+"""
 
 
 def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
-    """Sort by ORDER. One that is not in it, which the caller brings, comes after the pipeline: before what is done to the forward of a
-    rank's own blocks, and before what shards them."""
+    """Sort by ORDER. One that is not in it, which the caller brings, comes after the pipeline:
+    before what is done to the forward of a rank's own blocks, and before what shards them.
+    """
     position = {kind: index for index, kind in enumerate(ORDER)}
-    return tuple(sorted(techniques, key=lambda technique: position.get(type(technique), position[Pipeline] + 0.5)))
+    return tuple(
+        sorted(
+            techniques,
+            key=lambda technique: position.get(type(technique), position[Pipeline] + 0.5),
+        )
+    )
 
 
 def batch_axes(techniques: Iterable[Technique]) -> tuple[str, ...]:
@@ -82,14 +92,18 @@ HOOKS: tuple[type[StepHook], ...] = (
     CompressionAutotuner,
     Residuals,
 )
-"""The order in which a step calls hooks; others come after these. A gradient is summed over the data-parallel ranks, then None is put back
-where no rank used the parameter, then the parts of sequences are summed, then tied parameters over the stages that hold them: each asks
-for what the one before left. What chooses the collectives comes before what is carried in them, so that a checkpoint's residuals find
-theirs."""
+"""The order in which a step calls hooks; others come after these. A gradient is summed over the
+data-parallel ranks, then None is put back where no rank used the parameter, then the parts of
+sequences are summed, then tied parameters over the stages that hold them: each asks for what the
+one before left. What chooses the collectives comes before what is carried in them, so that a
+checkpoint's residuals find theirs.
+"""
 
 
 def check_all(context: Context) -> dict[type, object]:
-    """Refuse what cannot be: pairs first, then by every technique. Returns the notes that `Parts` begins with."""
+    """Refuse what cannot be: pairs first, then by every technique. Returns the notes that `Parts`
+    begins with.
+    """
     refuse_incompatible(context)
     return notes_of(technique.check(context) for technique in context.techniques)
 
@@ -100,8 +114,10 @@ def groups_of(context: Context) -> Groups:
 
 
 def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
-    """Apply every technique to the model, in order; parameter names are checked to be unchanged. Attributes that a user has set on a
-    parameter (to tell an optimizer which ones not to decay, say) are on what takes its place."""
+    """Apply every technique to the model, in order; parameter names are checked to be unchanged.
+    Attributes that a user has set on a parameter (to tell an optimizer which ones not to decay,
+    say) are on what takes its place.
+    """
     techniques = in_order(techniques)
     parts = parts.with_(batch_axes=batch_axes(techniques))
     named = parts.model.named_parameters(remove_duplicate=False)
@@ -110,12 +126,21 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
     for technique in techniques:
         parts = technique.apply(parts, mesh)
         now = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
-        kept = [name for name in names if name in set(now)] if isinstance(technique, Pipeline) else names
+        kept = (
+            [name for name in names if name in set(now)]
+            if isinstance(technique, Pipeline)
+            else names
+        )
         if now != kept:
             changed = sorted(set(now) ^ set(kept))[:4]
-            raise ModelError(f"{type(technique).__name__} changed parameter names ({', '.join(changed)}); a technique must keep them")
+            raise ModelError(
+                f"{type(technique).__name__} changed parameter names ({', '.join(changed)}); a"
+                " technique must keep them"
+            )
         names = now
-    for name, parameter in parts.model.named_parameters(remove_duplicate=False) if attributes else ():
+    for name, parameter in (
+        parts.model.named_parameters(remove_duplicate=False) if attributes else ()
+    ):
         for key, value in attributes.get(name, {}).items():
             if key not in vars(parameter):
                 setattr(parameter, key, value)
@@ -123,10 +148,14 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
 
 
 def attach_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
-    """Attach every technique to the steps of a model that has its weights; the hooks are in their order."""
+    """Attach every technique to the steps of a model that has its weights; the hooks are in their
+    order.
+    """
     hooks = [hook for technique in in_order(techniques) for hook in technique.attach(parts, mesh)]
     position = {kind: index for index, kind in enumerate(HOOKS)}
-    return parts.with_(hooks=Hooks(sorted(hooks, key=lambda hook: position.get(type(hook), len(HOOKS)))))
+    return parts.with_(
+        hooks=Hooks(sorted(hooks, key=lambda hook: position.get(type(hook), len(HOOKS))))
+    )
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:

@@ -1,8 +1,9 @@
 """The contract of a technique, and the data that passes through the ordered list of techniques.
 
-The engine applies the list to modules (`apply` on Parts), the planner applies the same list to numbers (`account` on a Ledger). A technique
-never changes parameter names. Settings that belong to one call of torch (precision and sharding both go to `fully_shard`) are kept in Parts
-until the technique that makes the call consumes them.
+The engine applies the list to modules (`apply` on Parts), the planner applies the same list to
+numbers (`account` on a Ledger). A technique never changes parameter names. Settings that belong to
+one call of torch (precision and sharding both go to `fully_shard`) are kept in Parts until the
+technique that makes the call consumes them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Kind = TypeVar("Kind", bound="Technique")
 
 @dataclass(frozen=True)
 class Context:
-    """The settings and, once it is built, the model: everything that is known before a process group exists."""
+    """The settings and, once it is built, the model: everything that is known before a process
+    group exists.
+    """
 
     layout: Layout
     """The degrees."""
@@ -48,7 +51,10 @@ class Context:
 
     def chosen(self, kind: type[Kind]) -> Kind:
         """The technique of a class; the default one where none is selected."""
-        return next((technique for technique in self.techniques if isinstance(technique, kind)), None) or kind()
+        return (
+            next((technique for technique in self.techniques if isinstance(technique, kind)), None)
+            or kind()
+        )
 
 
 def notes_of(found: Iterable[object | None]) -> dict[type, object]:
@@ -67,19 +73,27 @@ class ShardSettings:
     float32_modules: tuple[str, ...] = ()
     """Modules (FQNs) that compute in float32, whatever `compute_dtype` is."""
     master_weights_on_host: bool = False
-    """Whether shards of parameters and gradients, and with them the optimizer's states, are stored in host memory."""
+    """Whether shards of parameters and gradients, and with them the optimizer's states, are stored
+    in host memory.
+    """
     pin_master_weights: bool = False
     """Whether that memory is pinned, so that copies overlap with computation."""
     offloaded_units: frozenset[str] = frozenset()
-    """Blocks, and "" for what is outside of them, whose master weights, gradients and states are not in the device's memory."""
+    """Blocks, and "" for what is outside of them, whose master weights, gradients and states are
+    not in the device's memory.
+    """
     own_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
-    """Modules (FQNs) whose parameters are not reduced with the others: they are sharded over a mesh of their own, and where nothing is
-    sharded, another hook sums their gradients."""
+    """Modules (FQNs) whose parameters are not reduced with the others: they are sharded over a mesh
+    of their own, and where nothing is sharded, another hook sums their gradients.
+    """
     always_shard: bool = False
-    """Whether parameters are sharded also where one process holds all of them, in their own dtype."""
+    """Whether parameters are sharded also where one process holds all of them, in their own dtype.
+    """
     mean: bool = False
-    """Whether reduced gradients are means, complete when the backward ends: for your own training loop, as under DistributedDataParallel.
-    Otherwise sums: the engine has divided every loss before."""
+    """Whether reduced gradients are means, complete when the backward ends: for your own training
+    loop, as under DistributedDataParallel. Otherwise sums: the engine has divided every loss
+    before.
+    """
 
 
 @dataclass(frozen=True)
@@ -89,11 +103,15 @@ class Parts:
     model: nn.Module
     """Changed in place; the object a user holds stays the one that trains."""
     blocks: tuple[str, ...]
-    """Names (FQNs) of the repeated blocks on this rank: the units of sharding, recompute and compilation."""
+    """Names (FQNs) of the repeated blocks on this rank: the units of sharding, recompute and
+    compilation.
+    """
     shard: ShardSettings = ShardSettings()
     """Set by the techniques before the one that shards."""
     batch_axes: tuple[str, ...] = ()
-    """Axes whose ranks are given different parts of the batch, by all techniques (`Technique.batch_axes`)."""
+    """Axes whose ranks are given different parts of the batch, by all techniques
+    (`Technique.batch_axes`).
+    """
     hooks: Hooks = field(default_factory=Hooks)
     """The hooks of a step, once all are attached."""
     notes: Mapping[type, object] = field(default_factory=dict)
@@ -110,10 +128,14 @@ class Parts:
     @property
     def apart(self) -> frozenset[nn.Parameter]:
         """The parameters of `ShardSettings.own_mesh`."""
-        return frozenset(p for name in self.shard.own_mesh for p in self.model.get_submodule(name).parameters())
+        return frozenset(
+            p for name in self.shard.own_mesh for p in self.model.get_submodule(name).parameters()
+        )
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:
-        """Which ranks hold what of a parameter of this rank, and over which its gradient is summed."""
+        """Which ranks hold what of a parameter of this rank, and over which its gradient is
+        summed.
+        """
         sharded = sharded_axes(parameter)
         return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)
 
@@ -127,24 +149,33 @@ class Parts:
 
 
 class Technique(Policy):
-    """A technique of distributed training. Subclasses add fields and override the methods below, which take all of its decisions."""
+    """A technique of distributed training. Subclasses add fields and override the methods below,
+    which take all of its decisions.
+    """
 
     batch_axes: ClassVar[tuple[str, ...]] = ()
-    """Axes whose ranks it gives different parts of the batch: over these, gradients and the weight of a loss are sums."""
+    """Axes whose ranks it gives different parts of the batch: over these, gradients and the weight
+    of a loss are sums.
+    """
 
     def check(self, context: Context) -> object | None:
-        """Raise ConfigError or ModelError, with the numbers and a remedy, for an impossible setting. Runs before any process group exists;
-        where the context has no model, it checks the configuration alone. Returns a result about the model that `apply` needs (a plan),
-        which is added to the notes of `Parts`."""
+        """Raise ConfigError or ModelError, with the numbers and a remedy, for an impossible
+        setting. Runs before any process group exists; where the context has no model, it checks the
+        configuration alone. Returns a result about the model that `apply` needs (a plan), which is
+        added to the notes of `Parts`.
+        """
         return None
 
     def groups(self, context: Context) -> Groups:
-        """The process groups that it needs besides those that every mesh has: all are made with the mesh, after the checks, and none
-        later."""
+        """The process groups that it needs besides those that every mesh has: all are made with the
+        mesh, after the checks, and none later.
+        """
         return Groups()
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Change the model in place. Parameter names do not change; a pipeline rank keeps only its own parameters."""
+        """Change the model in place. Parameter names do not change; a pipeline rank keeps only its
+        own parameters.
+        """
         raise NotImplementedError
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
@@ -152,7 +183,9 @@ class Technique(Policy):
         return []
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Add this technique's bytes and traffic to the ledger. Fields may be arrays of candidates (see `sweep`)."""
+        """Add this technique's bytes and traffic to the ledger. Fields may be arrays of candidates
+        (see `sweep`).
+        """
         raise NotImplementedError
 
     @classmethod

@@ -1,5 +1,5 @@
-"""Which places of a micro-batch are tokens, for what counts them in a forward. A part of a sequence has an attention mask of another form,
-and places that the cut has added.
+"""Which places of a micro-batch are tokens, for what counts them in a forward. A part of a sequence
+has an attention mask of another form, and places that the cut has added.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ _ATTRIBUTE = "_plait_tokens"
 
 
 def mark(mask: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-    """A mask that takes the place of `attention_mask`, and knows the `tokens` [batch, seq], 0 for padding; None: there is none."""
+    """A mask that takes the place of `attention_mask`, and knows the `tokens` [batch, seq], 0 for
+    padding; None: there is none.
+    """
     setattr(mask, _ATTRIBUTE, (tokens,))
     return mask
 
@@ -34,7 +36,9 @@ class TokensOfForward:
         self._handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.now = tokens_of(self._signature.bind_partial(*args, **kwargs).arguments.get("attention_mask"))
+        self.now = tokens_of(
+            self._signature.bind_partial(*args, **kwargs).arguments.get("attention_mask")
+        )
 
     def release(self) -> None:
         """Look no more."""

@@ -1,7 +1,8 @@
-"""The shape of a decoder-only language model: what the planner needs to count parameters, products and activations.
+"""The shape of a decoder-only language model: what the planner needs to count parameters, products
+and activations.
 
-Where it comes from is in `models`. Fields may be arrays with one entry a candidate. Invariant: `parameters` counts what the Transformers
-model of that configuration has (tests compare them).
+Where it comes from is in `models`. Fields may be arrays with one entry a candidate. Invariant:
+`parameters` counts what the Transformers model of that configuration has (tests compare them).
 """
 
 from __future__ import annotations
@@ -51,15 +52,23 @@ class Architecture:
     dense_layers: Numbers = 0
     """Leading layers without experts, in a model with experts."""
     query_rank: Numbers = 0
-    """Of latent attention (DeepSeek's MLA): width that queries are compressed to; 0 where they are not."""
+    """Of latent attention (DeepSeek's MLA): width that queries are compressed to; 0 where they are
+    not.
+    """
     latent_rank: Numbers = 0
-    """Width that keys and values are compressed to together; 0 where attention is not latent. `head_dim` is then a query's and a key's."""
+    """Width that keys and values are compressed to together; 0 where attention is not latent.
+    `head_dim` is then a query's and a key's.
+    """
     rope_dim: Numbers = 0
-    """Of `head_dim`, with latent attention, what has a rotary position; all heads have one key for it."""
+    """Of `head_dim`, with latent attention, what has a rotary position; all heads have one key for
+    it.
+    """
     value_dim: Numbers = 0
     """Of a head's value, with latent attention."""
     layer_parameters: Numbers = 0
-    """Parameters of a layer, the mean of them, where they were counted of the model itself; 0: what the sizes give."""
+    """Parameters of a layer, the mean of them, where they were counted of the model itself; 0: what
+    the sizes give.
+    """
     end_parameters: Numbers = 0
     """The same of everything outside of the layers."""
     uncut: Any = ""
@@ -74,7 +83,9 @@ class Architecture:
 
     @property
     def is_counted(self) -> bool:
-        """Of one model, whether what its blocks keep is counted for Plait and not guessed (`own`)."""
+        """Of one model, whether what its blocks keep is counted for Plait and not guessed
+        (`own`).
+        """
         return not self.experts and not self.latent_rank
 
     @property
@@ -84,10 +95,13 @@ class Architecture:
 
     @property
     def products_of_attention(self) -> tuple[tuple[Numbers, Numbers], ...]:
-        """(rows of the matrix that are summed over, columns) of the products of a layer's attention with weights, in the order of their
-        computation: with latent attention the queries' two, the latent, keys with values, and the output; else none, queries, keys, values,
-        output. Columns are 0 where there is no such product."""
-        latent, width = self.is_latent, self.heads * self.head_dim
+        """(rows of the matrix that are summed over, columns) of the products of a layer's attention
+        with weights, in the order of their computation: with latent attention the queries' two, the
+        latent, keys with values, and the output; else none, queries, keys, values, output. Columns
+        are 0 where there is no such product.
+        """
+        latent = self.is_latent
+        width = self.heads * self.head_dim
         kv_width = self.kv_heads * self.head_dim
         both = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
         compresses = np.asarray(self.query_rank) > 0
@@ -121,32 +135,58 @@ class Architecture:
 
     @property
     def shared_parameters(self) -> Numbers:
-        """Matrix parameters that every token uses besides the routed experts: shared experts and the router."""
+        """Matrix parameters that every token uses besides the routed experts: shared experts and
+        the router.
+        """
         return (2 + self.gated) * self.hidden * self.shared_ffn + self.hidden * self.experts
 
     @property
     def small_parameters(self) -> Numbers:
         """Norms and biases of a layer."""
-        widths = 2 * self.hidden + self.qk_norm * 2 * self.head_dim + self.query_rank + self.latent_rank
+        widths = (
+            2 * self.hidden + self.qk_norm * 2 * self.head_dim + self.query_rank + self.latent_rank
+        )
         attention_bias = self.head_dim * (self.heads + 2 * self.kv_heads)
-        biases = self.bias * (attention_bias + 2 * self.hidden + self.hidden + (1 + self.gated) * self.ffn + self.hidden)
+        biases = self.bias * (
+            attention_bias
+            + 2 * self.hidden
+            + self.hidden
+            + (1 + self.gated) * self.ffn
+            + self.hidden
+        )
         return widths + biases + self.qkv_bias * attention_bias
 
     @property
     def unexplained_parameters(self) -> Numbers:
-        """What a layer was counted to have besides what the sizes give; less than 0 where it has less."""
-        return np.where(np.asarray(self.layer_parameters) > 0, self.layer_parameters - self._blocks_by_sizes / self.layers, 0)
+        """What a layer was counted to have besides what the sizes give; less than 0 where it has
+        less.
+        """
+        return np.where(
+            np.asarray(self.layer_parameters) > 0,
+            self.layer_parameters - self._blocks_by_sizes / self.layers,
+            0,
+        )
 
     @property
     def products_counted(self) -> Numbers:
-        """What a layer was counted to have in its products, of what the sizes give; 1 with experts, of which a token uses some."""
+        """What a layer was counted to have in its products, of what the sizes give; 1 with experts,
+        of which a token uses some.
+        """
         by_sizes = self._blocks_by_sizes / self.layers - self.small_parameters
-        return np.where(np.asarray(self.experts) > 0, 1, np.maximum(1 + self.unexplained_parameters / by_sizes, 0.01))
+        return np.where(
+            np.asarray(self.experts) > 0,
+            1,
+            np.maximum(1 + self.unexplained_parameters / by_sizes, 0.01),
+        )
 
     @property
     def block_parameters(self) -> Numbers:
         """Parameters of all layers, experts included."""
-        return np.where(np.asarray(self.layer_parameters) > 0, self.layers * self.layer_parameters, self._blocks_by_sizes)
+        return np.where(
+            np.asarray(self.layer_parameters) > 0,
+            self.layers * self.layer_parameters,
+            self._blocks_by_sizes,
+        )
 
     @property
     def _blocks_by_sizes(self) -> Numbers:
@@ -158,7 +198,11 @@ class Architecture:
     def embedding_parameters(self) -> Numbers:
         """The embedding, with learned positions, and whatever else is before the layers."""
         by_sizes = (self.vocab + self.positions) * self.hidden
-        return np.where(np.asarray(self.end_parameters) > 0, np.maximum(self.end_parameters - self.head_parameters, 0), by_sizes)
+        return np.where(
+            np.asarray(self.end_parameters) > 0,
+            np.maximum(self.end_parameters - self.head_parameters, 0),
+            by_sizes,
+        )
 
     @property
     def head_parameters(self) -> Numbers:
@@ -172,7 +216,9 @@ class Architecture:
 
     @property
     def active_matrix_parameters(self) -> Numbers:
-        """Matrix parameters that a token is multiplied with, the head included, the embedding not."""
+        """Matrix parameters that a token is multiplied with, the head included, the embedding
+        not.
+        """
         dense = (self.layers - self.expert_layers) * self.dense_mlp_parameters
         routed = self.active * (2 + self.gated) * self.hidden * self.expert_ffn
         expert = self.expert_layers * (routed + self.shared_parameters)
@@ -180,6 +226,10 @@ class Architecture:
         return in_layers * self.products_counted + self.vocab * self.hidden
 
     def model_flops(self, sequence: Numbers) -> Numbers:
-        """FLOPs of a token, forward and backward: 6 a matrix parameter, and causal attention counted by half (6 L s a d), as Megatron-LM
-        counts since 2025; d is the mean of a key's width and a value's."""
-        return 6 * self.active_matrix_parameters + 3 * self.layers * sequence * self.heads * (self.head_dim + self.value_width)
+        """FLOPs of a token, forward and backward: 6 a matrix parameter, and causal attention
+        counted by half (6 L s a d), as Megatron-LM counts since 2025; d is the mean of a key's
+        width and a value's.
+        """
+        return 6 * self.active_matrix_parameters + 3 * self.layers * sequence * self.heads * (
+            self.head_dim + self.value_width
+        )

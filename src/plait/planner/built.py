@@ -1,4 +1,6 @@
-"""The model of a configuration as Transformers builds it, without memory: what is counted of families that no formula knows."""
+"""The model of a configuration as Transformers builds it, without memory: what is counted of
+families that no formula knows.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from plait.model.stages import block_list
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
-"""Families that formulas know; tests compare. DeepSeek's values are narrower than its keys, for which CPU cores, where a count is made,
-have no kernel, and GPUs do."""
+"""Families that formulas know; tests compare. DeepSeek's values are narrower than its keys, for
+which CPU cores, where a count is made, have no kernel, and GPUs do.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,9 @@ class Sizes:
 
 
 def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
-    """On meta; without `dropout` it drops nowhere. Raises whatever Transformers raises for a configuration that it does not build."""
+    """On meta; without `dropout` it drops nowhere. Raises whatever Transformers raises for a
+    configuration that it does not build.
+    """
     from transformers import AutoModelForCausalLM
 
     found = _configuration(config)
@@ -46,13 +51,17 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
             if not dropout or "layer" in name:  # which layers run is a value
                 setattr(part, name, 0.0)
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=torch.float32, trust_remote_code=False)
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            found, dtype=torch.float32, trust_remote_code=False
+        )
     return model
 
 
 def drops(config: Mapping[str, Any]) -> bool:
     """Whether Transformers' model of a configuration drops anywhere in training."""
-    return any(value > 0 for part in _parts(_configuration(config)) for value in _dropouts(part).values())
+    return any(
+        value > 0 for part in _parts(_configuration(config)) for value in _dropouts(part).values()
+    )
 
 
 def _configuration(config: Mapping[str, Any]) -> Any:
@@ -63,7 +72,11 @@ def _configuration(config: Mapping[str, Any]) -> Any:
 
 def _dropouts(part: Any) -> dict[str, float]:
     """Rates by their names."""
-    return {name: value for name, value in vars(part).items() if "drop" in name and isinstance(value, float)}
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if "drop" in name and isinstance(value, float)
+    }
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -92,8 +105,14 @@ def _sizes(config: str) -> Sizes | None:
     except Exception:  # what Transformers refuses it tells where the model is built
         return None
     blocks = find_blocks(model)
-    inside = {id(parameter): parameter.numel() for name in blocks for parameter in model.get_submodule(name).parameters()}
-    outside = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
+    inside = {
+        id(parameter): parameter.numel()
+        for name in blocks
+        for parameter in model.get_submodule(name).parameters()
+    }
+    outside = sum(
+        parameter.numel() for parameter in model.parameters() if id(parameter) not in inside
+    )
     try:
         block_list(model, blocks)
     except ModelError as error:
@@ -102,14 +121,18 @@ def _sizes(config: str) -> Sizes | None:
 
 
 def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
-    """`model`, described by a configuration, with the blocks and parameters that Transformers builds from it; as it is for families that
-    formulas know, alone and not beside a tower, and where Transformers builds none."""
+    """`model`, described by a configuration, with the blocks and parameters that Transformers
+    builds from it; as it is for families that formulas know, alone and not beside a tower, and
+    where Transformers builds none.
+    """
     if config.get("model_type") in COUNTED_BY_FORMULA:
         return model
     found = sizes_of(config) if model.layers <= _MOST_BLOCKS else None
     if found is None:
         return model
-    if not found.blocks:  # none are found that are alike: those of the description, and what is left of the parameters outside
+    # none are found that are alike: those of the description, and what is left of the parameters
+    # outside
+    if not found.blocks:
         ends = max(found.outside - int(model.block_parameters), 1)
         return replace(model, end_parameters=ends, uncut=found.uncut)
     layers = {"layers": found.blocks, "dense_layers": min(int(model.dense_layers), found.blocks)}
@@ -118,7 +141,9 @@ def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
 
 
 def why_refused(config: Mapping[str, Any]) -> str | None:
-    """What keeps `plait train` from building the model of a configuration; None where nothing does, and without Transformers."""
+    """What keeps `plait train` from building the model of a configuration; None where nothing does,
+    and without Transformers.
+    """
     if find_spec("transformers") is None:
         return None
     try:

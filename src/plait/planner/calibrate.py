@@ -1,7 +1,9 @@
-"""Fits constants to measured runs: the most probable logarithms under normal priors and heavy-tailed noise, with their covariance.
+"""Fits constants to measured runs: the most probable logarithms under normal priors and
+heavy-tailed noise, with their covariance.
 
-Gauss-Newton with reweighted residuals (Student's t, 4 degrees of freedom), so that a few wild rows do not decide. With few rows the priors
-decide; with none the result is the priors. The covariance is what intervals are made of.
+Gauss-Newton with reweighted residuals (Student's t, 4 degrees of freedom), so that a few wild rows
+do not decide. With few rows the priors decide; with none the result is the priors. The covariance
+is what intervals are made of.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.planner.constants import CONSTANTS, MEMORY_CONSTANTS, Constant, Knowledge, Rates, knowledge
+from plait.planner.constants import (
+    CONSTANTS,
+    MEMORY_CONSTANTS,
+    Constant,
+    Knowledge,
+    Rates,
+    knowledge,
+)
 from plait.planner.hardware import FAMILIES, PRECISIONS
 from plait.planner.job import Job
 from plait.planner.measured import MeasuredRuns
@@ -40,7 +49,9 @@ class Fit:
 
 def unfitted(names: Sequence[str], known: Knowledge, *, spread: float) -> Fit:
     """The priors as a fit of no rows."""
-    return Fit(tuple(names), known.rates, np.diag([known.constants[n].width ** 2 for n in names]), spread)
+    return Fit(
+        tuple(names), known.rates, np.diag([known.constants[n].width ** 2 for n in names]), spread
+    )
 
 
 def fit(
@@ -142,7 +153,8 @@ def most_probable(
         rows = weights * (_FREEDOM + 1) / 2 * np.log1p(residual**2 / _FREEDOM)
         return float(np.sum(rows) + 0.5 * np.sum((theta / widths) ** 2))
 
-    theta, damping = start, 1e-3
+    theta = start
+    damping = 1e-3
     predicted = predict_at(theta)
     best = objective(theta, predicted)
     for _ in range(_ROUNDS):
@@ -163,7 +175,10 @@ def most_probable(
             damping *= 6
         else:
             break
-        gain, best, theta, predicted = best - value, value, proposal, proposal_predicted
+        gain = best - value
+        best = value
+        theta = proposal
+        predicted = proposal_predicted
         if gain < 1e-4:
             break
 
@@ -178,7 +193,9 @@ def _log(value: float) -> float:
 
 
 def sensitivity(predict: Callable[[Rates], Array], found: Fit, names: Sequence[str]) -> Array:
-    """Derivative of the predicted logarithms by the logarithms of the constants `names` [rows, constants]; of others it is 0."""
+    """Derivative of the predicted logarithms by the logarithms of the constants `names` [rows,
+    constants]; of others it is 0.
+    """
     at = predict(found.rates)
     values = found.rates.values
     columns = []
@@ -189,9 +206,13 @@ def sensitivity(predict: Callable[[Rates], Array], found: Fit, names: Sequence[s
 
 
 def deviation(predict: Callable[[Rates], Array], found: Fit, job: Job) -> Array:
-    """Standard deviation of measured about predicted, in logarithms: of the constants and of the noise."""
+    """Standard deviation of measured about predicted, in logarithms: of the constants and of the
+    noise.
+    """
     derivative = sensitivity(predict, found, relevant(found.names, job))
-    return np.sqrt(np.einsum("ij,jk,ik->i", derivative, found.covariance, derivative) + found.spread**2)
+    return np.sqrt(
+        np.einsum("ij,jk,ik->i", derivative, found.covariance, derivative) + found.spread**2
+    )
 
 
 MEMORY_NAMES = tuple(f"memory:{name}" for name in MEMORY_CONSTANTS)
@@ -203,13 +224,19 @@ def time_of(job: Job) -> Callable[[Rates], Array]:
 
 
 def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
-    """Logarithms of predicted bytes, of the kind (allocated, reserved, total) that each row measured."""
+    """Logarithms of predicted bytes, of the kind (allocated, reserved, total) that each row
+    measured.
+    """
     chosen = np.array([("allocated", "reserved", "total").index(kind) for kind in kinds])
     memory_at = memory_by_rates(job, account_rows(job) if job.own else None)
 
     def predict(rates: Rates) -> Array:
         memory = memory_at(rates)
-        return np.log(np.choose(chosen, np.broadcast_arrays(memory.allocated, memory.reserved, memory.total)).astype(float))
+        return np.log(
+            np.choose(
+                chosen, np.broadcast_arrays(memory.allocated, memory.reserved, memory.total)
+            ).astype(float)
+        )
 
     return predict
 
@@ -219,7 +246,9 @@ _OF_GPUS = ("ramp", "contention")
 
 
 def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
-    """Of `names` those that this job's devices, precisions and frameworks have anything to do with."""
+    """Of `names` those that this job's devices, precisions and frameworks have anything to do
+    with.
+    """
     families = {FAMILIES[index] for index in np.unique(job.device.family)}
     kinds = set(np.unique(np.asarray(job.framework.name)))
     precisions = {PRECISIONS[index] for index in np.unique(job.precision)}
@@ -248,13 +277,17 @@ class Calibration:
 
 
 def uncalibrated(known: Knowledge | None = None) -> Calibration:
-    """The shipped constants, as uncertain as between machines and frameworks that were never measured."""
+    """The shipped constants, as uncertain as between machines and frameworks that were never
+    measured.
+    """
     known = known or knowledge()
     time = unfitted(known.time_names, known, spread=known.time_spread)
     return Calibration(time, unfitted(MEMORY_NAMES, known, spread=known.memory_spread))
 
 
-def calibrate(runs: MeasuredRuns, *, known: Knowledge | None = None, within: float = 0.04) -> Calibration:
+def calibrate(
+    runs: MeasuredRuns, *, known: Knowledge | None = None, within: float = 0.04
+) -> Calibration:
     """Fit the constants to measured runs of one device and framework.
 
     Args:
@@ -268,9 +301,18 @@ def calibrate(runs: MeasuredRuns, *, known: Knowledge | None = None, within: flo
     time = base.time
     timed = np.flatnonzero(np.isfinite(runs.seconds))
     if len(timed):
-        job, measured = runs.job.take(timed), np.log(runs.seconds[timed])
-        time = fit(time_of(job), measured, relevant(known.time_names, job), known=known.constants, spread=within)
-        time = replace(time, spread=_remaining(time, time_of(job), measured, within, base.time.spread))
+        job = runs.job.take(timed)
+        measured = np.log(runs.seconds[timed])
+        time = fit(
+            time_of(job),
+            measured,
+            relevant(known.time_names, job),
+            known=known.constants,
+            spread=within,
+        )
+        time = replace(
+            time, spread=_remaining(time, time_of(job), measured, within, base.time.spread)
+        )
 
     space = base.memory
     sized = [index for index, peak in enumerate(runs.peaks) if peak is not None]
@@ -279,12 +321,18 @@ def calibrate(runs: MeasuredRuns, *, known: Knowledge | None = None, within: flo
         measured = np.log([nbytes for nbytes, _ in peaks])
         predict = memory_of(runs.job.take(np.array(sized)), [kind for _, kind in peaks])
         space = fit(predict, measured, MEMORY_NAMES, known=known.constants, spread=within)
-        space = replace(space, spread=_remaining(space, predict, measured, within, base.memory.spread))
+        space = replace(
+            space, spread=_remaining(space, predict, measured, within, base.memory.spread)
+        )
     return Calibration(time, space)
 
 
-def _remaining(found: Fit, predict: Callable[[Rates], Array], measured: Array, within: float, between: float) -> float:
-    """Noise for rows not fitted: between what fitted rows still differ by and what is usual, by how many there are."""
+def _remaining(
+    found: Fit, predict: Callable[[Rates], Array], measured: Array, within: float, between: float
+) -> float:
+    """Noise for rows not fitted: between what fitted rows still differ by and what is usual, by how
+    many there are.
+    """
     residual = measured - predict(found.rates)
     robust = float(np.sqrt(np.mean(np.clip(residual, -3 * between, 3 * between) ** 2)))
     n = len(measured)
@@ -293,7 +341,8 @@ def _remaining(found: Fit, predict: Callable[[Rates], Array], measured: Array, w
 
 def merged(calibration: Calibration) -> Rates:
     """Constants of time from one fit and of memory from the other."""
-    time, memory = calibration.time.rates.values, calibration.memory.rates.values
+    time = calibration.time.rates.values
+    memory = calibration.memory.rates.values
     return Rates({name: (memory if name.startswith("memory:") else time)[name] for name in time})
 
 
@@ -305,10 +354,14 @@ def errors_with(runs: MeasuredRuns, calibration: Calibration) -> tuple[int, floa
 
 
 def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple[int, float, float]:
-    """Return the same with every run predicted by a fit to the others: the error of an unseen layout of this kind."""
+    """Return the same with every run predicted by a fit to the others: the error of an unseen
+    layout of this kind.
+    """
     errors = []
     for index in np.flatnonzero(np.isfinite(runs.seconds)):
-        others = np.array([other for other in range(len(runs.seconds)) if other != index], dtype=np.int64)
+        others = np.array(
+            [other for other in range(len(runs.seconds)) if other != index], dtype=np.int64
+        )
         fitted = calibrate(runs.take(others), known=known) if len(others) else uncalibrated(known)
         errors.append(abs(_ratios(runs, fitted)[index] - 1))
     return len(errors), float(np.median(errors)), float(np.max(errors))

@@ -1,7 +1,8 @@
-"""A calibration as a file (JSON): the constants of one kind of device, how certain they are, and what they were fitted to.
+"""A calibration as a file (JSON): the constants of one kind of device, how certain they are, and
+what they were fitted to.
 
-`save` and `load` are inverse. A file of another device, or of another processor where it is a CPU, is refused: its constants would be
-wrong without a word.
+`save` and `load` are inverse. A file of another device, or of another processor where it is a CPU,
+is refused: its constants would be wrong without a word.
 """
 
 from __future__ import annotations
@@ -47,28 +48,43 @@ def save(path: Path, calibration: Calibration, origin: Origin) -> None:
 
 
 def load(path: Path) -> tuple[Calibration, Origin]:
-    """Raises InputError for a file that is missing or holds no calibration of this version's constants."""
+    """Raises InputError for a file that is missing or holds no calibration of this version's
+    constants.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; name a file that `plait calibrate` wrote") from None
+        raise InputError(
+            f"{path}: {error.strerror}; name a file that `plait calibrate` wrote"
+        ) from None
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); name a file that `plait calibrate` wrote") from None
+        raise InputError(
+            f"{path}: not JSON ({error}); name a file that `plait calibrate` wrote"
+        ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: holds no {FORMAT!r}; write one with `plait calibrate`")
     try:
         calibration = Calibration(_fit(content["time"]), _fit(content["memory"]))
         return calibration, Origin(content["gpu"], content["machine"], content["facts"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({type(error).__name__}: {error}); write it anew with `plait calibrate`") from None
+        raise InputError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); write it anew with `plait"
+            " calibrate`"
+        ) from None
 
 
 def refuse_other(path: Path, origin: Origin, *, gpu: str, machine: str) -> None:
     """Raises InputError where a calibration is of another device than the plan's."""
     if origin.gpu != gpu:
-        raise InputError(f"{path}: is a calibration of {origin.gpu}, and the plan is for {gpu}; calibrate on that device")
+        raise InputError(
+            f"{path}: is a calibration of {origin.gpu}, and the plan is for {gpu}; calibrate on"
+            " that device"
+        )
     if gpu == "cpu" and origin.machine != machine:
-        raise InputError(f"{path}: is a calibration of {origin.machine!r}, and this is {machine!r}; calibrate here")
+        raise InputError(
+            f"{path}: is a calibration of {origin.machine!r}, and this is {machine!r}; calibrate"
+            " here"
+        )
 
 
 def _fit_facts(found: Fit) -> dict[str, Any]:
@@ -100,10 +116,15 @@ def _fit(content: Mapping[str, Any]) -> Fit:
     covariance = np.array(content["covariance"], dtype=np.float64)
     if covariance.shape != (len(names), len(names)):
         raise ValueError(f"a covariance of {covariance.shape} for {len(names)} constants")
-    values = {**known.rates.values, **{name: float(entry["value"]) for name, entry in content["constants"].items()}}
+    values = {
+        **known.rates.values,
+        **{name: float(entry["value"]) for name, entry in content["constants"].items()},
+    }
     if not all(np.isfinite(value) and value > 0 for value in values.values()):
         raise ValueError("a constant is not a positive number")
     spread = float(content["spread"])
-    if not (np.isfinite(covariance).all() and (np.diag(covariance) >= 0).all() and 0 <= spread < np.inf):
+    if not (
+        np.isfinite(covariance).all() and (np.diag(covariance) >= 0).all() and 0 <= spread < np.inf
+    ):
         raise ValueError("a covariance or a spread is not a finite number, or below 0")
     return Fit(names, Rates(values), covariance, spread, int(content["rows"]))

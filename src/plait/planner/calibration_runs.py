@@ -1,4 +1,5 @@
-"""What a live calibration measures: a few short runs that tell the constants apart, and the rates of the device as what is believed before.
+"""What a live calibration measures: a few short runs that tell the constants apart, and the rates
+of the device as what is believed before.
 
 Pure: which layouts, and what a measured rate says of a constant. `engine` measures.
 """
@@ -30,33 +31,49 @@ class DeviceRates:
     """(seconds, seconds a byte) over all processes; None for one process."""
 
 
-def believed(known: Knowledge, device: Device, rates: DeviceRates, *, processes: int, precision: str) -> Knowledge:
+def believed(
+    known: Knowledge, device: Device, rates: DeviceRates, *, processes: int, precision: str
+) -> Knowledge:
     """`known` with what was measured in the place of what is usual; processes of one machine."""
     family = FAMILIES[int(device.family)]
     suffix = ".cpu" if family == "cpu" else ""
     crowd = processes ** known.constants["crowding.cpu"].median if family == "cpu" else 1.0
     found = {
-        f"gemm.{family}": max(rates.products.values()) * crowd / float(device.flops[precision] * device.power),
+        f"gemm.{family}": (
+            max(rates.products.values()) * crowd / float(device.flops[precision] * device.power)
+        ),
         f"memory{suffix}": rates.memory_bytes_per_second * crowd / float(device.memory_bandwidth),
     }
     if rates.all_reduce is not None and processes <= int(device.domain):
         fixed, per_byte = rates.all_reduce
         # `traffic.collective_seconds`, solved for its constants.
-        share = 2 * (processes - 1) / processes * (processes + 0.5) / processes / float(device.link_bandwidth)
+        share = (
+            2
+            * (processes - 1)
+            / processes
+            * (processes + 0.5)
+            / processes
+            / float(device.link_bandwidth)
+        )
         if per_byte > 0:
             found[f"link{suffix}"] = share / per_byte
         if fixed > 0:
             found[f"latency{suffix}"] = fixed / (BASE + 2 * (processes - 1) * INSIDE_STEP)
     constants = dict(known.constants)
     for name, value in found.items():
-        constants[name] = replace(constants[name], median=float(value), width=max(RATE_WIDTH, 0.4 * constants[name].width))
+        constants[name] = replace(
+            constants[name], median=float(value), width=max(RATE_WIDTH, 0.4 * constants[name].width)
+        )
     return replace(known, constants=constants)
 
 
 def calibration_layouts(processes: int, *, batch: int, heads: int) -> list[dict[str, Any]]:
-    """Layouts of `processes` that differ in one thing each: the micro-batch, the ZeRO stage, tp, pp, recomputation. `batch` is a multiple
-    of 4 x `processes`; where `heads` do not split, tp is left out."""
-    full, operators = RECOMPUTE.index("full"), RECOMPUTE.index("operators")
+    """Layouts of `processes` that differ in one thing each: the micro-batch, the ZeRO stage, tp,
+    pp, recomputation. `batch` is a multiple of 4 x `processes`; where `heads` do not split, tp is
+    left out.
+    """
+    full = RECOMPUTE.index("full")
+    operators = RECOMPUTE.index("operators")
     per_rank = batch // processes
     found = [
         _layout(batch, replicate=processes, micro=per_rank),
@@ -74,13 +91,29 @@ def calibration_layouts(processes: int, *, batch: int, heads: int) -> list[dict[
     if processes % 2 == 0:
         half = processes // 2
         if heads % 2 == 0:
-            found += [_layout(batch, replicate=half, tp=2, micro=batch // half), _layout(batch, replicate=half, tp=2, micro=2)]
-        found += [_layout(batch, replicate=half, pp=2, micro=batch // half // micros) for micros in (2, 4)]
-    return [dict(layout) for layout in {tuple(sorted(layout.items())): layout for layout in found}.values()]
+            found += [
+                _layout(batch, replicate=half, tp=2, micro=batch // half),
+                _layout(batch, replicate=half, tp=2, micro=2),
+            ]
+        found += [
+            _layout(batch, replicate=half, pp=2, micro=batch // half // micros) for micros in (2, 4)
+        ]
+    return [
+        dict(layout)
+        for layout in {tuple(sorted(layout.items())): layout for layout in found}.values()
+    ]
 
 
 def _layout(
-    batch: int, *, micro: int, replicate: int = 1, shard: int = 1, tp: int = 1, pp: int = 1, stage: int = 0, recompute: int = 0
+    batch: int,
+    *,
+    micro: int,
+    replicate: int = 1,
+    shard: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    stage: int = 0,
+    recompute: int = 0,
 ) -> dict[str, Any]:
     micro = max(1, micro)
     return {

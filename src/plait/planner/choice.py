@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.planner.calibrate import Calibration, deviation, memory_of, merged, relevant, sensitivity, time_of, uncalibrated
+from plait.planner.calibrate import (
+    Calibration,
+    deviation,
+    memory_of,
+    merged,
+    relevant,
+    sensitivity,
+    time_of,
+    uncalibrated,
+)
 from plait.planner.estimate import estimate
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts
 from plait.planner.memory import MOMENTS
@@ -20,8 +29,11 @@ from plait.planner.request import Request, check, job_of, states_of
 from plait.planner.simulate import simulated_terms
 from plait.planner.step import TERMS
 
-_TIE, _LAYOUT_SPREAD = 0.25, 0.04
-"""See `ties`; the noise of one layout of a model on one machine, as a logarithm (`calibrate.calibrate`'s)."""
+_TIE = 0.25
+_LAYOUT_SPREAD = 0.04
+"""See `ties`; the noise of one layout of a model on one machine, as a logarithm
+(`calibrate.calibrate`'s).
+"""
 NINETY = 1.645
 """Standard deviations on either side of a 90 % interval."""
 
@@ -36,7 +48,9 @@ class Choice:
     seconds_high: float
     tokens_per_second: float
     mfu: float
-    """Share of the devices' peak in the computation's precision; model FLOPs, causal attention counted by half, no recomputation."""
+    """Share of the devices' peak in the computation's precision; model FLOPs, causal attention
+    counted by half, no recomputation.
+    """
     terms: Mapping[str, float]
     allocated: float
     reserved: float
@@ -49,7 +63,9 @@ class Choice:
 
     @property
     def budget(self) -> float | None:
-        """Bytes that activations take at the peak, where what recomputes is solved from that; else None."""
+        """Bytes that activations take at the peak, where what recomputes is solved from that; else
+        None.
+        """
         if RECOMPUTE[int(self.layout["recompute"])] != "budget":
             return None
         return sum(self.memory_terms[name] for name in ("activations", "working", "logits"))
@@ -65,7 +81,12 @@ def layouts_of(choice: Choice) -> Layouts:
     return Layouts.of([choice.layout])
 
 
-def price(request: Request, layouts: Sequence[Mapping[str, Any]], *, calibration: Calibration | None = None) -> list[Choice]:
+def price(
+    request: Request,
+    layouts: Sequence[Mapping[str, Any]],
+    *,
+    calibration: Calibration | None = None,
+) -> list[Choice]:
     """What given layouts cost, fitting or not."""
     check(request)
     return choices_of(request, Layouts.of(layouts), calibration or uncalibrated())
@@ -103,7 +124,9 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     count = np.size(layouts.tp)
     everywhere = _one_entry_each(job, count)
     time_spread = deviation(time_of(everywhere), calibration.time, everywhere)
-    memory_spread = deviation(memory_of(everywhere, ["total"] * count), calibration.memory, everywhere)
+    memory_spread = deviation(
+        memory_of(everywhere, ["total"] * count), calibration.memory, everywhere
+    )
     model = request.model.architecture
     tokens = request.global_batch * request.sequence
     flops = float(model.model_flops(request.sequence)) * tokens
@@ -113,10 +136,13 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     def each(value: Any) -> NDArray[np.float64]:
         return np.broadcast_to(np.asarray(value, float), (count,))
 
-    memory, moment = found.memory, np.broadcast_to(found.memory.moment, (count,))
+    memory = found.memory
+    moment = np.broadcast_to(found.memory.moment, (count,))
     terms = {name: each(value) for name, value in found.step.terms.items()}
     memory_terms = {name: each(value) for name, value in memory.terms.items()}
-    seconds, total, allocated, reserved = map(each, (found.seconds, memory.total, memory.allocated, memory.reserved))
+    seconds, total, allocated, reserved = map(
+        each, (found.seconds, memory.total, memory.allocated, memory.reserved)
+    )
     return [
         Choice(
             layout=layouts.at(i),
@@ -130,7 +156,8 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
             reserved=float(reserved[i]),
             needed=float(total[i]),
             needed_high=float(total[i] * np.exp(NINETY * memory_spread[i])),
-            fit_probability=0.5 * (1 + erf(float((np.log(room) - np.log(total[i])) / memory_spread[i]) / sqrt(2))),
+            fit_probability=0.5
+            * (1 + erf(float((np.log(room) - np.log(total[i])) / memory_spread[i]) / sqrt(2))),
             memory_terms={name: float(memory_terms[name][i]) for name in MEMORY_TERMS},
             moment=MOMENTS[int(moment[i])],
         )
@@ -144,14 +171,19 @@ def _one_entry_each(job: Job, count: int) -> Job:
 
 
 def ties(request: Request, choices: Sequence[Choice], calibration: Calibration) -> int:
-    """How many of the first are faster than the first with a probability of at least _TIE: what is uncertain in both, such as the share of
-    the peak that products reach, does not tell them apart."""
+    """How many of the first are faster than the first with a probability of at least _TIE: what is
+    uncertain in both, such as the share of the peak that products reach, does not tell them apart.
+    """
     if not choices:
         return 0
-    job = _one_entry_each(job_of(request, Layouts.of([choice.layout for choice in choices])), len(choices))
+    job = _one_entry_each(
+        job_of(request, Layouts.of([choice.layout for choice in choices])), len(choices)
+    )
     derivative = sensitivity(time_of(job), calibration.time, relevant(calibration.time.names, job))
     apart = derivative - derivative[0]
-    spread = np.sqrt(np.einsum("ij,jk,ik->i", apart, calibration.time.covariance, apart) + 2 * _LAYOUT_SPREAD**2)
+    spread = np.sqrt(
+        np.einsum("ij,jk,ik->i", apart, calibration.time.covariance, apart) + 2 * _LAYOUT_SPREAD**2
+    )
     slower = np.log([choice.seconds / choices[0].seconds for choice in choices])
     tied = slower <= -NormalDist().inv_cdf(_TIE) * spread
     return int(np.argmin(tied)) if not tied.all() else len(choices)

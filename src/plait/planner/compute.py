@@ -1,7 +1,9 @@
-"""Seconds of a layer and of the head on one device: matrix products, attention, element-wise kernels, the host that launches them.
+"""Seconds of a layer and of the head on one device: matrix products, attention, element-wise
+kernels, the host that launches them.
 
-Closed forms over arrays of candidates. A product takes its FLOPs over the reached share of the peak, more where its tiles do not fill the
-last wave of multiprocessors, and a ramp; never less than its bytes over the memory's bandwidth. Forward unless a name says otherwise.
+Closed forms over arrays of candidates. A product takes its FLOPs over the reached share of the
+peak, more where its tiles do not fill the last wave of multiprocessors, and a ramp; never less than
+its bytes over the memory's bandwidth. Forward unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from plait.planner.job import RECOMPUTE, Job, recompute_share
 from plait.planner.products import Products, again_share, products_of
 
 _TILE = (128, 256)
-"""Rows and columns of a product that one multiprocessor computes at a time: the usual tile of cuBLAS from Ampere on."""
+"""Rows and columns of a product that one multiprocessor computes at a time: the usual tile of
+cuBLAS from Ampere on.
+"""
 _RANDOM = 56
 """Bytes that pass through memory while a CPU core draws a random number: 5.6 ns, at 10 GB/s."""
 _FP8, _FP4 = (PRECISIONS.index(name) for name in ("fp8", "fp4"))
@@ -47,34 +51,59 @@ class LayerCost:
     @property
     def backward(self) -> Numbers:
         """Seconds on the device, recomputation included."""
-        return self.products_backward + self.attention_backward + self.elementwise_backward + self.again
+        return (
+            self.products_backward
+            + self.attention_backward
+            + self.elementwise_backward
+            + self.again
+        )
 
 
 def layer_cost(job: Job, rates: Rates) -> LayerCost:
     """A layer, experts and dense layers averaged."""
-    model, at = job.model, job.layouts
-    tokens, tp = job.tokens, at.tp
+    model = job.model
+    at = job.layouts
+    tokens = job.tokens
+    tp = at.tp
     each = products_of(model)
     scale = model.products_counted
     projections, projections_again = (scale * seconds for seconds in _projections(job, rates, each))
     share = model.expert_layers / model.layers
     last = scale * (1 - share) * _product(job, rates, tokens, model.ffn / tp, model.hidden)
-    dense = scale * (1 - share) * _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp) + last
+    dense = (
+        scale
+        * (1 - share)
+        * _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp)
+        + last
+    )
     experts, experts_again = _experts(job, rates, each, share)
     products = projections + dense + experts
     attention, attention_backward = _attention(job, rates)
     elementwise = _elementwise(job, rates)
     full = products + attention + elementwise - job.stops_early * last
-    # torch's checkpoint and XLA, which choose operators, compute nothing again that no backward needs.
+    # torch's checkpoint and XLA, which choose operators, compute nothing again that no backward
+    # needs.
     dense_again = again_share(each.dense, without_last=~job.needs_last) * dense
-    operators = projections_again + dense_again + experts_again + elementwise + np.where(job.attention_in_parts, attention, 0.0)
+    operators = (
+        projections_again
+        + dense_again
+        + experts_again
+        + elementwise
+        + np.where(job.attention_in_parts, attention, 0.0)
+    )
     kind = np.asarray(at.recompute)
     again = np.select(
         [kind == RECOMPUTE.index(name) for name in RECOMPUTE[1:]],
-        [attention, full, operators, at.kept_operators * operators + (1 - at.kept_operators) * full],
+        [
+            attention,
+            full,
+            operators,
+            at.kept_operators * operators + (1 - at.kept_operators) * full,
+        ],
         0.0,
     )
-    launches = 1 + job.framework.tp_launches * (np.asarray(tp) > 1)  # the collectives of tensor parallelism are launched too
+    # the collectives of tensor parallelism are launched too
+    launches = 1 + job.framework.tp_launches * (np.asarray(tp) > 1)
     hooks = job.framework.hook_seconds * (np.asarray(at.stage) == 3)
     host = (job.framework.host_seconds * launches + hooks) * rates["host"]
     return LayerCost(
@@ -90,9 +119,13 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
 
 
 def _projections(job: Job, rates: Rates, each: Products) -> tuple[Numbers, Numbers]:
-    """(all, those that are computed again where every second product is kept) of what makes queries, keys and values, and attention's
-    output. Latents are of all heads, so every rank of tp computes them, with sequence parallelism for its part of the sequence."""
-    model, tokens, tp = job.model, job.tokens, job.layouts.tp
+    """(all, those that are computed again where every second product is kept) of what makes
+    queries, keys and values, and attention's output. Latents are of all heads, so every rank of tp
+    computes them, with sequence parallelism for its part of the sequence.
+    """
+    model = job.model
+    tokens = job.tokens
+    tp = job.layouts.tp
     (_, queries), (_, keys), (_, values), (width, _) = model.products_of_attention[1:]
     one = _product(job, rates, tokens, model.hidden, (queries + keys + values) / tp)
     last = _product(job, rates, tokens, width / tp, model.hidden)
@@ -102,17 +135,28 @@ def _projections(job: Job, rates: Rates, each: Products) -> tuple[Numbers, Numbe
         return plain, plain_again
     part = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
     parts = []
-    for product, (rows, split) in zip(each.attention[:-1], ((part, 1), (tokens, tp)) * 2, strict=True):
-        seconds = _product(job, rates, rows, np.maximum(product.inner, 1), np.maximum(product.columns, 1) / split)
+    for product, (rows, split) in zip(
+        each.attention[:-1], ((part, 1), (tokens, tp)) * 2, strict=True
+    ):
+        seconds = _product(
+            job, rates, rows, np.maximum(product.inner, 1), np.maximum(product.columns, 1) / split
+        )
         parts.append(np.where(np.asarray(product.columns) > 0, seconds, 0.0))
     parts.append(last)
-    again = sum(seconds * (1 - product.kept) for seconds, product in zip(parts, each.attention, strict=True))
-    return np.where(model.is_latent, sum(parts), plain), np.where(model.is_latent, again, plain_again)
+    again = sum(
+        seconds * (1 - product.kept) for seconds, product in zip(parts, each.attention, strict=True)
+    )
+    return np.where(model.is_latent, sum(parts), plain), np.where(
+        model.is_latent, again, plain_again
+    )
 
 
 def head_cost(job: Job, rates: Rates) -> Numbers:
-    """Head and loss, forward and backward, of a micro-batch: three products in 16 bits, and the logits that pass through memory."""
-    tokens, columns = job.tokens, job.model.vocab / job.layouts.tp
+    """Head and loss, forward and backward, of a micro-batch: three products in 16 bits, and the
+    logits that pass through memory.
+    """
+    tokens = job.tokens
+    columns = job.model.vocab / job.layouts.tp
     flops = 6 * tokens * job.model.hidden * columns
     seconds = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
     moved = 2 * job.framework.logits * tokens * columns  # each of the buffers is written and read
@@ -120,16 +164,20 @@ def head_cost(job: Job, rates: Rates) -> Numbers:
 
 
 def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
-    """The step over `parameters` on a rank: bytes over the bandwidth of the memory that holds the states."""
+    """The step over `parameters` on a rank: bytes over the bandwidth of the memory that holds the
+    states.
+    """
     device = parameters * job.framework.step_bytes / (memory_rate(job, rates))
-    # On the host: 30 bytes a parameter over its memory, of which devices of a node have their share; gradients down, weights up.
+    # On the host: 30 bytes a parameter over its memory, of which devices of a node have their
+    # share; gradients down, weights up.
     host = parameters * (30 / 20e9 + 6 / job.device.host_bandwidth)
     return rates["optimizer"] * ((1 - job.layouts.offload) * device + job.layouts.offload * host)
 
 
 def kernel_seconds(job: Job, rates: Rates) -> Numbers:
-    """What a kernel of a GPU takes beyond its work, to start, to end, and until the next one; what a core takes to begin is in the host's
-    time."""
+    """What a kernel of a GPU takes beyond its work, to start, to end, and until the next one; what
+    a core takes to begin is in the host's time.
+    """
     return np.where(job.device.on_cpu, 0.0, rates["ramp"])
 
 
@@ -139,20 +187,28 @@ def memory_rate(job: Job, rates: Rates) -> Numbers:
 
 
 def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
-    """To add the gradients of every micro-batch but the first to those before it: both are read, and the sum is written."""
-    moved = job.framework.accumulate_bytes * parameters * np.maximum(job.layouts.accumulation - 1, 0)
+    """To add the gradients of every micro-batch but the first to those before it: both are read,
+    and the sum is written.
+    """
+    moved = (
+        job.framework.accumulate_bytes * parameters * np.maximum(job.layouts.accumulation - 1, 0)
+    )
     return moved / memory_rate(job, rates)
 
 
 def _crowd(job: Job, rates: Rates) -> Numbers:
-    """How much slower a process computes than alone on its machine, where processes share the memory: on CPU cores."""
+    """How much slower a process computes than alone on its machine, where processes share the
+    memory: on CPU cores.
+    """
     together = np.minimum(job.layouts.world, job.device.devices_per_node)
     return np.where(job.device.on_cpu, np.power(together, rates["crowding.cpu"]), 1.0)
 
 
 def _gemm_share(job: Job, rates: Rates) -> Numbers:
     precision = np.asarray(job.precision)
-    low = np.where(precision == _FP8, rates["gemm.fp8"], np.where(precision == _FP4, rates["gemm.fp4"], 1.0))
+    low = np.where(
+        precision == _FP8, rates["gemm.fp8"], np.where(precision == _FP4, rates["gemm.fp4"], 1.0)
+    )
     return rates.by_family("gemm", job.device) * low * _speed(job, rates)
 
 
@@ -165,50 +221,86 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     peak = job.linear_flops
     tiles = np.ceil(rows / _TILE[0]) * np.ceil(columns / _TILE[1])
     waves = tiles / job.device.units
-    # Libraries choose other tiles and split the inner dimension where a wave is poorly filled: half of the loss remains.
+    # Libraries choose other tiles and split the inner dimension where a wave is poorly filled: half
+    # of the loss remains.
     filled = np.sqrt(waves / np.ceil(waves))
     flops = 2 * rows * inner * columns
     seconds = flops / filled / (peak * _gemm_share(job, rates)) + kernel_seconds(job, rates)
-    moved = job.element_bytes * (rows * inner + inner * columns + rows * columns) / (memory_rate(job, rates))
-    # To cast inputs (2 read, 1 written); with dynamic scaling to find the largest (2 read), and both for the weights.
+    moved = (
+        job.element_bytes
+        * (rows * inner + inner * columns + rows * columns)
+        / (memory_rate(job, rates))
+    )
+    # To cast inputs (2 read, 1 written); with dynamic scaling to find the largest (2 read), and
+    # both for the weights.
     dynamic = job.framework.dynamic_scaling
-    casts = np.isin(np.asarray(job.precision), (_FP8, _FP4)) * inner * ((3 + 2 * dynamic) * rows + 5 * dynamic * columns)
+    casts = (
+        np.isin(np.asarray(job.precision), (_FP8, _FP4))
+        * inner
+        * ((3 + 2 * dynamic) * rows + 5 * dynamic * columns)
+    )
     return np.maximum(seconds, moved) + casts / memory_rate(job, rates)
 
 
 def _experts(job: Job, rates: Rates, each: Products, share: Numbers) -> tuple[Numbers, Numbers]:
-    """(all, those that are computed again where every second product is kept) of routed and shared experts. Products of experts of 1,536
-    and 2,048 columns reach half of what large ones do (SimuMax's table for B200); those of experts as wide as a dense layer's reach what
-    it does."""
+    """(all, those that are computed again where every second product is kept) of routed and shared
+    experts. Products of experts of 1,536 and 2,048 columns reach half of what large ones do
+    (SimuMax's table for B200); those of experts as wide as a dense layer's reach what it does.
+    """
     if not np.any(share):
         return 0.0, 0.0
-    model, tp = job.model, job.layouts.tp
-    routed = 2 * job.tokens * model.active * (2 + model.gated) * model.hidden * model.expert_ffn / tp
+    model = job.model
+    tp = job.layouts.tp
+    routed = (
+        2 * job.tokens * model.active * (2 + model.gated) * model.hidden * model.expert_ffn / tp
+    )
     shared = 2 * job.tokens * model.shared_parameters / tp
     columns = model.expert_ffn / tp
     reached = np.maximum(columns / (columns + 1700), 0.55)
     rate = job.linear_flops * _gemm_share(job, rates)
-    moved = job.element_bytes * job.tokens * model.active * model.hidden * 8 / tp  # permuted, and back
+    # permuted, and back
+    moved = job.element_bytes * job.tokens * model.active * model.hidden * 8 / tp
     seconds = routed / reached / rate + moved / memory_rate(job, rates)
-    return share * (seconds + shared / rate), share * (seconds + again_share(each.shared) * shared / rate)
+    return share * (seconds + shared / rate), share * (
+        seconds + again_share(each.shared) * shared / rate
+    )
 
 
 def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
-    """(forward, backward). One kernel computes half of the square: scores from queries and keys, outputs from values; backward the scores
-    again, two gradients as wide as a key and two as wide as a value. With scores in memory all of the square is computed, and written and
-    read several times."""
-    model, at = job.model, job.layouts
+    """(forward, backward). One kernel computes half of the square: scores from queries and keys,
+    outputs from values; backward the scores again, two gradients as wide as a key and two as wide
+    as a value. With scores in memory all of the square is computed, and written and read several
+    times.
+    """
+    model = job.model
+    at = job.layouts
     tp = 1 if job.whole_attention else at.tp
     widths = model.head_dim + model.value_width
     flops = 2 * job.tokens * job.sequence * model.heads * widths / tp
-    reached = job.other_flops * rates.by_family("attention", job.device) * job.framework.flash * _speed(job, rates)
+    reached = (
+        job.other_flops
+        * rates.by_family("attention", job.device)
+        * job.framework.flash
+        * _speed(job, rates)
+    )
     flash = 0.5 * flops / reached
     passes = np.choose(np.asarray(job.framework.attention), [0, 11, 18])
-    scores = job.tokens * job.sequence * model.heads / tp * passes * job.element_bytes / 2 / (memory_rate(job, rates))
+    scores = (
+        job.tokens
+        * job.sequence
+        * model.heads
+        / tp
+        * passes
+        * job.element_bytes
+        / 2
+        / (memory_rate(job, rates))
+    )
     gemm = job.other_flops * 0.6 * rates.by_family("gemm", job.device) * _speed(job, rates)
     unfused = flops / gemm + scores
     one_kernel = np.asarray(job.framework.attention) == 0
-    backward = np.where(one_kernel, (3 * model.head_dim + 2 * model.value_width) / widths * flash, 2 * unfused)
+    backward = np.where(
+        one_kernel, (3 * model.head_dim + 2 * model.value_width) / widths * flash, 2 * unfused
+    )
     in_parts, parts_backward = _attention_in_parts(job, rates, flops)
     forward = np.where(job.attention_in_parts, in_parts, np.where(one_kernel, flash, unfused))
     backward = np.where(job.attention_in_parts, parts_backward, backward)
@@ -223,19 +315,24 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
     """Return the seconds of attention, forward and backward, on GPUs with context parallelism.
 
     `forward` is the time of the fused kernel without padding of values to the width of queries.
-    FlexAttention, which computes capped scores, runs its forward again in the backward. In addition,
-    element-wise kernels move data for each token of this rank:
+    FlexAttention, which computes capped scores, runs its forward again in the backward. In
+    addition, element-wise kernels move data for each token of this rank:
 
-    - ring: the output for the keys of every other rank is merged in float32. Half of the queries see
-      the keys of a later rank, so three quarters are merged on average. Gradients are summed in float32.
-    - all-gather-kv: keys and values of all ranks are reordered. Their gradients are summed in float32
-      and reordered back.
+    - ring: the output for the keys of every other rank is merged in float32. Half of the queries
+      see the keys of a later rank, so three quarters are merged on average. Gradients are summed in
+      float32.
+    - all-gather-kv: keys and values of all ranks are reordered. Their gradients are summed in
+      float32 and reordered back.
     - ulysses: queries, keys, values and outputs are packed for the exchange and unpacked.
     """
-    model, layouts, element = job.model, job.layouts, job.element_bytes
+    model = job.model
+    layouts = job.layouts
+    element = job.element_bytes
     tp = 1 if job.whole_attention else layouts.tp
     cp = np.asarray(layouts.cp)
-    padding = 2 * np.maximum(model.head_dim, model.value_width) / (model.head_dim + model.value_width)
+    padding = (
+        2 * np.maximum(model.head_dim, model.value_width) / (model.head_dim + model.value_width)
+    )
     has_capped_scores = np.isin(np.asarray(model.model_type), WITH_CAPPED_SCORES)
     kernel = padding * forward
     # The backward has five products of one width where the forward has two.
@@ -247,8 +344,8 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
     kv_heads = np.maximum(model.kv_heads / tp, 1)
     keys_values = kv_heads * (model.head_dim + model.value_width)
 
-    # Bytes per element: a cast to float32, and the addition of a gradient to a sum in float32, which is read
-    # and written.
+    # Bytes per element: a cast to float32, and the addition of a gradient to a sum in float32,
+    # which is read and written.
     cast = np.where(element < 4, element + 4, 0)
     addition = element + 8
 
@@ -265,7 +362,9 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
 
     kinds = np.asarray(layouts.context)
     moved = np.choose(kinds, np.broadcast_arrays(gathered, ring, ulysses))
-    moved_backward = np.choose(kinds, np.broadcast_arrays(gathered_backward, ring_backward, ulysses))
+    moved_backward = np.choose(
+        kinds, np.broadcast_arrays(gathered_backward, ring_backward, ulysses)
+    )
     kernels = np.choose(kinds, np.broadcast_arrays(6.0, 6.0 * cp, 9.0))  # the backward has as many
     launches = kernels * kernel_seconds(job, rates)
     seconds_per_byte = job.tokens / memory_rate(job, rates)  # for one byte of every token
@@ -274,26 +373,55 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
 
 
 def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers, Numbers]:
-    """(forward, backward) where torch has no kernel for it, in float32 whatever the precision. Scores are written, masked, made a softmax
-    and read (24 bytes); their dropout draws a number for each, multiplies and is read (12); backward the gradients pass the same."""
-    gemm = job.device.flops.get("fp32", np.nan) * job.device.power * rates.by_family("gemm", job.device) * _speed(job, rates)
-    scores = job.tokens * job.sequence * job.model.heads / (1 if job.whole_attention else job.layouts.tp) / memory_rate(job, rates)
+    """(forward, backward) where torch has no kernel for it, in float32 whatever the precision.
+    Scores are written, masked, made a softmax and read (24 bytes); their dropout draws a number for
+    each, multiplies and is read (12); backward the gradients pass the same.
+    """
+    gemm = (
+        job.device.flops.get("fp32", np.nan)
+        * job.device.power
+        * rates.by_family("gemm", job.device)
+        * _speed(job, rates)
+    )
+    scores = (
+        job.tokens
+        * job.sequence
+        * job.model.heads
+        / (1 if job.whole_attention else job.layouts.tp)
+        / memory_rate(job, rates)
+    )
     drops = np.asarray(job.model.attention_dropout) > 0
-    return flops / gemm + (24 + (12 + _RANDOM) * drops) * scores, 2 * flops / gemm + (24 + 12 * drops) * scores
+    return (
+        flops / gemm + (24 + (12 + _RANDOM) * drops) * scores,
+        2 * flops / gemm + (24 + 12 * drops) * scores,
+    )
 
 
 def _elementwise(job: Job, rates: Rates) -> Numbers:
-    """Norms, residuals, rotary positions, activation function: bytes through memory, counted by operation."""
-    model, at, framework = job.model, job.layouts, job.framework
+    """Norms, residuals, rotary positions, activation function: bytes through memory, counted by
+    operation.
+    """
+    model = job.model
+    at = job.layouts
+    framework = job.framework
     wide = job.element_bytes / 2
-    gated = np.asarray(model.gated) > 0  # and with it RMS norms and rotary positions; torch has a kernel for layer norms
-    # To float32 (2 read, 4 written), square (4, 4), mean (4), scale (4, 4), back (4, 2), times the weight (2, 2); in float32 all but casts.
+    # and with it RMS norms and rotary positions; torch has a kernel for layer norms
+    gated = np.asarray(model.gated) > 0
+    # To float32 (2 read, 4 written), square (4, 4), mean (4), scale (4, 4), back (4, 2), times the
+    # weight (2, 2); in float32 all but casts.
     norm = 4 * wide + np.where(gated, framework.norms_apart * np.where(wide > 1, 20, 32), 0)
     # Latents are normalised too, by every rank of tp.
     latents = norm * (model.query_rank + model.latent_rank)
-    whole = ((2 * norm + 12 * wide) * model.hidden + latents) / np.where(np.asarray(at.sp) > 0, at.tp, 1)
-    # Times cosine (2, 2), half negated (1, 1), halves joined (2, 2), times sine (2, 2), the sum (4, 2).
-    places = np.where(model.is_latent, (model.heads + 1) * model.rope_dim, (model.heads + model.kv_heads) * model.head_dim)
+    whole = ((2 * norm + 12 * wide) * model.hidden + latents) / np.where(
+        np.asarray(at.sp) > 0, at.tp, 1
+    )
+    # Times cosine (2, 2), half negated (1, 1), halves joined (2, 2), times sine (2, 2), the sum (4,
+    # 2).
+    places = np.where(
+        model.is_latent,
+        (model.heads + 1) * model.rope_dim,
+        (model.heads + model.kv_heads) * model.head_dim,
+    )
     rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * wide * places
     # Queries and keys with latents are put together of two parts, which are read and written.
     rotary = rotary + np.where(model.is_latent, 8 * wide * model.heads * model.head_dim, 0)
@@ -301,9 +429,20 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     # Queries and keys are normalised by head, each as a norm of the hidden states is.
     rotary = rotary + norm * model.qk_norm * (model.heads + model.kv_heads) * model.head_dim
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
-    # GPT-2's GELU is eight operations on what is 4 bytes an element of two kernels: where attention is written out, so is it.
-    written_out = framework.activation_apart * (np.asarray(framework.attention) == ATTENTION.index("plain"))
-    activation = (4 + 2 * model.gated + np.where(gated, 4 * framework.activation_apart, 28 * written_out)) * wide * ffn
-    kernels = 6 + np.where(gated, 10 * framework.norms_apart + 8 * framework.rotary_apart + framework.activation_apart, 7 * written_out)
+    # GPT-2's GELU is eight operations on what is 4 bytes an element of two kernels: where attention
+    # is written out, so is it.
+    written_out = framework.activation_apart * (
+        np.asarray(framework.attention) == ATTENTION.index("plain")
+    )
+    activation = (
+        (4 + 2 * model.gated + np.where(gated, 4 * framework.activation_apart, 28 * written_out))
+        * wide
+        * ffn
+    )
+    kernels = 6 + np.where(
+        gated,
+        10 * framework.norms_apart + 8 * framework.rotary_apart + framework.activation_apart,
+        7 * written_out,
+    )
     seconds = job.tokens * (whole + (rotary + activation) / at.tp) / memory_rate(job, rates)
     return seconds + kernels * kernel_seconds(job, rates)

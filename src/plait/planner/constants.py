@@ -1,7 +1,9 @@
-"""The rates that datasheets do not print: fitted constants with the width of what is believed of them.
+"""The rates that datasheets do not print: fitted constants with the width of what is believed of
+them.
 
-Every constant is positive and used as a factor; what is fitted is its logarithm, with a normal prior. `data/constants.json` holds the
-values fitted to published runs by `python -m benchmarks.planner_accuracy --learn`; `calibrate` moves them for one machine and framework.
+Every constant is positive and used as a factor; what is fitted is its logarithm, with a normal
+prior. `data/constants.json` holds the values fitted to published runs by `python -m
+benchmarks.planner_accuracy --learn`; `calibrate` moves them for one machine and framework.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from plait.planner.hardware import FAMILIES, Device, Numbers
 
 @dataclass(frozen=True)
 class Constant:
-    """A prior: median, standard deviation of the logarithm between machines and frameworks, what it means, and the physical range that a
-    fit must not leave."""
+    """A prior: median, standard deviation of the logarithm between machines and frameworks, what it
+    means, and the physical range that a fit must not leave.
+    """
 
     median: float
     width: float
@@ -32,54 +35,100 @@ class Constant:
 
 
 def of_kernels(name: str) -> Constant:
-    """The constant `stack.NAME` of a framework, which differ less than machines and people do (`benchmarks/planner_accuracy/learn.py`)."""
+    """The constant `stack.NAME` of a framework, which differ less than machines and people do
+    (`benchmarks/planner_accuracy/learn.py`).
+    """
     return Constant(1.0, 0.07, f"speed of the kernels of {name}")
 
 
 CONSTANTS: dict[str, Constant] = {
     "gemm.volta": Constant(0.60, 0.2, "share of the peak that large matrix products reach", 0, 0.8),
-    "gemm.ampere": Constant(0.78, 0.1, "share of the peak that large matrix products reach", 0, 0.9),
-    "gemm.hopper": Constant(0.70, 0.1, "share of the peak that large matrix products reach", 0, 0.85),
-    "gemm.blackwell": Constant(0.70, 0.12, "share of the peak that large matrix products reach", 0, 0.9),
+    "gemm.ampere": Constant(
+        0.78, 0.1, "share of the peak that large matrix products reach", 0, 0.9
+    ),
+    "gemm.hopper": Constant(
+        0.70, 0.1, "share of the peak that large matrix products reach", 0, 0.85
+    ),
+    "gemm.blackwell": Constant(
+        0.70, 0.12, "share of the peak that large matrix products reach", 0, 0.9
+    ),
     "gemm.cdna3": Constant(0.50, 0.2, "share of the peak that large matrix products reach", 0, 0.8),
     "gemm.cpu": Constant(0.60, 0.5, "share of the peak that large matrix products reach"),
     "gemm.fp8": Constant(0.80, 0.15, "the same in float8, of the share in 16 bits"),
     "gemm.fp4": Constant(0.60, 0.2, "the same in float4"),
-    "ramp": Constant(1e-5, 0.8, "seconds that a kernel takes beyond its work, to start and to end", 2e-6, 2e-5),
-    "attention.volta": Constant(0.40, 0.3, "share of the peak that attention reaches, causal FLOPs"),
-    "attention.ampere": Constant(0.50, 0.2, "share of the peak that attention reaches, causal FLOPs"),
-    "attention.hopper": Constant(0.42, 0.25, "share of the peak that attention reaches, causal FLOPs"),
-    "attention.blackwell": Constant(0.45, 0.25, "share of the peak that attention reaches, causal FLOPs"),
-    "attention.cdna3": Constant(0.30, 0.3, "share of the peak that attention reaches, causal FLOPs"),
+    "ramp": Constant(
+        1e-5, 0.8, "seconds that a kernel takes beyond its work, to start and to end", 2e-6, 2e-5
+    ),
+    "attention.volta": Constant(
+        0.40, 0.3, "share of the peak that attention reaches, causal FLOPs"
+    ),
+    "attention.ampere": Constant(
+        0.50, 0.2, "share of the peak that attention reaches, causal FLOPs"
+    ),
+    "attention.hopper": Constant(
+        0.42, 0.25, "share of the peak that attention reaches, causal FLOPs"
+    ),
+    "attention.blackwell": Constant(
+        0.45, 0.25, "share of the peak that attention reaches, causal FLOPs"
+    ),
+    "attention.cdna3": Constant(
+        0.30, 0.3, "share of the peak that attention reaches, causal FLOPs"
+    ),
     "attention.cpu": Constant(0.40, 0.5, "share of the peak that attention reaches, causal FLOPs"),
-    "memory": Constant(0.75, 0.1, "share of the memory's bandwidth that element-wise kernels reach", 0, 0.95),
+    "memory": Constant(
+        0.75, 0.1, "share of the memory's bandwidth that element-wise kernels reach", 0, 0.95
+    ),
     "link": Constant(0.75, 0.1, "share of the link inside a node", 0, 0.95),
     "nic": Constant(0.75, 0.15, "share of the network between nodes", 0, 0.95),
-    "congestion": Constant(0.1, 0.5, "the share of the network falls with the number of domains to this power"),
-    "latency": Constant(1.0, 0.4, "steps of a collective, of 3.4 us inside a node and 14 us between"),
+    "congestion": Constant(
+        0.1, 0.5, "the share of the network falls with the number of domains to this power"
+    ),
+    "latency": Constant(
+        1.0, 0.4, "steps of a collective, of 3.4 us inside a node and 14 us between"
+    ),
     "p2p": Constant(1.0, 0.5, "exposed time of sends between stages"),
     "bubble": Constant(1.0, 0.05, "idle time of the pipeline, of the schedule's own", 0.95, 1.5),
     "contention": Constant(0.15, 0.3, "share of overlapped traffic that slows computation down"),
     "dp": Constant(1.0, 0.4, "exposed reductions and gathers of data parallelism"),
     "host": Constant(1.0, 0.7, "time of the host to launch, of the framework's usual"),
-    "optimizer": Constant(1.0, 0.4, "time of the optimizer step, of its bytes over the memory's bandwidth"),
+    "optimizer": Constant(
+        1.0, 0.4, "time of the optimizer step, of its bytes over the memory's bandwidth"
+    ),
     "fixed": Constant(0.02, 1.0, "seconds of a step that nothing else explains"),
     "straggler": Constant(0.008, 0.8, "slowing a doubling of nodes"),
-    "memory.cpu": Constant(0.50, 0.6, "share of a core's memory bandwidth that element-wise kernels reach"),
-    "link.cpu": Constant(0.30, 0.8, "share of the memory's bandwidth that processes of one machine exchange at"),
+    "memory.cpu": Constant(
+        0.50, 0.6, "share of a core's memory bandwidth that element-wise kernels reach"
+    ),
+    "link.cpu": Constant(
+        0.30, 0.8, "share of the memory's bandwidth that processes of one machine exchange at"
+    ),
     "latency.cpu": Constant(30.0, 1.0, "steps of a collective between processes, of 3.4 us"),
-    "packing.cpu": Constant(3.0, 0.6, "times that sharded gradients pass through memory, on their way to their collective and back"),
-    "crowding.cpu": Constant(0.10, 0.8, "computing slows with the processes of a machine to this power: they share its memory"),
+    "packing.cpu": Constant(
+        3.0,
+        0.6,
+        "times that sharded gradients pass through memory, on their way to their collective and"
+        " back",
+    ),
+    "crowding.cpu": Constant(
+        0.10,
+        0.8,
+        "computing slows with the processes of a machine to this power: they share its memory",
+    ),
     "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
-    "stack.plait": replace(of_kernels("plait"), width=0.2),  # no run on a GPU is known, and the model is the user's
+    # no run on a GPU is known, and the model is the user's
+    "stack.plait": replace(of_kernels("plait"), width=0.2),
 }
-"""Name to prior, the values that come from datasheets and the literature; fitted medians replace them where there are some."""
+"""Name to prior, the values that come from datasheets and the literature; fitted medians replace
+them where there are some.
+"""
 
 MEMORY_CONSTANTS: dict[str, Constant] = {
     "states": Constant(1.0, 0.02, "bytes of model states, of those counted"),
     "activations": Constant(1.0, 0.25, "bytes of activations, of those counted"),
     "logits": Constant(1.0, 0.2, "bytes of logits and loss, of those counted"),
-    "slack": Constant(1.0, 0.4, "what the allocator keeps and does not use, of the framework's usual"),
+    "slack": Constant(
+        1.0, 0.4, "what the allocator keeps and does not use, of the framework's usual"
+    ),
     "context": Constant(1.0, 0.4, "bytes of the context and the communicators"),
 }
 
@@ -95,17 +144,22 @@ class Rates:
 
     def by_family(self, name: str, device: Device) -> Numbers:
         """The constant `name` of every candidate's family of devices."""
-        return np.choose(np.asarray(device.family), [self.values[f"{name}.{family}"] for family in FAMILIES])
+        return np.choose(
+            np.asarray(device.family), [self.values[f"{name}.{family}"] for family in FAMILIES]
+        )
 
     def on(self, name: str, device: Device) -> Numbers:
-        """The constant `name` of GPUs, or of processes on CPU cores, which are too different to share one."""
+        """The constant `name` of GPUs, or of processes on CPU cores, which are too different to
+        share one.
+        """
         return np.where(device.on_cpu, self.values[f"{name}.cpu"], self.values[name])
 
     def by_stack(self, framework: Framework) -> Numbers:
         """The speed of every candidate's framework."""
         names = np.asarray(framework.name)
         first = str(names.flat[0])
-        if np.all(names == first):  # as in every search; sorting the names would take longer than all else
+        # as in every search; sorting the names would take longer than all else
+        if np.all(names == first):
             return np.full(names.shape, self.values[f"stack.{first}"])
         names, index = np.unique(names, return_inverse=True)
         return np.array([self.values[f"stack.{name}"] for name in names])[index]
@@ -117,7 +171,9 @@ class Knowledge:
 
     constants: Mapping[str, Constant]
     time_spread: float
-    """Standard deviation of the logarithm of measured over predicted seconds that constants do not explain."""
+    """Standard deviation of the logarithm of measured over predicted seconds that constants do not
+    explain.
+    """
     memory_spread: float
 
     @property
@@ -133,18 +189,31 @@ class Knowledge:
 
 def unlearned() -> Knowledge:
     """Datasheets and the literature alone."""
-    return Knowledge({**CONSTANTS, **{f"memory:{name}": constant for name, constant in MEMORY_CONSTANTS.items()}}, 0.10, 0.12)
+    return Knowledge(
+        {
+            **CONSTANTS,
+            **{f"memory:{name}": constant for name, constant in MEMORY_CONSTANTS.items()},
+        },
+        0.10,
+        0.12,
+    )
 
 
 @cache
 def knowledge() -> Knowledge:
-    """What was learned from published runs (`data/constants.json`), over what is otherwise believed."""
+    """What was learned from published runs (`data/constants.json`), over what is otherwise
+    believed.
+    """
     base = unlearned()
     file = files("plait.planner") / "data" / "constants.json"
     if not file.is_file():
         return base
     learned = json.loads(file.read_text(encoding="utf-8"))
-    return replace(moved(base, learned["constants"]), time_spread=learned["time_spread"], memory_spread=learned["memory_spread"])
+    return replace(
+        moved(base, learned["constants"]),
+        time_spread=learned["time_spread"],
+        memory_spread=learned["memory_spread"],
+    )
 
 
 @dataclass(frozen=True)
@@ -157,14 +226,17 @@ class Held:
 
 @cache
 def unseen() -> Mapping[str, Held]:
-    """Of published runs whose sources nothing had been learned from when they were predicted: "time", "time_experts" and "memory"
-    (`data/unseen.json`)."""
+    """Of published runs whose sources nothing had been learned from when they were predicted:
+    "time", "time_experts" and "memory" (`data/unseen.json`).
+    """
     told = json.loads((files("plait.planner") / "data" / "unseen.json").read_text(encoding="utf-8"))
     return {name: Held(*entry) for name, entry in told["held"].items()}
 
 
 def moved(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
-    """`base` with the [median, width] of constants that were learned; names that it does not know are left out."""
+    """`base` with the [median, width] of constants that were learned; names that it does not know
+    are left out.
+    """
     found = {
         name: replace(constant, median=learned[name][0], width=learned[name][1])
         for name, constant in base.constants.items()
@@ -176,7 +248,8 @@ def moved(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowle
 def coverage_of_intervals(*, experts: bool) -> str:
     """Return a sentence on how often 90 % intervals hold for sources outside of the fit."""
     held = unseen()
-    time, memory = held["time_experts" if experts else "time"], held["memory"]
+    time = held["time_experts" if experts else "time"]
+    memory = held["memory"]
     return (
         "90 %: measured on the sources that the planner was fitted to. Of published runs of other "
         f"sources, {time.share:.0%} of {time.rows} step times and {memory.share:.0%} of "

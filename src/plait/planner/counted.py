@@ -1,8 +1,10 @@
-"""What blocks of a model keep for their backward, counted where Transformers is installed: some of them run once without data.
+"""What blocks of a model keep for their backward, counted where Transformers is installed: some of
+them run once without data.
 
-`own` knows a few families to the byte. Of the others it has a formula of Llama's or GPT-2's kind, which leaves out what a family does
-besides (soft caps on scores, norms behind attention, keys that torch's kernel does not take): there the formula is held against this count
-at the planned sequence, on one rank, and corrected by it.
+`own` knows a few families to the byte. Of the others it has a formula of Llama's or GPT-2's kind,
+which leaves out what a family does besides (soft caps on scores, norms behind attention, keys that
+torch's kernel does not take): there the formula is held against this count at the planned sequence,
+on one rank, and corrected by it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,20 @@ from plait.parallel.technique import Parts
 from plait.planner.built import COUNTED_BY_FORMULA, built, drops
 
 TOO_LOW = {
-    **dict.fromkeys(("afmoe", "bitnet", "codegen", "falcon", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "gptj"), "more than a third"),
+    **dict.fromkeys(
+        (
+            "afmoe",
+            "bitnet",
+            "codegen",
+            "falcon",
+            "gemma2",
+            "gemma3_text",
+            "gpt_neo",
+            "gpt_oss",
+            "gptj",
+        ),
+        "more than a third",
+    ),
     **dict.fromkeys(("glm4", "olmo2", "apertus", "exaone4", "flex_olmo"), "up to a quarter"),
 }
 """Families of which formulas leave out so much of what a block keeps."""
@@ -66,23 +81,43 @@ class Counted:
     working: Kept
     """At the peak of a block's backward, what it kept included; of the block that needs most."""
     dropping: bool = False
-    """Whether the model dropped, as the one of the configuration does. One that does not keeps no mask, and formulas have them."""
+    """Whether the model dropped, as the one of the configuration does. One that does not keeps no
+    mask, and formulas have them.
+    """
     dropped_scores: float = 0.0
-    """Of a model that drops and was counted without: bytes a token of masks and results of a dropout of scores that are in memory
-    anyway."""
+    """Of a model that drops and was counted without: bytes a token of masks and results of a
+    dropout of scores that are in memory anyway.
+    """
 
 
-def counted(section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool) -> Counted | None:
-    """Of the model of a configuration's `model` section; None for a family that needs no count, for one whose code looks at values, and
-    without Transformers. `on_cores`: for processes on CPU cores, which is where a count runs: a model that drops is counted as it drops.
-    Of GPUs, whose kernels drop inside of attention, it is counted without, but for attention that has its scores in memory."""
+def counted(
+    section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool
+) -> Counted | None:
+    """Of the model of a configuration's `model` section; None for a family that needs no count, for
+    one whose code looks at values, and without Transformers. `on_cores`: for processes on CPU
+    cores, which is where a count runs: a model that drops is counted as it drops. Of GPUs, whose
+    kernels drop inside of attention, it is counted without, but for attention that has its scores
+    in memory.
+    """
     if find_spec("transformers") is None or kind in COUNTED_BY_FORMULA:
         return None
     config = section.get("config") or _of_folder(section.get("path"))
-    return _counted(json.dumps(config, sort_keys=True, default=str), sequence, precision, on_cores) if config else None
+    return (
+        _counted(json.dumps(config, sort_keys=True, default=str), sequence, precision, on_cores)
+        if config
+        else None
+    )
 
 
-def not_counted(section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool, compiled: bool) -> str | None:
+def not_counted(
+    section: Mapping[str, Any],
+    kind: str,
+    *,
+    sequence: int,
+    precision: str,
+    on_cores: bool,
+    compiled: bool,
+) -> str | None:
     """What to tell of a family that needs a count and has none; None for others."""
     if kind in COUNTED_BY_FORMULA:
         return None
@@ -90,18 +125,26 @@ def not_counted(section: Mapping[str, Any], kind: str, *, sequence: int, precisi
         reason = "blocks are compiled"
     elif find_spec("transformers") is None:
         reason = "Transformers is not installed"
-    elif counted(section, kind, sequence=sequence, precision=precision, on_cores=on_cores) is not None:
+    elif (
+        counted(section, kind, sequence=sequence, precision=precision, on_cores=on_cores)
+        is not None
+    ):
         return None
     else:
         reason = "its blocks do not run without data"
     much = TOO_LOW.get(kind)
     direction = f"leaves out {much} of what they keep" if much else "may be too low"
-    return f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}), which {direction}"
+    return (
+        f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}),"
+        f" which {direction}"
+    )
 
 
 def _of_folder(path: Any) -> Mapping[str, Any] | None:
     try:
-        found: Mapping[str, Any] = json.loads((Path(str(path)) / "config.json").read_text(encoding="utf-8"))
+        found: Mapping[str, Any] = json.loads(
+            (Path(str(path)) / "config.json").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return None
     return found
@@ -148,13 +191,19 @@ def _kept(model: nn.Module, sequence: int, precision: str) -> Kept:
     """Without recomputation."""
     blocks, shares = _first_of_each(model)
     lengths = _lengths(model, blocks, sequence, precision)
-    long, short = (_run(model, blocks, "none", length, precision).kept(shares) for length in lengths)
+    long, short = (
+        _run(model, blocks, "none", length, precision).kept(shares) for length in lengths
+    )
     return _line(long, short, lengths, sequence)
 
 
-def _lengths(model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str) -> tuple[int, int]:
-    """Two, of which the bytes tell what grows with the sequence. Some of Transformers' recurrences, without kernels of their own, call
-    operators for every token: of a whole sequence a count would take minutes to hours."""
+def _lengths(
+    model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str
+) -> tuple[int, int]:
+    """Two, of which the bytes tell what grows with the sequence. Some of Transformers' recurrences,
+    without kernels of their own, call operators for every token: of a whole sequence a count would
+    take minutes to hours.
+    """
     calls = []
     for length in (4, 8):
         with _Calls() as mode:
@@ -175,20 +224,25 @@ class _Calls(TorchFunctionMode):
 
 
 def _first_of_each(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
-    """(blocks that are left of a model, of all blocks the share that is like each of them): the first of every list of them, as many as it
-    takes to have one of each kind."""
+    """(blocks that are left of a model, of all blocks the share that is like each of them): the
+    first of every list of them, as many as it takes to have one of each kind.
+    """
     names = find_blocks(model)
     kinds = {name: (name.rpartition(".")[0], *_kind(model.get_submodule(name))) for name in names}
     many = Counter(kinds.values())
     lists: dict[str, list[str]] = {}
     for name in names:
         lists.setdefault(name.rpartition(".")[0], []).append(name)
-    blocks, shares = [], []
+    blocks = []
+    shares = []
     for container, inside in lists.items():
         first = {kinds[name]: index for index, name in reversed(list(enumerate(inside)))}
         run = min(max(first.values()) + 1, _MOST_BLOCKS)
         blocks += inside[:run]
-        shares += [many[kinds[name]] / len(names) if first[kinds[name]] == index else 0.0 for index, name in enumerate(inside[:run])]
+        shares += [
+            many[kinds[name]] / len(names) if first[kinds[name]] == index else 0.0
+            for index, name in enumerate(inside[:run])
+        ]
         del cast("nn.ModuleList", model.get_submodule(container))[run:]
     return tuple(blocks), [share / sum(shares) for share in shares]
 
@@ -201,8 +255,10 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _line(at_long: float, at_short: float, lengths: tuple[int, int], sequence: int) -> Kept:
-    """From bytes a token at two lengths those at the planned one: what grows with the sequence and what does not. Of a recurrence, which is
-    run of a few tokens, nothing grows, and what it has once a sequence is a part of them that becomes less."""
+    """From bytes a token at two lengths those at the planned one: what grows with the sequence and
+    what does not. Of a recurrence, which is run of a few tokens, nothing grows, and what it has
+    once a sequence is a part of them that becomes less.
+    """
     long, short = lengths
     if long < sequence:
         each = (at_long * long - at_short * short) / max(long - short, 1)
@@ -220,17 +276,28 @@ class _Run:
 
     def kept(self, shares: list[float]) -> float:
         """Bytes a token, the mean of blocks."""
-        return sum(share * kept for share, kept in zip(shares, self.trace.figures.kept, strict=True)) / self.tokens
+        return (
+            sum(share * kept for share, kept in zip(shares, self.trace.figures.kept, strict=True))
+            / self.tokens
+        )
 
     @property
     def working(self) -> float:
         """Bytes a token at the peak of a block's backward, without what the blocks before kept."""
         kept = self.trace.figures.kept
         blocks = [moment for moment in self.trace.moments.backward if moment.unit >= 0]
-        return max(moment.peak.activations + moment.peak.temporaries - sum(kept[: moment.unit]) for moment in blocks) / self.tokens
+        return (
+            max(
+                moment.peak.activations + moment.peak.temporaries - sum(kept[: moment.unit])
+                for moment in blocks
+            )
+            / self.tokens
+        )
 
 
-def _run(model: nn.Module, blocks: tuple[str, ...], mode: BlockMode, length: int, precision: str) -> _Run:
+def _run(
+    model: nn.Module, blocks: tuple[str, ...], mode: BlockMode, length: int, precision: str
+) -> _Run:
     recompute = Recompute(mode=mode, every=1)
     alone = cast("Any", SimpleNamespace())  # a mesh, of which nothing is looked at
     dry = DryModel(

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 DROPOUTS = {
-    "dropout": ("resid_pdrop", "resid_dropout", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout"),
+    "dropout": (
+        "resid_pdrop",
+        "resid_dropout",
+        "residual_dropout",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "dropout",
+    ),
     "attention_dropout": ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"),
     "embedding_dropout": ("embd_pdrop", "emb_pdrop", "embed_dropout", "embedding_dropout"),
 }
@@ -21,9 +28,15 @@ _DROPS_UNLESS_TOLD = {
 
 
 def dropouts_of(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Where a model drops, as fields of an Architecture: what the configuration leaves out is the family's own."""
-    shares = dict.fromkeys(_DROPS_UNLESS_TOLD.get(kind, ()), 0.1) | {name: value for name, value in config.items() if value is not None}
+    """Where a model drops, as fields of an Architecture: what the configuration leaves out is the
+    family's own.
+    """
+    shares = dict.fromkeys(_DROPS_UNLESS_TOLD.get(kind, ()), 0.1) | {
+        name: value for name, value in config.items() if value is not None
+    }
     return {
-        field: int(any(isinstance(shares.get(name), int | float) and shares[name] > 0 for name in names))
+        field: int(
+            any(isinstance(shares.get(name), int | float) and shares[name] > 0 for name in names)
+        )
         for field, names in DROPOUTS.items()
     }

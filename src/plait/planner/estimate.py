@@ -1,4 +1,6 @@
-"""Time and memory of candidate layouts in one call, every term named. The public interface of the closed form."""
+"""Time and memory of candidate layouts in one call, every term named. The public interface of the
+closed form.
+"""
 
 from __future__ import annotations
 
@@ -31,5 +33,7 @@ def estimate(job: Job, rates: Rates | None = None, states: States | None = None)
 
 
 def lower_end(value: float, high: float) -> float:
-    """Of an interval around `value` whose upper end is `high`: intervals are symmetric in the logarithm."""
+    """Of an interval around `value` whose upper end is `high`: intervals are symmetric in the
+    logarithm.
+    """
     return value**2 / high

@@ -20,22 +20,15 @@ from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts
 class Measured:
     """One measured run of Plait.
 
-    Attributes:
-        gpu: Device of the catalogue.
-        machine: What the name of the device leaves open: the processor and its threads per process. Empty for GPUs.
-        devices: Number of processes of the run.
-        devices_per_node: Processes per machine.
-        precision: Name in `hardware.PRECISIONS`.
-        compiled: Whether blocks were compiled.
-        sequence: Tokens per sample.
-        architecture: Fields of `Architecture`.
-        layout: Fields of `Layouts`; schedule and recompute by name.
-        seconds: Measured seconds per step.
-        bytes: Peak of the fullest rank's allocator. None where the memory of the process was measured instead.
-        predicted_seconds: Seconds per step by the constants that ship.
-        predicted_bytes: Peak bytes by the constants that ship.
-        steps: Number of steps that were timed.
-        at: Time of the measurement, ISO 8601.
+    Attributes: gpu: Device of the catalogue. machine: What the name of the device leaves open: the
+        processor and its threads per process. Empty for GPUs. devices: Number of processes of the
+        run. devices_per_node: Processes per machine. precision: Name in `hardware.PRECISIONS`.
+        compiled: Whether blocks were compiled. sequence: Tokens per sample. architecture: Fields of
+        `Architecture`. layout: Fields of `Layouts`; schedule and recompute by name. seconds:
+        Measured seconds per step. bytes: Peak of the fullest rank's allocator. None where the
+        memory of the process was measured instead. predicted_seconds: Seconds per step by the
+        constants that ship. predicted_bytes: Peak bytes by the constants that ship. steps: Number
+        of steps that were timed. at: Time of the measurement, ISO 8601.
     """
 
     gpu: str
@@ -59,10 +52,9 @@ class Measured:
 class MeasuredRuns:
     """Measured runs as one job, for `calibrate`.
 
-    Attributes:
-        job: The runs, one entry each.
-        seconds: Seconds per step [runs]; NaN where they were not measured.
-        peaks: Peak bytes and their kind ("allocated", "reserved", "total") per run; None where they were not measured.
+    Attributes: job: The runs, one entry each. seconds: Seconds per step [runs]; NaN where they were
+        not measured. peaks: Peak bytes and their kind ("allocated", "reserved", "total") per run;
+        None where they were not measured.
     """
 
     job: Job
@@ -71,25 +63,36 @@ class MeasuredRuns:
 
     def take(self, indices: NDArray[np.int64]) -> MeasuredRuns:
         """Return some of the runs."""
-        return MeasuredRuns(self.job.take(indices), self.seconds[indices], [self.peaks[index] for index in indices])
+        return MeasuredRuns(
+            self.job.take(indices), self.seconds[indices], [self.peaks[index] for index in indices]
+        )
 
 
 def facts_of(model: Architecture) -> dict[str, Any]:
     """Return the fields of an Architecture as plain values."""
-    return {name: value.item() if hasattr(value, "item") else value for name, value in asdict(model).items()}
+    return {
+        name: value.item() if hasattr(value, "item") else value
+        for name, value in asdict(model).items()
+    }
 
 
 def layout_facts(layout: Mapping[str, Any]) -> dict[str, Any]:
     """Return a layout with its schedule and recomputation by name."""
     found = {f.name: layout.get(f.name, getattr(Layouts(), f.name)) for f in fields(Layouts)}
-    return found | {"schedule": SCHEDULES[int(found["schedule"])], "recompute": RECOMPUTE[int(found["recompute"])]}
+    return found | {
+        "schedule": SCHEDULES[int(found["schedule"])],
+        "recompute": RECOMPUTE[int(found["recompute"])],
+    }
 
 
 def runs_of(measured: Iterable[Measured]) -> MeasuredRuns:
     """Return measured runs, of which there is at least one, as `calibrate` takes them."""
     runs = list(measured)
     models = [Architecture(**run.architecture) for run in runs]
-    devices = [hardware.cluster(run.gpu, run.devices, devices_per_node=run.devices_per_node).device for run in runs]
+    devices = [
+        hardware.cluster(run.gpu, run.devices, devices_per_node=run.devices_per_node).device
+        for run in runs
+    ]
 
     job = Job(
         model=stack(models),
@@ -98,7 +101,9 @@ def runs_of(measured: Iterable[Measured]) -> MeasuredRuns:
         layouts=Layouts.of([_layout(run) for run in runs]),
         sequence=np.array([run.sequence for run in runs]),
         precision=np.array([PRECISIONS.index(run.precision) for run in runs]),
-        own=all(not run.compiled and model.is_counted for run, model in zip(runs, models, strict=True)),
+        own=all(
+            not run.compiled and model.is_counted for run, model in zip(runs, models, strict=True)
+        ),
     )
     peaks = [None if run.bytes is None else (run.bytes, "allocated") for run in runs]
     return MeasuredRuns(job, np.array([run.seconds for run in runs], dtype=float), peaks)
@@ -110,5 +115,6 @@ def _framework(run: Measured) -> Framework:
 
 
 def _layout(run: Measured) -> dict[str, Any]:
-    schedule, recompute = SCHEDULES.index(run.layout["schedule"]), RECOMPUTE.index(run.layout["recompute"])
+    schedule = SCHEDULES.index(run.layout["schedule"])
+    recompute = RECOMPUTE.index(run.layout["recompute"])
     return {**run.layout, "schedule": schedule, "recompute": recompute}

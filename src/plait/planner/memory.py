@@ -1,8 +1,9 @@
 """Bytes on a rank at its peak as a sum of named terms, allocated and reserved.
 
-Priced are the first stage (most micro-batches in flight, the embedding), the last (head and logits) and the second (where the ends have
-fewer layers, it holds more), at the deepest backward, the loss, the optimizer step. The largest counts. Activations: arXiv 2205.05198 table
-2, and for gated models without dropout the saved tensors counted one by one.
+Priced are the first stage (most micro-batches in flight, the embedding), the last (head and logits)
+and the second (where the ends have fewer layers, it holds more), at the deepest backward, the loss,
+the optimizer step. The largest counts. Activations: arXiv 2205.05198 table 2, and for gated models
+without dropout the saved tensors counted one by one.
 """
 
 from __future__ import annotations
@@ -63,13 +64,18 @@ class Memory:
         return self.reserved + self.context
 
 
-def memory_bytes(job: Job, rates: Rates, states: States | None = None, *, ranks: tuple[str, ...] = RANKS) -> Memory:
-    """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says. The fullest
-    of `ranks` counts, where `states` tell them apart."""
+def memory_bytes(
+    job: Job, rates: Rates, states: States | None = None, *, ranks: tuple[str, ...] = RANKS
+) -> Memory:
+    """Price every candidate; `states` replaces the framework's recipe, for example by what the
+    techniques' own account says. The fullest of `ranks` counts, where `states` tell them apart.
+    """
     return memory_by_rates(job, states, ranks=ranks)(rates)
 
 
-def memory_by_rates(job: Job, states: States | None = None, *, ranks: tuple[str, ...] = RANKS) -> Callable[[Rates], Memory]:
+def memory_by_rates(
+    job: Job, states: States | None = None, *, ranks: tuple[str, ...] = RANKS
+) -> Callable[[Rates], Memory]:
     """Return `memory_bytes` as a function of the constants alone, for callers that try several."""
     if job.own and states is not None and states.units is not None:
         # The fullest point of Plait's own step does not depend on the constants.
@@ -80,7 +86,8 @@ def memory_by_rates(job: Job, states: States | None = None, *, ranks: tuple[str,
 
 def _by_recipe(job: Job, rates: Rates, states: States | None) -> Memory:
     at = job.layouts
-    counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
+    # the techniques' own account is exact
+    counted = rates["memory:states"] if states is None else 1.0
     states = states or recipe_states(job)
     first_layers, last_layers = stage_layers(job)[1:]
     per_layer, per_checkpoint = layer_activations(job)
@@ -88,32 +95,60 @@ def _by_recipe(job: Job, rates: Rates, states: States | None) -> Memory:
     factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
     keeps_all = np.asarray(at.recompute) == RECOMPUTE.index("none")
     share = recompute_share(job)
-    working = np.where(keeps_all, 0.0, per_layer) * np.minimum(1, share) + 4 * job.tokens * job.model.hidden
+    working = (
+        np.where(keeps_all, 0.0, per_layer) * np.minimum(1, share)
+        + 4 * job.tokens * job.model.hidden
+    )
     kept = share * per_checkpoint + (1 - share) * per_layer
     first_kept = first_layers * kept * np.where(single, 1.0, in_flight(at)) * factor
     last_kept = last_layers * kept * np.where(single, 1.0, in_flight_last(at)) * factor
     logits = _logits(job, rates)
     zero = np.zeros_like(np.asarray(first_kept, dtype=float))
 
-    first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
-    last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
+    first = _with_states(states.first, counted) | {
+        "activations": first_kept,
+        "working": working * factor,
+        "logits": zero,
+    }
+    last = _with_states(states.last, counted) | {
+        "activations": last_kept,
+        "working": zero,
+        "logits": logits,
+    }
     last["gathered"] = last["gathered"] - states.last.get("reducing", 0.0) * counted
-    # Gradients that a backward allocates are not there at its start, where everything is kept, unless another micro-batch left them.
+    # Gradients that a backward allocates are not there at its start, where everything is kept,
+    # unless another micro-batch left them.
     before = 1 - np.asarray(job.framework.late_gradients) * (np.asarray(at.accumulation) <= 1)
     first["gradients"], last["gradients"] = first["gradients"] * before, last["gradients"] * before
-    # A single tensor of the optimizer's arithmetic, and of the reduced norm, are held besides the states.
-    step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
+    # A single tensor of the optimizer's arithmetic, and of the reduced norm, are held besides the
+    # states.
+    step = _with_states(states.first, counted) | {
+        "activations": zero,
+        "working": 64.0 * MIB + zero,
+        "logits": zero,
+    }
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
     three = [first, last, step]
-    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in three]))
+    sums = np.stack(
+        np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in three])
+    )
     moment = np.argmax(sums, axis=0)
     shape = moment.shape
-    terms = {name: np.choose(moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in three]) for name in TERMS}
+    terms = {
+        name: np.choose(
+            moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in three]
+        )
+        for name in TERMS
+    }
     return _with_slack(job, rates, terms, moment)
 
 
-def _largest(job: Job, states: States, ranks: tuple[str, ...]) -> tuple[dict[str, Numbers], Numbers]:
-    """(terms at the peak, index into MOMENTS) of Plait's own step, over the ranks and all points."""
+def _largest(
+    job: Job, states: States, ranks: tuple[str, ...]
+) -> tuple[dict[str, Numbers], Numbers]:
+    """(terms at the peak, index into MOMENTS) of Plait's own step, over the ranks and all
+    points.
+    """
     assert states.units is not None
     pp = np.asarray(job.layouts.pp)
     there = {"first": np.ones_like(pp, dtype=bool), "last": pp > 1, "inner": pp > 2}
@@ -128,13 +163,15 @@ def _largest(job: Job, states: States, ranks: tuple[str, ...]) -> tuple[dict[str
             larger = total > most
             if not larger.any():
                 continue
-            most, chosen = np.where(larger, total, most), np.where(larger, offset + index, chosen)
+            most = np.where(larger, total, most)
+            chosen = np.where(larger, offset + index, chosen)
             terms = {name: np.where(larger, part.get(name, 0.0), terms[name]) for name in TERMS}
     return terms, chosen.astype(int)
 
 
 def _with_slack(job: Job, rates: Rates, terms: dict[str, Numbers], moment: Numbers) -> Memory:
-    at, allocated = job.layouts, sum(terms.values())
+    at = job.layouts
+    allocated = sum(terms.values())
     groups = sum(np.asarray(degree) > 1 for degree in (at.tp, at.pp, at.cp, at.dp, at.ep))
     on_gpu = np.asarray(job.device.family) != FAMILIES.index("cpu")
     context = np.where(on_gpu, 0.8 * GIB + 0.25 * GIB * groups, 0.3 * GIB) * rates["memory:context"]
@@ -144,23 +181,34 @@ def _with_slack(job: Job, rates: Rates, terms: dict[str, Numbers], moment: Numbe
 
 
 def _with_states(states: dict[str, Numbers], factor: Numbers) -> dict[str, Numbers]:
-    return {name: states[name] * factor for name in ("weights", "gradients", "optimizer", "gathered")}
+    return {
+        name: states[name] * factor for name in ("weights", "gradients", "optimizer", "gathered")
+    }
 
 
 def recipe_states(job: Job) -> States:
     """Model states by the framework's bytes a parameter."""
     first_layers, last_layers = stage_layers(job)[1:]
-    model, at = job.model, job.layouts
+    model = job.model
+    at = job.layouts
     single = np.asarray(at.pp) == 1
-    head = np.where((np.asarray(model.tied) > 0) & ~single, model.vocab * model.hidden, model.head_parameters)
-    ends = np.where(single, model.embedding_parameters + model.head_parameters, model.embedding_parameters)
+    head = np.where(
+        (np.asarray(model.tied) > 0) & ~single, model.vocab * model.hidden, model.head_parameters
+    )
+    ends = np.where(
+        single, model.embedding_parameters + model.head_parameters, model.embedding_parameters
+    )
     first_count = np.where(single, model.layers, first_layers)
     last_count = np.where(single, model.layers, last_layers)
-    return States(_recipe(job, first_count, ends), _recipe(job, last_count, np.where(single, ends, head)))
+    return States(
+        _recipe(job, first_count, ends), _recipe(job, last_count, np.where(single, ends, head))
+    )
 
 
 def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
-    model, at, framework = job.model, job.layouts, job.framework
+    model = job.model
+    at = job.layouts
+    framework = job.framework
     expert_share = model.expert_layers / model.layers
     routed = np.where(np.asarray(model.experts) > 0, expert_share * model.routed_parameters, 0)
     block = model.block_parameters / model.layers
@@ -171,15 +219,21 @@ def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
     stage = np.asarray(at.stage)
 
     def held(width: Numbers, sharded: Numbers) -> Numbers:
-        return width * (dense / np.where(sharded, shard, 1) + experts / np.where(sharded, expert_shard, 1))
+        return width * (
+            dense / np.where(sharded, shard, 1) + experts / np.where(sharded, expert_shard, 1)
+        )
 
-    # torch's FSDP shards weights at stage 2 too (SHARD_GRAD_OP), and keeps the gathered ones from the forward to the backward.
-    sharded = (stage >= 3) | ((stage == 2) & (np.asarray(framework.late_gradients) > 0) & ~job.is_plait)
+    # torch's FSDP shards weights at stage 2 too (SHARD_GRAD_OP), and keeps the gathered ones from
+    # the forward to the backward.
+    sharded = (stage >= 3) | (
+        (stage == 2) & (np.asarray(framework.late_gradients) > 0) & ~job.is_plait
+    )
     weights = held(framework.weights, sharded)
     gradients = held(framework.gradients, stage >= 2)
     optimizer = held(framework.optimizer, stage >= 1) * (1 - at.offload)
-    # Weights in another dtype are kept as a copy while they are used: all of them, or with stage 3 the ends (gathered from the forward to
-    # the end of the backward) and two blocks, with the gradient of one and its reduction.
+    # Weights in another dtype are kept as a copy while they are used: all of them, or with stage 3
+    # the ends (gathered from the forward to the end of the backward) and two blocks, with the
+    # gradient of one and its reduction.
     width = np.where(sharded, 2, framework.gathered)
     unit = (block - routed + routed / at.ep) / at.tp
     whole = width * (dense + experts)
@@ -198,15 +252,20 @@ def _logits(job: Job, rates: Rates) -> Numbers:
     """Bytes of head and loss at their peak, for one micro-batch."""
     if job.own:
         return logits_bytes(job)
-    columns = job.model.vocab / np.where(np.asarray(job.framework.whole_logits) > 0, 1, job.layouts.tp)
+    columns = job.model.vocab / np.where(
+        np.asarray(job.framework.whole_logits) > 0, 1, job.layouts.tp
+    )
     return job.framework.logits * job.loss_tokens * columns * rates["memory:logits"]
 
 
 def _attention_kept(job: Job) -> Numbers:
-    """Bytes a token that attention itself keeps: queries, keys, values, and what it returns. Of latent attention the keys are put together
-    anew, and eager values are a part of the product that made them with the keys."""
+    """Bytes a token that attention itself keeps: queries, keys, values, and what it returns. Of
+    latent attention the keys are put together anew, and eager values are a part of the product that
+    made them with the keys.
+    """
     model = job.model
-    width, value = model.heads * model.head_dim, model.heads * model.value_width
+    width = model.heads * model.head_dim
+    value = model.heads * model.value_width
     made = model.heads * (model.head_dim - model.rope_dim) * np.asarray(job.framework.norms_apart)
     plain = 4 * width + 4 * model.kv_heads * model.head_dim
     scores = np.where(job.attention_in_parts, 4 * model.heads * job.sequence, 0)
@@ -214,18 +273,32 @@ def _attention_kept(job: Job) -> Numbers:
 
 
 def _operators_kept(job: Job, share: Numbers) -> Numbers:
-    """Bytes a token that a block keeps with every second product and attention: its input and their results. A compiled block does not keep
-    the output of its last product, which nothing in its own backward reads; routed experts keep none."""
-    model, each = job.model, products_of(job.model)
+    """Bytes a token that a block keeps with every second product and attention: its input and their
+    results. A compiled block does not keep the output of its last product, which nothing in its own
+    backward reads; routed experts keep none.
+    """
+    model = job.model
+    each = products_of(job.model)
     *inner, down = each.dense
-    dense = kept_columns(tuple(inner)) + down.columns * down.kept * np.asarray(job.framework.activation_apart)
-    elements = model.hidden + kept_columns(each.attention) + (1 - share) * dense + share * kept_columns(each.shared)
-    core = np.where(job.attention_in_parts, 0, 2 * model.heads * model.value_width + 4 * model.heads)
+    dense = kept_columns(tuple(inner)) + down.columns * down.kept * np.asarray(
+        job.framework.activation_apart
+    )
+    elements = (
+        model.hidden
+        + kept_columns(each.attention)
+        + (1 - share) * dense
+        + share * kept_columns(each.shared)
+    )
+    core = np.where(
+        job.attention_in_parts, 0, 2 * model.heads * model.value_width + 4 * model.heads
+    )
     return 2 * elements + core
 
 
 def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
-    """(bytes that a layer's forward keeps, bytes that it keeps where it recomputes), for one micro-batch."""
+    """(bytes that a layer's forward keeps, bytes that it keeps where it recomputes), for one
+    micro-batch.
+    """
     if job.own or job.counted is None:
         return _by_formula(job)
     # By as much as the count of a block on one rank differs from the formula.
@@ -237,7 +310,11 @@ def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     kind = np.asarray(job.layouts.recompute)
     of_all = job.sequence * (found.none.linear + found.none.scores + found.dropped_scores) / alone
     of_inputs = found.full / (job.element_bytes * job.model.hidden)
-    of_results = np.where(np.isin(kind, [operators, RECOMPUTE.index("budget")]), job.sequence * found.operators.linear / results, 1.0)
+    of_results = np.where(
+        np.isin(kind, [operators, RECOMPUTE.index("budget")]),
+        job.sequence * found.operators.linear / results,
+        1.0,
+    )
     of_results = np.where(kind == full, of_inputs, of_results)
     return every * of_all, kept * np.where(kind == none, of_all, of_results)
 
@@ -249,33 +326,55 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
         attention_alone = np.asarray(none)  # what attention's core keeps is small with one kernel
         mixed = full + job.layouts.kept_operators * (operators - full)
         of_kind = (none, attention_alone, full, operators, mixed)
-        return job.tokens * none, job.tokens * np.choose(np.asarray(job.layouts.recompute).astype(int), np.broadcast_arrays(*of_kind))
-    model, at, framework = job.model, job.layouts, job.framework
-    hidden, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+        return job.tokens * none, job.tokens * np.choose(
+            np.asarray(job.layouts.recompute).astype(int), np.broadcast_arrays(*of_kind)
+        )
+    model = job.model
+    at = job.layouts
+    framework = job.framework
+    hidden = model.hidden
+    width = model.heads * model.head_dim
+    kv = model.kv_heads * model.head_dim
     sequence = np.where(np.asarray(at.sp) > 0, at.tp, 1)
-    old = (1 - model.gated) * (framework.attention > 0)  # GPT of the old frameworks trains with dropout: a mask a place
+    # GPT of the old frameworks trains with dropout: a mask a place
+    old = (1 - model.gated) * (framework.attention > 0)
     share = model.expert_layers / model.layers
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
     gathered = framework.whole_inputs
-    whole = (framework.norms - 4 + 2 * old) * hidden / sequence + 4 * hidden * (gathered + (1 - gathered) / sequence)
+    whole = (framework.norms - 4 + 2 * old) * hidden / sequence + 4 * hidden * (
+        gathered + (1 - gathered) / sequence
+    )
     inner = np.where(np.asarray(model.gated) > 0, 6 + 2 * framework.activation_apart, 4) * ffn
     attention_tp = 1 if job.whole_attention else at.tp
     split = inner / at.tp + (_attention_kept(job) + 4 * model.heads) / attention_tp
     latents = (4 + 4 * framework.norms_apart) * (model.query_rank + model.latent_rank) / sequence
     split = split + share * 4 * model.active * hidden / at.tp
     split = split + (2 + 6 * framework.norms_apart) * model.qk_norm * (width + kv) / attention_tp
-    scores = np.choose(np.asarray(framework.attention), [0.0, 4 + 1 * old, 8 + 1 * old]) * model.heads * job.sequence / attention_tp
-    # Products in 8 and 4 bits keep their inputs so, but for torchao's, which convert them again in the backward.
-    narrow = (np.asarray(job.precision) >= PRECISIONS.index("fp8")) & (np.asarray(framework.dynamic_scaling) == 0)
+    scores = (
+        np.choose(np.asarray(framework.attention), [0.0, 4 + 1 * old, 8 + 1 * old])
+        * model.heads
+        * job.sequence
+        / attention_tp
+    )
+    # Products in 8 and 4 bits keep their inputs so, but for torchao's, which convert them again in
+    # the backward.
+    narrow = (np.asarray(job.precision) >= PRECISIONS.index("fp8")) & (
+        np.asarray(framework.dynamic_scaling) == 0
+    )
     low = np.where(narrow, 0.7, 1.0)
-    whole, split = (whole + latents) * low, split * low
+    whole = (whole + latents) * low
+    split = split * low
     every = job.tokens * (whole + split + scores)
     checkpoint = job.tokens * 2 * hidden / sequence
     operators = np.minimum(every, job.tokens * _operators_kept(job, share) / at.tp)
     kept = np.choose(
         np.asarray(at.recompute),
         np.broadcast_arrays(
-            every, job.tokens * (whole + split), checkpoint, operators, checkpoint + at.kept_operators * (operators - checkpoint)
+            every,
+            job.tokens * (whole + split),
+            checkpoint,
+            operators,
+            checkpoint + at.kept_operators * (operators - checkpoint),
         ),
     )
     return every, kept

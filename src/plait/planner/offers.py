@@ -1,4 +1,6 @@
-"""What this version runs, read from the configuration's own schema and the table of refused pairs: the search proposes nothing else."""
+"""What this version runs, read from the configuration's own schema and the table of refused pairs:
+the search proposes nothing else.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,19 @@ SCHEDULE_NAMES = {
     "zbv": "zbv",
     "dualpipev": "dualpipev",
 }
-"""Schedules that are priced, by the names of `parallel.schedules.schedule`. Others are priced for published runs alone."""
-RECOMPUTE_NAMES = {"none": "none", "full": "full", "operators": "selective", "selective": "attention", "budget": "budget"}
-"""What is priced, by the names of `parallel.recompute.mode`, which has no mode for attention's core alone."""
+"""Schedules that are priced, by the names of `parallel.schedules.schedule`. Others are priced for
+published runs alone.
+"""
+RECOMPUTE_NAMES = {
+    "none": "none",
+    "full": "full",
+    "operators": "selective",
+    "selective": "attention",
+    "budget": "budget",
+}
+"""What is priced, by the names of `parallel.recompute.mode`, which has no mode for attention's core
+alone.
+"""
 RECOMPUTE_FIXED = ("none", "full", "selective")
 """Those that a file can fix; how much a budget recomputes is known once a plan has chosen it."""
 SCHEDULE_INDEX = {name: SCHEDULES.index(priced) for priced, name in SCHEDULE_NAMES.items()}
@@ -48,7 +60,9 @@ class Offers:
     """Whether blocks are compiled, which some layouts refuse; None asks for nothing that runs."""
 
     def refusal(self, *, tp: int, pp: int) -> str | None:
-        """Why this version does not run a layout of these degrees; None where it does, or need not."""
+        """Why this version does not run a layout of these degrees; None where it does, or need
+        not.
+        """
         if self.compiled is None:
             return None
         try:
@@ -57,15 +71,28 @@ class Offers:
             return error.problems[0].rule
         return None
 
-    def runs(self, schedule: str, *, pp: int, micro_batches: int, chunks: int, zero: int, recompute: bool = False) -> bool:
-        """Whether a schedule exists for these numbers, and with this ZeRO stage; and whether recomputation is priced with it: a backward in
-        halves computes a block again for each half, which the engine runs and this planner does not count yet."""
+    def runs(
+        self,
+        schedule: str,
+        *,
+        pp: int,
+        micro_batches: int,
+        chunks: int,
+        zero: int,
+        recompute: bool = False,
+    ) -> bool:
+        """Whether a schedule exists for these numbers, and with this ZeRO stage; and whether
+        recomputation is priced with it: a backward in halves computes a block again for each half,
+        which the engine runs and this planner does not count yet.
+        """
         if self.compiled is None:
             return micro_batches >= pp
         name = SCHEDULE_NAMES[schedule]
         if (zero == 3 or recompute) and schedule in SPLIT_BACKWARD:
             return False
-        return micro_batches >= pp and not tables.problems_of(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
+        return micro_batches >= pp and not tables.problems_of(
+            name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks
+        )
 
 
 EVERYTHING = Offers(True, SCHEDULES[1:], RECOMPUTE, True)
@@ -74,7 +101,13 @@ EVERYTHING = Offers(True, SCHEDULES[1:], RECOMPUTE, True)
 
 def offered(*, compiled: bool = False) -> Offers:
     """The layouts that a configuration of this version can contain and its engine runs."""
-    whole = Offers(True, tuple(SCHEDULE_NAMES), ("none",), "offload_optimizer" in ZeroSection.model_fields, compiled)
+    whole = Offers(
+        True,
+        tuple(SCHEDULE_NAMES),
+        ("none",),
+        "offload_optimizer" in ZeroSection.model_fields,
+        compiled,
+    )
     kinds = ("none", "full") if compiled else ("none", "full", "operators", "budget")
     return Offers(
         pipeline=whole.refusal(tp=1, pp=2) is None,

@@ -1,7 +1,9 @@
-"""What a plan leaves behind: the configuration that `plait train` runs, and a sidecar with every predicted term.
+"""What a plan leaves behind: the configuration that `plait train` runs, and a sidecar with every
+predicted term.
 
-The configuration is the file that was planned for, with values in place of "auto" and of what it left out; no value in it changes.
-Invariant: it loads and resolves, for the planned number of processes, to the layout that was priced.
+The configuration is the file that was planned for, with values in place of "auto" and of what it
+left out; no value in it changes. Invariant: it loads and resolves, for the planned number of
+processes, to the layout that was priced.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ from plait.planner.step import TERMS
 from plait.units import GIB
 
 
-def config_of(request: Request, choice: Choice, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The configuration of a choice: `base`, a file's tree as it is written, with what the plan chose where the file has nothing or "auto".
+def config_of(
+    request: Request, choice: Choice, base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The configuration of a choice: `base`, a file's tree as it is written, with what the plan
+    chose where the file has nothing or "auto".
 
-    What the file gives a value stays as it is written, whatever its name for it, planned or not: the choice was made for it.
+    What the file gives a value stays as it is written, whatever its name for it, planned or not:
+    the choice was made for it.
     """
     tree = copy.deepcopy(dict(base or {}))
     for path, value in chosen(request, choice, base).items():
@@ -44,14 +50,20 @@ def config_of(request: Request, choice: Choice, base: Mapping[str, Any] | None =
 
 
 def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError with what keeps a planned configuration from being run, whatever was planned: its settings contradict each other.
-    What says "auto" for a caller (Transformers' lr) is no problem."""
+    """Raise ConfigError with what keeps a planned configuration from being run, whatever was
+    planned: its settings contradict each other. What says "auto" for a caller (Transformers' lr) is
+    no problem.
+    """
     draft = outline(load(tree), world_size=request.cluster.devices)
     refuse([problem for problem in draft.problems if problem.value != "auto"])
 
 
-def chosen(request: Request, choice: Choice, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `config_of` writes into `base`: the key, under the name that the file has for it where it says "auto", and the value."""
+def chosen(
+    request: Request, choice: Choice, base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `config_of` writes into `base`: the key, under the name that the file has for it where
+    it says "auto", and the value.
+    """
     found = examine(Document("the file", dict(base or {})))
     at = choice.layout
     planned: dict[str, Any] = {
@@ -59,7 +71,10 @@ def chosen(request: Request, choice: Choice, base: Mapping[str, Any] | None = No
         "train_micro_batch_size_per_gpu": int(at["micro_batch"]),
         "gradient_accumulation_steps": int(at["accumulation"]),
         "zero_optimization.stage": int(at["stage"]),
-        **{f"parallel.{name}": int(at[name]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")},
+        **{
+            f"parallel.{name}": int(at[name])
+            for name in ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+        },
         "parallel.sequence_parallel": bool(at["sp"]),
         "parallel.recompute.mode": RECOMPUTE_NAMES[RECOMPUTE[int(at["recompute"])]],
         "zero_optimization.offload_optimizer.device": "cpu" if at["offload"] else "none",
@@ -108,7 +123,9 @@ _UNSAID: dict[str, Any] = {
 
 def _open(path: str, value: Any) -> bool:
     """Whether a file leaves the choice to the plan. -1 is a degree's "auto"."""
-    return value == "auto" or (path in ("parallel.dp_replicate", "parallel.dp_shard") and value in (-1, "-1"))
+    return value == "auto" or (
+        path in ("parallel.dp_replicate", "parallel.dp_shard") and value in (-1, "-1")
+    )
 
 
 def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
@@ -141,7 +158,11 @@ def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
 def choice_as_json(choice: Choice) -> dict[str, Any]:
     """A choice as plain values."""
     layout = {name: value for name, value in choice.layout.items() if name != "offload_activations"}
-    names = {"schedule": SCHEDULES, "context": CONTEXT, "recompute": [RECOMPUTE_NAMES[name] for name in RECOMPUTE]}
+    names = {
+        "schedule": SCHEDULES,
+        "context": CONTEXT,
+        "recompute": [RECOMPUTE_NAMES[name] for name in RECOMPUTE],
+    }
     layout |= {name: words[int(layout[name])] for name, words in names.items()}
     return {
         "layout": layout,
@@ -177,19 +198,29 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "best": [choice_as_json(choice) for choice in plan.best],
         "excluded": [{"region": e.region, "rule": e.rule} for e in plan.excluded],
         "do_not_fit": [
-            {"region": s.region, "candidates": s.candidates, "needed_bytes": s.needed, "room_bytes": s.room, "parts": dict(s.parts)}
+            {
+                "region": s.region,
+                "candidates": s.candidates,
+                "needed_bytes": s.needed,
+                "room_bytes": s.room,
+                "parts": dict(s.parts),
+            }
             for s in plan.shortages
         ],
     }
 
 
 def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -> tuple[Path, Path]:
-    """Write the best choice as a configuration, and next to it `<name>.plan.json`, which also holds the query (`base`).
+    """Write the best choice as a configuration, and next to it `<name>.plan.json`, which also holds
+    the query (`base`).
 
-    Returns both. Raises InputError where they cannot be written."""
+    Returns both. Raises InputError where they cannot be written.
+    """
     path = Path(path)
     if path.suffix != ".json":
-        raise InputError(f"{path}: the configuration is written as JSON; give a name that ends in .json")
+        raise InputError(
+            f"{path}: the configuration is written as JSON; give a name that ends in .json"
+        )
     beside = path.with_suffix(".plan.json")
     best = plan.best[0]
     text = json.dumps(config_of(plan.request, best, base), indent=2) + "\n"
@@ -200,7 +231,9 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
 
 
 def is_own(path: Path) -> bool:
-    """Whether a configuration is, byte for byte, what `write` once wrote there, without later edits."""
+    """Whether a configuration is, byte for byte, what `write` once wrote there, without later
+    edits.
+    """
     try:
         told = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
         return bool(told["sha256"] == _digest(path.read_text(encoding="utf-8")))

@@ -1,7 +1,8 @@
-"""The products with weights of a block in the order of their computation, and which of them a block keeps that keeps every second one.
+"""The products with weights of a block in the order of their computation, and which of them a block
+keeps that keeps every second one.
 
-As `parallel.activations.selective` counts them: routed experts are computed by torch's grouped product, which is none of those that it
-keeps.
+As `parallel.activations.selective` counts them: routed experts are computed by torch's grouped
+product, which is none of those that it keeps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ import numpy as np
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import Numbers
 
-_FUSED_QUERIES = ("gpt2", "gpt_bigcode", "codegen", "bloom", "mpt", "phi3", "gpt_neox", "falcon", "persimmon")
+_FUSED_QUERIES = (
+    "gpt2",
+    "gpt_bigcode",
+    "codegen",
+    "bloom",
+    "mpt",
+    "phi3",
+    "gpt_neox",
+    "falcon",
+    "persimmon",
+)
 """Families with one product for queries, keys and values."""
 _ROTARY = ("phi3", "gpt_neox", "persimmon", "falcon")
 """Those of them that turn queries and keys after it."""
@@ -44,8 +55,10 @@ class Products:
 
 def products_of(model: Architecture) -> Products:
     """Of every model of an Architecture."""
-    kind, gated = np.asarray(model.model_type), np.asarray(model.gated) > 0
-    fused, fused_gate = np.isin(kind, _FUSED_QUERIES), np.isin(kind, _FUSED_GATES)
+    kind = np.asarray(model.model_type)
+    gated = np.asarray(model.gated) > 0
+    fused = np.isin(kind, _FUSED_QUERIES)
+    fused_gate = np.isin(kind, _FUSED_GATES)
     compressed, *others = model.products_of_attention
     (inner, queries), keys, values, output = others
     whole = queries + np.where(fused, keys[1] + values[1], 0)
@@ -55,7 +68,11 @@ def products_of(model: Architecture) -> Products:
 
     def mlp(width: Numbers) -> list[tuple[Numbers, Numbers]]:
         gate = np.where(gated & ~fused_gate, width, 0)
-        return [(model.hidden, gate), (model.hidden, np.where(fused_gate, 2 * width, width)), (width, np.where(width > 0, model.hidden, 0))]
+        return [
+            (model.hidden, gate),
+            (model.hidden, np.where(fused_gate, 2 * width, width)),
+            (width, np.where(width > 0, model.hidden, 0)),
+        ]
 
     router = (model.hidden, model.experts)
     return Products(
@@ -66,12 +83,16 @@ def products_of(model: Architecture) -> Products:
 
 
 def turns_fused(model: Architecture) -> Numbers:
-    """Whether queries and keys are made anew from one product with the values, which is kept beside them."""
+    """Whether queries and keys are made anew from one product with the values, which is kept beside
+    them.
+    """
     return np.isin(np.asarray(model.model_type), _ROTARY)
 
 
 def _alternating(sizes: list[tuple[Numbers, Numbers]], before: Numbers) -> tuple[Product, ...]:
-    """The first, third, fifth ... of those that there are is kept, counted on from the number `before`."""
+    """The first, third, fifth ... of those that there are is kept, counted on from the number
+    `before`.
+    """
     found = []
     for inner, columns in sizes:
         before = before + (np.asarray(columns) > 0)
@@ -80,8 +101,9 @@ def _alternating(sizes: list[tuple[Numbers, Numbers]], before: Numbers) -> tuple
 
 
 def again_share(products: tuple[Product, ...], *, without_last: Numbers = 0) -> Numbers:
-    """Share of the FLOPs of `products` that is computed again where every second is kept; `without_last` 1 leaves the last out, which no
-    backward needs."""
+    """Share of the FLOPs of `products` that is computed again where every second is kept;
+    `without_last` 1 leaves the last out, which no backward needs.
+    """
     *_, last = products
     sizes = [one.inner * one.columns for one in products]
     again = sum(size * (1 - one.kept) for size, one in zip(sizes, products, strict=True))

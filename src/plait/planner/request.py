@@ -1,4 +1,6 @@
-"""What is planned for: a model, devices and a batch, and what candidates of it are as jobs to price."""
+"""What is planned for: a model, devices and a batch, and what candidates of it are as jobs to
+price.
+"""
 
 from __future__ import annotations
 
@@ -55,17 +57,35 @@ class Request:
 
 
 def check(request: Request) -> None:
-    """Raise ConfigError for a batch that is none, InputError for a precision that the device does not compute in."""
+    """Raise ConfigError for a batch that is none, InputError for a precision that the device does
+    not compute in.
+    """
     device = request.cluster.device
     problems = []
     if request.global_batch < 1:
-        problems.append(Problem("--batch", request.global_batch, "a step has at least one sample", "give the samples of an optimizer step"))
+        problems.append(
+            Problem(
+                "--batch",
+                request.global_batch,
+                "a step has at least one sample",
+                "give the samples of an optimizer step",
+            )
+        )
     if request.sequence < 1:
-        problems.append(Problem("--seq", request.sequence, "a sample has at least one token", "give the tokens of a sample"))
+        problems.append(
+            Problem(
+                "--seq",
+                request.sequence,
+                "a sample has at least one token",
+                "give the tokens of a sample",
+            )
+        )
     refuse(problems)
     if np.isnan(device.flops.get(request.precision, np.nan)):
         has = ", ".join(p for p in ("bf16", "fp16", "fp32") if p in device.flops)
-        raise InputError(f"--precision {request.precision}: {device.title} does not compute so; it has {has}")
+        raise InputError(
+            f"--precision {request.precision}: {device.title} does not compute so; it has {has}"
+        )
 
 
 def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
@@ -97,24 +117,34 @@ def job_of(request: Request, layouts: Layouts) -> Job:
         precision=PRECISIONS.index(request.precision),
         own=not request.compile and model.is_counted,
         whole_attention=request.split.whole_attention,
-        counted=None if request.compile else counted(request.model.section, str(model.model_type), **_counting(request)),
+        counted=(
+            None
+            if request.compile
+            else counted(request.model.section, str(model.model_type), **_counting(request))
+        ),
     )
 
 
 def formula_notes(request: Request) -> list[str]:
-    """What to tell of a model that formulas do not price as it runs: blocks that are not counted, scores of attention in memory, and
-    dropout on CPU cores."""
-    model, counting = request.model.architecture, _counting(request)
+    """What to tell of a model that formulas do not price as it runs: blocks that are not counted,
+    scores of attention in memory, and dropout on CPU cores.
+    """
+    model = request.model.architecture
+    counting = _counting(request)
     kind = str(model.model_type)
     notes = [not_counted(request.model.section, kind, compiled=request.compile, **counting)]
     found = None if request.compile else counted(request.model.section, kind, **counting)
     if found is not None and found.none.scores > float(model.heads) * request.sequence:
         notes.append(
-            f"{kind}: its attention has scores in memory, of {found.none.scores / 1024:.4g} KiB a token and block: they are in the bytes, "
-            "and the time to write and read them is not in the seconds, which are those of one kernel and too low; measure a step first"
+            f"{kind}: its attention has scores in memory, of {found.none.scores / 1024:.4g} KiB a"
+            " token and block: they are in the bytes, and the time to write and read them is not"
+            " in the seconds, which are those of one kernel and too low; measure a step first"
         )
     if counting["on_cores"] and float(model.dropout):
-        notes.append(f"{kind} drops hidden states: the random numbers that CPU cores draw for it are not in the seconds")
+        notes.append(
+            f"{kind} drops hidden states: the random numbers that CPU cores draw for it are not in"
+            " the seconds"
+        )
     return [note for note in notes if note]
 
 
@@ -132,10 +162,17 @@ def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
     return estimate(job, rates, states_of(request, job))
 
 
-def states_of(request: Request, job: Job, *, inner: int | None = None, every_moment: bool = True) -> States:
-    """Bytes of model states of its candidates, from the techniques' own accounts; `inner` is the rank to price between the ends of a
-    pipeline, by default the one that keeps most. Without `every_moment` a peak is of few moments of a step: it may be too low, never too
-    high, and takes a fraction of the time."""
+def states_of(
+    request: Request, job: Job, *, inner: int | None = None, every_moment: bool = True
+) -> States:
+    """Bytes of model states of its candidates, from the techniques' own accounts; `inner` is the
+    rank to price between the ends of a pipeline, by default the one that keeps most. Without
+    `every_moment` a peak is of few moments of a step: it may be too low, never too high, and takes
+    a fraction of the time.
+    """
     compute = _DTYPES[request.precision] if request.precision != "fp32" else None
-    reduce, form = _DTYPES[request.reduce], request.optimizer_states
-    return account_states(job, compute=compute, reduce=reduce, inner=inner, form=form, every_moment=every_moment)
+    reduce = _DTYPES[request.reduce]
+    form = request.optimizer_states
+    return account_states(
+        job, compute=compute, reduce=reduce, inner=inner, form=form, every_moment=every_moment
+    )

@@ -1,6 +1,8 @@
-"""The search: every candidate layout priced in closed form, those that do not fit told apart by what they lack, the fastest kept.
+"""The search: every candidate layout priced in closed form, those that do not fit told apart by
+what they lack, the fastest kept.
 
-`plan` is the one function to call, from a command or from whatever meets "auto" in a configuration. Nothing here prints or writes.
+`plan` is the one function to call, from a command or from whatever meets "auto" in a configuration.
+Nothing here prints or writes.
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ _CHUNK = 1 << 15
 _CERTAIN = 0.9
 """A plan fits with at least this probability."""
 _MOST_SIMULATED = 50
-"""So many of the best are simulated by their schedule's table, and twice as many as are asked for."""
+"""So many of the best are simulated by their schedule's table, and twice as many as are asked for.
+"""
 FAMILY = ("tp", "pp", "cp", "ep", "stage")
-"""Fields of a layout; those that differ in others alone are near twins, of which a plan shows the fastest."""
+"""Fields of a layout; those that differ in others alone are near twins, of which a plan shows the
+fastest.
+"""
 _MOST_OF_FAMILY = 3
 """So many of each are simulated."""
 _HOST_SHARE = 0.8
@@ -63,8 +68,9 @@ class Plan:
     best: tuple[Choice, ...]
     """Fastest first; of layouts that agree in FAMILY the fastest."""
     ties: int
-    """How many of these, the first included, may as well be the fastest: the difference is less than what two layouts of one model are
-    known to."""
+    """How many of these, the first included, may as well be the fastest: the difference is less
+    than what two layouts of one model are known to.
+    """
     candidates: int
     fitting: int
     excluded: tuple[Excluded, ...]
@@ -78,9 +84,11 @@ def plan(
     calibration: Calibration | None = None,
     best: int = 5,
 ) -> Plan:
-    """Search. `fixed` are fields of a layout that must have a value (`fixed.parse_fixed`), `calibration` constants of this machine.
+    """Search. `fixed` are fields of a layout that must have a value (`fixed.parse_fixed`),
+    `calibration` constants of this machine.
 
-    Raises ConfigError where the rules leave no candidate, InputError where the device cannot compute so.
+    Raises ConfigError where the rules leave no candidate, InputError where the device cannot
+    compute so.
     """
     check(request)
     calibration = calibration or uncalibrated()
@@ -112,14 +120,24 @@ class Priced:
 
 
 def price_space(request: Request, space: Space, calibration: Calibration) -> Priced:
-    """Every candidate, and what lies between those that fit with enough certainty and those that do not."""
+    """Every candidate, and what lies between those that fit with enough certainty and those that do
+    not.
+    """
     rates = merged(calibration)
     found = _priced(request, space.layouts, rates)
     some = space.layouts.take(np.linspace(0, space.size - 1, min(space.size, 32), dtype=int))
-    margin = np.median([log(choice.needed_high / choice.needed) / NINETY for choice in choices_of(request, some, calibration)])
-    room = float(request.cluster.device.memory_bytes) * exp(-NormalDist().inv_cdf(_CERTAIN) * float(margin))
+    margin = np.median(
+        [
+            log(choice.needed_high / choice.needed) / NINETY
+            for choice in choices_of(request, some, calibration)
+        ]
+    )
+    room = float(request.cluster.device.memory_bytes) * exp(
+        -NormalDist().inv_cdf(_CERTAIN) * float(margin)
+    )
     fits = found.needed <= room
-    more, kept = space.between(found.seconds, fits), space.proposed(fits)
+    more = space.between(found.seconds, fits)
+    kept = space.proposed(fits)
     parts = [Priced(space.layouts.take(kept), found.seconds[kept], found.needed[kept])]
     parts += [_priced(request, more, rates)] if more is not None else []
     return Priced(
@@ -131,20 +149,28 @@ def price_space(request: Request, space: Space, calibration: Calibration) -> Pri
 
 def _priced(request: Request, layouts: Layouts, rates: Rates) -> Priced:
     size = np.size(layouts.tp)
-    seconds, needed = np.empty(size), np.empty(size)
+    seconds = np.empty(size)
+    needed = np.empty(size)
     for start in range(0, size, _CHUNK):
         part = slice(start, min(start + _CHUNK, size))
         job = job_of(request, layouts.take(part))
-        states = states_of(request, job, every_moment=False)  # those that are chosen are priced again
+        # those that are chosen are priced again
+        states = states_of(request, job, every_moment=False)
         found = estimate(job, rates, states)
         seconds[part] = found.seconds
         # What the host cannot hold does not fit either, whatever the device has.
         host = np.maximum(states.first["host"], states.last["host"])
-        needed[part] = np.where(host > _HOST_SHARE * request.cluster.device.host_memory_bytes, np.inf, found.memory.total)
+        needed[part] = np.where(
+            host > _HOST_SHARE * request.cluster.device.host_memory_bytes,
+            np.inf,
+            found.memory.total,
+        )
     return Priced(layouts, seconds, needed)
 
 
-def _fastest(request: Request, priced: Priced, room: float, calibration: Calibration, best: int) -> list[Choice]:
+def _fastest(
+    request: Request, priced: Priced, room: float, calibration: Calibration, best: int
+) -> list[Choice]:
     """The fastest of every kind of layout that fit with enough certainty."""
     order = np.flatnonzero(priced.needed <= room)
     order = order[np.argsort(priced.seconds[order], kind="stable")]
@@ -152,14 +178,22 @@ def _fastest(request: Request, priced: Priced, room: float, calibration: Calibra
     seen: set[tuple[Any, ...]] = set()
     families: Counter[tuple[Any, ...]] = Counter()
     for start in range(0, len(order), 256):
-        for choice in choices_of(request, priced.layouts.take(order[start : start + 256]), calibration):
+        for choice in choices_of(
+            request, priced.layouts.take(order[start : start + 256]), calibration
+        ):
             family = _family(choice)
             kind = (*family, choice.layout["schedule"], choice.layout["vpp"])
-            if choice.fit_probability >= _CERTAIN and kind not in seen and families[family] < _MOST_OF_FAMILY:
+            if (
+                choice.fit_probability >= _CERTAIN
+                and kind not in seen
+                and families[family] < _MOST_OF_FAMILY
+            ):
                 seen.add(kind)
                 families[family] += 1
                 found.append(choice)
-                if len(families) == max(best + 1, 6) or len(found) == min(max(2 * best, 12), _MOST_SIMULATED):
+                if len(families) == max(best + 1, 6) or len(found) == min(
+                    max(2 * best, 12), _MOST_SIMULATED
+                ):
                     return _of_families(walked(request, found, calibration))[:best]
         if start >= 4096 and found:
             break
@@ -180,7 +214,8 @@ def _of_families(choices: Sequence[Choice]) -> list[Choice]:
 
 def _shortages(request: Request, priced: Priced, room: float, rates: Rates) -> tuple[Shortage, ...]:
     """For every (tp, pp, stage) of which nothing fits: what the smallest of it needs."""
-    at, needed = priced.layouts, priced.needed
+    at = priced.layouts
+    needed = priced.needed
     key = (np.asarray(at.tp) * 4096 + np.asarray(at.pp)) * 4 + np.asarray(at.stage)
     order = np.lexsort((needed, key))
     firsts = order[np.concatenate([[True], np.diff(key[order]) != 0])]
@@ -192,13 +227,21 @@ def _shortages(request: Request, priced: Priced, room: float, rates: Rates) -> t
     shortages = []
     for position, index in enumerate(smallest):
         parts = sorted(
-            ((name, float(np.broadcast_to(value, len(smallest))[position])) for name, value in found.terms.items()), key=lambda p: -p[1]
+            (
+                (name, float(np.broadcast_to(value, len(smallest))[position]))
+                for name, value in found.terms.items()
+            ),
+            key=lambda p: -p[1],
         )
         one = at.at(int(index))
         pipeline = f" pp={one['pp']}" if request.offers.pipeline else ""
         shortages.append(
             Shortage(
-                f"tp={one['tp']}{pipeline} stage={one['stage']}", int(counts[key[index]]), float(needed[index]), room, tuple(parts[:3])
+                f"tp={one['tp']}{pipeline} stage={one['stage']}",
+                int(counts[key[index]]),
+                float(needed[index]),
+                room,
+                tuple(parts[:3]),
             )
         )
     return tuple(shortages)

@@ -1,8 +1,10 @@
-"""Simulates the pipeline of one layout by its schedule's own table: the idle time with uneven stages, a heavy head, messages in flight.
+"""Simulates the pipeline of one layout by its schedule's own table: the idle time with uneven
+stages, a heavy head, messages in flight.
 
-Refines the closed form for the best candidates. The table is the runtime's (`parallel.schedules.schedule`), the simulation
-`parallel.schedules.timeline`, the cut the engine's (`parallel.pipeline.balance`); durations are the closed form's. Nothing is simulated
-without a pipeline.
+Refines the closed form for the best candidates. The table is the runtime's
+(`parallel.schedules.schedule`), the simulation `parallel.schedules.timeline`, the cut the engine's
+(`parallel.pipeline.balance`); durations are the closed form's. Nothing is simulated without a
+pipeline.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ from plait.planner.traffic import send_seconds
 MOST_ACTIONS = 60_000
 """Longer tables are left to the closed form: a simulation takes about 5 us an action."""
 RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host", "tp", "cp", "ep")
-"""Terms of a step that are in the simulated durations; `idle` is its result, and the others are added."""
+"""Terms of a step that are in the simulated durations; `idle` is its result, and the others are
+added.
+"""
 
 
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
-    """`terms` of one candidate with the idle time that its table leaves; None where there is no pipeline or no table to simulate."""
+    """`terms` of one candidate with the idle time that its table leaves; None where there is no
+    pipeline or no table to simulate.
+    """
     if int(only(job.layouts.pp)) == 1:
         return None
     try:
@@ -38,11 +44,16 @@ def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[
     busiest = max(timeline.busy(rank) for rank in range(len(timeline.ranks)))
     # The closed form counts equal stages; the cut that the engine makes has a pace of its own.
     share = busiest / sum(terms[term] for term in RANK_TERMS)
-    return {**terms, **{term: terms[term] * share for term in RANK_TERMS}, "idle": timeline.total - busiest}
+    return {
+        **terms,
+        **{term: terms[term] * share for term in RANK_TERMS},
+        "idle": timeline.total - busiest,
+    }
 
 
 def timeline_of(job: Job, rates: Rates) -> Timeline:
-    """When every computation of one candidate runs, in seconds. A rank without a pipeline does its micro-batches one after another.
+    """When every computation of one candidate runs, in seconds. A rank without a pipeline does its
+    micro-batches one after another.
 
     Raises InputError where there is no table, or one longer than MOST_ACTIONS.
     """
@@ -52,9 +63,14 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
     name = "1f1b" if pp == 1 else SCHEDULE_NAMES.get(kind)
     stages = pp * chunks
     if name is None:
-        raise InputError(f"the schedule {kind} is priced by its published formula and has no table to walk")
+        raise InputError(
+            f"the schedule {kind} is priced by its published formula and has no table to walk"
+        )
     if 2 * stages * micro_batches > MOST_ACTIONS:
-        raise InputError(f"{stages} stages and {micro_batches} micro-batches are more than {MOST_ACTIONS:,} actions to walk")
+        raise InputError(
+            f"{stages} stages and {micro_batches} micro-batches are more than {MOST_ACTIONS:,}"
+            " actions to walk"
+        )
     if stages > int(job.model.layers):
         raise InputError(f"{stages} stages and {int(job.model.layers)} layers")
     try:
@@ -79,7 +95,9 @@ def _durations(job: Job, rates: Rates, stages: int) -> Durations:
     send = only(send_seconds(job, rates)) * float(rates["p2p"])
     return Durations(
         forward=tuple(n * (forward + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
-        input=tuple(n * (backward - weight + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
+        input=tuple(
+            n * (backward - weight + wait) + h / 3 for n, h in zip(counts, heads, strict=True)
+        ),
         weight=tuple(n * weight + h / 3 for n, h in zip(counts, heads, strict=True)),
         send=(send,) * (stages - 1),
     )

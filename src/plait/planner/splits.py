@@ -1,8 +1,9 @@
-"""What tensor and context parallelism do to a model family, as data: whether they are planned, whether sequences can be sharded, whether
-attention is replicated.
+"""What tensor and context parallelism do to a model family, as data: whether they are planned,
+whether sequences can be sharded, whether attention is replicated.
 
-The engine decides from the model itself (`model.plans`); tests build every family named here and compare. A family that is not named is
-planned without tensor parallelism, and the plan prints the reason.
+The engine decides from the model itself (`model.plans`); tests build every family named here and
+compare. A family that is not named is planned without tensor parallelism, and the plan prints the
+reason.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from plait.parallel.context.families import FAMILIES
 from plait.planner.architecture import Architecture
 
 WHOLE_ATTENTION = ("gpt2", "gpt_bigcode", "codegen", "bloom", "mpt", "phi3", "olmo2", "glm", "glm4")
-"""Queries, keys and values are fused or normalised together: their layer is split, its output gathered, every rank computes all heads."""
+"""Queries, keys and values are fused or normalised together: their layer is split, its output
+gathered, every rank computes all heads.
+"""
 SPLIT = (
     "llama",
     "mistral",
@@ -55,7 +58,9 @@ class Split:
     """Context parallelism."""
     pipeline: str | None = None
     with_experts: bool = False
-    """tp is planned where ep splits the experts over its ranks too: without, each of them would compute all experts."""
+    """tp is planned where ep splits the experts over its ranks too: without, each of them would
+    compute all experts.
+    """
 
 
 def split_of(model: Architecture) -> Split:
@@ -65,19 +70,28 @@ def split_of(model: Architecture) -> Split:
 
 def _split_of(model: Architecture) -> Split:
     kind = str(model.model_type)
-    context = None if kind in FAMILIES else f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
+    context = (
+        None
+        if kind in FAMILIES
+        else f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
+    )
     if model.experts and (kind not in SPLIT_FAMILIES or model.latent_rank):
         rule = f"{kind} has experts, beside which the planner splits no attention of its kind"
         return Split(tensor=rule, sequence="no tensor parallelism", context=context)
     if model.experts:
         return Split(context=context, with_experts=True)
     if kind not in SPLIT:
-        rule = f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
+        rule = (
+            f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
+        )
         return Split(tensor=rule, sequence="no tensor parallelism", context=context)
     dropout = bool(model.dropout or model.attention_dropout or model.embedding_dropout)
     sequence = _NO_SEQUENCE.get(kind)
     if sequence is None and dropout and kind in WHOLE_ATTENTION:
-        sequence = "dropout is on, and every rank computes all of attention, of which each would drop other places"
+        sequence = (
+            "dropout is on, and every rank computes all of attention, of which each would drop"
+            " other places"
+        )
     if context is None and dropout:
         context = "dropout is on, which parts of a sequence do not draw as one process does"
     return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION, context=context)

@@ -1,7 +1,9 @@
-"""Seconds of an optimizer step as a sum of named terms: computation, exposed communication, idle pipeline, optimizer, and the rest.
+"""Seconds of an optimizer step as a sum of named terms: computation, exposed communication, idle
+pipeline, optimizer, and the rest.
 
-The slowest stage sets the pace: m micro-batches of it, and the idle time of the schedule. Traffic that can be computed over costs what does
-not fit under the computation, and slows it by a share of what does. Invariant: the terms sum to the step.
+The slowest stage sets the pace: m micro-batches of it, and the idle time of the schedule. Traffic
+that can be computed over costs what does not fit under the computation, and slows it by a share of
+what does. Invariant: the terms sum to the step.
 """
 
 from __future__ import annotations
@@ -10,12 +12,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.compute import LayerCost, accumulation_seconds, head_cost, layer_cost, memory_rate, optimizer_seconds
+from plait.planner.compute import (
+    LayerCost,
+    accumulation_seconds,
+    head_cost,
+    layer_cost,
+    memory_rate,
+    optimizer_seconds,
+)
 from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers
 from plait.planner.job import RECOMPUTE, Job, recompute_share, stage_layers
 from plait.planner.pipeline import chunks_apart, idle_share
-from plait.planner.traffic import collective_seconds, context_seconds, expert_seconds, group, send_seconds
+from plait.planner.traffic import (
+    collective_seconds,
+    context_seconds,
+    expert_seconds,
+    group,
+    send_seconds,
+)
 
 TERMS = {
     "products": "matrix products of the layers",
@@ -54,13 +69,17 @@ class Step:
 
 def step_seconds(job: Job, rates: Rates) -> Step:
     """Price every candidate."""
-    at, model = job.layouts, job.model
+    at = job.layouts
+    model = job.model
     layers, last_layers = _pace_layers(job)
-    layer, head = layer_cost(job, rates), head_cost(job, rates)
+    layer = layer_cost(job, rates)
+    head = head_cost(job, rates)
     per_layer = layer_traffic(job, rates, layer)
     m = at.accumulation
 
-    device_layer = layer.forward + layer.backward + per_layer["tp"] + per_layer["cp"] + per_layer["ep"]
+    device_layer = (
+        layer.forward + layer.backward + per_layer["tp"] + per_layer["cp"] + per_layer["ep"]
+    )
     wait = host_wait(job, layer, device_layer)
     sends = 2 * at.vpp * send_seconds(job, rates) * rates["p2p"]
     inner = layers * (device_layer + wait) + sends
@@ -84,10 +103,18 @@ def step_seconds(job: Job, rates: Rates) -> Step:
         "p2p": m * sends,
         "idle": idle,
     }
-    compute = sum(terms[name] for name in ("products", "attention", "elementwise", "recompute", "head", "host"))
+    compute = sum(
+        terms[name]
+        for name in ("products", "attention", "elementwise", "recompute", "head", "host")
+    )
     parameters = rank_parameters(job)
     exposed, slowed = _data_traffic(
-        job, rates, parameters, compute, layers * (layer.backward + wait * 0.5), layers * (layer.forward + wait * 0.5)
+        job,
+        rates,
+        parameters,
+        compute,
+        layers * (layer.backward + wait * 0.5),
+        layers * (layer.forward + wait * 0.5),
     )
     terms |= {"dp": exposed, "contention": slowed, "offload": _activation_offload(job, compute)}
     sharded = np.where(np.asarray(at.stage) >= 1, parameters / at.dp_shard, parameters)
@@ -95,31 +122,50 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
     nodes = np.maximum(at.world / job.device.devices_per_node, 1)
     terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
-    # Less of it on few devices, which have less to agree on; that a quarter is left on one, and all of it from eight on, is a guess.
-    terms["fixed"] = rates["fixed"] * np.minimum(1 + np.log2(at.world), 4) / 4 + np.zeros_like(np.asarray(slowest, dtype=float))
+    # Less of it on few devices, which have less to agree on; that a quarter is left on one, and all
+    # of it from eight on, is a guess.
+    terms["fixed"] = rates["fixed"] * np.minimum(1 + np.log2(at.world), 4) / 4 + np.zeros_like(
+        np.asarray(slowest, dtype=float)
+    )
     return Step(terms)
 
 
 def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
-    """(most layers of a stage before the last, layers of the last stage). Plait cuts where the slowest stage is fastest, the head counted
-    (`parallel.pipeline.balance`): with one chunk a stage that is so many layers fewer on the last stage as the head is worth."""
+    """(most layers of a stage before the last, layers of the last stage). Plait cuts where the
+    slowest stage is fastest, the head counted (`parallel.pipeline.balance`): with one chunk a stage
+    that is so many layers fewer on the last stage as the head is worth.
+    """
     most, _, last = stage_layers(job)
-    at, model = job.layouts, job.model
+    at = job.layouts
+    model = job.model
     if not job.own:
         return most, last
-    head = model.vocab * model.hidden / (model.block_parameters / model.layers - model.small_parameters)
+    head = (
+        model.vocab
+        * model.hidden
+        / (model.block_parameters / model.layers - model.small_parameters)
+    )
     stages = np.maximum(at.pp, 2)
     others = stages - 1
-    fewest = np.clip(np.floor((model.layers + head) / stages - head), 1, np.maximum(model.layers - others, 1))
-    pace_of = [np.maximum(np.ceil((model.layers - ends) / others), ends + head) for ends in (fewest, fewest + 1)]
+    fewest = np.clip(
+        np.floor((model.layers + head) / stages - head), 1, np.maximum(model.layers - others, 1)
+    )
+    pace_of = [
+        np.maximum(np.ceil((model.layers - ends) / others), ends + head)
+        for ends in (fewest, fewest + 1)
+    ]
     ends = np.where(pace_of[1] < pace_of[0], fewest + 1, fewest)
     balanced = (np.asarray(at.pp) > 1) & (np.asarray(at.vpp) == 1)
-    return np.where(balanced, np.ceil((model.layers - ends) / others), most), np.where(balanced, ends, last)
+    return np.where(balanced, np.ceil((model.layers - ends) / others), most), np.where(
+        balanced, ends, last
+    )
 
 
 def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
-    """Seconds that a layer's forward and backward wait for the host. A GPU has a queue, and waits for what does not fit under
-    `device_seconds`; on a CPU the process that launches a kernel also computes it."""
+    """Seconds that a layer's forward and backward wait for the host. A GPU has a queue, and waits
+    for what does not fit under `device_seconds`; on a CPU the process that launches a kernel also
+    computes it.
+    """
     at = job.layouts
     host = layer.host * (2.0 + recompute_share(job) * (np.asarray(at.recompute) > 0))
     return np.where(job.device.on_cpu, host, np.maximum(host - device_seconds, 0))
@@ -127,74 +173,122 @@ def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
 
 def rank_parameters(job: Job) -> Numbers:
     """Parameters of the fullest stage on a rank, before data parallelism takes its part."""
-    model, at = job.model, job.layouts
+    model = job.model
+    at = job.layouts
     layers, first, last = stage_layers(job)
     per_layer = model.block_parameters / model.layers
-    routed = np.where(np.asarray(model.experts) > 0, model.expert_layers / model.layers * model.routed_parameters, 0)
+    routed = np.where(
+        np.asarray(model.experts) > 0,
+        model.expert_layers / model.layers * model.routed_parameters,
+        0,
+    )
     # Where experts are on different ranks of tp too, a rank has them whole.
     local = (per_layer - routed) / at.tp + routed / at.ep / np.where(job.is_plait, 1, at.tp)
     one_stage = model.layers * local + (model.embedding_parameters + model.head_parameters) / at.tp
-    head = np.where(np.asarray(model.tied) > 0, model.vocab * model.hidden, model.head_parameters) / at.tp
-    several = np.maximum(first * local + model.embedding_parameters / at.tp, np.maximum(layers * local, last * local + head))
+    head = (
+        np.where(np.asarray(model.tied) > 0, model.vocab * model.hidden, model.head_parameters)
+        / at.tp
+    )
+    several = np.maximum(
+        first * local + model.embedding_parameters / at.tp,
+        np.maximum(layers * local, last * local + head),
+    )
     return np.where(np.asarray(at.pp) > 1, several, one_stage)
 
 
 def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers]:
     """Exposed seconds of a layer's own collectives, forward and backward, for a micro-batch."""
-    model, at = job.model, job.layouts
+    model = job.model
+    at = job.layouts
     hidden_bytes = job.element_bytes * job.tokens * model.hidden
     tp = group(job, "tp")
     kind = np.asarray(at.recompute)
-    whole = np.where(kind == RECOMPUTE.index("budget"), 1 - at.kept_operators, kind == RECOMPUTE.index("full"))
-    # Collectives are repeated where a full block is; Plait keeps the results of operators, and of no collective.
+    whole = np.where(
+        kind == RECOMPUTE.index("budget"), 1 - at.kept_operators, kind == RECOMPUTE.index("full")
+    )
+    # Collectives are repeated where a full block is; Plait keeps the results of operators, and of
+    # no collective.
     whole = np.where(job.is_plait & (kind >= RECOMPUTE.index("full")), 1.0, whole)
     again = recompute_share(job) * whole
     reduce = collective_seconds(job, rates, tp, hidden_bytes, "all_reduce")
     one_way = collective_seconds(job, rates, tp, hidden_bytes, "one_way")
     sequence = np.asarray(at.sp) > 0
     shown = 1 - job.framework.hidden_tp
-    # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the backward, half of it under products.
-    # What follows a block's last product is not repeated where recomputation ends before it.
+    # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the
+    # backward, half of it under products. What follows a block's last product is not repeated where
+    # recomputation ends before it.
     left_out = job.stops_early * (1 - model.expert_layers / model.layers)
-    tensor = np.where(sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce)
-    if job.whole_attention:  # queries, keys and values gathered in the forward, the output's gradient in the backward
+    tensor = np.where(
+        sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce
+    )
+    # queries, keys and values gathered in the forward, the output's gradient in the backward
+    if job.whole_attention:
         tensor = tensor + 4 * one_way
-    kv_bytes = job.element_bytes * job.tokens * at.cp * model.kv_heads * (model.head_dim + model.value_width) / at.tp
+    kv_bytes = (
+        job.element_bytes
+        * job.tokens
+        * at.cp
+        * model.kv_heads
+        * (model.head_dim + model.value_width)
+        / at.tp
+    )
     ring = collective_seconds(job, rates, group(job, "cp"), kv_bytes, "one_way") * (3 + again) * 0.4
     if np.any(np.asarray(at.cp) > 1):
-        ring = np.where(job.is_plait, context_seconds(job, rates, layer.attention, layer.attention_backward, again), ring)
+        ring = np.where(
+            job.is_plait,
+            context_seconds(job, rates, layer.attention, layer.attention_backward, again),
+            ring,
+        )
     exchange = expert_seconds(job, rates, again)
     return {"tp": tensor * shown, "cp": ring, "ep": exchange * model.expert_layers / model.layers}
 
 
 def _data_traffic(
-    job: Job, rates: Rates, parameters: Numbers, compute: Numbers, backward: Numbers, forward: Numbers
+    job: Job,
+    rates: Rates,
+    parameters: Numbers,
+    compute: Numbers,
+    backward: Numbers,
+    forward: Numbers,
 ) -> tuple[Numbers, Numbers]:
-    """(exposed seconds, seconds that computation is slowed by) of gradients and weights over the data-parallel ranks."""
-    at, framework = job.layouts, job.framework
-    whole, shards = group(job, "dp"), group(job, "shard")
-    gradient_bytes, weight_bytes = framework.wire_reduce * parameters, framework.wire_gather * parameters
+    """(exposed seconds, seconds that computation is slowed by) of gradients and weights over the
+    data-parallel ranks.
+    """
+    at = job.layouts
+    framework = job.framework
+    whole = group(job, "dp")
+    shards = group(job, "shard")
+    gradient_bytes = framework.wire_reduce * parameters
+    weight_bytes = framework.wire_gather * parameters
     stage = np.asarray(at.stage)
     replicated = np.asarray(at.dp_replicate) > 1
     reduce_all = collective_seconds(job, rates, whole, gradient_bytes, "all_reduce")
     scatter_all = collective_seconds(job, rates, whole, gradient_bytes, "one_way")
     scatter = collective_seconds(job, rates, shards, gradient_bytes, "one_way")
     gather = collective_seconds(job, rates, shards, weight_bytes, "one_way")
-    # Gradients of a block are packed for their collective and unpacked; on a GPU overlapped with other kernels and hardly seen.
+    # Gradients of a block are packed for their collective and unpacked; on a GPU overlapped with
+    # other kernels and hardly seen.
     packed = rates["packing.cpu"] * gradient_bytes / memory_rate(job, rates)
     packed = np.where(job.device.on_cpu & (stage >= 2), packed, 0.0)
-    scatter, scatter_all = scatter + packed, scatter_all + packed
+    scatter = scatter + packed
+    scatter_all = scatter_all + packed
     # Between replicas each rank reduces its shard with those that have the same one.
-    between = collective_seconds(job, rates, group(job, "replicate"), gradient_bytes / shards.size, "all_reduce")
+    between = collective_seconds(
+        job, rates, group(job, "replicate"), gradient_bytes / shards.size, "all_reduce"
+    )
     # Once a step, after everything else, Plait sums over the parts of sequences what a rank has.
     held = gradient_bytes / np.where(stage > 0, shards.size, 1)
-    parts = np.where(job.is_plait, collective_seconds(job, rates, group(job, "cp"), held, "all_reduce"), 0.0)
+    parts = np.where(
+        job.is_plait, collective_seconds(job, rates, group(job, "cp"), held, "all_reduce"), 0.0
+    )
     grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
-    # Stage 2 reduces every micro-batch's; with a pipeline only Plait does, DeepSpeed has no such combination, and others reduce once.
+    # Stage 2 reduces every micro-batch's; with a pipeline only Plait does, DeepSpeed has no such
+    # combination, and others reduce once.
     often = (stage == 2) & (job.is_plait | (np.asarray(at.pp) == 1))
     grads = np.where(often, scatter * (at.accumulation - 1) + grads, grads)
     weights = np.where(stage == 0, 0.0, gather)
-    hide = np.where(job.device.on_cpu, 0.0, framework.hidden_dp)  # there the cores that compute also carry the traffic
+    # there the cores that compute also carry the traffic
+    hide = np.where(job.device.on_cpu, 0.0, framework.hidden_dp)
     spread = np.where(job.is_plait, 1.0, chunks_apart(at))
     window_back = np.where(often, at.accumulation, spread) * backward
     shown_grads = grads - np.minimum(grads * hide, window_back * hide)
@@ -211,10 +305,23 @@ def _data_traffic(
 
 def _activation_offload(job: Job, compute: Numbers) -> Numbers:
     """The part of the activations' transfer to the host and back that computation does not hide."""
-    at, model = job.layouts, job.model
+    at = job.layouts
+    model = job.model
     if not np.any(at.offload_activations):
         return np.zeros_like(np.asarray(compute, dtype=float))
     layers = stage_layers(job)[0]
-    per_token = (12 * model.hidden + 2 * model.kv_heads * (model.head_dim + model.value_width) + 6 * model.ffn) / at.tp
-    moved = 2 * at.accumulation * layers * job.tokens * per_token * at.offload_activations / job.device.host_bandwidth
+    per_token = (
+        12 * model.hidden
+        + 2 * model.kv_heads * (model.head_dim + model.value_width)
+        + 6 * model.ffn
+    ) / at.tp
+    moved = (
+        2
+        * at.accumulation
+        * layers
+        * job.tokens
+        * per_token
+        * at.offload_activations
+        / job.device.host_bandwidth
+    )
     return np.maximum(moved - compute, 0.05 * moved)

@@ -1,7 +1,8 @@
-"""Settings that change how long a step takes or what it needs, and that no plan prices: named with a plan, and no reason to calibrate by.
+"""Settings that change how long a step takes or what it needs, and that no plan prices: named with
+a plan, and no reason to calibrate by.
 
-A setting is priced, or changes neither time nor memory, if it stands in one of the two lists; every other that is not at its default is
-unpriced, so that a new one cannot be forgotten.
+A setting is priced, or changes neither time nor memory, if it stands in one of the two lists; every
+other that is not at its default is unpriced, so that a new one cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -60,15 +61,23 @@ _OWNERS = {
 
 def unpriced(config: Config) -> tuple[str, ...]:
     """The settings of a file that are so, as `key = value`."""
-    default = Config.model_validate({"model": {"path": "any"}, "optimizer": {}, "data": {}, "run": {}})
+    default = Config.model_validate(
+        {"model": {"path": "any"}, "optimizer": {}, "data": {}, "run": {}}
+    )
     found = []
     for path in fields():
-        if path in PRICED or any(path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT):
+        if path in PRICED or any(
+            path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT
+        ):
             continue
-        value, usual = config.value(path), default.value(path)
+        value = config.value(path)
+        usual = default.value(path)
         if value in (None, usual, *_VALUES.get(path, ())):
             continue
-        owner = next((o for section, o in _OWNERS.items() if path.startswith(f"{section}.") and path != o), None)
+        owner = next(
+            (o for section, o in _OWNERS.items() if path.startswith(f"{section}.") and path != o),
+            None,
+        )
         if owner is not None and config.value(owner) == default.value(owner):
             continue
         found.append(f"{path} = {value}")

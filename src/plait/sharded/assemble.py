@@ -1,4 +1,6 @@
-"""From a checked model to one that is sharded in place, with its weights and with what acts on its steps."""
+"""From a checked model to one that is sharded in place, with its weights and with what acts on its
+steps.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,17 @@ from plait.sharded.saved_folders import refuse_partial_folders
 from plait.sharded.shards_as_weights import refuse_pickled_shards
 
 Filler = Callable[..., None]
-"""(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its values, and calls `filled` with each. `whole`
-is the uncut model on meta."""
+"""(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its
+values, and calls `filled` with each. `whole` is the uncut model on meta.
+"""
 ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
 
 
 @contextmanager
 def leaving_no_group() -> Iterator[None]:
-    """A process group that was made before an error is destroyed, so that a corrected call starts as before."""
+    """A process group that was made before an error is destroyed, so that a corrected call starts
+    as before.
+    """
     existed = dist.is_initialized()
     try:
         yield
@@ -59,7 +64,9 @@ def leaving_no_group() -> Iterator[None]:
         raise
 
 
-def resolved_for(model: nn.Module, config: ConfigLike, *, total_steps: int | None = None) -> Resolved:
+def resolved_for(
+    model: nn.Module, config: ConfigLike, *, total_steps: int | None = None
+) -> Resolved:
     """The configuration of a run of this model on the processes that there are."""
     if isinstance(config, Resolved):
         return config
@@ -70,7 +77,13 @@ def resolved_for(model: nn.Module, config: ConfigLike, *, total_steps: int | Non
         warn(note)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     # A file without any batch size is enough: a step then takes whatever train_batch is given.
-    return resolve(loaded, world_size=here.world_size, hidden_size=hidden, total_steps=total_steps, micro_batch_size=1)
+    return resolve(
+        loaded,
+        world_size=here.world_size,
+        hidden_size=hidden,
+        total_steps=total_steps,
+        micro_batch_size=1,
+    )
 
 
 def shard(
@@ -83,23 +96,33 @@ def shard(
 ) -> tuple[Mesh, Parts, int]:
     """Split a model, give it its weights, and attach what acts on a step, for a `ShardedModel`.
 
-    `mean`: see `ShardSettings`. The last result is the seed of rank 0's random generator before the call.
+    `mean`: see `ShardSettings`. The last result is the seed of rank 0's random generator before the
+    call.
     """
-    model, resolved = checked.model, checked.resolved
+    model = checked.model
+    resolved = checked.resolved
     if weights is None and materialise.is_meta(model):
         weights = weights_of(model)
     template = materialise.template_of(model) if materialise.is_meta(model) else None
     mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
-        materialise.allocate(model, mesh.device, host_units=parts.shard.offloaded_units if parts.shard.master_weights_on_host else ())
+        materialise.allocate(
+            model,
+            mesh.device,
+            host_units=parts.shard.offloaded_units if parts.shard.master_weights_on_host else (),
+        )
     tier = build_disk_tier(resolved, model, parts.shard.offloaded_units)
     if template is not None:
         filled = tier.evict_parameter if tier is not None else lambda _: None
         if weights is None:
-            materialise.initialise(model, template, checked.blocks, seed=resolved.seed, filled=filled)
+            materialise.initialise(
+                model, template, checked.blocks, seed=resolved.seed, filled=filled
+            )
         else:
-            (weights if callable(weights) else partial(load_weights, folder=weights))(model, whole=template, filled=filled)
+            (weights if callable(weights) else partial(load_weights, folder=weights))(
+                model, whole=template, filled=filled
+            )
             materialise.fill_buffers(model, template)
     if tier is not None:
         tier.evict_parameters()
@@ -120,12 +143,18 @@ def split(
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
 ) -> tuple[Mesh, Parts, int]:
-    """Apply every technique to the model, in place; one on meta stays there. Everything that can be refused is, before a process group
-    exists. Returns also the seed of rank 0's random generator before."""
-    model, resolved = checked.model, checked.resolved
+    """Apply every technique to the model, in place; one on meta stays there. Everything that can be
+    refused is, before a process group exists. Returns also the seed of rank 0's random generator
+    before.
+    """
+    model = checked.model
+    resolved = checked.resolved
     on_meta = materialise.is_meta(model)
     if weights is not None and not on_meta:
-        raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
+        raise InputError(
+            "weights= fills a model that was built under torch.device('meta'); this one has real"
+            " weights already"
+        )
     warn_of_no_blocks(model, checked.blocks, stage=resolved.data_parallel.stage)
     _warn_of_little(checked.parts.noted(TensorPlan), model, ep=resolved.layout.ep)
     check_placement(resolved)
@@ -139,7 +168,9 @@ def split(
         on_default_group=WATCH.arm,
     )
     WATCH.name_axes(mesh)
-    seed = refuse_different_ranks(model, resolved, mesh, weights=None if callable(weights) else weights)
+    seed = refuse_different_ranks(
+        model, resolved, mesh, weights=None if callable(weights) else weights
+    )
     if not on_meta:
         model.to(mesh.device)
         materialise.broadcast(model)
@@ -150,7 +181,9 @@ def split(
 
 
 def _warn_of_little(plan: TensorPlan | None, model: nn.Module, *, ep: int) -> None:
-    over_ep = {name for experts in find_experts(model) for name in experts.parameters} if ep > 1 else ()
+    over_ep = (
+        {name for experts in find_experts(model) for name in experts.parameters} if ep > 1 else ()
+    )
     words = little_is_split(plan, model, besides=over_ep) if plan is not None else None
     if words is not None and place().rank == 0:
         warn(words)

@@ -19,7 +19,9 @@ from plait.sharded.window_layers import without_rests
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
-    """Names of the arguments that a model's class takes. A model of PEFT's hands what it does not name on to the one in it."""
+    """Names of the arguments that a model's class takes. A model of PEFT's hands what it does not
+    name on to the one in it.
+    """
     own = frozenset(inspect.signature(type(model).forward).parameters)
     find: Any = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
     base = find() if callable(find) else model
@@ -27,9 +29,14 @@ def arguments_of(model: nn.Module) -> frozenset[str]:
 
 
 def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
-    """Drop what a cache keeps of other requests than `rows` (int64); False, and nothing done, where one of its layers cannot."""
+    """Drop what a cache keeps of other requests than `rows` (int64); False, and nothing done, where
+    one of its layers cannot.
+    """
     layers = cache.own_layers() if isinstance(cache, StageCaches) else list(cache.layers)
-    if not all(callable(getattr(layer, "batch_select_indices", None)) and not _has_state(layer) for layer in layers):
+    if not all(
+        callable(getattr(layer, "batch_select_indices", None)) and not _has_state(layer)
+        for layer in layers
+    ):
         return False
     wait_for_layers(cache)
     for layer in layers:
@@ -69,7 +76,9 @@ def _outputs_name(argument: str) -> bool:
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Whether a model can be given what it keeps of earlier tokens. Some have a cache of their own kind, or keep a state in themselves."""
+    """Whether a model can be given what it keeps of earlier tokens. Some have a cache of their own
+    kind, or keep a state in themselves.
+    """
     if cache_argument(model) is None or getattr(model, "config", None) is None:
         return False
     usual: Any = getattr(model, "_supports_default_dynamic_cache", lambda: True)
@@ -77,8 +86,10 @@ def takes_cache(model: nn.Module) -> bool:
 
 
 def has_recurrent_state(model: nn.Module) -> bool:
-    """Whether some of its layers keep a state that every token changes, beside keys and values or in place of them. Not all of them go on
-    from it by more than one token (Jamba, Zamba), and none drops requests."""
+    """Whether some of its layers keep a state that every token changes, beside keys and values or
+    in place of them. Not all of them go on from it by more than one token (Jamba, Zamba), and none
+    drops requests.
+    """
     return any(map(_has_state, _layers(model)))
 
 
@@ -97,16 +108,22 @@ def attends_to_later_tokens(model: nn.Module) -> bool:
     or `is_decoder=False` and no attention with `is_causal=True`.
     """
     config = getattr(model, "config", None)
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", None) is False:
+    if (
+        getattr(config, "use_bidirectional_attention", None) in (True, "all")
+        or getattr(config, "is_causal", None) is False
+    ):
         return True
-    if getattr(config, "causal", None) is False or getattr(config, "attn_type", None) == "bi":  # XLM, XLNet
+    # XLM, XLNet
+    if getattr(config, "causal", None) is False or getattr(config, "attn_type", None) == "bi":
         return True
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")}
     return True not in causal and (False in causal or getattr(config, "is_decoder", True) is False)
 
 
 def counts_tokens(model: nn.Module) -> bool:
-    """Whether every layer of its cache tells how many tokens it has seen. A stage of a pipeline may have none of those that do."""
+    """Whether every layer of its cache tells how many tokens it has seen. A stage of a pipeline may
+    have none of those that do.
+    """
     return all(hasattr(layer, "get_seq_length") for layer in _layers(model))
 
 
@@ -125,9 +142,11 @@ def _has_state(layer: Any) -> bool:
 
 
 def new_cache(model: nn.Module, staged: StagedModel | None, *, on_host: bool = False) -> Any:
-    """Transformers' `DynamicCache`, with a layer for each of the model's (full, or with a sliding window); under a pipeline one for each of
-    this rank's stages. None for a model that takes none. `on_host`: layers wait in pinned host memory, and come while the one before them
-    computes; for a GPU, without a pipeline."""
+    """Transformers' `DynamicCache`, with a layer for each of the model's (full, or with a sliding
+    window); under a pipeline one for each of this rank's stages. None for a model that takes none.
+    `on_host`: layers wait in pinned host memory, and come while the one before them computes; for a
+    GPU, without a pipeline.
+    """
     if not takes_cache(model):
         return None
     from transformers import DynamicCache

@@ -1,7 +1,8 @@
 """All checks of a model and a configuration that need no process group, run once.
 
-`plait train` asks before it starts any process, `initialize` and `parallelize` before they touch the model. The intermediate results of
-checks (the plan of tensor parallelism, the cut of a pipeline) are kept, so that nothing is traced twice.
+`plait train` asks before it starts any process, `initialize` and `parallelize` before they touch
+the model. The intermediate results of checks (the plan of tensor parallelism, the cut of a
+pipeline) are kept, so that nothing is traced twice.
 """
 
 from __future__ import annotations

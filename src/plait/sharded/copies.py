@@ -1,4 +1,6 @@
-"""`copy.deepcopy` of a model whose parameters are sharded: torch raises an error that does not say what to do."""
+"""`copy.deepcopy` of a model whose parameters are sharded: torch raises an error that does not say
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def refuse_copies(model: nn.Module) -> None:
 
 def _refused(self: Any, memo: dict[int, Any]) -> Any:
     raise InputError(
-        f"copy.deepcopy of {type(self).__name__.removeprefix('FSDP')}: its parameters are sharded over processes (ZeRO), and a copy would "
-        "share their collectives; copy the model before plait.initialize or the Trainer, or save it (trainer.save_model(folder), "
-        "engine.save_checkpoint(folder)) and load a model of its own from there"
+        f"copy.deepcopy of {type(self).__name__.removeprefix('FSDP')}: its parameters are sharded"
+        " over processes (ZeRO), and a copy would share their collectives; copy the model before"
+        " plait.initialize or the Trainer, or save it (trainer.save_model(folder),"
+        " engine.save_checkpoint(folder)) and load a model of its own from there"
     )

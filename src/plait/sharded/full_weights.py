@@ -1,9 +1,8 @@
 """Full tensors of a sharded model, bucket by bucket, for a generator, a broadcast or a file.
 
-Note [Order of gathers]
-    Every rank walks the same list of names, so the all-gathers of shards and the broadcasts along a
-    pipeline meet in the same order. A rank that stops the iteration early leaves the others waiting:
-    consume the iterator on every rank, or on none.
+Note [Order of gathers] Every rank walks the same list of names, so the all-gathers of shards and
+    the broadcasts along a pipeline meet in the same order. A rank that stops the iteration early
+    leaves the others waiting: consume the iterator on every rank, or on none.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ WeightBucket = dict[str, torch.Tensor]
 """Full tensors by name. Tied names share one tensor, and are in one bucket."""
 
 
-def iterate_weights(sharded: ShardedModel, *, bucket_bytes: int = 256 * MIB, trained_only: bool = False) -> Iterator[WeightBucket]:
+def iterate_weights(
+    sharded: ShardedModel, *, bucket_bytes: int = 256 * MIB, trained_only: bool = False
+) -> Iterator[WeightBucket]:
     """Yield every parameter and persistent buffer as a full tensor. Collective.
 
     All ranks receive the same buckets. Training goes on as if nothing had happened. Besides the
@@ -38,19 +39,23 @@ def iterate_weights(sharded: ShardedModel, *, bucket_bytes: int = 256 * MIB, tra
             bucket of its own.
         trained_only: Leave out buffers and parameters that do not require a gradient.
 
-    Yields:
-        Detached tensors on this rank's device, in the dtype in which the model keeps them. A tensor
-        that this rank holds in full is the model's own memory: copy what must outlive the next step.
+    Yields: Detached tensors on this rank's device, in the dtype in which the model keeps them. A
+        tensor that this rank holds in full is the model's own memory: copy what must outlive the
+        next step.
 
     Raises:
         InputError: `bucket_bytes` is not positive, or the parameters are kept in files.
     """
     if bucket_bytes < 1:
         raise InputError(f"bucket_bytes = {bucket_bytes} must be at least 1")
-    return gathered(sharded, lambda: local_tensors(sharded.model, trained_only), bucket_bytes=bucket_bytes)
+    return gathered(
+        sharded, lambda: local_tensors(sharded.model, trained_only), bucket_bytes=bucket_bytes
+    )
 
 
-def gathered(sharded: ShardedModel, tensors: Callable[[], Mapping[str, torch.Tensor]], *, bucket_bytes: int) -> Iterator[WeightBucket]:
+def gathered(
+    sharded: ShardedModel, tensors: Callable[[], Mapping[str, torch.Tensor]], *, bucket_bytes: int
+) -> Iterator[WeightBucket]:
     """Yield full tensors of the shards that ranks hold, as `iterate_weights` does. Collective.
 
     Args:
@@ -79,7 +84,9 @@ class _TensorFacts:
     dtype: torch.dtype
 
 
-def _buckets(sharded: ShardedModel, tensors: Callable[[], Mapping[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+def _buckets(
+    sharded: ShardedModel, tensors: Callable[[], Mapping[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[WeightBucket]:
     free_gathered(sharded.model)
     local = tensors()
     bucket: WeightBucket = {}
@@ -109,11 +116,17 @@ def local_tensors(model: nn.Module, trained_only: bool = False) -> dict[str, tor
         return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
     state = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor) and not tensor.is_meta}
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta
+    }
 
 
 def _agreed_order(sharded: ShardedModel, local: Mapping[str, torch.Tensor]) -> list[_TensorFacts]:
-    """Return the tensors of all stages in one order. A name belongs to the first stage that has it."""
+    """Return the tensors of all stages in one order. A name belongs to the first stage that has
+    it.
+    """
     group = sharded.mesh.group("pp")
     stage = 0 if group is None else group.rank()
 
@@ -142,7 +155,9 @@ def _agreed_order(sharded: ShardedModel, local: Mapping[str, torch.Tensor]) -> l
     return order
 
 
-def _full_tensor(sharded: ShardedModel, facts: _TensorFacts, local: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _full_tensor(
+    sharded: ShardedModel, facts: _TensorFacts, local: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     group = sharded.mesh.group("pp")
     if group is None or group.rank() == facts.stage:
         tensor = local[facts.names[0]].detach()

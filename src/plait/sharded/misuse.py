@@ -42,15 +42,21 @@ def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
         if module.max_norm is not None and (ranks > 1 or copied):
-            why = f"by what its own batch looks up, so {ranks} ranks would drift apart" if ranks > 1 else "in a copy that is cast"
+            why = (
+                f"by what its own batch looks up, so {ranks} ranks would drift apart"
+                if ranks > 1
+                else "in a copy that is cast"
+            )
             raise ModelError(
-                f"`{name}` has max_norm = {module.max_norm:g}: it changes its weight in the forward, {why}; use max_norm=None, and "
-                "renormalise the weight between steps or what is looked up"
+                f"`{name}` has max_norm = {module.max_norm:g}: it changes its weight in the"
+                f" forward, {why}; use max_norm=None, and renormalise the weight between steps or"
+                " what is looked up"
             )
         if module.scale_grad_by_freq and ranks > 1:
             raise ModelError(
-                f"`{name}` has scale_grad_by_freq=True: it divides by how often a row is in the batch, and each of {ranks} ranks knows "
-                "only its own part of that; use scale_grad_by_freq=False, or one data-parallel rank"
+                f"`{name}` has scale_grad_by_freq=True: it divides by how often a row is in the"
+                f" batch, and each of {ranks} ranks knows only its own part of that; use"
+                " scale_grad_by_freq=False, or one data-parallel rank"
             )
 
 
@@ -106,7 +112,8 @@ def _explained(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> None:
-    """Raise InputError for a parameter whose shape has changed, as `resize_token_embeddings` changes it.
+    """Raise InputError for a parameter whose shape has changed, as `resize_token_embeddings`
+    changes it.
 
     Gradients and optimizer states have the former shape. An update would write past their end.
 
@@ -142,10 +149,15 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
     """Refuse a call that passes a batch to the model unchanged if a technique changes batches."""
     refuse_split_experts(parts, call)
     if parts.hooks.transform:
-        who = ", ".join(type(hook).__name__ for hook in parts.hooks.all if type(hook).transform is not StepHook.transform)
+        who = ", ".join(
+            type(hook).__name__
+            for hook in parts.hooks.all
+            if type(hook).transform is not StepHook.transform
+        )
         raise InputError(
-            f"{call} gives the model a batch as it is, and {who} changes every micro-batch (its part of the sequence); call "
-            "engine.train_batch, engine.eval_batch or engine.predict(batch)"
+            f"{call} gives the model a batch as it is, and {who} changes every micro-batch (its"
+            " part of the sequence); call engine.train_batch, engine.eval_batch or"
+            " engine.predict(batch)"
         )
 
 
@@ -156,15 +168,19 @@ def refuse_split_experts(parts: Parts, call: str) -> None:
     """
     if parts.noted(SplitExperts) is not None:
         raise InputError(
-            f"parallel.ep: {call} is not proven with experts on different processes, which exchange tokens in every layer; call "
-            "engine.train_batch, engine.eval_batch or engine.predict(batch), or use parallel.ep = 1"
+            f"parallel.ep: {call} is not proven with experts on different processes, which exchange"
+            " tokens in every layer; call engine.train_batch, engine.eval_batch or"
+            " engine.predict(batch), or use parallel.ep = 1"
         )
 
 
 def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
     """Refuse a mean over samples where each rank of cp has a part of every sample."""
     if resolved.layout.cp > 1 and isinstance(loss, PerSample):
-        rule = "the loss is a mean over samples (plait.per_sample), and each of the ranks would count every sample as its own"
+        rule = (
+            "the loss is a mean over samples (plait.per_sample), and each of the ranks would count"
+            " every sample as its own"
+        )
         remedy = "use plait.causal_lm_loss or another loss that counts tokens, or 1"
         raise ConfigError(Problem("parallel.cp", resolved.layout.cp, rule, remedy))
 
@@ -176,9 +192,10 @@ def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise InputError(
-                    f"the loss {type(module).__name__} has a trainable parameter, `{name}`, that is not the model's, so ranks would not "
-                    "sum its gradient and no checkpoint would hold it; make the loss a part of the model (model.loss = loss, before "
-                    "plait.initialize), or freeze it (requires_grad_(False))"
+                    f"the loss {type(module).__name__} has a trainable parameter, `{name}`, that is"
+                    " not the model's, so ranks would not sum its gradient and no checkpoint would"
+                    " hold it; make the loss a part of the model (model.loss = loss, before"
+                    " plait.initialize), or freeze it (requires_grad_(False))"
                 )
 
 
@@ -198,19 +215,24 @@ def checked_optimizer(made: Any, model: nn.Module) -> torch.optim.Optimizer:
             needs a closure, or it does not support sharded parameters.
     """
     if not hasattr(made, "param_groups"):
-        raise InputError(f"optimizer= returned a {type(made).__name__}, which has no param_groups; return a torch.optim.Optimizer")
+        raise InputError(
+            f"optimizer= returned a {type(made).__name__}, which has no param_groups; return a"
+            " torch.optim.Optimizer"
+        )
     known = {id(parameter) for parameter in model.parameters()}
     for group in made.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise InputError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's (any more), so ranks would "
-                    "not sum its gradient; build it over the parameters that the function is given, or over model.parameters() inside of it"
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not"
+                    " the model's (any more), so ranks would not sum its gradient; build it over"
+                    " the parameters that the function is given, or over model.parameters() inside"
+                    " of it"
                 )
     if needs_closure(type(made)):
         raise InputError(
-            f"{type(made).__name__}.step calls a function that computes the loss again, and engine.step has none to give; use an optimizer "
-            "of one gradient a step (AdamW)"
+            f"{type(made).__name__}.step calls a function that computes the loss again, and"
+            " engine.step has none to give; use an optimizer of one gradient a step (AdamW)"
         )
     refuse_sharded(type(made), list(model.named_parameters()))
     return made
@@ -225,8 +247,9 @@ def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) ->
     size = sum(parameter.numel() for parameter in model.parameters())
     if stage == 3 and not blocks and size >= GATHERED_AT_ONCE and place().rank == 0:
         warn(
-            f"zero_optimization.stage = 3: {type(model).__name__} has no list of repeated layers, so all of its {size:,} parameters are "
-            "gathered at once; name its layers in parallel.blocks"
+            f"zero_optimization.stage = 3: {type(model).__name__} has no list of repeated layers,"
+            f" so all of its {size:,} parameters are gathered at once; name its layers in"
+            " parallel.blocks"
         )
 
 
@@ -237,7 +260,10 @@ def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler:
     for section, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         if given is not None and resolved.sources.get(f"{section}.type", "default") != "default":
             name = "lr_scheduler" if section == "scheduler" else section
-            warn(f"`{section}` of the configuration is not used: plait.initialize was given {name}=; leave one of the two out")
+            warn(
+                f"`{section}` of the configuration is not used: plait.initialize was given {name}=;"
+                " leave one of the two out"
+            )
 
 
 def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:

@@ -1,7 +1,8 @@
-"""`ShardedModel`: a model on its layout, and the calls that run it. One handle under everything that does.
+"""`ShardedModel`: a model on its layout, and the calls that run it. One handle under everything
+that does.
 
-It knows micro-batches, gradients and hooks, but no schedule and no files: those are the engine's. It has no optimizer either: what
-steps one brings it (`stepper`, `update`).
+It knows micro-batches, gradients and hooks, but no schedule and no files: those are the engine's.
+It has no optimizer either: what steps one brings it (`stepper`, `update`).
 """
 
 from __future__ import annotations
@@ -49,11 +50,23 @@ _ATTRIBUTE = "_plait"
 
 
 class ShardedModel:
-    """A model that was sharded in place, and stays the user's own object. Made by `sharded.assemble.shard`."""
+    """A model that was sharded in place, and stays the user's own object. Made by
+    `sharded.assemble.shard`.
+    """
 
-    def __init__(self, parts: Parts, mesh: Mesh, config: Resolved, *, forward: Forward, handle: str = "engine") -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        mesh: Mesh,
+        config: Resolved,
+        *,
+        forward: Forward,
+        handle: str = "engine",
+    ) -> None:
         """`handle`: what the user has it as, for messages."""
-        self.mesh, self.config, self.forward = mesh, config, forward
+        self.mesh = mesh
+        self.config = config
+        self.forward = forward
         self.guard = Guard(parts, handle)
         self.parts = parts.with_(hooks=Hooks((*parts.hooks.all, self.guard)))
         self.pipeline = parts.hooks.of(PipelineRank)
@@ -68,13 +81,20 @@ class ShardedModel:
         self._turn = threading.Lock()
         parameters = () if self.is_cut else parts.model.named_parameters()
         self._shapes = [(name, parameter, parameter.shape) for name, parameter in parameters]
-        """Parameters of a replicated model. Of a model that was cut, the calls that resize are refused themselves."""
-        self._forwards = Forwards(parts.model) if self.is_cut or mesh.layout.dp < mesh.layout.world_size else None
+        """Parameters of a replicated model. Of a model that was cut, the calls that resize are
+        refused themselves.
+        """
+        self._forwards = (
+            Forwards(parts.model)
+            if self.is_cut or mesh.layout.dp < mesh.layout.world_size
+            else None
+        )
         self._compared = ExitStack()
         if config.faults.check_collectives and mesh.layout.world_size > 1:
             self._compared.enter_context(ComparedCollectives())
         free_after_evaluation(parts.model, unless=lambda: self.is_evaluating)
-        # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no global table, names stay as they are.
+        # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no
+        # global table, names stay as they are.
         object.__setattr__(parts.model, _ATTRIBUTE, self)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -102,21 +122,25 @@ class ShardedModel:
 
     @property
     def holds_output(self) -> bool:
-        """Whether this rank has the model's output: all have, but those of a pipeline that do not hold its last stage."""
+        """Whether this rank has the model's output: all have, but those of a pipeline that do not
+        hold its last stage.
+        """
         return self.pipeline is None or self.pipeline.holds_output
 
     def prepared(self, batch: Any) -> Any:
         """A micro-batch on the device, as the techniques want it."""
-        # Techniques run first: they read values of the batch, which after the move would wait for the device.
+        # Techniques run first: they read values of the batch, which after the move would wait for
+        # the device.
         return to_device(self.hooks.prepared(batch), self.device)
 
     def micro_batches(self, batch: Any) -> list[Any]:
         """A step's micro-batches, `prepared`. A file without batch sizes takes what it is given."""
         sizes = self.config.batch
         size = sizes.micro_batch_size if self.config.sources.get(MICRO) != CALLERS else None
-        return [self.prepared(piece) for piece in micro_batches(batch, count=sizes.accumulation, size=size)]
-
-    # ---- training -------------------------------------------------------------------------------------------------------------------
+        return [
+            self.prepared(piece)
+            for piece in micro_batches(batch, count=sizes.accumulation, size=size)
+        ]
 
     def before_microbatch(self, *, last: bool) -> None:
         """Before the forward of a micro-batch. `last`: of its step."""
@@ -126,15 +150,23 @@ class ShardedModel:
             tell(last)
 
     def train_microbatches(
-        self, pieces: Sequence[Any], loss: Callable[[Any, Any], torch.Tensor], *, loss_fn: LossFunction | None = None
+        self,
+        pieces: Sequence[Any],
+        loss: Callable[[Any, Any], torch.Tensor],
+        *,
+        loss_fn: LossFunction | None = None,
     ) -> None:
-        """Forward and backward of a step's micro-batches, through the pipeline where there is one. `loss(output, micro-batch)` returns the
-        0-dimensional tensor that the backward begins with. `loss_fn` is what it computes with: logits stay split over the vocabulary where
-        it can use them so, and a pipeline checks that it has what it reads. Collective."""
+        """Forward and backward of a step's micro-batches, through the pipeline where there is one.
+        `loss(output, micro-batch)` returns the 0-dimensional tensor that the backward begins with.
+        `loss_fn` is what it computes with: logits stay split over the vocabulary where it can use
+        them so, and a pipeline checks that it has what it reads. Collective.
+        """
         with self.logits_for(loss_fn):
             if self.pipeline is not None:
                 with self.guard.backward():
-                    self.pipeline.runtime.train(pieces, forward=self.forward, loss=loss, loss_fn=loss_fn)
+                    self.pipeline.runtime.train(
+                        pieces, forward=self.forward, loss=loss, loss_fn=loss_fn
+                    )
                 return
             for index, piece in enumerate(pieces):
                 self.before_microbatch(last=index == len(pieces) - 1)
@@ -143,7 +175,9 @@ class ShardedModel:
                     begin.backward()
 
     def finish_reduction(self) -> None:
-        """After the last backward of a step: gradients are the sums over all ranks. A second call does nothing. Collective."""
+        """After the last backward of a step: gradients are the sums over all ranks. A second call
+        does nothing. Collective.
+        """
         if self.guard.reduced:
             return
         for finish in self.hooks.finish_reduction:
@@ -151,8 +185,14 @@ class ShardedModel:
         self.guard.reduced = True
 
     def grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradients, each element counted once whatever the layout; float64, 0-dimensional. Collective."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None and p not in self.counted_by_others]
+        """Global norm of the gradients, each element counted once whatever the layout; float64,
+        0-dimensional. Collective.
+        """
+        grads = [
+            p.grad
+            for p in self.model.parameters()
+            if p.grad is not None and p not in self.counted_by_others
+        ]
         return global_norm(grads, self.mesh, tier=self.tier)
 
     @property
@@ -160,8 +200,16 @@ class ShardedModel:
         """Parameters that another pipeline stage holds too, and counts in the norm."""
         return self.pipeline.counted if self.pipeline is not None else frozenset()
 
-    def stepper(self, optimizer: torch.optim.Optimizer, *, in_backward: BackwardOptimizer | None = None, **schedule: Any) -> Stepper:
-        """What updates the model's parameters with an optimizer. `schedule`: of the learning rate, see `Stepper`."""
+    def stepper(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        in_backward: BackwardOptimizer | None = None,
+        **schedule: Any,
+    ) -> Stepper:
+        """What updates the model's parameters with an optimizer. `schedule`: of the learning rate,
+        see `Stepper`.
+        """
         return Stepper(
             parameters=list(self.model.parameters()),
             mesh=self.mesh,
@@ -181,17 +229,32 @@ class ShardedModel:
     def non_finite(self) -> Literal["raise", "skip"]:
         """What becomes of a step whose loss or gradients are not finite."""
         wanted = self.config.faults.non_finite
-        return wanted if wanted != "auto" else "skip" if self.config.precision.check_overflow else "raise"
+        return (
+            wanted
+            if wanted != "auto"
+            else "skip"
+            if self.config.precision.check_overflow
+            else "raise"
+        )
 
     @property
     def asks_before_update(self) -> bool:
-        """Whether a step is known to be finite before its update. Where nothing asks for it, a GPU is not waited for, and the numbers of a
-        rank whose peers do not exist are not looked at."""
-        asked = self.scaler is not None or self.config.precision.check_overflow or self.config.faults.non_finite != "auto"
+        """Whether a step is known to be finite before its update. Where nothing asks for it, a GPU
+        is not waited for, and the numbers of a rank whose peers do not exist are not looked at.
+        """
+        asked = (
+            self.scaler is not None
+            or self.config.precision.check_overflow
+            or self.config.faults.non_finite != "auto"
+        )
         return asked or (self.device.type == "cpu" and not is_fake())
 
-    def error_of_numbers(self, step: int, own_loss: Callable[[], float] | None = None) -> Callable[[float], NumbersError]:
-        """Makes the error of a step that is not finite from the norm of its gradients. Collective."""
+    def error_of_numbers(
+        self, step: int, own_loss: Callable[[], float] | None = None
+    ) -> Callable[[float], NumbersError]:
+        """Makes the error of a step that is not finite from the norm of its gradients.
+        Collective.
+        """
 
         def error(norm: float) -> NumbersError:
             own = own_loss() if own_loss is not None else None
@@ -208,9 +271,11 @@ class ShardedModel:
         own_loss: Callable[[], float] | None = None,
         step: int = 0,
     ) -> tuple[Outcome, str]:
-        """End a step: reduce, update, tell the hooks. Returns also a description of what they decided. `loss`, `own_loss`: the step's over
-        all ranks, and what this rank has of it; `step`: its number, for the error. Collective. Raises NumbersError on all ranks, before
-        anything has changed, where the step is not finite and none is skipped."""
+        """End a step: reduce, update, tell the hooks. Returns also a description of what they
+        decided. `loss`, `own_loss`: the step's over all ranks, and what this rank has of it;
+        `step`: its number, for the error. Collective. Raises NumbersError on all ranks, before
+        anything has changed, where the step is not finite and none is skipped.
+        """
         self.guard.check_update(stepper.optimizer)
         WATCH.phase(board.UPDATE)
         self.finish_reduction()
@@ -222,27 +287,29 @@ class ShardedModel:
         end = StepEnd(skipped=outcome.skipped, rescaled=self.loss_scale / scale)
         return outcome, ". ".join([said for after in self.hooks.after_step if (said := after(end))])
 
-    # ---- without gradients ----------------------------------------------------------------------------------------------------------
-
     def refuse_within(self, call: str) -> None:
-        """Raise InputError for a call from inside of a pipeline's step, or of a forward or backward that computes with parts of the model
-        on this rank: the call would take from under it what it gathered, and the others are at other places."""
+        """Raise InputError for a call from inside of a pipeline's step, or of a forward or backward
+        that computes with parts of the model on this rank: the call would take from under it what
+        it gathered, and the others are at other places.
+        """
         if self.pipeline is not None:
             self.pipeline.runtime.refuse_within(call)
         if self._forwards is not None and (self._forwards.running or self.guard.in_backward):
             raise InputError(
-                f"{call} was called inside of the model's {'forward' if self._forwards.running else 'backward'} (by a hook, or by one of "
-                "its modules), which computes with parts of the model on each rank, and the call would change what it has gathered; call "
-                "it before or after"
+                f"{call} was called inside of the model's"
+                f" {'forward' if self._forwards.running else 'backward'} (by a hook, or by one of"
+                " its modules), which computes with parts of the model on each rank, and the call"
+                " would change what it has gathered; call it before or after"
             )
 
     def predict(self, batch: Any, *, cache: Any = None, passes_on: bool = False) -> Any:
-        """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
-        Of full sequences, also where a technique cuts them. Collective. Several in a row are faster inside `evaluating`.
+        """The model's output for one micro-batch, in evaluation mode; None on the ranks of a
+        pipeline that do not hold its last stage. Of full sequences, also where a technique cuts
+        them. Collective. Several in a row are faster inside `evaluating`.
 
-        `cache`, from `new_cache`, is what the model keeps of the tokens before those of `batch`, a mapping; the model adds to it. Raises
-        InputError where the layout has no place for one. `passes_on`: where a stage of a pipeline fails, the others go on, see
-        `Runtime.evaluate`.
+        `cache`, from `new_cache`, is what the model keeps of the tokens before those of `batch`, a
+        mapping; the model adds to it. Raises InputError where the layout has no place for one.
+        `passes_on`: where a stage of a pipeline fails, the others go on, see `Runtime.evaluate`.
         """
         self.refuse_within("predict")
         if cache is not None:
@@ -251,40 +318,58 @@ class ShardedModel:
         with torch.no_grad(), self.evaluating():
             output = self.output(self.prepared(batch), passes_on=passes_on)
             logits = getattr(output, "logits", None)
-            if isinstance(logits, DeferredLogits):  # parallel.loss_chunk_tokens leaves the head to the loss
+            # parallel.loss_chunk_tokens leaves the head to the loss
+            if isinstance(logits, DeferredLogits):
                 output.logits = logits.full()
         return self.hooks.joined(output, batch) if self.holds_output else output
 
     def new_cache(self, *, on_host: bool = False) -> Any:
-        """An empty cache for `predict`; None for a model that takes none. Raises ModelError where a stage cannot keep one.
-        `on_host`: see `sharded.cache`."""
-        return new_cache(self.model, self.pipeline.runtime.staged if self.pipeline is not None else None, on_host=on_host)
+        """An empty cache for `predict`; None for a model that takes none. Raises ModelError where a
+        stage cannot keep one. `on_host`: see `sharded.cache`.
+        """
+        return new_cache(
+            self.model,
+            self.pipeline.runtime.staged if self.pipeline is not None else None,
+            on_host=on_host,
+        )
 
     @torch.no_grad()
     def output(self, piece: Any, *, passes_on: bool = False) -> Any:
         """`predict`, of a micro-batch that is `prepared`."""
         with self.evaluating():
             if self.pipeline is not None:
-                return self.pipeline.runtime.evaluate(piece, forward=self.forward, passes_on=passes_on)
+                return self.pipeline.runtime.evaluate(
+                    piece, forward=self.forward, passes_on=passes_on
+                )
             return self.forward(self.model, piece)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode; parameters that `predict` gathers are resharded at the end. Raises InputError where another thread
-        is in it: the first to leave would take the other out of evaluation mode."""
+        """The model in evaluation mode; parameters that `predict` gathers are resharded at the end.
+        Raises InputError where another thread is in it: the first to leave would take the other out
+        of evaluation mode.
+        """
         if self._evaluates_in == threading.get_ident():
             yield
             return
         self.refuse_within("an evaluation")
         if not self._turn.acquire(blocking=False):
-            raise InputError("another thread evaluates this model or generates with it; make such calls one after the other")
-        training, self.is_evaluating, self._evaluates_in = self.model.training, True, threading.get_ident()
+            raise InputError(
+                "another thread evaluates this model or generates with it; make such calls one"
+                " after the other"
+            )
+        training, self.is_evaluating, self._evaluates_in = (
+            self.model.training,
+            True,
+            threading.get_ident(),
+        )
         self.model.eval()
         try:
             with self.guard.running("forward"), WATCH.during(board.EVALUATION):
                 yield
         finally:
-            self.is_evaluating, self._evaluates_in = False, None
+            self.is_evaluating = False
+            self._evaluates_in = None
             self.model.train(training)
             free_gathered(self.model)
             self._turn.release()
@@ -302,7 +387,9 @@ class ShardedModel:
             self.region.gather_logits = True
 
     def from_output_stage(self, value: Any) -> Any:
-        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and picklable. Collective."""
+        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and
+        picklable. Collective.
+        """
         group = self.mesh.group("pp")
         if self.pipeline is None or group is None:
             return value
@@ -310,18 +397,23 @@ class ShardedModel:
         dist.broadcast_object_list(box, group=group, group_src=self.pipeline.output_rank)
         return box[0]
 
-    # ---- the end --------------------------------------------------------------------------------------------------------------------
-
     @property
     def is_cut(self) -> bool:
-        """Whether the model's parameters are parts of what they were, so that no other owner can take it."""
-        layout, parts = self.mesh.layout, self.parts
+        """Whether the model's parameters are parts of what they were, so that no other owner can
+        take it.
+        """
+        layout = self.mesh.layout
+        parts = self.parts
         return (
-            isinstance(parts.model, FSDPModule) or max(layout.pp, layout.tp, layout.ep) > 1 or parts.noted(OffloadedActivations) is not None
+            isinstance(parts.model, FSDPModule)
+            or max(layout.pp, layout.tp, layout.ep) > 1
+            or parts.noted(OffloadedActivations) is not None
         )
 
     def release(self) -> None:
-        """Let go of the model, if it is still this handle's: a replicated one is as it was, but for its weights."""
+        """Let go of the model, if it is still this handle's: a replicated one is as it was, but for
+        its weights.
+        """
         if owner_of(self.model) is not self:
             return
         self._compared.close()
@@ -333,7 +425,9 @@ class ShardedModel:
             object.__delattr__(self.model, _ATTRIBUTE)
 
     def close(self) -> None:
-        """`release`, and end its threads, files and process groups, the default one where Plait made it and nobody else uses it."""
+        """`release`, and end its threads, files and process groups, the default one where Plait
+        made it and nobody else uses it.
+        """
         self.release()
         for end in self.hooks.close:
             end()

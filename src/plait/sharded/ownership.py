@@ -1,7 +1,8 @@
 """A model has one owner: the engine, or your own training loop, to which it was passed last.
 
-A replicated model is a plain module and may be passed on: its previous owner removes its hooks, and raises an error when it is used. A
-model that was split (shards, tp, a pipeline) has changed, and is refused.
+A replicated model is a plain module and may be passed on: its previous owner removes its hooks, and
+raises an error when it is used. A model that was split (shards, tp, a pipeline) has changed, and is
+refused.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ def refuse_taken(model: nn.Module) -> None:
     """Raise ModelError for a model that is wrapped, or cut and so no longer what it was."""
     if isinstance(model, DistributedDataParallel | TorchDataParallel):
         raise ModelError(
-            f"the model is already wrapped in {type(model).__name__}, which would reduce every gradient twice; pass the inner model "
-            "(`model.module`) and delete the wrapping line: Plait does its work"
+            f"the model is already wrapped in {type(model).__name__}, which would reduce every"
+            " gradient twice; pass the inner model (`model.module`) and delete the wrapping line:"
+            " Plait does its work"
         )
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
@@ -31,15 +33,20 @@ def refuse_taken(model: nn.Module) -> None:
         )
     owner = owner_of(model)
     if owner is not None and owner.is_cut:
-        layout, data = owner.mesh.layout, owner.parts.noted(DataParallel)
+        layout = owner.mesh.layout
+        data = owner.parts.noted(DataParallel)
         stage = data.stage if data is not None else 0
         raise ModelError(
-            f"the model was already sharded by Plait (ZeRO stage {stage}, parallel.pp {layout.pp}, parallel.tp {layout.tp}), "
-            "and its parameters are parts now; build it again (under torch.device('meta'), for nothing) and load its checkpoint, or go on "
-            "with the engine that it has"
+            f"the model was already sharded by Plait (ZeRO stage {stage}, parallel.pp {layout.pp},"
+            f" parallel.tp {layout.tp}), and its parameters are parts now; build it again (under"
+            " torch.device('meta'), for nothing) and load its checkpoint, or go on with the engine"
+            " that it has"
         )
     if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
-        raise ModelError("part of the model is already sharded or wrapped (fully_shard or DistributedDataParallel); pass the plain model")
+        raise ModelError(
+            "part of the model is already sharded or wrapped (fully_shard or"
+            " DistributedDataParallel); pass the plain model"
+        )
 
 
 def take_over(model: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """`plait.parallelize`: a sharded model for your own training loop.
 
-Where a plain loop is enough, `loss.backward()` leaves gradients that are means over the data-parallel ranks, as DistributedDataParallel
-does, and any optimizer steps. What needs to see the step (`why_called`) has it called: `sharded.backward(loss)` or
-`sharded.forward_backward(batch, loss_fn)`, then `sharded.step(optimizer)`. These work everywhere.
+Where a plain loop is enough, `loss.backward()` leaves gradients that are means over the
+data-parallel ranks, as DistributedDataParallel does, and any optimizer steps. What needs to see the
+step (`why_called`) has it called: `sharded.backward(loss)` or `sharded.forward_backward(batch,
+loss_fn)`, then `sharded.step(optimizer)`. These work everywhere.
 """
 
 from __future__ import annotations
@@ -46,27 +47,43 @@ MeanLoss = Callable[[Any, Any], torch.Tensor]
 
 
 def why_called(config: Resolved) -> str | None:
-    """Why the steps of your own training loop have to be `ParallelModel.step`; None where a plain loop is enough."""
+    """Why the steps of your own training loop have to be `ParallelModel.step`; None where a plain
+    loop is enough.
+    """
     if config.layout.pp > 1:
         return f"parallel.pp = {config.layout.pp}: each process has a part of the model"
     if config.precision.loss_scale is not None:
         return "fp16: the loss is scaled, and a step with an overflow is skipped on all ranks"
     if config.compression.candidates:
         return 'parallel.compress_gradients = "auto": full steps are timed to decide it'
-    for section, device in (("optimizer", config.optimizer_offload.device), ("param", config.parameter_offload.device)):
+    for section, device in (
+        ("optimizer", config.optimizer_offload.device),
+        ("param", config.parameter_offload.device),
+    ):
         if device == "nvme":
             return f"zero_optimization.offload_{section}: the step reads and writes files"
     return None
 
 
 class ParallelModel(ShardedModel):
-    """Of your own training loop. Gradients are means over the data-parallel ranks; `accumulate` leaves the division by the number of
-    micro-batches to you, `forward_backward` does it."""
+    """Of your own training loop. Gradients are means over the data-parallel ranks; `accumulate`
+    leaves the division by the number of micro-batches to you, `forward_backward` does it.
+    """
 
-    def __init__(self, parts: Parts, mesh: Mesh, config: Resolved, *, forward: Forward, before: list[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        mesh: Mesh,
+        config: Resolved,
+        *,
+        forward: Forward,
+        before: list[nn.Parameter],
+    ) -> None:
         """`before`: the parameters that the model had before it was sharded."""
         self.why_called = why_called(config)
-        self._watch = StepWatch(parts.model, before, parts.noted(Reducer), why_called=self.why_called)
+        self._watch = StepWatch(
+            parts.model, before, parts.noted(Reducer), why_called=self.why_called
+        )
         self.steps = 0
         """Taken with `step`, of this process."""
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
@@ -76,16 +93,21 @@ class ParallelModel(ShardedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the model, which may also be called itself."""
         if self.pipeline is not None:
-            raise InputError(f"{self.why_called}: call sharded.forward_backward, or sharded.predict without gradients")
+            raise InputError(
+                f"{self.why_called}: call sharded.forward_backward, or sharded.predict without"
+                " gradients"
+            )
         self.guard.recover()
         return call_model(self.model, *args, **kwargs)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backwards inside belong to a step that goes on: gradients accumulate and, where the ZeRO stage allows, nothing is communicated.
+        """Backwards inside belong to a step that goes on: gradients accumulate and, where the ZeRO
+        stage allows, nothing is communicated.
 
-        Forward and backward of every micro-batch but the last go inside; the last one goes outside. An exception inside ends the step: its
-        gradients are dropped, also those that no optimizer sees yet.
+        Forward and backward of every micro-batch but the last go inside; the last one goes outside.
+        An exception inside ends the step: its gradients are dropped, also those that no optimizer
+        sees yet.
         """
         self.before_microbatch(last=False)
         try:
@@ -96,7 +118,9 @@ class ParallelModel(ShardedModel):
 
     @contextmanager
     def _dropping_what_failed(self) -> Iterator[None]:
-        """In a plain loop nothing of the handle may be called next, so the gradients of a step that failed go at once."""
+        """In a plain loop nothing of the handle may be called next, so the gradients of a step that
+        failed go at once.
+        """
         try:
             yield
         except BaseException:
@@ -117,17 +141,26 @@ class ParallelModel(ShardedModel):
                 complete()
 
     def forward_backward(self, batch: Any, loss_fn: MeanLoss) -> torch.Tensor:
-        """Forward and backward of a step's micro-batches (`batch`: see `parallel.micro_batches.micro_batches`), also through a pipeline.
-        Returns the mean of their losses, on every rank of the pipeline; 0-dimensional, float64. After an exception that all ranks had,
-        the step begins anew. Collective."""
+        """Forward and backward of a step's micro-batches (`batch`: see
+        `parallel.micro_batches.micro_batches`), also through a pipeline. Returns the mean of their
+        losses, on every rank of the pipeline; 0-dimensional, float64. After an exception that all
+        ranks had, the step begins anew. Collective.
+        """
         self.refuse_within("forward_backward")
         self.guard.recover()
         if self.why_called is not None and self.guard.backwards:
-            raise InputError("sharded.forward_backward is a step's only call; call sharded.step(optimizer) before the next")
+            raise InputError(
+                "sharded.forward_backward is a step's only call; call sharded.step(optimizer)"
+                " before the next"
+            )
         count = self.config.batch.accumulation
         pieces = self.micro_batches(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        factor = 1 / count if self.why_called is None else self.loss_scale / (count * self.mesh.layout.dp)
+        factor = (
+            1 / count
+            if self.why_called is None
+            else self.loss_scale / (count * self.mesh.layout.dp)
+        )
 
         def scaled(output: Any, piece: Any) -> torch.Tensor:
             nonlocal total
@@ -150,26 +183,34 @@ class ParallelModel(ShardedModel):
         return total / count
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients so that their global norm is at most `max_norm`; returns the norm before, float64. Right on every layout, where
-        `torch.nn.utils.clip_grad_norm_` counts shards or replicas wrongly or fails. Collective."""
+        """Scale gradients so that their global norm is at most `max_norm`; returns the norm before,
+        float64. Right on every layout, where `torch.nn.utils.clip_grad_norm_` counts shards or
+        replicas wrongly or fails. Collective.
+        """
         if self.why_called is not None:
-            raise InputError(f"{self.why_called}: sharded.step clips, by gradient_clipping of the configuration")
+            raise InputError(
+                f"{self.why_called}: sharded.step clips, by gradient_clipping of the configuration"
+            )
         norm = self.grad_norm()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         multiply_all([local_tensor(grad) for grad in grads], clip_factor(norm, max_norm))
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer) -> Outcome:
-        """Unscale, find the global norm, clip by `gradient_clipping` of the configuration, update unless gradients overflowed, and drop the
-        gradients of the optimizer's parameters. `optimizer` was built over `model.parameters()` after `parallelize`. Collective. Raises
-        NumbersError on all ranks, before anything has changed, where gradients are not finite and `faults.non_finite` does not skip."""
+        """Unscale, find the global norm, clip by `gradient_clipping` of the configuration, update
+        unless gradients overflowed, and drop the gradients of the optimizer's parameters.
+        `optimizer` was built over `model.parameters()` after `parallelize`. Collective. Raises
+        NumbersError on all ranks, before anything has changed, where gradients are not finite and
+        `faults.non_finite` does not skip.
+        """
         self.guard.recover()
         stepper = self._steppers.get(optimizer)
         if stepper is None:
             if self.why_called is not None and len(self._steppers):
                 raise InputError(
-                    f"{self.why_called}: a step ends for all parameters at once, and a second optimizer would find no gradients; use one "
-                    "optimizer with several parameter groups"
+                    f"{self.why_called}: a step ends for all parameters at once, and a second"
+                    " optimizer would find no gradients; use one optimizer with several parameter"
+                    " groups"
                 )
             free_gathered(self.model)  # what is gathered is not what the optimizer holds
             step_by_placement(checked_optimizer(optimizer, self.model))
@@ -177,7 +218,9 @@ class ParallelModel(ShardedModel):
                 self.tier.drive(optimizer)
             stepper = self._steppers[optimizer] = self.stepper(optimizer)
             if self.why_called is None:  # the others' gradients are for other optimizers
-                stepper.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                stepper.parameters = [
+                    parameter for group in optimizer.param_groups for parameter in group["params"]
+                ]
         self._watch.inside = True
         try:
             self.steps += 1
@@ -201,34 +244,60 @@ class _Weighted:
 
 @leaving_no_group()
 def parallelize(
-    model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None, forward: Forward = default_forward
+    model: nn.Module,
+    config: ConfigLike,
+    *,
+    weights: str | Path | None = None,
+    forward: Forward = default_forward,
 ) -> ParallelModel:
-    """Shard `model` in place, for your own training loop: `loss.backward()` leaves gradients averaged over the data-parallel ranks, as
-    DistributedDataParallel does; build the optimizer afterwards. Buffers that the forward changes are rank 0's at the start of every step.
-    `config`, `weights`: see `plait.initialize`; `forward(model, micro-batch)` is what `forward_backward` and `predict` call."""
+    """Shard `model` in place, for your own training loop: `loss.backward()` leaves gradients
+    averaged over the data-parallel ranks, as DistributedDataParallel does; build the optimizer
+    afterwards. Buffers that the forward changes are rank 0's at the start of every step. `config`,
+    `weights`: see `plait.initialize`; `forward(model, micro-batch)` is what `forward_backward` and
+    `predict` call.
+    """
     refuse_taken(model)
     resolved = resolved_for(model, config)
     if resolved.loss_chunk_tokens:
         rule = "only plait.causal_lm_loss is computed in chunks, and no loss is given"
         remedy = "use 0, and call plait.chunked_causal_lm_loss in your own training loop"
-        raise ConfigError(Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, remedy))
+        raise ConfigError(
+            Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, remedy)
+        )
     every = resolved.faults.compare_replicas_every
     if every:
         rule = "plait.parallelize makes no optimizer, whose states are compared too"
-        raise ConfigError(Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0"))
+        raise ConfigError(
+            Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0")
+        )
     rule = "plait.parallelize does not see the steps of the loop, which has its own tracker"
     remedy = "leave it out, or use plait.initialize"
-    refuse(Problem(resolved.tracker_setting(spec), spec.name, rule, remedy) for spec in resolved.trackers)
+    refuse(
+        Problem(resolved.tracker_setting(spec), spec.name, rule, remedy)
+        for spec in resolved.trackers
+    )
     if resolved.data_parallel.update_in_backward:
-        raise ModelError("parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use plait.initialize, or false")
+        raise ModelError(
+            "parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use"
+            " plait.initialize, or false"
+        )
     if resolved.layout.ep > 1:
         rule = "plait.parallelize with experts on different processes is not proven"
-        raise ConfigError(Problem("parallel.ep", resolved.layout.ep, rule, "use plait.initialize and engine.train_batch, or 1"))
+        raise ConfigError(
+            Problem(
+                "parallel.ep",
+                resolved.layout.ep,
+                rule,
+                "use plait.initialize and engine.train_batch, or 1",
+            )
+        )
     _refuse_losses_of_routers(model, resolved)
     before = list(model.parameters())
     take_over(model)
     checked = checked_model(model, resolved)
-    mesh, parts, _ = shard(checked, weights=weights, forward=forward, mean=why_called(resolved) is None)
+    mesh, parts, _ = shard(
+        checked, weights=weights, forward=forward, mean=why_called(resolved) is None
+    )
     refuse_own_batches(parts, "plait.parallelize")
     return ParallelModel(parts, mesh, resolved, forward=forward, before=before)
 
@@ -237,7 +306,15 @@ def _refuse_losses_of_routers(model: nn.Module, resolved: Resolved) -> None:
     """Where Plait would compute them, and the loss of the loop leaves them out."""
     rule = "Plait adds it to plait.causal_lm_loss, and your own loop computes its loss"
     remedy = "use plait.initialize and engine.train_batch"
-    refuse(Problem(setting, value, rule, f"{remedy}, or {json.dumps(off)}") for setting, value, off in resolved.routing.added)
+    refuse(
+        Problem(setting, value, rule, f"{remedy}, or {json.dumps(off)}")
+        for setting, value, off in resolved.routing.added
+    )
     if resolved.layout.pp > 1 and wants_balance_loss(model):
-        rule = f"with parallel.pp = {resolved.layout.pp} the balance loss is a sum over the stages; {rule}"
-        raise ConfigError(Problem("model.config.output_router_logits", True, rule, f"{remedy}, or False"))
+        rule = (
+            f"with parallel.pp = {resolved.layout.pp} the balance loss is a sum over the stages;"
+            f" {rule}"
+        )
+        raise ConfigError(
+            Problem("model.config.output_router_logits", True, rule, f"{remedy}, or False")
+        )

@@ -18,7 +18,10 @@ from torch.distributed.tensor import DTensor
 from plait.errors import InputError
 from plait.sharded.shards_as_weights import refuse_given_shards
 
-_REMEDY = "trainer.save_model(folder) on every process, or pass state_dict=accelerator.get_state_dict(model)"
+_REMEDY = (
+    "trainer.save_model(folder) on every process, or pass"
+    " state_dict=accelerator.get_state_dict(model)"
+)
 
 
 def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
@@ -36,29 +39,41 @@ def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
         return
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
-            object.__setattr__(module, "save_pretrained", types.MethodType(_with_full_weights, module))
+            object.__setattr__(
+                module, "save_pretrained", types.MethodType(_with_full_weights, module)
+            )
         if callable(getattr(type(module), "resize_token_embeddings", None)):
-            object.__setattr__(module, "resize_token_embeddings", types.MethodType(_refuse_resize, module))
+            object.__setattr__(
+                module, "resize_token_embeddings", types.MethodType(_refuse_resize, module)
+            )
         if tp > 1 and callable(getattr(type(module), "merge_and_unload", None)):
             object.__setattr__(module, "merge_and_unload", types.MethodType(_refuse_merge, module))
             object.__setattr__(module, "merge_adapter", types.MethodType(_refuse_merge, module))
 
 
 def _with_full_weights(self: Any, *args: Any, **settings: Any) -> Any:
-    given = next((one for one in (settings.get("state_dict"), *args) if isinstance(one, dict)), None)
+    given = next(
+        (one for one in (settings.get("state_dict"), *args) if isinstance(one, dict)), None
+    )
     refuse_given_shards(f"{type(self).__name__}.save_pretrained", given, remedy=f"call {_REMEDY}")
     if given is None:
-        raise InputError(f"{type(self).__name__}.save_pretrained, or push_to_hub: each process holds a part of the weights; call {_REMEDY}")
+        raise InputError(
+            f"{type(self).__name__}.save_pretrained, or push_to_hub: each process holds a part of"
+            f" the weights; call {_REMEDY}"
+        )
     with own_classes(self):
         return type(self).save_pretrained(self, *args, **settings)
 
 
-def _refuse_resize(self: Any, new_num_tokens: int | None = None, *args: Any, **settings: Any) -> Any:
+def _refuse_resize(
+    self: Any, new_num_tokens: int | None = None, *args: Any, **settings: Any
+) -> Any:
     if new_num_tokens is None and not args and not settings:  # asks for the embedding alone
         return type(self).resize_token_embeddings(self)
     raise InputError(
-        f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}): each process holds a part of the embedding, and the optimizer "
-        "its states; load the model, resize it, and then train it or pass it to plait.initialize"
+        f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}): each process holds a"
+        " part of the embedding, and the optimizer its states; load the model, resize it, and then"
+        " train it or pass it to plait.initialize"
     )
 
 
@@ -72,7 +87,9 @@ def _refuse_merge(self: Any, *_: Any, **__: Any) -> Any:
 
 
 def class_before_sharding(kind: type) -> type:
-    """Return the class of a module of which `fully_shard` has made `kind`, as FSDPLlamaModel of LlamaModel."""
+    """Return the class of a module of which `fully_shard` has made `kind`, as FSDPLlamaModel of
+    LlamaModel.
+    """
     while issubclass(kind, FSDPModule):
         kind = kind.__bases__[-1]
     return kind
@@ -82,9 +99,12 @@ def class_before_sharding(kind: type) -> type:
 def own_classes(model: nn.Module) -> Iterator[None]:
     """Give modules the classes that they had before they were sharded.
 
-    Transformers looks up by the class's name how the parameters are called in files (LLaVA, Qwen2-VL).
+    Transformers looks up by the class's name how the parameters are called in files (LLaVA,
+    Qwen2-VL).
     """
-    classes = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    classes = [
+        (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
+    ]
     for module, kind in classes:
         module.__class__ = class_before_sharding(kind)
     try:

@@ -35,7 +35,10 @@ _REMEDIES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionar
 def is_full_here(tensor: DTensor) -> bool:
     """Return whether every rank holds all of a tensor, as at ZeRO stage 0."""
     sizes = (tensor.device_mesh.size(axis) for axis in range(tensor.device_mesh.ndim))
-    return all(kind.is_replicate() or size == 1 for kind, size in zip(tensor.placements, sizes, strict=True))
+    return all(
+        kind.is_replicate() or size == 1
+        for kind, size in zip(tensor.placements, sizes, strict=True)
+    )
 
 
 def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None:
@@ -45,7 +48,9 @@ def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None
         model: A sharded model.
         remedy: What to call instead, for the message.
     """
-    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    meshes = {
+        parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
+    }
     _REMEDIES.update((mesh, remedy) for mesh in meshes)
     if meshes:
         copyreg.pickle(DTensor, _pickled)
@@ -68,8 +73,8 @@ def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool 
             return
         if is_partial or not all(map(is_full_here, sharded.values())):
             raise InputError(
-                f"state_dict() of the model: each process holds a part of the weights; call {remedy}, or "
-                f"use ZeRO stage 0{' without a pipeline' if is_partial else ''}"
+                "state_dict() of the model: each process holds a part of the weights; call"
+                f" {remedy}, or use ZeRO stage 0{' without a pipeline' if is_partial else ''}"
             )
         state.update({name: local_tensor(value) for name, value in sharded.items()})
 
@@ -90,7 +95,11 @@ def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
         weights: Tensors by name, or None.
         remedy: What to pass instead, for the message.
     """
-    shards = [name for name, value in (weights or {}).items() if isinstance(value, DTensor) and not is_full_here(value)]
+    shards = [
+        name
+        for name, value in (weights or {}).items()
+        if isinstance(value, DTensor) and not is_full_here(value)
+    ]
     if shards:
         raise InputError(
             f"{call} was given {len(shards)} weights of which this process holds a part, first "
@@ -99,7 +108,9 @@ def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
 
 
 def _pickled(tensor: DTensor) -> Any:
-    if tensor.device_mesh not in _REMEDIES or _is_asked_by(lambda name: name == "copy" or _is_torchs_checkpoint(name)):
+    if tensor.device_mesh not in _REMEDIES or _is_asked_by(
+        lambda name: name == "copy" or _is_torchs_checkpoint(name)
+    ):
         return tensor.__reduce_ex__(2)
     if is_full_here(tensor):
         return local_tensor(tensor).__reduce_ex__(2)

@@ -1,7 +1,9 @@
-"""The order of a step after the last backward: finish the reduction, find the global norm, decide, unscale and clip at once, update.
+"""The order of a step after the last backward: finish the reduction, find the global norm, decide,
+unscale and clip at once, update.
 
-Gradients are sharded over some axes and replicated over the rest; every one is counted once. The decision "not finite" depends on the
-global norm, so every rank takes the same one. A skipped step changes no state but the loss scale.
+Gradients are sharded over some axes and replicated over the rest; every one is counted once. The
+decision "not finite" depends on the global norm, so every rank takes the same one. A skipped step
+changes no state but the loss scale.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from plait.parallel.reduction import sharded_axes
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened in a step. `grad_norm` is global, unscaled, before clipping; 0-dimensional, on the device."""
+    """What happened in a step. `grad_norm` is global, unscaled, before clipping; 0-dimensional, on
+    the device.
+    """
 
     grad_norm: torch.Tensor
     skipped: bool
@@ -39,27 +43,37 @@ class Stepper:
     """Turns reduced gradients into an update."""
 
     parameters: list[nn.Parameter]
-    """All of the model. Those that the optimizer does not hold count in no norm, and keep no gradient from step to step."""
+    """All of the model. Those that the optimizer does not hold count in no norm, and keep no
+    gradient from step to step.
+    """
     mesh: Mesh
     optimizer: torch.optim.Optimizer
     clipping: float
     """Largest global norm; 0 leaves gradients as they are."""
     scaler: LossScaler | None
     non_finite: Literal["raise", "skip"]
-    """What becomes of a step whose gradients or loss are not finite. A loss scaler skips it in any case."""
+    """What becomes of a step whose gradients or loss are not finite. A loss scaler skips it in any
+    case.
+    """
     asks: bool
     """Whether the norm is read before the update, to decide about it.
 
-    On a GPU that is one wait for the device per step, between the backward and the update. fp16 needs
-    it by design: the program chooses the loss scale of the next step, and whether the learning rate
-    moves, from the answer. bf16.check_grad_overflow and faults.non_finite ask the same."""
+    On a GPU that is one wait for the device per step, between the backward and the update. fp16
+    needs it by design: the program chooses the loss scale of the next step, and whether the
+    learning rate moves, from the answer. bf16.check_grad_overflow and faults.non_finite ask the
+    same.
+    """
     scheduler: Scheduler | None = None
     tier: DiskTier | None = None
     """Where gradients and optimizer states are, if not in memory."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
-    """Called with unscaled, clipped gradients in place, just before the optimizer: those of the hooks, and for inspection."""
+    """Called with unscaled, clipped gradients in place, just before the optimizer: those of the
+    hooks, and for inspection.
+    """
     configured: list[dict[str, Any]] = field(default_factory=list)
-    """The values of the optimizer's groups before any schedule or step changed them; a checkpoint keeps them (see `engine.resume`)."""
+    """The values of the optimizer's groups before any schedule or step changed them; a checkpoint
+    keeps them (see `engine.resume`).
+    """
     schedule_source: ScheduleSource | None = None
     """What `scheduler` was built from; None where it was passed."""
     in_backward: BackwardOptimizer | None = None
@@ -79,13 +93,20 @@ class Stepper:
         loss: Callable[[], torch.Tensor] | None = None,
         error: Callable[[float], Exception] | None = None,
     ) -> Outcome:
-        """One update. Gradients hold loss_scale x divisor times the true ones, and are None afterwards. `loss`: that of the step over all
-        ranks, where it is known; asked for after the norm. `error(norm)` makes what is raised for a step that is not finite, before
-        anything has changed; without it, or where such steps are skipped, the outcome says so."""
+        """One update. Gradients hold loss_scale x divisor times the true ones, and are None
+        afterwards. `loss`: that of the step over all ranks, where it is known; asked for after the
+        norm. `error(norm)` makes what is raised for a step that is not finite, before anything has
+        changed; without it, or where such steps are skipped, the outcome says so.
+        """
         if self.in_backward is not None:
             return self._after_backward(self.in_backward, divisor)
         inverse = 1.0 / (self.loss_scale * divisor)
-        updated = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        updated = [
+            p
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         grads = [p.grad for p in updated]
         counted = grads
         if self.counted_by_others:
@@ -117,8 +138,9 @@ class Stepper:
     def _after_backward(self, updated: BackwardOptimizer, divisor: float) -> Outcome:
         if divisor != 1.0:
             raise InputError(
-                "parallel.optimizer_in_backward: backward(weight=...) divides when all weights are known, and the parameters were updated "
-                "by then; divide the loss before, use train_batch, or false"
+                "parallel.optimizer_in_backward: backward(weight=...) divides when all weights are"
+                " known, and the parameters were updated by then; divide the loss before, use"
+                " train_batch, or false"
             )
         norms = updated.take_norms()
         held = [p for group in self.optimizer.param_groups for p in group["params"] if p in norms]
@@ -135,7 +157,8 @@ class Stepper:
             factor = clip_factor(norm, self.clipping)
             if inverse != 1.0:
                 factor = factor * inverse
-            # Reading a scalar is free on a CPU and saves a pass over all gradients; on a GPU it would stall the queue.
+            # Reading a scalar is free on a CPU and saves a pass over all gradients; on a GPU it
+            # would stall the queue.
             factor = factor.item() if factor.device.type == "cpu" else factor
         if self.tier is not None and not self.before_update:
             self.tier.scale_in_step(factor)
@@ -146,7 +169,9 @@ class Stepper:
 
 
 def _are_finite(norm: torch.Tensor, loss: Callable[[], torch.Tensor] | None) -> bool:
-    """Return whether the norm and, where it is given, the loss are finite. Waits for the device once."""
+    """Return whether the norm and, where it is given, the loss are finite. Waits for the device
+    once.
+    """
     if loss is None:
         return math.isfinite(norm.item())
     # Two reads would stall the stream twice.

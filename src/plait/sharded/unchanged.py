@@ -34,7 +34,11 @@ class UnchangedParameters:
     def before_update(self) -> None:
         """Record the parameters before the first update."""
         if self._updates == 0 and self._before is None:
-            names = [name for name, parameter in self._model.named_parameters() if _can_be_compared(parameter)]
+            names = [
+                name
+                for name, parameter in self._model.named_parameters()
+                if _can_be_compared(parameter)
+            ]
             self._names = names
             self._before = self._digests()
 
@@ -61,8 +65,16 @@ class UnchangedParameters:
 
     def _digests(self) -> torch.Tensor:
         parameters = dict(self._model.named_parameters())
-        sums = [_bit_sum(local_tensor(parameters[name].detach())) for name in self._names if name in parameters]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=self._mesh.device)
+        sums = [
+            _bit_sum(local_tensor(parameters[name].detach()))
+            for name in self._names
+            if name in parameters
+        ]
+        return (
+            torch.stack(sums)
+            if sums
+            else torch.zeros(0, dtype=torch.int64, device=self._mesh.device)
+        )
 
     def _compare(self) -> None:
         assert self._before is not None
@@ -83,11 +95,16 @@ class UnchangedParameters:
             return
         flags = self._changed.values().tolist()
         parameters = dict(self._model.named_parameters())
-        trained = {p for group in optimizer.param_groups if float(group["lr"]) > 0 for p in group["params"]}
+        trained = {
+            p for group in optimizer.param_groups if float(group["lr"]) > 0 for p in group["params"]
+        }
         unchanged = [
             name
             for name, changed in zip(self._names, flags, strict=True)
-            if not changed and name in parameters and parameters[name].requires_grad and parameters[name] in trained
+            if not changed
+            and name in parameters
+            and parameters[name].requires_grad
+            and parameters[name] in trained
         ]
         if unchanged:
             more = f" and {len(unchanged) - 1} more" if len(unchanged) > 1 else ""

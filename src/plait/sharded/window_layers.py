@@ -1,7 +1,7 @@
 """Layers of a cache that keep a window of tokens, and no more memory than that.
 
-Transformers' own keep the last tokens as a view of all that a forward had, so that after a long prompt every layer holds the whole of it
-until the next token.
+Transformers' own keep the last tokens as a view of all that a forward had, so that after a long
+prompt every layer holds the whole of it until the next token.
 """
 
 from __future__ import annotations
@@ -36,4 +36,8 @@ def _copying(kind: Any) -> type:
 
 
 def _own(kept: torch.Tensor) -> torch.Tensor:
-    return kept.clone(memory_format=torch.contiguous_format) if kept.untyped_storage().nbytes() > kept.nbytes else kept
+    return (
+        kept.clone(memory_format=torch.contiguous_format)
+        if kept.untyped_storage().nbytes() > kept.nbytes
+        else kept
+    )

@@ -1,4 +1,6 @@
-"""Knows whether a model computes now, so that calls which its ranks cannot answer in the middle of that are refused before they do harm."""
+"""Knows whether a model computes now, so that calls which its ranks cannot answer in the middle of
+that are refused before they do harm.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ class Forwards:
         def end(*_: object) -> None:
             self.running = max(0, self.running - 1)
 
-        self._handles = [model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end, always_call=True)]
+        self._handles = [
+            model.register_forward_pre_hook(begin, prepend=True),
+            model.register_forward_hook(end, always_call=True),
+        ]
 
     def close(self) -> None:
         """Stop watching."""

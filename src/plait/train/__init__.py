@@ -1,1 +1,3 @@
-"""The training run behind `plait train`: model and data from their sections, the loop, and a text at the end. Prints nothing."""
+"""The training run behind `plait train`: model and data from their sections, the loop, and a text
+at the end. Prints nothing.
+"""

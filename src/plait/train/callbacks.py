@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from plait.engine.engine import Engine
 
 Callback = Callable[[Event, "Engine"], object]
-"""Called with an event and the engine. True ends the run after the next step, on all processes, with a checkpoint."""
+"""Called with an event and the engine. True ends the run after the next step, on all processes,
+with a checkpoint.
+"""
 
 
 def load_callbacks(names: Sequence[str]) -> list[Callback]:
@@ -28,28 +30,44 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 
 def check_callbacks(names: Sequence[str]) -> None:
-    """Import them, and call nothing. Raises ConfigError for what cannot be found, made without arguments or called with (event, engine)."""
+    """Import them, and call nothing. Raises ConfigError for what cannot be found, made without
+    arguments or called with (event, engine).
+    """
     for name in names:
         _found(name)
 
 
 def _found(name: str) -> Any:
-    """A function, or a class whose instances are called. Modules of the current folder come first, as for `python -m`."""
+    """A function, or a class whose instances are called. Modules of the current folder come first,
+    as for `python -m`.
+    """
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        module, attribute = module_of(name, form="it is not package.module:name", example="my_callbacks:log")
+        module, attribute = module_of(
+            name, form="it is not package.module:name", example="my_callbacks:log"
+        )
     except NotImportable as error:
         raise _problem(name, error.rule, error.remedy) from None
     found = getattr(module, attribute, None)
     if found is None:
         raise _problem(
-            name, f"{module.__name__} has no {attribute!r}", "name a function of (event, engine), or a class whose instances are called so"
+            name,
+            f"{module.__name__} has no {attribute!r}",
+            "name a function of (event, engine), or a class whose instances are called so",
         )
     if inspect.isclass(found):
         _takes(found, 0, name, "the class is made without arguments", "give its arguments defaults")
-        call = next((vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None)
-        _takes(call, 3, name, "an instance is called with (event, engine)", "give the class a __call__ that takes these")
+        call = next(
+            (vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None
+        )
+        _takes(
+            call,
+            3,
+            name,
+            "an instance is called with (event, engine)",
+            "give the class a __call__ that takes these",
+        )
     else:
         _takes(found, 2, name, "it is called with (event, engine)", "take these two arguments")
     return found

@@ -16,13 +16,15 @@ def cautions(resolved: Resolved, *, processes: int, cores: int, on_gpus: bool) -
     if warm_up >= steps:
         assert resolved.scheduler is not None
         found.append(
-            f"scheduler {resolved.scheduler.type} warms up for {warm_up:,} steps and the run has {steps:,}: its full learning rate is "
-            f"never reached; lower the warm-up below {steps:,}, or raise run.steps"
+            f"scheduler {resolved.scheduler.type} warms up for {warm_up:,} steps and the run has"
+            f" {steps:,}: its full learning rate is never reached; lower the warm-up below"
+            f" {steps:,}, or raise run.steps"
         )
     if not on_gpus and processes > 2 * cores:
         found.append(
-            f"{processes} processes share {cores} cores and no GPU: each step takes about {processes / cores:.0f} times as long as with "
-            f"one process a core; lower --nproc-per-node, or run.processes and the degrees in parallel"
+            f"{processes} processes share {cores} cores and no GPU: each step takes about"
+            f" {processes / cores:.0f} times as long as with one process a core; lower"
+            " --nproc-per-node, or run.processes and the degrees in parallel"
         )
     return found
 

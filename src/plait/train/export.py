@@ -1,4 +1,6 @@
-"""A trained model as a folder that `from_pretrained` opens: streamed from a checkpoint of any layout, a file at a time."""
+"""A trained model as a folder that `from_pretrained` opens: streamed from a checkpoint of any
+layout, a file at a time.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +56,13 @@ def export(
     progress: Callable[[int, int], None] = lambda done, of: None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write the model of a checkpoint of `plait train`: config.json, safetensors with an index, the tokenizer, and a file of settings of
-    generation (`generation`). The checkpoint is verified first. `dtype`: of the weights; None keeps the checkpoint's. `progress` gets
-    (bytes written, bytes in all). `verify` gets the finished folder before it has its name.
+    """Write the model of a checkpoint of `plait train`: config.json, safetensors with an index, the
+    tokenizer, and a file of settings of generation (`generation`). The checkpoint is verified
+    first. `dtype`: of the weights; None keeps the checkpoint's. `progress` gets (bytes written,
+    bytes in all). `verify` gets the finished folder before it has its name.
 
-    Raises InputError where `out` exists, CheckpointError for a damaged checkpoint, one that `plait train` did not write, and where `verify`
-    does: then no folder is left.
+    Raises InputError where `out` exists, CheckpointError for a damaged checkpoint, one that `plait
+    train` did not write, and where `verify` does: then no folder is left.
     """
     require_transformers("plait export")
     if out.exists():
@@ -67,24 +70,42 @@ def export(
     reader = Reader(found)
     reader.verify("full")
     model = described_model(found, dtype=dtype)
-    stored, of_model = dict(reader.under(START)), model.state_dict()
-    doubles = {name for group in tied_names(model) for name in sorted(group, key=list(of_model).index)[1:]}
+    stored = dict(reader.under(START))
+    of_model = model.state_dict()
+    doubles = {
+        name for group in tied_names(model) for name in sorted(group, key=list(of_model).index)[1:]
+    }
     names = [name for name in stored if name not in doubles]
     missing = sorted(set(of_model) - doubles - set(names))
     if missing:
-        raise CheckpointError(f"{found.path} lacks {len(missing)} tensors of its model, first {missing[0]}")
+        raise CheckpointError(
+            f"{found.path} lacks {len(missing)} tensors of its model, first {missing[0]}"
+        )
     # Another dtype is not all tensors': integers stay, and so does what the class keeps in float32.
-    dtypes = {name: of_model[name].dtype if dtype is not None and name in of_model else dtype_of(stored[name]) for name in names}
+    dtypes = {
+        name: (
+            of_model[name].dtype
+            if dtype is not None and name in of_model
+            else dtype_of(stored[name])
+        )
+        for name in names
+    }
     sizes = {name: _bytes(stored[name].shape, dtypes[name]) for name in names}
-    total, done = sum(sizes.values()), 0
+    total = sum(sizes.values())
+    done = 0
     temporary = out.with_name(f".{out.name}.tmp")
-    held, is_done = None, False
+    held = None
+    is_done = False
     try:
         held = _claimed(temporary, out)
         files = _files(sizes, file_bytes)
         index: dict[str, str] = {}
         for number, members in enumerate(files, 1):
-            file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            file = (
+                "model.safetensors"
+                if len(files) == 1
+                else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            )
             tensors = {name: reader.read(f"{START}{name}").to(dtypes[name]) for name in members}
             save_file(tensors, temporary / file, metadata={"format": "pt"})
             index |= dict.fromkeys(members, file)
@@ -99,7 +120,8 @@ def export(
         settings.use_cache = True
         settings.save_pretrained(temporary)
         if tokenizer is not None and tokenizer.is_dir():
-            shutil.copytree(tokenizer, temporary, dirs_exist_ok=True)  # several chat templates lie in a folder of their own
+            # several chat templates lie in a folder of their own
+            shutil.copytree(tokenizer, temporary, dirs_exist_ok=True)
         if generation is not None:
             shutil.copyfile(generation, temporary / GENERATION)
         _sync(temporary)
@@ -114,17 +136,22 @@ def export(
             if not is_done:  # also after Ctrl-C
                 shutil.rmtree(temporary, ignore_errors=True)
             os.close(held)
-    return Exported(out, int(found.manifest.metadata["global_steps"]), len(names), total, dtypes[names[0]])
+    return Exported(
+        out, int(found.manifest.metadata["global_steps"]), len(names), total, dtypes[names[0]]
+    )
 
 
 def _claimed(temporary: Path, out: Path) -> int:
-    """An empty folder, open, which this process alone writes to. What an export that was killed left there is removed. Raises InputError
-    where another export is writing it."""
+    """An empty folder, open, which this process alone writes to. What an export that was killed
+    left there is removed. Raises InputError where another export is writing it.
+    """
     temporary.mkdir(parents=True, exist_ok=True)
     held = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     if not is_only_writer(held) or not is_at(temporary, held) or out.exists():
         os.close(held)
-        raise InputError(f"--out {out}: another export writes it now; wait for its end, or give another name")
+        raise InputError(
+            f"--out {out}: another export writes it now; wait for its end, or give another name"
+        )
     for left in temporary.iterdir():
         shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
     return held
@@ -134,7 +161,9 @@ def _verify(verify: Callable[[Path], None], temporary: Path, out: Path) -> None:
     try:
         verify(temporary)
     except CheckpointError as error:
-        raise CheckpointError(f"--out {out}: {error}; the folder was removed: without --verify it is kept") from error
+        raise CheckpointError(
+            f"--out {out}: {error}; the folder was removed: without --verify it is kept"
+        ) from error
 
 
 def _sync(folder: Path) -> None:

@@ -1,7 +1,9 @@
-"""The training loop: steps, validation, checkpoints, a clean stop. It notifies listeners and prints nothing itself.
+"""The training loop: steps, validation, checkpoints, a clean stop. It notifies listeners and prints
+nothing itself.
 
-Every rank runs it with the same numbers and takes the same decisions: what one rank alone knows (a signal) is agreed on first. The data of
-a step is a function of the position, so a run that was resumed computes what an uninterrupted one would.
+Every rank runs it with the same numbers and takes the same decisions: what one rank alone knows (a
+signal) is agreed on first. The data of a step is a function of the position, so a run that was
+resumed computes what an uninterrupted one would.
 
 Note [Reading a step's numbers]
     A GPU works behind the program. If the loop read the loss of a step at once, the device would
@@ -11,7 +13,8 @@ Note [Reading a step's numbers]
 
     Listeners hear of a step one step late. Where something depends on the numbers (validation, a
     checkpoint, the end), all of them are read first, so a checkpoint never holds a step whose
-    numbers nobody has looked at. All ranks read at the same positions, so they stop at the same one.
+    numbers nobody has looked at. All ranks read at the same positions, so they stop at the same
+    one.
 """
 
 from __future__ import annotations
@@ -31,7 +34,16 @@ from plait.cluster.host_copy import HostCopy
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Batches
 from plait.errors import NumbersError
-from plait.events import CheckpointSaved, CommunicationDecided, Listener, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.events import (
+    CheckpointSaved,
+    CommunicationDecided,
+    Listener,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    StepDone,
+    Validated,
+)
 from plait.train.clock import StepClock
 from plait.train.memory import peak_memory_bytes
 from plait.train.stop import ASKED, StopRequest
@@ -49,15 +61,24 @@ class Trainable(Protocol):
         """This process among all."""
 
     def train_batch(self, batch: Any) -> Any:
-        """One optimizer step on this rank's share; the result has the fields of `plait.StepResult`."""
+        """One optimizer step on this rank's share; the result has the fields of
+        `plait.StepResult`.
+        """
 
     def eval_batch(self, batch: Any) -> tuple[float, float]:
         """(sum of losses, weight) over all ranks."""
 
     def save_checkpoint(
-        self, folder: str | Place, *, tag: str | None = None, client_state: dict[str, Any] | None = None, wait: bool = True
+        self,
+        folder: str | Place,
+        *,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        wait: bool = True,
     ) -> Place:
-        """Collective; complete on disk when it returns, or with `wait` False when `checkpoint_written` returns it."""
+        """Collective; complete on disk when it returns, or with `wait` False when
+        `checkpoint_written` returns it.
+        """
 
     def checkpoint_written(self, *, wait: bool = False) -> Place | None:
         """A checkpoint that has reached the disk since the last call."""
@@ -79,7 +100,8 @@ class TrainingContext:
     section: RunSection
     loader: Batches
     validation: Callable[[], Iterable[Any]]
-    """This rank's validation batches, the same ones at each call; none where nothing is held out."""
+    """This rank's validation batches, the same ones at each call; none where nothing is held out.
+    """
     sample: Callable[[], str] | None
     """Lets the model write a text. Collective."""
     checkpoints: Place
@@ -95,13 +117,19 @@ class TrainingContext:
 
 
 def train(context: TrainingContext, start: Position) -> int:
-    """Train from `start` to `section.steps`, or until a stop is asked for. Ends with a checkpoint either way.
+    """Train from `start` to `section.steps`, or until a stop is asked for. Ends with a checkpoint
+    either way.
 
-    Returns 0 when all steps are done, else the signal that asked to stop, or ASKED, the same on every rank. Raises NumbersError when the
-    loss is not finite, where such steps are not skipped; the last checkpoint is kept as it is.
+    Returns 0 when all steps are done, else the signal that asked to stop, or ASKED, the same on
+    every rank. Raises NumbersError when the loss is not finite, where such steps are not skipped;
+    the last checkpoint is kept as it is.
     """
-    section, began, clock = context.section, time.perf_counter(), StepClock(context.engine.device)
-    position, stopped_by, is_due = start, 0, False
+    section = context.section
+    began = time.perf_counter()
+    clock = StepClock(context.engine.device)
+    position = start
+    stopped_by = 0
+    is_due = False
     validated = saved = start.step
     # See Note [Reading a step's numbers].
     behind = 0 if context.engine.device.type == "cpu" else 1
@@ -136,7 +164,8 @@ def train(context: TrainingContext, start: Position) -> int:
             validated = position.step
         if saves:
             saving.begin(position)
-            saved, is_due = position.step, False
+            saved = position.step
+            is_due = False
         saving.report(wait=False)
         if validates or saves:
             clock.restart()
@@ -149,7 +178,9 @@ def train(context: TrainingContext, start: Position) -> int:
     if finished and context.sample is not None and section.sample is not None:
         context.emit(Sampled(position.step, section.sample.prompt, context.sample()))
     seconds = time.perf_counter() - began
-    reason = "finished" if finished else "ended by a callback" if stopped_by == ASKED else "interrupted"
+    reason = (
+        "finished" if finished else "ended by a callback" if stopped_by == ASKED else "interrupted"
+    )
     context.emit(RunEnded(position.step, reason, seconds, context.started.folder))
     return 0 if finished else stopped_by
 
@@ -177,8 +208,11 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _step_done(queued: _QueuedStep, context: TrainingContext, clock: StepClock) -> tuple[StepDone, float]:
-    """Wait for a step, and no other, and return its event and what ranks agreed on in it (`StopRequest.shared`).
+def _step_done(
+    queued: _QueuedStep, context: TrainingContext, clock: StepClock
+) -> tuple[StepDone, float]:
+    """Wait for a step, and no other, and return its event and what ranks agreed on in it
+    (`StopRequest.shared`).
 
     Raises:
         NumbersError: The loss or the gradients are not finite, and such steps are not skipped.
@@ -197,21 +231,26 @@ def _step_done(queued: _QueuedStep, context: TrainingContext, clock: StepClock) 
         seconds=clock.seconds(queued.ended),
         memory_bytes=peak_memory_bytes(context.engine.device),
     )
-    # Other steps are skipped, or end in an error before the update; updates in the backward have come before that.
+    # Other steps are skipped, or end in an error before the update; updates in the backward have
+    # come before that.
     if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):
         raise NumbersError(
-            f"step {event.step}: loss = {event.loss}, gradient norm = {event.grad_norm}: the run has diverged and was stopped without a "
-            "checkpoint; lower the learning rate or set gradient_clipping, and run the command again to go on from the last one in "
-            f"{context.checkpoints}"
+            f"step {event.step}: loss = {event.loss}, gradient norm = {event.grad_norm}: the run"
+            " has diverged and was stopped without a checkpoint; lower the learning rate or set"
+            " gradient_clipping, and run the command again to go on from the last one in"
+            f" {context.checkpoints}"
         )
     return event, stop
 
 
 def _validate(context: TrainingContext, step: int) -> None:
-    began, total, weight = time.perf_counter(), 0.0, 0.0
+    began = time.perf_counter()
+    total = 0.0
+    weight = 0.0
     for batch in context.validation():
         found, weighed = context.engine.eval_batch(batch)
-        total, weight = total + float(found), weight + float(weighed)
+        total = total + float(found)
+        weight = weight + float(weighed)
     if weight:
         context.emit(Validated(step, total / weight, weight, time.perf_counter() - began))
 
@@ -237,15 +276,28 @@ class _Saving:
         self.report(wait=True)
         self._last = self.context.seconds()
         self._position, self._began = position, time.perf_counter()
-        state = {**self.context.client_state, "step": position.step, "samples": position.samples, "loader": self.context.loader.state()}
+        state = {
+            **self.context.client_state,
+            "step": position.step,
+            "samples": position.samples,
+            "loader": self.context.loader.state(),
+        }
         tag = f"step-{position.step:08d}"
-        self.context.engine.save_checkpoint(self.context.checkpoints, tag=tag, client_state=state, wait=False)
+        self.context.engine.save_checkpoint(
+            self.context.checkpoints, tag=tag, client_state=state, wait=False
+        )
 
     def report(self, *, wait: bool) -> None:
-        path = self.context.engine.checkpoint_written(wait=wait) if self._position is not None else None
+        path = (
+            self.context.engine.checkpoint_written(wait=wait)
+            if self._position is not None
+            else None
+        )
         if path is None or self._position is None:
             return
         if self.context.engine.rank == 0:
             remove_old(self.context.checkpoints, keep=self.context.section.keep)
-        self.context.emit(CheckpointSaved(self._position.step, str(path), time.perf_counter() - self._began))
+        self.context.emit(
+            CheckpointSaved(self._position.step, str(path), time.perf_counter() - self._began)
+        )
         self._position = None

@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def sample(engine: Engine, tokenizer: PreTrainedTokenizerBase, section: SampleSection, *, seed: int) -> str:
-    """`section.prompt` and what the model adds to it, up to `section.tokens` tokens, the end of the text, or the last position that the
-    model knows. Collective."""
+def sample(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, section: SampleSection, *, seed: int
+) -> str:
+    """`section.prompt` and what the model adds to it, up to `section.tokens` tokens, the end of the
+    text, or the last position that the model knows. Collective.
+    """
     prompt = tokenizer(section.prompt, add_special_tokens=False)["input_ids"]
     config = getattr(engine.model, "config", None)
     positions = getattr(config, "max_position_embeddings", None) or len(prompt) + section.tokens

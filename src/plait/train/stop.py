@@ -1,7 +1,9 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 as a request that the loop reads between steps, agreed on by all ranks.
+"""Ctrl-C, SIGTERM and SIGUSR1 as a request that the loop reads between steps, agreed on by all
+ranks.
 
-A signal reaches ranks at different moments, or only one of them. A rank that stopped alone would leave the others waiting in a collective
-for ever, so all stop after the first step in which any of them was asked to.
+A signal reaches ranks at different moments, or only one of them. A rank that stopped alone would
+leave the others waiting in a collective for ever, so all stop after the first step in which any of
+them was asked to.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ import torch.distributed as dist
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Schedulers send SIGUSR1 before a limit of time."""
 ASKED = 1
-"""In place of a signal's number: the program itself asked. Less than any signal of _SIGNALS, which counts where both ask."""
+"""In place of a signal's number: the program itself asked. Less than any signal of _SIGNALS, which
+counts where both ask.
+"""
 
 
 class StopRequest:
-    """Listens for SIGINT, SIGTERM and SIGUSR1 while it is entered as a context. The first one asks, a second SIGINT interrupts at once."""
+    """Listens for SIGINT, SIGTERM and SIGUSR1 while it is entered as a context. The first one asks,
+    a second SIGINT interrupts at once.
+    """
 
     def __init__(self, *, on_request: Callable[[], None] | None = None) -> None:
         self.number = 0

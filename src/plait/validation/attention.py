@@ -26,9 +26,17 @@ from plait.parallel.context.kernel import (
 from plait.validation.context import Context
 from plait.validation.rows import Verdict, verdict
 
-BATCH, HEADS, KV_HEADS, HEAD_DIM = 1, 8, 2, 64
-TOKENS, SMALL_TOKENS = 2048, 64
-ALLOWED: Mapping[torch.dtype, float] = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+BATCH = 1
+HEADS = 8
+KV_HEADS = 2
+HEAD_DIM = 64
+TOKENS = 2048
+SMALL_TOKENS = 64
+ALLOWED: Mapping[torch.dtype, float] = {
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+    torch.float32: 1e-5,
+}
 """Largest error of an output or a gradient, as a share of the largest number of the tensor."""
 NAMES = ("output", "gradient of query", "gradient of key", "gradient of value")
 
@@ -45,8 +53,17 @@ class Case:
     @property
     def title(self) -> str:
         """Dtype and properties of the case."""
-        properties = {"window": self.window, "documents": self.documents, "capped scores": self.softcap}
-        return ", ".join([str(self.dtype).removeprefix("torch."), *(name for name, value in properties.items() if value)])
+        properties = {
+            "window": self.window,
+            "documents": self.documents,
+            "capped scores": self.softcap,
+        }
+        return ", ".join(
+            [
+                str(self.dtype).removeprefix("torch."),
+                *(name for name, value in properties.items() if value),
+            ]
+        )
 
 
 CASES = (
@@ -70,7 +87,11 @@ def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
     problems = []
     for case in CASES:
         kernel, errors = compare(context, case, shift=0)
-        numbers[case.title] = {"kernel": kernel, "allowed": ALLOWED[case.dtype], "largest_error": max(errors.values())}
+        numbers[case.title] = {
+            "kernel": kernel,
+            "allowed": ALLOWED[case.dtype],
+            "largest_error": max(errors.values()),
+        }
         problems += problems_of(case, kernel, errors)
         context.progress(numbers)
 
@@ -107,8 +128,10 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
         values = torch.randn(BATCH, heads, length, HEAD_DIM, generator=generator)
         return values.to(context.device, case.dtype)
 
-    query, grad = random(HEADS, half), random(HEADS, half)
-    key, value = random(KV_HEADS, tokens), random(KV_HEADS, tokens)
+    query = random(HEADS, half)
+    grad = random(HEADS, half)
+    key = random(KV_HEADS, tokens)
+    value = random(KV_HEADS, tokens)
     starts = None
     if case.documents:
         positions = torch.arange(half, tokens) + shift
@@ -117,9 +140,13 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
         starts = rows.expand(BATCH, half).to(context.device)
     rule = Rule(HEAD_DIM**-0.5, half // 2 + shift if case.window else None, case.softcap)
 
-    kernel, _ = kernel_for(context.device, case.dtype, (HEAD_DIM, HEAD_DIM), rule, documents=case.documents)
+    kernel, _ = kernel_for(
+        context.device, case.dtype, (HEAD_DIM, HEAD_DIM), rule, documents=case.documents
+    )
     fused = attention(query, key, value, grad, starts, rule, shift)
-    wide_query, wide_key, wide_value, wide_grad = (tensor.double() for tensor in (query, key, value, grad))
+    wide_query, wide_key, wide_value, wide_grad = (
+        tensor.double() for tensor in (query, key, value, grad)
+    )
     exact_rule = replace(rule, kernel="products")
     exact = attention(wide_query, wide_key, wide_value, wide_grad, starts, exact_rule, shift)
     errors = {name: relative_error(a, b) for name, a, b in zip(NAMES, fused, exact, strict=True)}

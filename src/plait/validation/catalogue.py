@@ -86,7 +86,10 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
     for pattern in only:
         if not any(_matches(row, pattern) for row in rows):
             checks = ", ".join(dict.fromkeys(row.name.split("/")[0] for row in rows))
-            raise InputError(f"--only {pattern}: no row has this name; checks are {checks}, and --only 'parity/*' takes all rows of one")
+            raise InputError(
+                f"--only {pattern}: no row has this name; checks are {checks}, and --only"
+                " 'parity/*' takes all rows of one"
+            )
     if only:
         chosen = [row for row in rows if any(_matches(row, pattern) for pattern in only)]
     else:
@@ -114,12 +117,18 @@ def _on_machine(machine: Machine, gpus: int, row: Row) -> Row:
         return row
     if not machine.transformers and not row.check.startswith(("ceilings:", "links:")):
         # Not `install_line`, which names a folder: the validation's document has no paths.
-        reason = "Transformers, which has the models of the checks, is not installed; pip install '.[hf]' in a clone"
+        reason = (
+            "Transformers, which has the models of the checks, is not installed; pip install"
+            " '.[hf]' in a clone"
+        )
         return replace(row, unavailable=reason)
     ranks_per_gpu = -(-row.ranks // gpus)
     needed = ranks_per_gpu * RANK_BYTES
     if ranks_per_gpu > 1 and not machine.simulated and machine.memory_bytes < needed:
-        reason = f"{ranks_per_gpu} ranks on a GPU need {needed / GIB:.0f} GiB, and it has {machine.memory_bytes / GIB:.1f} GiB"
+        reason = (
+            f"{ranks_per_gpu} ranks on a GPU need {needed / GIB:.0f} GiB, and it has"
+            f" {machine.memory_bytes / GIB:.1f} GiB"
+        )
         return replace(row, unavailable=reason)
     return row
 
@@ -142,22 +151,46 @@ def _ceilings() -> list[Row]:
 
 
 def _waits() -> list[Row]:
-    def row(name: str, title: str, expected: int, config: Mapping[str, Any], planned: float = 2) -> Row:
+    def row(
+        name: str, title: str, expected: int, config: Mapping[str, Any], planned: float = 2
+    ) -> Row:
         settings = {"config": dict(config), "expected": expected}
         full_title = f"waits of the host for the device per step: {title}"
-        return Row(f"waits/{name}", full_title, "waits:per_step", planned_seconds=planned, settings=settings)
+        return Row(
+            f"waits/{name}",
+            full_title,
+            "waits:per_step",
+            planned_seconds=planned,
+            settings=settings,
+        )
 
     # DeepSpeed's default asks whether all gradients are finite, which reads one number per step.
     unchecked = {"bf16": {"enabled": True, "check_grad_overflow": False}}
     return [
         # The first row of a process loads kernels.
-        row("checked", "stage 0, bfloat16, whose overflow check reads one number per step", 1, BF16, 10),
+        row(
+            "checked",
+            "stage 0, bfloat16, whose overflow check reads one number per step",
+            1,
+            BF16,
+            10,
+        ),
         row("stage-0", "stage 0, bfloat16", 0, unchecked),
         row("stage-1", "stage 1, bfloat16", 0, {**unchecked, "zero_optimization": {"stage": 1}}),
         row("stage-3", "stage 3, bfloat16", 0, {**unchecked, "zero_optimization": {"stage": 3}}),
         row("fp16", "float16, whose loss scale reads one number per step", 1, FP16),
-        row("loss-in-chunks", "loss in chunks", 0, {**unchecked, "parallel": {"loss_chunk_tokens": 128}}),
-        row("recompute", "full recomputation", 0, {**unchecked, "parallel": {"recompute": {"mode": "full"}}}),
+        row(
+            "loss-in-chunks",
+            "loss in chunks",
+            0,
+            {**unchecked, "parallel": {"loss_chunk_tokens": 128}},
+        ),
+        row(
+            "recompute",
+            "full recomputation",
+            0,
+            {**unchecked, "parallel": {"recompute": {"mode": "full"}}},
+        ),
     ]
 
 
@@ -167,13 +200,20 @@ def _parity() -> list[Row]:
 
     def row(name: str, title: str, planned: float, config: Mapping[str, Any]) -> Row:
         settings = {"config": dict(config)}
-        return Row(f"parity/{name}", title, "parity:layout", planned_seconds=planned, settings=settings)
+        return Row(
+            f"parity/{name}", title, "parity:layout", planned_seconds=planned, settings=settings
+        )
 
     return [
         row("bf16", "bfloat16, stage 0", 9, BF16),
         row("bf16-stage-3", "bfloat16, stage 3", 2, {**BF16, "zero_optimization": {"stage": 3}}),
         row("fp16", "float16 with a loss scale", 9, FP16),
-        row("recompute-full", "full recomputation", 2, {**BF16, "parallel": {"recompute": {"mode": "full"}}}),
+        row(
+            "recompute-full",
+            "full recomputation",
+            2,
+            {**BF16, "parallel": {"recompute": {"mode": "full"}}},
+        ),
         row(
             "recompute-selective",
             "selective recomputation",
@@ -191,7 +231,9 @@ def _parity() -> list[Row]:
 
 
 def _compiled_parity() -> list[Row]:
-    """The eighth configuration. It comes after the first throughput, because compilation is slow."""
+    """The eighth configuration. It comes after the first throughput, because compilation is
+    slow.
+    """
     return [
         Row(
             "parity/compile",
@@ -206,7 +248,8 @@ def _compiled_parity() -> list[Row]:
         ),
         Row(
             "parity/attention-kernels",
-            "kernels of context parallelism beside float64: FlashAttention, efficient attention, FlexAttention",
+            "kernels of context parallelism beside float64: FlashAttention, efficient attention,"
+            " FlexAttention",
             "attention:kernels",
             planned_seconds=55,
         ),
@@ -227,7 +270,12 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
             ["plait-compiled", "fsdp2-compiled", "ceiling-compiled"],
             "",
         ),
-        "liger": ("Plait and FSDP2 with Liger's kernels", 36, ["plait-liger", "fsdp2-liger"], "liger_kernel"),
+        "liger": (
+            "Plait and FSDP2 with Liger's kernels",
+            36,
+            ["plait-liger", "fsdp2-liger"],
+            "liger_kernel",
+        ),
         "deepspeed": ("Plait and DeepSpeed ZeRO 3", 40, ["plait", "deepspeed"], "deepspeed"),
     }
     rows = []
@@ -240,11 +288,16 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
                 f"a Llama of 8B width, 8,192 tokens: {title}",
                 "throughput:compare",
                 planned_seconds=planned,
-                # DeepSpeed holds 20 bytes per parameter, Plait 16, and keeps them after its engine is
-                # destroyed. When memory ran out on an H100, the process could not use the device any more.
+                # DeepSpeed holds 20 bytes per parameter, Plait 16, and keeps them after its engine
+                # is destroyed. When memory ran out on an H100, the process could not use the device
+                # any more.
                 settings={
                     "contenders": contenders,
-                    **({"layer_share": 0.7, "rounds": 1} if name == "deepspeed" else {"depths": name == "eager"}),
+                    **(
+                        {"layer_share": 0.7, "rounds": 1}
+                        if name == "deepspeed"
+                        else {"depths": name == "eager"}
+                    ),
                 },
                 own_process=name == "deepspeed",
                 unavailable=f"{PACKAGES_OF_PEERS[package]} is not installed" if missing else "",
@@ -255,14 +308,21 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
 
 def _on_several_gpus(gpus: int) -> list[Row]:
     """Rows that measure NCCL. They need a GPU per rank, and all GPUs take part."""
-    one_gpu = "there is one GPU; ranks that share a GPU talk through host memory and show nothing about NCCL"
+    one_gpu = (
+        "there is one GPU; ranks that share a GPU talk through host memory and show nothing about"
+        " NCCL"
+    )
     odd = f"{gpus} GPUs cannot be split into pairs"
     without = one_gpu if gpus == 1 else ""
     without_pairs = without or (odd if gpus % 2 else "")
     half = max(1, gpus // 2)
     sharded = {**BF16, "zero_optimization": {"stage": 3}, "parallel": {"dp_shard": gpus}}
     tensor = {**BF16, "parallel": {"tp": 2, "dp_replicate": half}}
-    pipeline = {**BF16, "parallel": {"pp": 2, "dp_replicate": half}, "gradient_accumulation_steps": 4}
+    pipeline = {
+        **BF16,
+        "parallel": {"pp": 2, "dp_replicate": half},
+        "gradient_accumulation_steps": 4,
+    }
     ranks = max(2, gpus)
 
     def parity(name: str, title: str, config: Mapping[str, Any], unavailable: str) -> Row:
@@ -277,7 +337,9 @@ def _on_several_gpus(gpus: int) -> list[Row]:
             unavailable=unavailable,
         )
 
-    def step(name: str, title: str, contenders: Sequence[str], unavailable: str, accumulation: int = 1) -> Row:
+    def step(
+        name: str, title: str, contenders: Sequence[str], unavailable: str, accumulation: int = 1
+    ) -> Row:
         return Row(
             f"nccl/step-{name}",
             f"step time of {title}",
@@ -289,13 +351,26 @@ def _on_several_gpus(gpus: int) -> list[Row]:
         )
 
     return [
-        Row("nccl/collectives", "collectives over all GPUs", "links:collectives", ranks, 12, unavailable=without),
+        Row(
+            "nccl/collectives",
+            "collectives over all GPUs",
+            "links:collectives",
+            ranks,
+            12,
+            unavailable=without,
+        ),
         parity("zero-3", "ZeRO 3", sharded, without),
         parity("tp", "tensor parallelism", tensor, without_pairs),
         parity("pp", "a pipeline", pipeline, without_pairs),
         step("zero-3", "ZeRO 3 beside FSDP2", ["plait", "fsdp2"], without),
         step("tp", "tensor parallelism beside DTensor's", ["plait-tp", "torch-tp"], without_pairs),
-        step("pp", "a pipeline beside torch.distributed.pipelining", ["plait-pp", "torch-pp"], without_pairs, 4),
+        step(
+            "pp",
+            "a pipeline beside torch.distributed.pipelining",
+            ["plait-pp", "torch-pp"],
+            without_pairs,
+            4,
+        ),
     ]
 
 
@@ -387,7 +462,14 @@ def _layouts(gpus: int) -> list[Row]:
             FP32,
             parallel={"activation_offload": {"fraction": 1.0}},
         ),
-        row("zero-0", "ZeRO 0, 2 ranks", 2, FP32, zero_optimization=zero(0), parallel={"dp_replicate": 2}),
+        row(
+            "zero-0",
+            "ZeRO 0, 2 ranks",
+            2,
+            FP32,
+            zero_optimization=zero(0),
+            parallel={"dp_replicate": 2},
+        ),
         row("zero-1", "ZeRO 1, 2 ranks", 2, BF16, zero_optimization=zero(1), parallel=pairs),
         row("zero-2", "ZeRO 2, 2 ranks", 2, FP16, zero_optimization=zero(2), parallel=pairs),
         row("zero-3", "ZeRO 3, 2 ranks", 2, BF16, zero_optimization=zero(3), parallel=pairs),
@@ -503,7 +585,8 @@ def _compression() -> list[Row]:
 
 def _checkpoints() -> list[Row]:
     # A step has the same number of samples under each layout.
-    once, twice = {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 2}
+    once = {"gradient_accumulation_steps": 1}
+    twice = {"gradient_accumulation_steps": 2}
     zero_3 = {**once, "zero_optimization": {"stage": 3}, "parallel": {"dp_shard": 2}}
     stages = {**twice, "parallel": {"pp": 2}}
     offload = {"stage": 2, "offload_optimizer": HOST_MEMORY}
@@ -536,7 +619,12 @@ def _more_memory() -> list[Row]:
     }
     largest = (
         ("trains", "the model that is predicted to take 95 % of the memory trains", 0.95, True),
-        ("does-not-fit", "the model that is predicted to take 110 % runs out of memory", 1.10, False),
+        (
+            "does-not-fit",
+            "the model that is predicted to take 110 % runs out of memory",
+            1.10,
+            False,
+        ),
     )
     return [
         *(

@@ -36,7 +36,8 @@ def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=where) for _ in range(2))
     flops = 2 * size**3 / seconds_of(context, lambda: torch.mm(left, right))
 
-    bandwidth, peak = float(figures.memory_bandwidth), float(figures.flops.get("bf16", float("nan")))
+    bandwidth = float(figures.memory_bandwidth)
+    peak = float(figures.flops.get("bf16", float("nan")))
     numbers = {
         "copy_bytes_per_second": copied,
         "copy_share_of_datasheet": copied / bandwidth,
@@ -106,7 +107,10 @@ def too_slow(name: str, rate: float, figure: float) -> str:
     """Return what is wrong with a rate. Empty if nothing is; a figure of NaN is not compared."""
     if not rate < LEAST_SHARE * figure:
         return ""
-    return f"{name}: {rate / 1e9:.1f} G per second, less than half of the datasheet's {figure / 1e9:.1f}"
+    return (
+        f"{name}: {rate / 1e9:.1f} G per second, less than half of the datasheet's"
+        f" {figure / 1e9:.1f}"
+    )
 
 
 def copy_rate(context: Context, nbytes: int) -> float:

@@ -1,4 +1,6 @@
-"""What a check receives: its rank, the device, the time that is left, and results of earlier rows."""
+"""What a check receives: its rank, the device, the time that is left, and results of earlier
+rows.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from plait.units import GIB
 from plait.validation.rows import NotRun, Verdict
 
 SIMULATED = "simulated device"
-"""Part of the name of the device that the tests simulate. It has no times, and its memory is the host's."""
+"""Part of the name of the device that the tests simulate. It has no times, and its memory is the
+host's.
+"""
 NO_TIMES = "a simulated device has no times; the code that measures them ran to its end"
 
 
@@ -42,7 +46,8 @@ class Context:
     row_deadline: float = float("inf")
     """Value of `time.monotonic` at which the planned time of the row has passed."""
     results: dict[str, Any] = field(default_factory=dict)
-    """What rows leave for later rows of this process, by a name that the writing module documents."""
+    """What rows leave for later rows of this process, by a name that the writing module documents.
+    """
     mesh: Mesh | None = None
 
     @property
@@ -60,7 +65,9 @@ class Context:
         if self.mesh is None:
             if self.shares_gpu:
                 make_default_group()
-            self.mesh = build_mesh(Layout(dp_replicate=self.world), host_tensors=not self.shares_gpu)
+            self.mesh = build_mesh(
+                Layout(dp_replicate=self.world), host_tensors=not self.shares_gpu
+            )
         return self.mesh
 
     def synchronize(self) -> None:
@@ -117,13 +124,17 @@ def require_compiler(context: Context) -> None:
 
 
 def timed(context: Context, result: Verdict) -> Verdict:
-    """Return the verdict of a row about times. On a simulated device the row ran and shows nothing."""
+    """Return the verdict of a row about times. On a simulated device the row ran and shows
+    nothing.
+    """
     if context.simulated and result.outcome != "not run":
         return Verdict("not run", NO_TIMES)
     return result
 
 
-def largest_size(context: Context, sizes: Mapping[str, Mapping[str, Any]], *, required_bytes: Mapping[str, float]) -> Mapping[str, Any]:
+def largest_size(
+    context: Context, sizes: Mapping[str, Mapping[str, Any]], *, required_bytes: Mapping[str, float]
+) -> Mapping[str, Any]:
     """Return the largest of `sizes` that fits into free device memory.
 
     Args:
@@ -140,7 +151,10 @@ def largest_size(context: Context, sizes: Mapping[str, Mapping[str, Any]], *, re
     for name, size in sizes.items():
         if required_bytes[name] <= free:
             return size
-    raise NotRun(f"needs {min(required_bytes.values()) / GIB:.1f} GiB, and the device has {free / GIB:.1f} GiB free")
+    raise NotRun(
+        f"needs {min(required_bytes.values()) / GIB:.1f} GiB, and the device has {free / GIB:.1f}"
+        " GiB free"
+    )
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Times of single kernels, and the planner's constants that follow from them, as a calibration file.
+"""Times of single kernels, and the planner's constants that follow from them, as a calibration
+file.
 
 `plait plan --calibrate FILE` reads it. The measured constants get the uncertainty of a rate that is
 measured outside of a step; all others keep the shipped values. `plait calibrate` measures training
@@ -54,7 +55,11 @@ def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
     }
     context.progress(kernels)
     calibration = calibration_of(kernels, figures)
-    numbers = {**kernels, "constants": constants_of(calibration), **planned_step(context, figures, calibration)}
+    numbers = {
+        **kernels,
+        "constants": constants_of(calibration),
+        **planned_step(context, figures, calibration),
+    }
     # Times of a simulated device would be wrong constants, but what writes them runs.
     if context.calibration is not None and not context.is_small:
         facts = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "kernels": kernels}
@@ -93,11 +98,16 @@ def attention(context: Context, workload: Workload) -> dict[str, dict[str, float
         shape = (batch, workload.heads, length, workload.head_dim)
         kv_shape = (batch, workload.kv_heads, length, workload.head_dim)
         query, key, value = (
-            torch.randn(of, dtype=torch.bfloat16, device=context.device, requires_grad=True) for of in (shape, kv_shape, kv_shape)
+            torch.randn(of, dtype=torch.bfloat16, device=context.device, requires_grad=True)
+            for of in (shape, kv_shape, kv_shape)
         )
 
-        def forward(query: torch.Tensor = query, key: torch.Tensor = key, value: torch.Tensor = value) -> torch.Tensor:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        def forward(
+            query: torch.Tensor = query, key: torch.Tensor = key, value: torch.Tensor = value
+        ) -> torch.Tensor:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
 
         inputs = (query, key, value)
         gradient = torch.randn_like(forward())
@@ -107,7 +117,8 @@ def attention(context: Context, workload: Workload) -> dict[str, dict[str, float
             inputs: tuple[torch.Tensor, ...] = inputs,
             gradient: torch.Tensor = gradient,
         ) -> None:
-            # Unlike `backward`, this does not add to earlier gradients, which would be measured too.
+            # Unlike `backward`, this does not add to earlier gradients, which would be measured
+            # too.
             torch.autograd.grad(forward(), inputs, gradient)
 
         calls = max(2, 8192 // length)
@@ -128,8 +139,12 @@ def attention(context: Context, workload: Workload) -> dict[str, dict[str, float
 def norms(context: Context, workload: Workload) -> dict[str, float]:
     """Return seconds of RMSNorm with its backward, fused and as Transformers writes it."""
     rows = 64 if context.is_small else TOKENS
-    x = torch.randn(rows, workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True)
-    weight = torch.ones(workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True)
+    x = torch.randn(
+        rows, workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True
+    )
+    weight = torch.ones(
+        workload.hidden, dtype=torch.bfloat16, device=context.device, requires_grad=True
+    )
     gradient = torch.randn_like(x)
 
     def fused() -> None:
@@ -150,7 +165,9 @@ def loss(context: Context, workload: Workload) -> dict[str, float]:
     """Return seconds of the cross entropy of bfloat16 logits in float32, with its backward."""
     rows = 64 if context.is_small else TOKENS
     vocabulary = workload.vocabulary
-    logits = torch.randn(rows, vocabulary, dtype=torch.bfloat16, device=context.device, requires_grad=True)
+    logits = torch.randn(
+        rows, vocabulary, dtype=torch.bfloat16, device=context.device, requires_grad=True
+    )
     targets = torch.randint(0, vocabulary, (rows,), device=context.device)
 
     def cross_entropy() -> None:
@@ -224,9 +241,15 @@ def planned_step(context: Context, figures: Device, calibration: Calibration) ->
     if STEP_SECONDS not in context.results:
         return {}
     workload, seconds = context.results[STEP_SECONDS]
-    cluster = cluster_of(str(figures.name), 1, devices_per_node=1, memory_bytes=float(figures.memory_bytes))
-    model = Model(from_config(workload.fields, source="the measured model"), {"config": workload.fields})
-    request = Request(model, cluster, workload.samples * workload.accumulation, workload.length, "bf16")
+    cluster = cluster_of(
+        str(figures.name), 1, devices_per_node=1, memory_bytes=float(figures.memory_bytes)
+    )
+    model = Model(
+        from_config(workload.fields, source="the measured model"), {"config": workload.fields}
+    )
+    request = Request(
+        model, cluster, workload.samples * workload.accumulation, workload.length, "bf16"
+    )
     layout = {
         "pp": 1,
         "schedule": 0,

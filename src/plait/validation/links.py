@@ -30,7 +30,9 @@ def collectives(context: Context, settings: Mapping[str, Any]) -> Verdict:
         "exchange": 1.0,
     }
     rates = {
-        name: sent[name] / cost.seconds_per_byte for name, cost in measured.whole.costs.items() if name in sent and cost.seconds_per_byte
+        name: sent[name] / cost.seconds_per_byte
+        for name, cost in measured.whole.costs.items()
+        if name in sent and cost.seconds_per_byte
     }
     problem = "no all-reduce was measured"
     if "all_reduce" in rates:

@@ -1,4 +1,5 @@
-"""Peak memory of a training step and its prediction, and the largest model that is predicted to train.
+"""Peak memory of a training step and its prediction, and the largest model that is predicted to
+train.
 
 The prediction counts tensors. What the process holds besides (workspaces of cuBLAS are in torch's
 allocator) is measured before the model exists and subtracted.
@@ -41,7 +42,8 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 }
 REQUIRED_BYTES = {"large": 24 * GIB, "small": 2 * GIB, "tiny": 0.5 * GIB}
 
-LEAST_BYTES, LEAST_SIMULATED_BYTES = 2 * GIB, 64 * MIB
+LEAST_BYTES = 2 * GIB
+LEAST_SIMULATED_BYTES = 64 * MIB
 """A largest model of less memory would be small beside the workspaces of libraries."""
 MOST_BYTES = 24 * GIB
 """Memory that the largest model may take. It is trained from a model on `meta`, whose weights are
@@ -55,8 +57,13 @@ def peaks(context: Context, settings: Mapping[str, Any]) -> Verdict:
     workload: Workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)["workload"]
     if context.world == 1:
         context.group()  # With one rank the prediction uses the real group, which stays.
-    cases = {name: step_settings(config, workload, world=context.world) for name, config in settings["cases"].items()}
-    predictions = {name: predicted(context, resolved, workload).peak for name, resolved in cases.items()}
+    cases = {
+        name: step_settings(config, workload, world=context.world)
+        for name, config in settings["cases"].items()
+    }
+    predictions = {
+        name: predicted(context, resolved, workload).peak for name, resolved in cases.items()
+    }
     context.group()
     numbers: dict[str, Any] = {"workload": workload.as_dict(), "allowed": ALLOWED}
     problems = []
@@ -94,7 +101,9 @@ def difference(predicted_bytes: float, measured_bytes: float) -> str:
     )
 
 
-def peak_of_step(context: Context, build: Callable[[], nn.Module], resolved: Resolved, workload: Workload) -> tuple[int, int]:
+def peak_of_step(
+    context: Context, build: Callable[[], nn.Module], resolved: Resolved, workload: Workload
+) -> tuple[int, int]:
     """Return (peak of the steps after the first, bytes that the process held before the model).
 
     The peak does not include what the process held before. `build` returns the model, on `meta` or
@@ -129,17 +138,22 @@ def held_by_libraries(context: Context, dtype: torch.dtype) -> int:
 
 
 def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Train the model that is predicted to take a share of the memory, which must fit or must not."""
+    """Train the model that is predicted to take a share of the memory, which must fit or must
+    not.
+    """
     require("transformers")
     held_by_libraries(context, torch.float32)
     free = context.free_bytes()
     limit = min(free, MOST_BYTES)
     least = LEAST_SIMULATED_BYTES if context.is_small else LEAST_BYTES
     if limit < least:
-        raise NotRun(f"the device has {format_bytes(free)} free, and this check needs {format_bytes(least)}")
+        raise NotRun(
+            f"the device has {format_bytes(free)} free, and this check needs {format_bytes(least)}"
+        )
     if limit < free and not context.is_small:
         accelerator.limit_memory(context.device, limit)
-    share, trains = settings["share"], settings["trains"]
+    share = settings["share"]
+    trains = settings["trains"]
     workload, prediction = model_of_share(limit, share, at_most=trains)
     resolved = step_settings({}, workload, world=1)
     context.group()
@@ -201,8 +215,10 @@ def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Worklo
         sizes = {"rank": 0, "samples": workload.samples, "length": workload.length}
         return predict_peak(on_meta(workload), resolved, **sizes).peak.peak_bytes
 
-    low, high = peak(2), peak(6)
-    slope, wanted = (high - low) / 4, share * limit
+    low = peak(2)
+    high = peak(6)
+    slope = (high - low) / 4
+    wanted = share * limit
     layers = max(2, 2 + int((wanted - low) / slope)) + int(not at_most)
     found = peak(layers)
     while at_most and found > wanted and layers > 1:

@@ -104,7 +104,9 @@ TINY = Workload(64, 128, 4, 2, 256, layers=2, length=32)
 """For a simulated device and a CPU."""
 
 
-def on_device(workload: Workload, device: torch.device, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+def on_device(
+    workload: Workload, device: torch.device, *, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """Return a Transformers Llama with weights that are drawn on `device`."""
     torch.manual_seed(0)
     return transformers_model(workload.fields, dtype=dtype, device=str(device)).train()

@@ -14,7 +14,10 @@ from plait.validation.models import MEDIUM, TINY, Workload, random_batch
 from plait.validation.peers import plait_trainer
 from plait.validation.rows import Verdict, verdict
 
-SIZES: Mapping[str, Mapping[str, Any]] = {"medium": {"workload": MEDIUM}, "tiny": {"workload": TINY}}
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "medium": {"workload": MEDIUM},
+    "tiny": {"workload": TINY},
+}
 REQUIRED_BYTES = {"medium": 24 * GIB, "tiny": 1 * GIB}
 STEPS = 3
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
@@ -69,7 +72,9 @@ def measure(context: Context, workload: Workload, config: Mapping[str, Any]) -> 
     return seconds, peak
 
 
-def extrapolated(context: Context, workload: Workload, peak: int, half: Workload, peak_of_half: int) -> dict[str, Any]:
+def extrapolated(
+    context: Context, workload: Workload, peak: int, half: Workload, peak_of_half: int
+) -> dict[str, Any]:
     """Return bytes per layer, and the parameters of the largest model of this width."""
     layer_bytes = (peak - peak_of_half) / (workload.layers - half.layers)
     if layer_bytes <= 0:

@@ -1,7 +1,8 @@
 """Layouts on the device compared with one process, as `plait verify` compares them.
 
-In float64 the reference is one process on the CPU, which shares no kernel with the device. In the configured precision the layout may
-be 1.2 times as far from float64 as one process on the device is (`verify.report`).
+In float64 the reference is one process on the CPU, which shares no kernel with the device. In the
+configured precision the layout may be 1.2 times as far from float64 as one process on the device is
+(`verify.report`).
 
 References depend on the model, the data and the optimizer, and not on the layout. Rows of one
 process that agree in those share them, so the trace on the CPU is computed once.
@@ -40,10 +41,13 @@ MODEL: Mapping[str, Any] = {
 }
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 STEPS = 2
-COMPRESSED_LOSS, COMPRESSED_NORM = 0.02, 0.15
+COMPRESSED_LOSS = 0.02
+COMPRESSED_NORM = 0.15
 """Largest relative differences of a loss and of a norm in four steps with compressed gradients."""
 RESUMED = 1e-9
-"""Largest relative difference of float64 losses after a checkpoint: another layout sums in another order."""
+"""Largest relative difference of float64 losses after a checkpoint: another layout sums in another
+order.
+"""
 _REFERENCES = "references"
 """Entry of `Context.results`: references by the pass and by what they depend on."""
 _SHOWN_DIFFERENCES = 3
@@ -61,7 +65,9 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **settings}
 
 
-def planned(context: Context, settings: Mapping[str, Any], *, passes: tuple[Pass, ...], steps: int) -> Plan:
+def planned(
+    context: Context, settings: Mapping[str, Any], *, passes: tuple[Pass, ...], steps: int
+) -> Plan:
     """Return rank 0's plan of the comparison. Collective."""
     require("transformers")
     context.group()
@@ -169,9 +175,12 @@ def judge_compressed(trace: Trace, exact: Trace) -> Verdict:
         ("loss", trace.losses, exact.losses, COMPRESSED_LOSS),
         ("gradient norm", trace.grad_norms, exact.grad_norms, COMPRESSED_NORM),
     )
-    numbers, problems = {}, []
+    numbers = {}
+    problems = []
     for name, values, exact_values, allowed in series:
-        errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(values, exact_values, strict=True)]
+        errors = [
+            abs(a - b) / max(abs(b), 1e-12) for a, b in zip(values, exact_values, strict=True)
+        ]
         worst = max(errors)
         numbers[name.replace(" ", "_")] = {"largest_error": worst, "allowed": allowed}
         if not worst <= allowed:
@@ -181,11 +190,18 @@ def judge_compressed(trace: Trace, exact: Trace) -> Verdict:
 
 def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Write a checkpoint asynchronously, load it on another layout, and compare the next losses."""
-    saving, loading = (planned(context, settings[name], passes=("float64",), steps=4) for name in ("saving", "loading"))
+    saving, loading = (
+        planned(context, settings[name], passes=("float64",), steps=4)
+        for name in ("saving", "loading")
+    )
     # Each plan has the smallest model that its layout supports. Both use that of the layout that
     # splits the model more.
-    larger = max((saving, loading), key=lambda plan: plan.resolved.layout.pp * plan.resolved.layout.tp)
-    saving, loading = (replace(plan, tested=larger.tested, blocks=larger.blocks) for plan in (saving, loading))
+    larger = max(
+        (saving, loading), key=lambda plan: plan.resolved.layout.pp * plan.resolved.layout.tp
+    )
+    saving, loading = (
+        replace(plan, tested=larger.tested, blocks=larger.blocks) for plan in (saving, loading)
+    )
     if saving.micro_batches != loading.micro_batches:
         numbers = f"{saving.micro_batches} and {loading.micro_batches}"
         raise AssertionError(f"{numbers} micro-batches of a step cannot be compared")

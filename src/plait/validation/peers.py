@@ -72,7 +72,8 @@ class Block(nn.Module):
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
-        hidden, width = workload.hidden, workload.head_dim
+        hidden = workload.hidden
+        width = workload.head_dim
         self.head_dim = width
         self.input_norm = nn.RMSNorm(hidden, eps=1e-5)
         self.query = nn.Linear(hidden, workload.heads * width, bias=False)
@@ -89,9 +90,12 @@ class Block(nn.Module):
         normed = self.input_norm(x)
         # [batch, heads, tokens, head_dim]; under tensor parallelism a rank has a part of the heads.
         query, key, value = (
-            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
-        attention = F.scaled_dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True, enable_gqa=True)
+        attention = F.scaled_dot_product_attention(
+            rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True, enable_gqa=True
+        )
         x = x + self.output(attention.transpose(1, 2).flatten(2))
         normed = self.ffn_norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -128,7 +132,9 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of the next tokens, in float32."""
     # Shifting the labels leaves the large tensor uncopied.
     targets = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED_LABEL)
+    return F.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED_LABEL
+    )
 
 
 def plait_trainer(context: Context, workload: Workload, config: Mapping[str, Any]) -> Trainer:
@@ -140,7 +146,9 @@ def plait_trainer(context: Context, workload: Workload, config: Mapping[str, Any
 
 
 def fsdp2(context: Context, model: nn.Module, blocks: nn.ModuleList, *, compiled: bool) -> Trainer:
-    """Return a trainer of a model whose blocks `fully_shard` shards and whose forward gives the loss."""
+    """Return a trainer of a model whose blocks `fully_shard` shards and whose forward gives the
+    loss.
+    """
     mesh = device_mesh(context, (context.world,), ("dp",))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in blocks:
@@ -196,7 +204,9 @@ def liger_fsdp2(context: Context, workload: Workload) -> Trainer:
 def liger_plait(context: Context, workload: Workload) -> Trainer:
     """Return Plait with Liger's kernels and its own loss in chunks in place of Liger's."""
     sharding = {"dp_shard": context.world, "loss_chunk_tokens": LOSS_CHUNK_TOKENS}
-    resolved = step_settings({**REDUCED_IN_FP32, **STAGE_3, "parallel": sharding}, workload, world=context.world)
+    resolved = step_settings(
+        {**REDUCED_IN_FP32, **STAGE_3, "parallel": sharding}, workload, world=context.world
+    )
     model = on_device(workload, context.device)
     restore = give_liger_kernels(model, fused_linear_cross_entropy=False)
     engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=1_000_000)
@@ -211,9 +221,8 @@ def liger_plait(context: Context, workload: Workload) -> Trainer:
 def give_liger_kernels(model: nn.Module, *, fused_linear_cross_entropy: bool) -> Callable[[], None]:
     """Give a Transformers Llama Liger's kernels.
 
-    Returns:
-        Function that restores Transformers' module. Liger replaces classes in it, and later models of
-        this process would have its kernels as well.
+    Returns: Function that restores Transformers' module. Liger replaces classes in it, and later
+        models of this process would have its kernels as well.
     """
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
@@ -266,14 +275,18 @@ def deepspeed_zero_3(context: Context, workload: Workload) -> Trainer:
 
 
 TRAINERS: Mapping[str, TrainerFactory] = {
-    "plait": lambda context, workload: plait_trainer(context, workload, {**STAGE_3, "parallel": {"dp_shard": context.world}}),
+    "plait": lambda context, workload: plait_trainer(
+        context, workload, {**STAGE_3, "parallel": {"dp_shard": context.world}}
+    ),
     "plait-compiled": lambda context, workload: plait_trainer(
         context,
         workload,
         {**STAGE_3, "parallel": {"dp_shard": context.world}, "compile": {"enabled": True}},
     ),
     "fsdp2": transformers_fsdp2,
-    "fsdp2-compiled": lambda context, workload: transformers_fsdp2(context, workload, compiled=True),
+    "fsdp2-compiled": lambda context, workload: transformers_fsdp2(
+        context, workload, compiled=True
+    ),
     "fsdp2-liger": liger_fsdp2,
     "plait-liger": liger_plait,
     "ceiling": ceiling,

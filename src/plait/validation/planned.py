@@ -1,4 +1,6 @@
-"""One real rank of a planned layout of eight devices, alone on this one, and the planner's time for it."""
+"""One real rank of a planned layout of eight devices, alone on this one, and the planner's time for
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from plait.validation.rows import NotRun, Verdict, verdict
 
 FACTOR = 1.5
 """The time may be this many times the prediction, or the prediction this many times the time."""
-DEVICES, GLOBAL_BATCH = 8, 32
+DEVICES = 8
+GLOBAL_BATCH = 32
 COMPUTED_TERMS = (
     "products",
     "attention",
@@ -34,8 +37,12 @@ COMPUTED_TERMS = (
     "optimizer",
     "fixed",
 )
-"""Terms of a step that do not depend on other ranks. A rank alone waits for none and sends nothing."""
-SIZES: Mapping[str, Mapping[str, Any]] = {"medium": {"workload": MEDIUM}, "tiny": {"workload": TINY}}
+"""Terms of a step that do not depend on other ranks. A rank alone waits for none and sends nothing.
+"""
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "medium": {"workload": MEDIUM},
+    "tiny": {"workload": TINY},
+}
 REQUIRED_BYTES = {"medium": 20 * GIB, "tiny": 1 * GIB}
 
 
@@ -45,9 +52,13 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
     figures = datasheet(context)
     workload: Workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)["workload"]
     memory = 80 * GIB if context.is_small else context.free_bytes()
-    cluster: Cluster = cluster_of(str(figures.name), DEVICES, devices_per_node=DEVICES, memory_bytes=memory)
+    cluster: Cluster = cluster_of(
+        str(figures.name), DEVICES, devices_per_node=DEVICES, memory_bytes=memory
+    )
     precision = "bf16" if "bf16" in figures.flops else "fp16"
-    model = Model(from_config(workload.fields, source="the planned model"), {"config": workload.fields})
+    model = Model(
+        from_config(workload.fields, source="the planned model"), {"config": workload.fields}
+    )
     request = Request(model, cluster, GLOBAL_BATCH, workload.length, precision)
     planned = plan(request, fixed=settings["fixed"], best=1)
     if not planned.best:
@@ -85,6 +96,16 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
 def judge(measured: float, prediction: float, **numbers: Any) -> Verdict:
     """Fail if measured and planned seconds differ by more than FACTOR."""
     ratio = measured / prediction if prediction else float("inf")
-    problem = f"{measured:.4g} s, planned {prediction:.4g} s: {ratio:.2f} times, allowed {1 / FACTOR:.2f} to {FACTOR}"
+    problem = (
+        f"{measured:.4g} s, planned {prediction:.4g} s: {ratio:.2f} times, allowed {1 / FACTOR:.2f}"
+        f" to {FACTOR}"
+    )
     problems = [] if 1 / FACTOR <= ratio <= FACTOR else [problem]
-    return verdict(problems, seconds=measured, planned_seconds=prediction, ratio=ratio, allowed=FACTOR, **numbers)
+    return verdict(
+        problems,
+        seconds=measured,
+        planned_seconds=prediction,
+        ratio=ratio,
+        allowed=FACTOR,
+        **numbers,
+    )

@@ -93,7 +93,8 @@ def events_of(recorded: profile) -> list[Event]:
                 place = "device"
         elif event.name not in (*_WAITS, *_LAUNCHES):
             continue
-        begin, end = event.time_range.start / 1e6, event.time_range.end / 1e6
+        begin = event.time_range.start / 1e6
+        end = event.time_range.end / 1e6
         events.append(Event(event.name, begin, end, place))
     return events
 
@@ -113,8 +114,17 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
     for event in on_device:
         by_kind[kind_of(event.name)].append((event.begin, event.end))
         by_name[event.name].append(event.end - event.begin)
-    computing = union(interval for kind, found in by_kind.items() for interval in found if kind not in ("collectives", "copies"))
-    exposed = {kind: total(outside(union(by_kind[kind]), computing)) / steps for kind in ("collectives", "copies") if by_kind.get(kind)}
+    computing = union(
+        interval
+        for kind, found in by_kind.items()
+        for interval in found
+        if kind not in ("collectives", "copies")
+    )
+    exposed = {
+        kind: total(outside(union(by_kind[kind]), computing)) / steps
+        for kind in ("collectives", "copies")
+        if by_kind.get(kind)
+    }
     longest = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))[:_LONGEST]
     return {
         "steps": steps,
@@ -128,16 +138,25 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
         "longest_gap_seconds": max(gaps, default=0.0),
         "idle_seconds_between_steps": median(between) if between else None,
         "host_waits_per_step": {name: on_host[name] / steps for name in _WAITS if on_host[name]},
-        "seconds_per_step_by_kind": {kind: total(union(found)) / steps for kind, found in by_kind.items()},
+        "seconds_per_step_by_kind": {
+            kind: total(union(found)) / steps for kind, found in by_kind.items()
+        },
         "exposed_seconds_per_step": exposed,
         "longest_kernels": [
-            {"name": name[:120], "per_step": len(found) / steps, "seconds_per_step": sum(found) / steps} for name, found in longest
+            {
+                "name": name[:120],
+                "per_step": len(found) / steps,
+                "seconds_per_step": sum(found) / steps,
+            }
+            for name, found in longest
         ],
     }
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a kernel or copy by its name. A copy inside the device's memory is other."""
+    """Return the kind of a kernel or copy by its name. A copy inside the device's memory is
+    other.
+    """
     lowered = name.lower()
     if lowered.startswith("memcpy"):
         return "copies" if "htod" in lowered or "dtoh" in lowered else "other"

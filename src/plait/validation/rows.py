@@ -24,7 +24,9 @@ class Row:
     """Name as `check/variant`, for `--only` and for the document."""
     title: str
     check: str
-    """`module:function` below `plait.validation`, called as function(context, settings) on every rank."""
+    """`module:function` below `plait.validation`, called as function(context, settings) on every
+    rank.
+    """
     ranks: int = 1
     planned_seconds: float = 10.0
     """Planned time on an H100. A row does not start when this time is no longer left."""
@@ -71,7 +73,9 @@ class Verdict:
 
 
 class NotRun(Exception):
-    """The check cannot run on this machine. The message is the reason. All ranks raise it, or none."""
+    """The check cannot run on this machine. The message is the reason. All ranks raise it, or
+    none.
+    """
 
 
 def verdict(problems: Sequence[str], **numbers: Any) -> Verdict:
@@ -86,7 +90,10 @@ def not_run(row: Row, reason: str) -> Result:
 
 def counts(results: Sequence[Result]) -> dict[str, int]:
     """Return the number of results of each outcome."""
-    return {outcome: sum(result.outcome == outcome for result in results) for outcome in ("passed", "failed", "not run")}
+    return {
+        outcome: sum(result.outcome == outcome for result in results)
+        for outcome in ("passed", "failed", "not run")
+    }
 
 
 def exit_code(results: Sequence[Result]) -> int:

@@ -33,7 +33,10 @@ from typing import Any
 
 from plait.validation.rows import Outcome, Result, Row, not_run
 
-ROWS, TURNS, EVENTS, ERRORS = "rows.json", "turns.txt", "events.jsonl", "errors.txt"
+ROWS = "rows.json"
+TURNS = "turns.txt"
+EVENTS = "events.jsonl"
+ERRORS = "errors.txt"
 END_TURN = "end"
 """Line of TURNS after which the processes end."""
 LAUNCH_PLANNED_SECONDS = 20.0
@@ -134,10 +137,14 @@ class Runner:
             skipped.append(not_run(pending.pop(0), reason))
         return skipped
 
-    def _no_time_for(self, row: Row, rows: Sequence[Row], later: Sequence[Row], *, launching: bool) -> str:
+    def _no_time_for(
+        self, row: Row, rows: Sequence[Row], later: Sequence[Row], *, launching: bool
+    ) -> str:
         """Return why there is no time for a row. Empty if it fits. See Note [Which rows run]."""
         more_valuable = {other.name for other in rows[: rows.index(row)]}
-        reserved = [other for other in later if other.name in more_valuable and not other.unavailable]
+        reserved = [
+            other for other in later if other.name in more_valuable and not other.unavailable
+        ]
         launches = int(launching) + len({(other.ranks, other.own_process) for other in reserved})
         planned = row.planned_seconds + sum(other.planned_seconds for other in reserved)
         needed = planned + launches * LAUNCH_PLANNED_SECONDS

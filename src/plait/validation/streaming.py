@@ -1,4 +1,6 @@
-"""Generation with weights that are streamed to the device: the same tokens, and the rate of the link."""
+"""Generation with weights that are streamed to the device: the same tokens, and the rate of the
+link.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"workload": TINY.with_layers(6)},
 }
 REQUIRED_BYTES = {"wide": 8 * GIB, "tiny": 0.25 * GIB}
-PROMPTS, PROMPT_TOKENS, TOKENS = 2, 12, 16
+PROMPTS = 2
+PROMPT_TOKENS = 12
+TOKENS = 16
 _UNLIMITED = 1 << 62
 _MOST_COPIED_BYTES = 256 * MIB
 _OTHER_BYTES = 64 * MIB
@@ -77,10 +81,17 @@ def _saved(context: Context, workload: Workload, folder: Path) -> Source:
     return open_source(folder)
 
 
-def _generated(context: Context, source: Source, budget_bytes: int, host_bytes: int) -> tuple[list[list[int]], float, int]:
+def _generated(
+    context: Context, source: Source, budget_bytes: int, host_bytes: int
+) -> tuple[list[list[int]], float, int]:
     """Return (tokens, seconds of the second generation, bytes that are streamed per token)."""
-    sharded, plan = load_streamed(source, budget_bytes=budget_bytes, other_bytes=_OTHER_BYTES, host_bytes=host_bytes)
-    prompts = [[(7 * position + 3 * prompt) % 97 for position in range(PROMPT_TOKENS)] for prompt in range(PROMPTS)]
+    sharded, plan = load_streamed(
+        source, budget_bytes=budget_bytes, other_bytes=_OTHER_BYTES, host_bytes=host_bytes
+    )
+    prompts = [
+        [(7 * position + 3 * prompt) % 97 for position in range(PROMPT_TOKENS)]
+        for prompt in range(PROMPTS)
+    ]
     settings: dict[str, Any] = {
         "max_new_tokens": TOKENS,
         "min_new_tokens": TOKENS,

@@ -16,7 +16,9 @@ def summary_of(name: str, numbers: Numbers) -> str:
         return ""
     check, _, variant = name.partition("/")
     if check == "nccl":
-        check = {"collectives": "links"}.get(variant, "parity" if "parity" in variant else "throughput")
+        check = {"collectives": "links"}.get(
+            variant, "parity" if "parity" in variant else "throughput"
+        )
     summarise = _SUMMARIES.get(check)
     try:
         return summarise(numbers) if summarise is not None else ""
@@ -28,7 +30,8 @@ def _ceilings(numbers: Numbers) -> str:
     if "to_device" in numbers:
         rates = ("to_device", "to_host", "both")
         return ", ".join(f"{name} {numbers[name] / 1e9:.1f} GB/s" for name in rates)
-    copied, product = numbers["copy_bytes_per_second"], numbers["product_flops_per_second"]
+    copied = numbers["copy_bytes_per_second"]
+    product = numbers["product_flops_per_second"]
     return f"copy {copied / 1e9:,.0f} GB/s, product {product / 1e12:,.0f} TFLOP/s"
 
 
@@ -52,9 +55,13 @@ def _parity(numbers: Numbers) -> str:
 
 
 def _throughput(numbers: Numbers) -> str:
-    parts = [f"{name} {tokens:,.0f} tokens/s, MFU {numbers['mfu'][name]:.1%}" for name, tokens in numbers["tokens_per_second"].items()]
+    parts = [
+        f"{name} {tokens:,.0f} tokens/s, MFU {numbers['mfu'][name]:.1%}"
+        for name, tokens in numbers["tokens_per_second"].items()
+    ]
     parts += [
-        f"step of {next(iter(numbers['seconds']))} / {name} {ratio['median']:.3f} ({ratio['least']:.3f} to {ratio['most']:.3f})"
+        f"step of {next(iter(numbers['seconds']))} / {name} {ratio['median']:.3f}"
+        f" ({ratio['least']:.3f} to {ratio['most']:.3f})"
         for name, ratio in numbers["ratio"].items()
     ]
     if "layer" in numbers:
@@ -74,7 +81,11 @@ def _profile(numbers: Numbers) -> str:
 
 def _memory(numbers: Numbers) -> str:
     ranks = [
-        rank for value in numbers.values() if isinstance(value, list) for rank in value if isinstance(rank, Mapping) and "predicted" in rank
+        rank
+        for value in numbers.values()
+        if isinstance(value, list)
+        for rank in value
+        if isinstance(rank, Mapping) and "predicted" in rank
     ]
     errors = [rank["predicted"] / rank["measured"] - 1 for rank in ranks]
     worst = max(errors, key=abs)
@@ -116,7 +127,8 @@ def _planned(numbers: Numbers) -> str:
 
 
 def _largest(numbers: Numbers) -> str:
-    share, memory = numbers["predicted_share"], format_bytes(numbers["memory"])
+    share = numbers["predicted_share"]
+    memory = format_bytes(numbers["memory"])
     return f"{format_count(numbers['parameters'])} parameters, predicted {share:.0%} of {memory}"
 
 

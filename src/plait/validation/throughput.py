@@ -41,7 +41,8 @@ MOST_LAYERS = 12
 """More layers would repeat the same measurement at a higher price."""
 LEAST_LAYERS = 2
 MARGIN = 0.8
-"""Share of the free memory that is planned for. The rest is lost between blocks of the allocator."""
+"""Share of the free memory that is planned for. The rest is lost between blocks of the allocator.
+"""
 LAYERS = "throughput layers"
 """Entry of `Context.results`: number of layers that fit."""
 STEP_SECONDS = "throughput step seconds"
@@ -61,7 +62,9 @@ class Visit:
     peak_bytes: int
     loss: float
     retries: int = 0
-    """How often the allocator freed its cache in the timed steps, because the device had no memory left."""
+    """How often the allocator freed its cache in the timed steps, because the device had no memory
+    left.
+    """
 
 
 def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
@@ -80,7 +83,12 @@ def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
     workload, first_round, errors = first_visits(context, contenders, workload)
     contenders = [name for name in contenders if name in first_round]
-    report = {"workload": workload.as_dict(), "bfloat16_peak": peak, "allowed": SLOWEST, "errors": errors}
+    report = {
+        "workload": workload.as_dict(),
+        "bfloat16_peak": peak,
+        "allowed": SLOWEST,
+        "errors": errors,
+    }
     if not contenders:
         return verdict(list(errors.values()), **report)
     rounds = [first_round]
@@ -139,15 +147,20 @@ def layers_that_fit(free_bytes: float, workload: Workload) -> int:
     layers = int(min(in_forward, in_update))
     if layers < LEAST_LAYERS:
         needed = (forward_fixed + LEAST_LAYERS * forward_layer) / MARGIN
-        raise NotRun(f"{LEAST_LAYERS} layers need {format_bytes(needed)}, and the device has {format_bytes(free_bytes)} free")
+        raise NotRun(
+            f"{LEAST_LAYERS} layers need {format_bytes(needed)}, and the device has"
+            f" {format_bytes(free_bytes)} free"
+        )
     return min(layers, MOST_LAYERS)
 
 
-def first_visits(context: Context, contenders: Sequence[str], workload: Workload) -> tuple[Workload, dict[str, Visit], dict[str, str]]:
+def first_visits(
+    context: Context, contenders: Sequence[str], workload: Workload
+) -> tuple[Workload, dict[str, Visit], dict[str, str]]:
     """Visit each contender once, with fewer layers if one of them runs out of memory.
 
-    A step in which the allocator gives its cache back and asks the device again waits for the device,
-    so it counts as out of memory too.
+    A step in which the allocator gives its cache back and asks the device again waits for the
+    device, so it counts as out of memory too.
 
     Returns:
         The workload that fits, the visits, and the errors of contenders that do not run.
@@ -225,8 +238,12 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
     return Visit(max(context.gathered(seconds)), warm_seconds, peak, loss, retries)
 
 
-def timed_steps(context: Context, trainer: peers.Trainer, batch: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-    """Return (seconds per step, last loss). The host waits before the first step and after the last."""
+def timed_steps(
+    context: Context, trainer: peers.Trainer, batch: Mapping[str, torch.Tensor]
+) -> tuple[float, float]:
+    """Return (seconds per step, last loss). The host waits before the first step and after the
+    last.
+    """
     count = 1 if context.is_small else TIMED_STEPS
     context.synchronize()
     if context.world > 1:
@@ -239,7 +256,9 @@ def timed_steps(context: Context, trainer: peers.Trainer, batch: Mapping[str, to
     return (time.perf_counter() - started) / count, float(loss)
 
 
-def another_round_fits(context: Context, rounds: Sequence[Mapping[str, Visit]], settings: Mapping[str, Any]) -> bool:
+def another_round_fits(
+    context: Context, rounds: Sequence[Mapping[str, Visit]], settings: Mapping[str, Any]
+) -> bool:
     """Return whether the row's planned time lasts for one more round. Collective."""
     if context.is_small:
         return len(rounds) < 2
@@ -248,39 +267,59 @@ def another_round_fits(context: Context, rounds: Sequence[Mapping[str, Visit]], 
     steps = WARM_STEPS + TIMED_STEPS
     last = rounds[-1].values()
     # A later visit does not compile again. Building takes seconds at most.
-    round_seconds = sum(min(one.warm_seconds, 2 * one.seconds + 5) + steps * one.seconds for one in last)
+    round_seconds = sum(
+        min(one.warm_seconds, 2 * one.seconds + 5) + steps * one.seconds for one in last
+    )
     depths = 0.5 * round_seconds if settings.get("depths") else 0.0
     fits = context.row_deadline - time.monotonic() > round_seconds + depths
     return bool(context.from_first_rank(fits))  # Clocks of ranks differ, and all must decide alike.
 
 
-def comparison(rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int) -> dict[str, Any]:
+def comparison(
+    rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int
+) -> dict[str, Any]:
     """Return the numbers of rounds: per contender medians, and ratios to Plait by round."""
     names = list(rounds[0])
     first = names[0]
     seconds = {name: median(visits[name].seconds for visits in rounds) for name in names}
     # Peers with the model split over ranks compute a part of the FLOPs each; ranks share a batch.
     replicas = ranks if first in ("plait", "plait-compiled") else max(1, ranks // 2)
-    ratios = {name: [visits[first].seconds / visits[name].seconds for visits in rounds] for name in names[1:]}
+    ratios = {
+        name: [visits[first].seconds / visits[name].seconds for visits in rounds]
+        for name in names[1:]
+    }
     return {
         "rounds": len(rounds),
         "seconds": seconds,
-        "tokens_per_second": {name: replicas * workload.tokens / value for name, value in seconds.items()},
-        "mfu": {name: replicas * workload.flops / value / (ranks * peak) for name, value in seconds.items()},
-        "ratio": {name: {"median": median(values), "least": min(values), "most": max(values)} for name, values in ratios.items()},
+        "tokens_per_second": {
+            name: replicas * workload.tokens / value for name, value in seconds.items()
+        },
+        "mfu": {
+            name: replicas * workload.flops / value / (ranks * peak)
+            for name, value in seconds.items()
+        },
+        "ratio": {
+            name: {"median": median(values), "least": min(values), "most": max(values)}
+            for name, values in ratios.items()
+        },
         "peak_bytes": {name: max(visits[name].peak_bytes for visits in rounds) for name in names},
         "first_visit_seconds": {name: rounds[0][name].warm_seconds for name in names},
         "loss": {name: rounds[-1][name].loss for name in names},
     }
 
 
-def per_layer(deep: Mapping[str, float], shallow: Mapping[str, float], workload: Workload, peak: float) -> dict[str, Any]:
+def per_layer(
+    deep: Mapping[str, float], shallow: Mapping[str, float], workload: Workload, peak: float
+) -> dict[str, Any]:
     """Return seconds and MFU of a layer, from the step times of two depths. See Note [FLOPs]."""
     layers = workload.layers - 1
     seconds = {name: (deep[name] - shallow[name]) / layers for name in deep}
     return {
         "seconds": seconds,
-        "mfu": {name: workload.layer_flops / value / peak if value > 0 else float("nan") for name, value in seconds.items()},
+        "mfu": {
+            name: workload.layer_flops / value / peak if value > 0 else float("nan")
+            for name, value in seconds.items()
+        },
         "seconds_with_one_layer": dict(shallow),
     }
 
@@ -291,5 +330,8 @@ def judge(numbers: Mapping[str, Any], contenders: Sequence[str]) -> Verdict:
     for peer in contenders[1:2]:
         ratio = numbers["ratio"][peer]["median"]
         if not ratio <= SLOWEST:
-            problems.append(f"a step of {contenders[0]} takes {ratio:.2f} times that of {peer}, {SLOWEST} are allowed")
+            problems.append(
+                f"a step of {contenders[0]} takes {ratio:.2f} times that of {peer}, {SLOWEST} are"
+                " allowed"
+            )
     return verdict(problems, **numbers)

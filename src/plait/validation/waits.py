@@ -30,7 +30,8 @@ _PLACES = 10
 
 
 def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Count the waits of five steps of `settings["config"]`, and compare with `settings["expected"]`.
+    """Count the waits of five steps of `settings["config"]`, and compare with
+    `settings["expected"]`.
 
     A step of float16 reads one number, because the loss scale decides whether the update happens.
     """
@@ -70,7 +71,11 @@ def waits_of(step: Callable[[], object], steps: int, device: torch.device) -> Co
 
 def count_waits(caught: list[warnings.WarningMessage]) -> Counter[str]:
     """Count the warnings of waits by place; other warnings are left out."""
-    return Counter(f"{_below_package(warning.filename)}:{warning.lineno}" for warning in caught if _MESSAGE in str(warning.message))
+    return Counter(
+        f"{_below_package(warning.filename)}:{warning.lineno}"
+        for warning in caught
+        if _MESSAGE in str(warning.message)
+    )
 
 
 def judge(places: Counter[str], steps: int, expected: int) -> Verdict:

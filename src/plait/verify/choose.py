@@ -1,14 +1,16 @@
-"""From what a user names (a configuration's `model` section, a folder, a hub name, a config.json, a function) to a small TestedModel.
+"""From what a user names (a configuration's `model` section, a folder, a hub name, a config.json, a
+function) to a small TestedModel.
 
-Candidates are tried from small to large, each by one forward and backward on the CPU in float64: what a rule of shrinking gets wrong for
-some architecture shows there and not in a worker. The choice and its reasons are reported, line by line.
+Candidates are tried from small to large, each by one forward and backward on the CPU in float64:
+what a rule of shrinking gets wrong for some architecture shows there and not in a worker. The
+choice and its reasons are reported, line by line.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,21 @@ from plait.units import DTYPES, format_count
 from plait.verify import shrink
 from plait.verify.batches import ragged_steps
 from plait.verify.keep_float64 import keeping_float64, roundings
-from plait.verify.model_under_test import Built, TestedModel, build, call_function, give_weights, transformers_model
+from plait.verify.model_under_test import (
+    Built,
+    TestedModel,
+    build,
+    call_function,
+    give_weights,
+    transformers_model,
+)
 
 _MOST_DEPTH = 8
 """So deep may a shrunk model be to have every kind of module of the large one."""
 _MOST_PARAMETERS = 30_000_000
-"""A Transformers model is compared if it can be made smaller than this; each process holds some ten times its float64 bytes."""
+"""A Transformers model is compared if it can be made smaller than this; each process holds some ten
+times its float64 bytes.
+"""
 _FUNCTION = "package.module:function"
 _MASK = "attention_mask"
 
@@ -52,24 +63,31 @@ class Choice:
 
 
 def choose(config: Config, given: str | None, *, layout: Layout) -> Choice:
-    """The small model that stands for the one in `config`, or for `given`. Raises InputError, ConfigError or ModelError."""
+    """The small model that stands for the one in `config`, or for `given`. Raises InputError,
+    ConfigError or ModelError.
+    """
     blocks = config.parallel.blocks
     if given is not None and ":" in given and not Path(given).exists():
         return _function(given, blocks, layout)
     if given is None and config.model is None:
         example = '"model": {"config": {"model_type": "llama"}}'
-        raise ConfigError(Problem("model", None, "the file names no model", f"add {example}, or --model FOLDER, NAME or {_FUNCTION}"))
+        raise ConfigError(
+            Problem(
+                "model",
+                None,
+                "the file names no model",
+                f"add {example}, or --model FOLDER, NAME or {_FUNCTION}",
+            )
+        )
     fields, title = fields_of(config, given)
     dtype = config.model.dtype if config.model is not None else "float32"
     return _transformers(fields, title, blocks, layout, dtype=dtype)
 
 
-# ---- Transformers -------------------------------------------------------------------------------------------------------------------
-
-
 def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
-    """The Transformers configuration of the user's model, unshrunk, and a title: of `given` (a name, folder or file), else of the `model`
-    section. Raises InputError or ConfigError."""
+    """The Transformers configuration of the user's model, unshrunk, and a title: of `given` (a
+    name, folder or file), else of the `model` section. Raises InputError or ConfigError.
+    """
     if given is not None:
         return _fields_at(given, "--model"), given
     assert config.model is not None
@@ -84,33 +102,53 @@ def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
 
 
 def _fields_at(source: str, option: str) -> shrink.Fields:
-    """Of a folder with config.json, of such a file, of a public model that `plait plan models` lists, or of a name on the hub."""
+    """Of a folder with config.json, of such a file, of a public model that `plait plan models`
+    lists, or of a name on the hub.
+    """
     require_transformers(option)
     from transformers import AutoConfig
 
     path = user_path(source, option)
     if not path.exists() and named(source) is not None:
-        fields: shrink.Fields = described_config(find_model(source).section["config"], follow={}).to_dict()
+        fields: shrink.Fields = described_config(
+            find_model(source).section["config"], follow={}
+        ).to_dict()
         return fields
     if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError(f"{option} = {source!r}: the folder has no config.json; name one that save_pretrained wrote")
+        raise InputError(
+            f"{option} = {source!r}: the folder has no config.json; name one that save_pretrained"
+            " wrote"
+        )
     if not path.exists() and (is_path(source) or path.suffix == ".json"):
-        raise InputError(f"{option} = {source!r}: there is no such file or folder; name a folder or a file config.json, or {_FUNCTION}")
+        raise InputError(
+            f"{option} = {source!r}: there is no such file or folder; name a folder or a file"
+            f" config.json, or {_FUNCTION}"
+        )
     try:
-        config = AutoConfig.from_pretrained(str(path) if path.exists() else source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            str(path) if path.exists() else source, trust_remote_code=False
+        )
     except Exception as error:  # the hub, the network and each configuration class raise their own
-        raise InputError(f"{option} = {source!r}: Transformers cannot read it ({first_line(error)})") from error
+        raise InputError(
+            f"{option} = {source!r}: Transformers cannot read it ({first_line(error)})"
+        ) from error
     read: shrink.Fields = config.to_dict()
     check_sizes(read, f"{option} {source}: ")
     return read
 
 
-def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], layout: Layout, *, dtype: str) -> Choice:
+def _transformers(
+    fields: shrink.Fields, title: str, blocks: tuple[str, ...], layout: Layout, *, dtype: str
+) -> Choice:
     whole, kinds = _whole(fields, title)
     failure: Exception | None = None
     best: tuple[TestedModel, nn.Module, list[str]] | None = None
     for small in _candidates(fields, layout):
-        if best is not None and len(best[2]) and shrink.depth_of(small) == shrink.depth_of(best[0].fields or {}):
+        if (
+            best is not None
+            and len(best[2])
+            and shrink.depth_of(small) == shrink.depth_of(best[0].fields or {})
+        ):
             continue  # only a deeper one can have more kinds of modules
         try:
             tested, model = _tried(TestedModel(title=title, fields=small, blocks=blocks))
@@ -128,7 +166,10 @@ def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], la
         assert failure is not None
         if isinstance(failure, _TooLarge):
             raise failure
-        raise ModelError(f"{title}: no small version of it runs a forward and backward in float64 ({first_line(failure)})") from failure
+        raise ModelError(
+            f"{title}: no small version of it runs a forward and backward in float64"
+            f" ({first_line(failure)})"
+        ) from failure
     tested, model, missing = best
     listed = [str(change) for change in shrink.changes(fields, tested.fields or {})]
     lines = [f"{title}, shrunk: {'; '.join(listed)}" if listed else f"{title}, as it is"]
@@ -142,7 +183,9 @@ def _whole(fields: shrink.Fields, title: str) -> tuple[int, set[str]]:
     try:
         model = transformers_model(fields, dtype=torch.float32)
     except (ValueError, KeyError) as error:
-        raise InputError(f"{title}: not a causal language model of Transformers ({first_line(error)})") from error
+        raise InputError(
+            f"{title}: not a causal language model of Transformers ({first_line(error)})"
+        ) from error
     return _size(model), {type(module).__name__ for module in model.modules()}
 
 
@@ -154,20 +197,22 @@ def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields
         shallow = shrink.with_depth(fields, depth)
         for head_size in shrink.HEAD_SIZES:
             try:
-                yield shrink.with_small_rest(shrink.with_width(shallow, layout, head_size=head_size), layout)
+                yield shrink.with_small_rest(
+                    shrink.with_width(shallow, layout, head_size=head_size), layout
+                )
             except ValueError:
                 break
     yield shrink.with_small_rest(shrink.with_depth(fields, least), layout)
     yield shrink.with_small_rest(fields, layout)
 
 
-# ---- functions ----------------------------------------------------------------------------------------------------------------------
-
-
 def _function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
     model, loss, _ = call_function(path)
     whole = _size(model)
-    dtype = next((name for name, known in DTYPES.items() for p in model.parameters() if p.dtype == known), "float32")
+    dtype = next(
+        (name for name, known in DTYPES.items() for p in model.parameters() if p.dtype == known),
+        "float32",
+    )
     wanted: dict[str, Any] = {"title": path, "function": path, "blocks": blocks}
     if loss is None:
         wanted |= _language_model(model, path)
@@ -178,42 +223,66 @@ def _function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
     if shrunk is not None:
         try:
             tested, small = _tried(TestedModel(**wanted, depth=depth))
-            return _choice(tested, small, [f"{path}, shrunk: {shrunk} blocks -> {depth}"], whole=whole, dtype=dtype)
+            return _choice(
+                tested,
+                small,
+                [f"{path}, shrunk: {shrunk} blocks -> {depth}"],
+                whole=whole,
+                dtype=dtype,
+            )
         except Exception as error:  # its forward may count the blocks
-            lines = [f"{path}, as it is: with {depth} of its {shrunk} blocks it does not run ({first_line(error)})"]
+            lines = [
+                f"{path}, as it is: with {depth} of its {shrunk} blocks it does not run"
+                f" ({first_line(error)})"
+            ]
     try:
         return _choice(*_tried(TestedModel(**wanted)), lines, whole=whole, dtype=dtype)
     except (ModelError, InputError):
         raise
     except Exception as error:
-        raise ModelError(f"{path}: it does not run a forward and backward in float64 on the CPU ({first_line(error)})") from error
+        raise ModelError(
+            f"{path}: it does not run a forward and backward in float64 on the CPU"
+            f" ({first_line(error)})"
+        ) from error
 
 
 def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
     """How a module takes tokens."""
-    embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    embeddings = [
+        module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
+    ]
     names = list(inspect.signature(model.forward).parameters)
     if not embeddings or not names:
         raise InputError(
-            f"--model {path}: the module has no embedding, so it is no language model; return (module, loss, micro_batch), where "
-            "micro_batch(samples, generator) makes a micro-batch, and loss is as plait.initialize takes it"
+            f"--model {path}: the module has no embedding, so it is no language model; return"
+            " (module, loss, micro_batch), where micro_batch(samples, generator) makes a"
+            " micro-batch, and loss is as plait.initialize takes it"
         )
-    return {"vocabulary": embeddings[0], "first": names[0], "mask": _MASK if _MASK in names else None}
+    return {
+        "vocabulary": embeddings[0],
+        "first": names[0],
+        "mask": _MASK if _MASK in names else None,
+    }
 
 
 class _TooLarge(ModelError):
     """A version that is no small one."""
 
     def __init__(self, title: str, size: int) -> None:
-        rule = f"its smallest version that builds has {format_count(size)} parameters, more than {format_count(_MOST_PARAMETERS)}"
-        super().__init__(f"{title}: {rule}: how to make its layers narrow is not known; give a small configuration as --model config.json")
-
-
-# ---- trying -------------------------------------------------------------------------------------------------------------------------
+        rule = (
+            f"its smallest version that builds has {format_count(size)} parameters, more than"
+            f" {format_count(_MOST_PARAMETERS)}"
+        )
+        super().__init__(
+            f"{title}: {rule}: how to make its layers narrow is not known; give a small"
+            " configuration as --model config.json"
+        )
 
 
 def _tried(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
-    """The tested with what a forward and backward told, and its model in float64. Raises whatever the model raises."""
+    """The tested with what a forward and backward told, and its model in float64. Raises whatever
+    the model raises.
+    """
     if tested.fields is not None:
         model = transformers_model(tested.fields, dtype=torch.float64)
         if _size(model) > _MOST_PARAMETERS:
@@ -238,7 +307,10 @@ def _tried(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
         if bare:
             tested = tested.model_copy(update={"bare_logits": True})
             built = build(tested, dtype=torch.float64)
-        run: Callable[[], float] = lambda: float(built.loss(built.forward(model, piece), piece)[0].detach())  # noqa: E731
+
+        def run() -> float:
+            return float(built.loss(built.forward(model, piece), piece)[0].detach())
+
         narrow = roundings(run)
         for _ in range(3):
             _refuse_random(tested, run(), run())
@@ -248,7 +320,9 @@ def _tried(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
 
 def _three_rows(built: Built) -> Any:
     """A micro-batch with every kind of padding."""
-    return ragged_steps(steps=1, micro_batches=1, size=3, seed=0, micro_batch=built.micro_batch)[0][0]
+    return ragged_steps(steps=1, micro_batches=1, size=3, seed=0, micro_batch=built.micro_batch)[0][
+        0
+    ]
 
 
 def _takes_left_padding(built: Built, model: nn.Module) -> bool:
@@ -272,8 +346,8 @@ def _refuse_random(tested: TestedModel, first: float, second: float) -> None:
         raise ModelError(f"{tested.title}: the loss of its small version is {first}")
     if first != second:
         raise ModelError(
-            f"{tested.title}: two forwards on the same data give {first!r} and {second!r}, so it is random even without dropout and no "
-            "two runs can be compared; turn the noise off"
+            f"{tested.title}: two forwards on the same data give {first!r} and {second!r}, so it is"
+            " random even without dropout and no two runs can be compared; turn the noise off"
         )
 
 
@@ -281,18 +355,34 @@ def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _choice(tested: TestedModel, model: nn.Module, lines: list[str], *, whole: int, dtype: str) -> Choice:
+def _choice(
+    tested: TestedModel, model: nn.Module, lines: list[str], *, whole: int, dtype: str
+) -> Choice:
     small = _size(model)
     lines = [
         *lines,
-        f"{format_count(whole)} -> {format_count(small)} parameters" if small != whole else f"{format_count(small)} parameters",
+        (
+            f"{format_count(whole)} -> {format_count(small)} parameters"
+            if small != whole
+            else f"{format_count(small)} parameters"
+        ),
     ]
     if not tested.on_meta:
-        lines.append("a parameter is filled by its constructor only, so it is built with weights, as plait.initialize needs it too")
+        lines.append(
+            "a parameter is filled by its constructor only, so it is built with weights, as"
+            " plait.initialize needs it too"
+        )
     if not tested.left_padding:
         lines.append("its forward takes no rows that are padded on the left, so none are compared")
     if not tested.exact:
         lines.append(
-            "its forward rounds float64 to a narrower dtype where it cannot be kept in float64, so float64 is compared within 1e-7"
+            "its forward rounds float64 to a narrower dtype where it cannot be kept in float64, so"
+            " float64 is compared within 1e-7"
         )
-    return Choice(tested, tuple(lines), find_blocks(model, tested.blocks or None), small / max(whole, 1), dtype)
+    return Choice(
+        tested,
+        tuple(lines),
+        find_blocks(model, tested.blocks or None),
+        small / max(whole, 1),
+        dtype,
+    )

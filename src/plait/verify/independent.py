@@ -1,8 +1,10 @@
-"""A second reference, which shares no code with the model under test: torch's autograd and numpy, and nothing of Plait.
+"""A second reference, which shares no code with the model under test: torch's autograd and numpy,
+and nothing of Plait.
 
-`parity.reference_trace` runs Plait's loss and Plait's choice of optimizer; a mistake in one of them would be in both sides of that
-comparison. Here cross entropy, the mean over a step's targets, clipping and AdamW are written from their definitions in float64, and the
-weights come in as arrays. The model is whatever the caller built: its own forward is what both sides mean.
+`parity.reference_trace` runs Plait's loss and Plait's choice of optimizer; a mistake in one of them
+would be in both sides of that comparison. Here cross entropy, the mean over a step's targets,
+clipping and AdamW are written from their definitions in float64, and the weights come in as arrays.
+The model is whatever the caller built: its own forward is what both sides mean.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ CLIP_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class AdamW:
-    """Settings of Loshchilov and Hutter's Adam with decoupled weight decay (2019, algorithm 2), constant from step to step."""
+    """Settings of Loshchilov and Hutter's Adam with decoupled weight decay (2019, algorithm 2),
+    constant from step to step.
+    """
 
     lr: float
     beta1: float
@@ -37,8 +41,9 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Result:
-    """What a training computed; every array is float64. A gradient is clipped, and None where no micro-batch of the step used the
-    parameter."""
+    """What a training computed; every array is float64. A gradient is clipped, and None where no
+    micro-batch of the step used the parameter.
+    """
 
     losses: list[float] = field(default_factory=list)
     """Mean over all targets of a step; NaN for a step without any."""
@@ -57,16 +62,20 @@ def train(
     clipping: float,
     skipped: Collection[int] = (),
 ) -> Result:
-    """Train `model` (float64, on any device) from `weights` (parameter name to array; a tied parameter under its first name).
+    """Train `model` (float64, on any device) from `weights` (parameter name to array; a tied
+    parameter under its first name).
 
-    `steps`: optimizer steps x micro-batches, each a mapping of the model's arguments and `labels` [batch, seq] int64, where position t of
-    the logits predicts label t + 1. `clipping`: largest global norm, 0 for none. Steps in `skipped` change nothing. Raises ValueError for
-    weights that are not those of the model.
+    `steps`: optimizer steps x micro-batches, each a mapping of the model's arguments and `labels`
+    [batch, seq] int64, where position t of the logits predicts label t + 1. `clipping`: largest
+    global norm, 0 for none. Steps in `skipped` change nothing. Raises ValueError for weights that
+    are not those of the model.
     """
     parameters = dict(model.named_parameters())
     _load(parameters, weights)
     values = {name: _array(parameter) for name, parameter in parameters.items()}
-    states = {name: _Moments(np.zeros_like(value), np.zeros_like(value)) for name, value in values.items()}
+    states = {
+        name: _Moments(np.zeros_like(value), np.zeros_like(value)) for name, value in values.items()
+    }
     result = Result(parameters=values)
     for index, micro_batches in enumerate(steps):
         targets = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in micro_batches)
@@ -76,9 +85,14 @@ def train(
             total += loss.item()
             loss.backward()
         gradients = _take_gradients(parameters, 1 / targets if targets else 1.0)
-        norm = math.sqrt(sum(float(np.square(g).sum()) for g in gradients.values() if g is not None))
+        norm = math.sqrt(
+            sum(float(np.square(g).sum()) for g in gradients.values() if g is not None)
+        )
         if clipping > 0 and norm + CLIP_EPSILON > clipping:
-            gradients = {name: None if g is None else g * (clipping / (norm + CLIP_EPSILON)) for name, g in gradients.items()}
+            gradients = {
+                name: None if g is None else g * (clipping / (norm + CLIP_EPSILON))
+                for name, g in gradients.items()
+            }
         result.losses.append(total / targets if targets else math.nan)
         result.norms.append(norm)
         result.gradients.append({} if index in skipped else gradients)
@@ -91,7 +105,9 @@ def train(
 
 @dataclass
 class _Moments:
-    """Running means of a parameter's gradient and of its square, and how often they were updated."""
+    """Running means of a parameter's gradient and of its square, and how often they were
+    updated.
+    """
 
     mean: Array
     square: Array
@@ -103,17 +119,24 @@ class _Moments:
         self.square = adamw.beta2 * self.square + (1 - adamw.beta2) * gradient * gradient
         mean = self.mean / (1 - adamw.beta1**self.updates)
         square = self.square / (1 - adamw.beta2**self.updates)
-        return value - adamw.lr * (mean / (np.sqrt(square) + adamw.eps) + adamw.weight_decay * value)
+        return value - adamw.lr * (
+            mean / (np.sqrt(square) + adamw.eps) + adamw.weight_decay * value
+        )
 
 
 def _load(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Array]) -> None:
     if set(parameters) != set(weights):
         odd = sorted(set(parameters) ^ set(weights))
-        raise ValueError(f"{len(odd)} names are in the model or in the weights alone: {', '.join(odd[:3])}")
+        raise ValueError(
+            f"{len(odd)} names are in the model or in the weights alone: {', '.join(odd[:3])}"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             if tuple(parameter.shape) != weights[name].shape:
-                raise ValueError(f"{name} has shape {tuple(parameter.shape)} in the model and {weights[name].shape} in the weights")
+                raise ValueError(
+                    f"{name} has shape {tuple(parameter.shape)} in the model and"
+                    f" {weights[name].shape} in the weights"
+                )
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name], dtype=np.float64)))
 
 
@@ -123,7 +146,9 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
-    """The sum over a micro-batch's targets of -log softmax(logits)[target]; a zero with gradients where there is none."""
+    """The sum over a micro-batch's targets of -log softmax(logits)[target]; a zero with gradients
+    where there is none.
+    """
     output = model(**{name: value for name, value in batch.items() if name != "labels"})
     logits = (output if isinstance(output, torch.Tensor) else output.logits).to(torch.float64)
     labels = batch["labels"][:, 1:]
@@ -134,7 +159,9 @@ def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
     return (highest[:, 0] + (scores - highest).exp().sum(dim=-1).log() - picked).sum()
 
 
-def _take_gradients(parameters: Mapping[str, torch.nn.Parameter], factor: float) -> dict[str, Array | None]:
+def _take_gradients(
+    parameters: Mapping[str, torch.nn.Parameter], factor: float
+) -> dict[str, Array | None]:
     taken: dict[str, Array | None] = {}
     for name, parameter in parameters.items():
         taken[name] = None if parameter.grad is None else _array(parameter.grad) * factor

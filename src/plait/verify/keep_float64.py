@@ -1,8 +1,10 @@
-"""Keeps a float64 model in float64: its classes' own casts to narrower dtypes are left out while they run forward.
+"""Keeps a float64 model in float64: its classes' own casts to narrower dtypes are left out while
+they run forward.
 
-Transformers' norms, softmax and routers compute in float32 whatever the model's dtype. Rounding there turns a difference of 1e-16 between
-two layouts into one of 1e-7, under which real errors hide. Only casts inside the forward of the model's own classes are left out, so casts
-of an engine still count. Only verification does this; a run never does.
+Transformers' norms, softmax and routers compute in float32 whatever the model's dtype. Rounding
+there turns a difference of 1e-16 between two layouts into one of 1e-7, under which real errors
+hide. Only casts inside the forward of the model's own classes are left out, so casts of an engine
+still count. Only verification does this; a run never does.
 """
 
 from __future__ import annotations
@@ -26,17 +28,31 @@ _ANGLE_FUNCTIONS = (torch.Tensor.cos, torch.Tensor.sin, torch.cos, torch.sin)
 class _StayWide(TorchFunctionMode):
     """Wherever a float64 tensor goes in, no narrower dtype is asked for."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _ANGLE_FUNCTIONS and args and args[0].dtype in _NARROWER:
-            # Transformers computes the angles of rotary embeddings in float32, and float32 sines of a CPU and
-            # of a GPU differ in the last bit.
+            # Transformers computes the angles of rotary embeddings in float32, and float32 sines of
+            # a CPU and of a GPU differ in the last bit.
             return func(args[0].double())
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func in _CASTS:
                 return args[0]
-            if func in (torch.Tensor.to, torch.Tensor.type_as) and len(args) > 1 and isinstance(args[1], torch.Tensor):
-                return args[0].to(args[1].device) if args[1].dtype in _NARROWER else func(*args, **kwargs)
+            if (
+                func in (torch.Tensor.to, torch.Tensor.type_as)
+                and len(args) > 1
+                and isinstance(args[1], torch.Tensor)
+            ):
+                return (
+                    args[0].to(args[1].device)
+                    if args[1].dtype in _NARROWER
+                    else func(*args, **kwargs)
+                )
             args = tuple([_wide(value) for value in args])
             kwargs = {name: _wide(value) for name, value in kwargs.items()} if kwargs else kwargs
         return func(*args, **kwargs)
@@ -48,17 +64,22 @@ def _wide(value: Any) -> Any:
 
 @contextmanager
 def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
-    """Inside, the classes of `model`'s modules (torch's own excepted, which keep their dtype) run forward without narrowing casts.
+    """Inside, the classes of `model`'s modules (torch's own excepted, which keep their dtype) run
+    forward without narrowing casts.
 
-    The classes are patched, not the objects, so that copies, wrappers and recomputation of the model see it too. `others` are optimizer
-    classes, whose `step` is treated the same (torch's Muon multiplies in bfloat16).
+    The classes are patched, not the objects, so that copies, wrappers and recomputation of the
+    model see it too. `others` are optimizer classes, whose `step` is treated the same (torch's Muon
+    multiplies in bfloat16).
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes and torch.float64 not in dtypes:
         yield
         return
     inside = [True]
-    before = {(owner, name): vars(owner)[name] for owner, name in _owners(model) | {(_owner(kind, "step"), "step") for kind in others}}
+    before = {
+        (owner, name): vars(owner)[name]
+        for owner, name in _owners(model) | {(_owner(kind, "step"), "step") for kind in others}
+    }
     try:
         for (owner, name), function in before.items():
             setattr(owner, name, _staying_wide(function, inside))
@@ -73,7 +94,8 @@ def _owners(model: nn.Module) -> set[tuple[type, str]]:
     classes = {type(module) for module in model.modules()}
     owners = {_owner(kind, "forward") for kind in classes}
     own = {owner for owner in owners if owner.__module__.partition(".")[0] != "torch"}
-    # A sharded module is of a subclass, which torch makes once; Transformers' layers give it a forward of its own.
+    # A sharded module is of a subclass, which torch makes once; Transformers' layers give it a
+    # forward of its own.
     derived = {below for kind in own for below in _below(kind) if "forward" in vars(below)}
     return {(owner, "forward") for owner in own | derived}
 
@@ -94,7 +116,8 @@ def _staying_wide(function: Callable[..., Any], inside: list[bool]) -> Callable[
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not inside or any(isinstance(mode, _StayWide) for mode in function_modes()):  # inside of another module's forward
+        # inside of another module's forward
+        if not inside or any(isinstance(mode, _StayWide) for mode in function_modes()):
             return function(*args, **kwargs)
         with _StayWide():
             return function(*args, **kwargs)
@@ -109,9 +132,17 @@ class _Roundings(TorchDispatchMode):
         super().__init__()
         self.found: dict[str, None] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _has(tree_leaves((args, kwargs)), (torch.float64,)) and _has(tree_leaves(result), _NARROWER):
+        if _has(tree_leaves((args, kwargs)), (torch.float64,)) and _has(
+            tree_leaves(result), _NARROWER
+        ):
             self.found[f"{func}"] = None
         return result
 
@@ -121,7 +152,9 @@ def _has(leaves: list[Any], dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 def roundings(run: Callable[[], Any]) -> tuple[str, ...]:
-    """The operators in `run` that narrow a float64 tensor, inside `keeping_float64` too. Empty where everything stays in float64."""
+    """The operators in `run` that narrow a float64 tensor, inside `keeping_float64` too. Empty
+    where everything stays in float64.
+    """
     with _Roundings() as mode:
         run()
     return tuple(mode.found)

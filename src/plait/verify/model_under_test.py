@@ -1,6 +1,8 @@
-"""What is verified: how to build the model (on meta, or with weights of its own), what it takes and which loss it has.
+"""What is verified: how to build the model (on meta, or with weights of its own), what it takes and
+which loss it has.
 
-A TestedModel is data, so that the process that checks and the processes that run build the same thing. Nothing here knows of layouts.
+A TestedModel is data, so that the process that checks and the processes that run build the same
+thing. Nothing here knows of layouts.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class TestedModel(Policy):
     mask: str | None = None
     """The argument that takes the attention mask, if there is one."""
     on_meta: bool = True
-    """Its weights can be drawn by its classes on every layout; else each process builds it with weights, and rank 0's count."""
+    """Its weights can be drawn by its classes on every layout; else each process builds it with
+    weights, and rank 0's count.
+    """
     left_padding: bool = True
     """It takes rows that are padded on the left."""
     bare_logits: bool = False
@@ -67,10 +71,15 @@ class Built:
 
 
 def build(tested: TestedModel, *, dtype: torch.dtype) -> Built:
-    """The model in training mode without dropout: on meta for Transformers, where it can be; with the weights it comes with for others."""
-    loss, micro_batch = None, None
+    """The model in training mode without dropout: on meta for Transformers, where it can be; with
+    the weights it comes with for others.
+    """
+    loss = None
+    micro_batch = None
     if tested.fields is not None:
-        model = transformers_model(tested.fields, dtype=dtype, device="meta" if tested.on_meta else "cpu")
+        model = transformers_model(
+            tested.fields, dtype=dtype, device="meta" if tested.on_meta else "cpu"
+        )
     else:
         assert tested.function is not None
         model, loss, micro_batch = call_function(tested.function)
@@ -80,10 +89,20 @@ def build(tested: TestedModel, *, dtype: torch.dtype) -> Built:
     without_dropout(model)
     if loss is None or micro_batch is None:
         if tested.vocabulary is None:
-            raise ModelError(f"{tested.title}: a model without an embedding is no language model; {_WHAT_A_FUNCTION_RETURNS}")
+            raise ModelError(
+                f"{tested.title}: a model without an embedding is no language model;"
+                f" {_WHAT_A_FUNCTION_RETURNS}"
+            )
         loss = causal_lm_loss
-        micro_batch = token_batches(vocabulary=tested.vocabulary, first=tested.first, mask=tested.mask, left=tested.left_padding)
-    return Built(model.train(), loss, _bare_logits if tested.bare_logits else default_forward, micro_batch)
+        micro_batch = token_batches(
+            vocabulary=tested.vocabulary,
+            first=tested.first,
+            mask=tested.mask,
+            left=tested.left_padding,
+        )
+    return Built(
+        model.train(), loss, _bare_logits if tested.bare_logits else default_forward, micro_batch
+    )
 
 
 def _bare_logits(model: nn.Module, batch: Any) -> Any:
@@ -91,14 +110,18 @@ def _bare_logits(model: nn.Module, batch: Any) -> Any:
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, numpy's and torch's generators, any of which a function may draw its weights from."""
+    """Python's, numpy's and torch's generators, any of which a function may draw its weights
+    from.
+    """
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
-    """A model on meta gets the weights that every layout draws for `seed`, on the CPU; any other keeps its own."""
+    """A model on meta gets the weights that every layout draws for `seed`, on the CPU; any other
+    keeps its own.
+    """
     if materialise.is_meta(model):
         template = materialise.template_of(model)
         materialise.allocate(model, torch.device("cpu"))
@@ -106,11 +129,10 @@ def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.
     return model
 
 
-# ---- Transformers -------------------------------------------------------------------------------------------------------------------
-
-
 def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "meta") -> nn.Module:
-    """The causal language model of a configuration; on another device than meta with weights and buffers of its own."""
+    """The causal language model of a configuration; on another device than meta with weights and
+    buffers of its own.
+    """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     fields = dict(fields)
@@ -121,31 +143,38 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
         attention = "sdpa"  # flash attention takes no float64
     settings = {"attn_implementation": attention} if attention else {}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **settings)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False, **settings
+        )
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     built: nn.Module = model
     if dtype == torch.float64:
         for parameter in built.parameters():  # some are float32 whatever the model's dtype is
-            parameter.data = parameter.data.double() if parameter.is_floating_point() else parameter.data
+            parameter.data = (
+                parameter.data.double() if parameter.is_floating_point() else parameter.data
+            )
     return built
 
 
-# ---- functions ----------------------------------------------------------------------------------------------------------------------
-
 _WHAT_A_FUNCTION_RETURNS = (
-    "the function returns a module that maps tokens to logits, or (module, loss, micro_batch) with micro_batch(samples, generator) -> a "
-    "micro-batch and loss as plait.initialize takes it (plait.causal_lm_loss, plait.per_sample(...))"
+    "the function returns a module that maps tokens to logits, or (module, loss, micro_batch) with"
+    " micro_batch(samples, generator) -> a micro-batch and loss as plait.initialize takes it"
+    " (plait.causal_lm_loss, plait.per_sample(...))"
 )
 
 
 def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | None]:
-    """What `package.module:function` returns, called without arguments. Raises InputError where it cannot be called or returns else."""
+    """What `package.module:function` returns, called without arguments. Raises InputError where it
+    cannot be called or returns else.
+    """
     function = _imported(path)
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise InputError(f"--model {path}: it is called without arguments ({error}); {_WHAT_A_FUNCTION_RETURNS}") from None
+        raise InputError(
+            f"--model {path}: it is called without arguments ({error}); {_WHAT_A_FUNCTION_RETURNS}"
+        ) from None
     except ValueError:  # it is not of Python and has no signature
         pass
     made = function()
@@ -166,12 +195,18 @@ def _described(made: Any) -> str:
 
 def _imported(path: str) -> Callable[[], Any]:
     try:
-        module, attribute = module_of(path, form="not package.module:function", example="mymodels.small:build")
+        module, attribute = module_of(
+            path, form="not package.module:function", example="mymodels.small:build"
+        )
     except NotImportable as error:
         raise InputError(f"--model {path}: {error}") from None
     found = getattr(module, attribute, None)
     if not callable(found):
-        names = [known for known, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        names = [
+            known
+            for known, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         listed = f"; it has {', '.join(names[:6])}" if names else ""
         raise InputError(f"--model {path}: {module.__name__} has no function {attribute!r}{listed}")
     built: Callable[[], Any] = found

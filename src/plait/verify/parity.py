@@ -1,7 +1,9 @@
-"""One process against a layout, on the same model and data: losses, gradient norms, every gradient, every parameter after the last step.
+"""One process against a layout, on the same model and data: losses, gradient norms, every gradient,
+every parameter after the last step.
 
-The reference is written in plain torch, without the engine, so that the two have no line in common. Both see the same global batches: a
-list of steps, each a list of micro-batches; the layout deals them to its data-parallel ranks, the reference takes them all.
+The reference is written in plain torch, without the engine, so that the two have no line in common.
+Both see the same global batches: a list of steps, each a list of micro-batches; the layout deals
+them to its data-parallel ranks, the reference takes them all.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 T = TypeVar("T")
 
 Steps = Sequence[Sequence[Any]]
-"""Optimizer steps x micro-batches of all ranks: dp x accumulation each, rank r takes those from r x accumulation on."""
+"""Optimizer steps x micro-batches of all ranks: dp x accumulation each, rank r takes those from r x
+accumulation on.
+"""
 
 Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter", "other"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared quantity. `error` is the largest absolute difference over the largest reference value of its kind and tensor."""
+    """One compared quantity. `error` is the largest absolute difference over the largest reference
+    value of its kind and tensor.
+    """
 
     name: str
     error: float
@@ -46,8 +52,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Trace:
-    """The results of a run. Tensors are unsharded, on the CPU, keyed by parameter name; a gradient is None where no rank used the
-    parameter."""
+    """The results of a run. Tensors are unsharded, on the CPU, keyed by parameter name; a gradient
+    is None where no rank used the parameter.
+    """
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -62,9 +69,6 @@ class Trace:
     """The loss scale of every step."""
     spread: tuple[Difference, ...] = ()
     """Parameters that ranks hold different copies of."""
-
-
-# ---- one process --------------------------------------------------------------------------------------------------------------------
 
 
 def reference_trace(
@@ -82,9 +86,10 @@ def reference_trace(
 ) -> Trace:
     """Train `model` in this process alone, plainly.
 
-    `compute`: forward and backward run on copies of the parameters in this dtype (mixed precision). `reduce`: gradients of micro-batches
-    add up in this dtype. `scales`: what the loss of each step is multiplied by, and gradients divided by, as float16 does. Steps in
-    `skipped` end before their update; their norm tells whether they overflow here too.
+    `compute`: forward and backward run on copies of the parameters in this dtype (mixed precision).
+    `reduce`: gradients of micro-batches add up in this dtype. `scales`: what the loss of each step
+    is multiplied by, and gradients divided by, as float16 does. Steps in `skipped` end before their
+    update; their norm tells whether they overflow here too.
     """
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
@@ -110,13 +115,20 @@ def reference_trace(
         for parameter in parameters.values():
             if parameter.grad is not None and scale != 1.0:
                 parameter.grad.div_(scale)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clipping if clipping > 0 else float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(
+            model.parameters(), clipping if clipping > 0 else float("inf")
+        )
         losses.append(loss / total_weight if total_weight else float("nan"))
         norms.append(float(norm))
         if index in skipped:
             gradients.append({})
         else:
-            gradients.append({n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in parameters.items()})
+            gradients.append(
+                {
+                    n: None if p.grad is None else p.grad.detach().cpu().clone()
+                    for n, p in parameters.items()
+                }
+            )
             update.step()
         update.zero_grad(set_to_none=True)
     return Trace(
@@ -135,22 +147,25 @@ def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def _in_dtype(model: nn.Module, compute: torch.dtype | None) -> Any:
-    """The model, or a callable that runs it on casts of its parameters, through which gradients flow back to the parameters."""
+    """The model, or a callable that runs it on casts of its parameters, through which gradients
+    flow back to the parameters.
+    """
     if compute is None:
         return model
-    casts = {name: p.to(compute) if p.is_floating_point() else p for name, p in model.named_parameters()}
+    casts = {
+        name: p.to(compute) if p.is_floating_point() else p for name, p in model.named_parameters()
+    }
     return lambda *args, **kwargs: torch.func.functional_call(model, casts, args, kwargs)
 
 
-def _move_gradients(parameters: Mapping[str, nn.Parameter], sums: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _move_gradients(
+    parameters: Mapping[str, nn.Parameter], sums: dict[str, torch.Tensor], dtype: torch.dtype
+) -> None:
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             piece = parameter.grad.to(dtype)
             sums[name] = sums[name] + piece if name in sums else piece
             parameter.grad = None
-
-
-# ---- a layout -----------------------------------------------------------------------------------------------------------------------
 
 
 def engine_trace(engine: Engine, steps: Steps) -> Trace:
@@ -160,7 +175,9 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
     ties = pipeline.cut.first_names if pipeline is not None else {}
 
     def named() -> dict[str, nn.Parameter]:
-        return {ties.get(name, name): parameter for name, parameter in engine.model.named_parameters()}
+        return {
+            ties.get(name, name): parameter for name, parameter in engine.model.named_parameters()
+        }
 
     gradients: list[dict[str, torch.Tensor | None]] = []
 
@@ -171,17 +188,23 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
         assert parameter.grad is not None
         gradients[-1][names[parameter]] = whole(parameter.grad)
 
-    names = {parameter: name for name, parameter in named().items()}  # in a backward, the model would name gathered ones
+    # in a backward, the model would name gathered ones
+    names = {parameter: name for name, parameter in named().items()}
     in_backward = engine.stepper.in_backward
     looks = in_backward.looks if in_backward is not None else []
     initial = {n: whole(p) for n, p in named().items()}
-    losses, norms, scales, skipped = [], [], [], []
+    losses = []
+    norms = []
+    scales = []
+    skipped = []
     engine.stepper.before_update.append(keep)
     looks.append(keep_one)
     try:
         for index, step in enumerate(steps):
             gradients.append(dict.fromkeys(initial) if in_backward is not None else {})
-            result = engine.train_batch(list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
+            result = engine.train_batch(
+                list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
+            )
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))
             scales.append(result.loss_scale)
@@ -199,7 +222,10 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
         initial=from_all_ranks(initial),
         skipped=tuple(skipped),
         scales=tuple(scales),
-        spread=(*spread_over_ranks("initial weight", initial), *spread_over_ranks("parameter", final)),
+        spread=(
+            *spread_over_ranks("initial weight", initial),
+            *spread_over_ranks("parameter", final),
+        ),
     )
 
 
@@ -210,8 +236,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
-    """The entries of every rank under one roof: a pipeline stage has only its own. Of several ranks' entries the lowest rank's counts.
-    Collective, over the default group."""
+    """The entries of every rank under one roof: a pipeline stage has only its own. Of several
+    ranks' entries the lowest rank's counts. Collective, over the default group.
+    """
     names = _gathered(list(mine))
     if all(found == names[0] for found in names):
         return dict(mine)
@@ -222,8 +249,15 @@ def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
 
 
 def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Difference]:
-    """The unsharded tensors that are not bitwise equal on all ranks that have them, against the lowest such rank. Collective."""
-    digests = _gathered({name: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest() for name, t in mine.items()})
+    """The unsharded tensors that are not bitwise equal on all ranks that have them, against the
+    lowest such rank. Collective.
+    """
+    digests = _gathered(
+        {
+            name: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+            for name, t in mine.items()
+        }
+    )
     found: dict[str, set[bytes]] = {}
     for entries in digests:
         for name, digest in entries.items():
@@ -236,7 +270,9 @@ def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Diff
     for name in differing:
         first, *others = [entries[name] for entries in everyone if name in entries]
         error = max(_largest_error(first, other, floor=0.0) for other in others)
-        spread.append(Difference(f"copies of {kind} {name} on different ranks", error, kind, None, name))
+        spread.append(
+            Difference(f"copies of {kind} {name} on different ranks", error, kind, None, name)
+        )
     return spread
 
 
@@ -249,35 +285,51 @@ def _gathered(value: T) -> list[T]:
     return values
 
 
-# ---- the two against each other -----------------------------------------------------------------------------------------------------
-
-
 def compare(reference: Trace, found: Trace) -> list[Difference]:
-    """Every quantity of the two traces: initial weights where both know them, losses, norms, gradients step by step in the model's order,
-    parameters, copies on different ranks. A step that `found` skipped has no norm and no gradient to compare."""
-    differences = _tensors("initial weight", None, reference.initial, found.initial) if reference.initial and found.initial else []
+    """Every quantity of the two traces: initial weights where both know them, losses, norms,
+    gradients step by step in the model's order, parameters, copies on different ranks. A step that
+    `found` skipped has no norm and no gradient to compare.
+    """
+    differences = (
+        _tensors("initial weight", None, reference.initial, found.initial)
+        if reference.initial and found.initial
+        else []
+    )
     differences += [d for d in found.spread if d.kind == "initial weight"]
     if len(reference.losses) != len(found.losses):
-        differences.append(Difference(f"number of steps {len(reference.losses)} and {len(found.losses)}", float("inf")))
+        differences.append(
+            Difference(
+                f"number of steps {len(reference.losses)} and {len(found.losses)}", float("inf")
+            )
+        )
     for step, (ours, theirs) in enumerate(zip(reference.gradients, found.gradients, strict=False)):
         differences.append(_scalar("loss", step, reference.losses[step], found.losses[step]))
         if step not in found.skipped:
-            differences.append(_scalar("gradient norm", step, reference.grad_norms[step], found.grad_norms[step]))
+            differences.append(
+                _scalar("gradient norm", step, reference.grad_norms[step], found.grad_norms[step])
+            )
             differences += _tensors("gradient", step, ours, theirs)
     silent = _without_gradient(reference) & _without_gradient(found)
-    differences += _tensors("parameter", None, reference.parameters, found.parameters, silent=silent)
+    differences += _tensors(
+        "parameter", None, reference.parameters, found.parameters, silent=silent
+    )
     return differences + [d for d in found.spread if d.kind == "parameter"]
 
 
 NOISE = 1e-12
-"""A gradient below this share of the largest is 0 but for rounding, such as that of a key's bias."""
+"""A gradient below this share of the largest is 0 but for rounding, such as that of a key's bias.
+"""
 
 
 def _without_gradient(trace: Trace) -> frozenset[str]:
-    """Parameters whose gradients are rounding noise in every step. Adam divides noise by noise, so they move by an arbitrary amount."""
+    """Parameters whose gradients are rounding noise in every step. Adam divides noise by noise, so
+    they move by an arbitrary amount.
+    """
     loud: set[str] = set()
     for step in trace.gradients:
-        sizes = {name: float(t.abs().max()) for name, t in step.items() if t is not None and t.numel()}
+        sizes = {
+            name: float(t.abs().max()) for name, t in step.items() if t is not None and t.numel()
+        }
         bar = NOISE * max(sizes.values(), default=0.0)
         loud |= {name for name, size in sizes.items() if not size <= bar}
     return frozenset(trace.parameters) - loud
@@ -290,7 +342,12 @@ def worst(differences: Sequence[Difference]) -> Difference:
 
 def _scalar(kind: Kind, step: int, reference: float, found: float) -> Difference:
     same_nan = reference != reference and found != found
-    return Difference(f"{kind}[{step}]", 0.0 if same_nan else abs(reference - found) / max(abs(reference), 1e-12), kind, step)
+    return Difference(
+        f"{kind}[{step}]",
+        0.0 if same_nan else abs(reference - found) / max(abs(reference), 1e-12),
+        kind,
+        step,
+    )
 
 
 def _tensors(
@@ -301,11 +358,16 @@ def _tensors(
     *,
     silent: Collection[str] = (),
 ) -> list[Difference]:
-    # The exact value of some tensors is 0 (the gradient of a key bias); they hold rounding noise of their neighbours' size.
-    largest = max((float(t.abs().max()) for t in reference.values() if t is not None and t.numel()), default=1.0)
+    # The exact value of some tensors is 0 (the gradient of a key bias); they hold rounding noise of
+    # their neighbours' size.
+    largest = max(
+        (float(t.abs().max()) for t in reference.values() if t is not None and t.numel()),
+        default=1.0,
+    )
     differences = []
     for name in [*reference, *(name for name in found if name not in reference)]:
-        ours, theirs = reference.get(name), found.get(name)
+        ours = reference.get(name)
+        theirs = found.get(name)
         if ours is None and theirs is None:
             continue
         floor = largest if name in silent else 1e-3 * largest
@@ -317,7 +379,9 @@ def _tensors(
 
 
 def _largest_error(reference: torch.Tensor, found: torch.Tensor, *, floor: float) -> float:
-    """The largest absolute difference over the largest absolute value and `floor`. 0 for empty tensors."""
+    """The largest absolute difference over the largest absolute value and `floor`. 0 for empty
+    tensors.
+    """
     if not reference.numel():
         return 0.0
     top = float(reference.abs().max()) + floor

@@ -1,8 +1,9 @@
-"""Other engines on the same model, data and settings, as a Trace that is compared as Plait's is: DeepSpeed, and accelerate's DDP.
+"""Other engines on the same model, data and settings, as a Trace that is compared as Plait's is:
+DeepSpeed, and accelerate's DDP.
 
-Their mean of means would give a micro-batch with few targets the weight of one with many. So each engine gets a correctly weighted loss:
-the micro-batch's sum over the global weight, times the ranks and micro-batches that the engine divides by. The comparison covers everything
-else.
+Their mean of means would give a micro-batch with few targets the weight of one with many. So each
+engine gets a correctly weighted loss: the micro-batch's sum over the global weight, times the ranks
+and micro-batches that the engine divides by. The comparison covers everything else.
 """
 
 from __future__ import annotations
@@ -24,9 +25,34 @@ from plait.verify.parity import Trace, from_all_ranks, spread_over_ranks, whole
 from plait.verify.plan import Pass, Plan
 
 _SET_HERE = frozenset(
-    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler"}
-    | {"fp16", "bf16", "amp", "steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "dump_state"}
-    | {"tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "autotuning", "elasticity", "data_types"}
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "optimizer",
+        "scheduler",
+    }
+    | {
+        "fp16",
+        "bf16",
+        "amp",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "flops_profiler",
+        "comms_logger",
+        "dump_state",
+    }
+    | {
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "monitor_config",
+        "autotuning",
+        "elasticity",
+        "data_types",
+    }
 )
 """What of a DeepSpeed file the comparison sets itself, or has no use for."""
 
@@ -36,7 +62,8 @@ def traces(plan: Plan) -> dict[Pass, Trace]:
     try:
         return {name: _trace(plan, name) for name in plan.passes}
     finally:
-        # Engines leave the process group they made to the interpreter's end, where gloo's threads may still run: the process then aborts.
+        # Engines leave the process group they made to the interpreter's end, where gloo's threads
+        # may still run: the process then aborts.
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -71,13 +98,16 @@ class _Notes:
 
 
 def _mine(plan: Plan, step: Sequence[Any]) -> list[Any]:
-    count, index = plan.resolved.batch.accumulation, plan.resolved.layout.dp_index(place().rank)
+    count = plan.resolved.batch.accumulation
+    index = plan.resolved.layout.dp_index(place().rank)
     return list(step[index * count : (index + 1) * count])
 
 
 def _weight(built: Built, step: Iterable[Any]) -> float:
     """Of the full step, which every rank knows because it has all the data."""
-    return max(float(sum(built.loss.weight(piece) for piece in step)), torch.finfo(torch.float64).tiny)
+    return max(
+        float(sum(built.loss.weight(piece) for piece in step)), torch.finfo(torch.float64).tiny
+    )
 
 
 def _sum_over_ranks(value: float, device: torch.device) -> float:
@@ -88,25 +118,35 @@ def _sum_over_ranks(value: float, device: torch.device) -> float:
 
 
 def _norm(gradients: Iterable[torch.Tensor | None]) -> float:
-    return float(torch.nn.utils.get_total_norm([grad.double() for grad in gradients if grad is not None]))
+    return float(
+        torch.nn.utils.get_total_norm([grad.double() for grad in gradients if grad is not None])
+    )
 
 
-def _clipped(gradients: Mapping[str, torch.Tensor | None], norm: float, largest: float) -> dict[str, torch.Tensor | None]:
+def _clipped(
+    gradients: Mapping[str, torch.Tensor | None], norm: float, largest: float
+) -> dict[str, torch.Tensor | None]:
     """As the optimizer saw them, where an engine shows them before it clips."""
-    factor = float(clip_factor(torch.tensor(norm, dtype=torch.float64), largest)) if largest > 0 else 1.0
+    factor = (
+        float(clip_factor(torch.tensor(norm, dtype=torch.float64), largest)) if largest > 0 else 1.0
+    )
     return {name: None if grad is None else grad * factor for name, grad in gradients.items()}
 
 
-# ---- DeepSpeed ----------------------------------------------------------------------------------------------------------------------
-
-
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
-    """The file itself where it is DeepSpeed's, with the small batch, float32 and a constant learning rate; else one of the same meaning."""
+    """The file itself where it is DeepSpeed's, with the small batch, float32 and a constant
+    learning rate; else one of the same meaning.
+    """
     resolved = plan.resolved
-    kept = {key: value for key, value in _without_auto(plan.deepspeed or {}).items() if key not in _SET_HERE}
+    kept = {
+        key: value
+        for key, value in _without_auto(plan.deepspeed or {}).items()
+        if key not in _SET_HERE
+    }
     params = dict(resolved.optimizer.params)
     if resolved.optimizer.type in ("Adam", "AdamW") and plan.device == "cpu":
-        # DeepSpeed's own would be compiled first, for minutes; torch's takes its default weight decay from torch.
+        # DeepSpeed's own would be compiled first, for minutes; torch's takes its default weight
+        # decay from torch.
         params = {"weight_decay": 0.0, **params, "torch_adam": True}
     return {
         "zero_optimization": {"stage": resolved.data_parallel.stage},
@@ -121,7 +161,11 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
 
 def _without_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Without what Transformers would fill in; DeepSpeed has a default for each."""
-    return {key: _without_auto(value) if isinstance(value, Mapping) else value for key, value in tree.items() if value != "auto"}
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if value != "auto"
+    }
 
 
 def _deepspeed(plan: Plan, built: Built) -> Trace:
@@ -130,11 +174,14 @@ def _deepspeed(plan: Plan, built: Built) -> Trace:
 
     deepspeed.init_distributed(dist_backend=backend(torch.device(plan.device), host_tensors=False))
     parameters = [p for p in built.model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(model=built.model, model_parameters=parameters, config=deepspeed_config(plan))
+    engine, *_ = deepspeed.initialize(
+        model=built.model, model_parameters=parameters, config=deepspeed_config(plan)
+    )
     notes = _Notes(_deepspeed_parameters(engine))
     count = plan.resolved.batch.accumulation
     for step in plan.data(built):
-        weight, loss = _weight(built, step), 0.0
+        weight = _weight(built, step)
+        loss = 0.0
         gradients: dict[str, torch.Tensor | None] = {}
         pieces = _mine(plan, step)
         for index, piece in enumerate(to_device(tuple(pieces), engine.device)):
@@ -149,7 +196,9 @@ def _deepspeed(plan: Plan, built: Built) -> Trace:
         notes.losses.append(_sum_over_ranks(loss, engine.device) / weight)
         told = engine.get_global_grad_norm()  # None at stage 0 in float32
         notes.norms.append(float(told) if told is not None else _norm(gradients.values()))
-        notes.gradients.append(_clipped(gradients, notes.norms[-1], plan.resolved.gradient_clipping))
+        notes.gradients.append(
+            _clipped(gradients, notes.norms[-1], plan.resolved.gradient_clipping)
+        )
     return notes.trace(_deepspeed_parameters(engine))
 
 
@@ -161,28 +210,37 @@ def _deepspeed_parameters(engine: Any) -> dict[str, torch.Tensor]:
         return {name: whole(parameter) for name, parameter in named}
 
 
-# ---- accelerate ---------------------------------------------------------------------------------------------------------------------
-
-
 def _accelerate(plan: Plan, built: Built) -> Trace:
     from accelerate import Accelerator
 
-    count, clipping = plan.resolved.batch.accumulation, plan.resolved.gradient_clipping
-    accelerator = Accelerator(cpu=plan.device == "cpu", gradient_accumulation_steps=count, mixed_precision="no")
+    count = plan.resolved.batch.accumulation
+    clipping = plan.resolved.gradient_clipping
+    accelerator = Accelerator(
+        cpu=plan.device == "cpu", gradient_accumulation_steps=count, mixed_precision="no"
+    )
     optimizer = build_optimizer(plan.resolved.optimizer, list(built.model.named_parameters()))
     model, optimizer = accelerator.prepare(built.model, optimizer)
     inner: nn.Module = accelerator.unwrap_model(model)
     notes = _Notes({name: whole(p) for name, p in inner.named_parameters()})
     for step in plan.data(built):
-        weight, loss, norm = _weight(built, step), 0.0, float("nan")
+        weight = _weight(built, step)
+        loss = 0.0
+        norm = float("nan")
         for piece in to_device(tuple(_mine(plan, step)), accelerator.device):
             with accelerator.accumulate(model):
                 total, _ = built.loss(built.forward(model, piece), piece)
                 loss += float(total.detach())
                 accelerator.backward(total * (plan.resolved.layout.dp * count / weight))
                 if accelerator.sync_gradients:
-                    norm = float(accelerator.clip_grad_norm_(model.parameters(), clipping if clipping > 0 else float("inf")))
-                    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in inner.named_parameters()}
+                    norm = float(
+                        accelerator.clip_grad_norm_(
+                            model.parameters(), clipping if clipping > 0 else float("inf")
+                        )
+                    )
+                    gradients = {
+                        name: None if p.grad is None else whole(p.grad)
+                        for name, p in inner.named_parameters()
+                    }
                     notes.gradients.append(gradients)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,9 +1,11 @@
-"""The result: every compared value with its error and the allowed error, as printed lines and as one JSON object.
+"""The result: every compared value with its error and the allowed error, as printed lines and as
+one JSON object.
 
-float64: each loss, norm, gradient and parameter is within the bar of one process, and of the independent reference. The configured
-precision: the error against float64 is at most 1.2 x that of one process in the same precision, in root mean square over all tensors of a
-kind; a single tensor, which is a small sample, may add the error of its worst neighbour to its own, and parameters may be as much worse as
-gradients may. Nothing is run here.
+float64: each loss, norm, gradient and parameter is within the bar of one process, and of the
+independent reference. The configured precision: the error against float64 is at most 1.2 x that of
+one process in the same precision, in root mean square over all tensors of a kind; a single tensor,
+which is a small sample, may add the error of its worst neighbour to its own, and parameters may be
+as much worse as gradients may. Nothing is run here.
 """
 
 from __future__ import annotations
@@ -20,15 +22,24 @@ from plait.units import dtype_of
 from plait.verify.parity import Difference, Kind, Trace, compare
 from plait.verify.plan import Pass, Plan
 
-INDEPENDENT = "float64, against a reference without Plait's code: its own cross entropy, clipping and AdamW"
-EXACT_BAR, ROUNDED_BAR = 1e-10, 1e-7
+INDEPENDENT = (
+    "float64, against a reference without Plait's code: its own cross entropy, clipping and AdamW"
+)
+EXACT_BAR = 1e-10
+ROUNDED_BAR = 1e-7
 FACTOR = 1.2
 ROUNDINGS = 8
-"""So many roundings more than in one process may befall a float32 gradient: scaling by ranks and back, the clip factor."""
+"""So many roundings more than in one process may befall a float32 gradient: scaling by ranks and
+back, the clip factor.
+"""
 SCALAR_SHARE = 0.1
-"""A loss or a norm is one number, which may be right by chance in one process; it may err by this share of that step's gradients."""
+"""A loss or a norm is one number, which may be right by chance in one process; it may err by this
+share of that step's gradients.
+"""
 FLOOR = 1e-3
-"""A tensor is measured against its own size plus this share of the usual size of its kind: what should be 0 holds rounding noise."""
+"""A tensor is measured against its own size plus this share of the usual size of its kind: what
+should be 0 holds rounding noise.
+"""
 
 
 @dataclass(frozen=True)
@@ -100,8 +111,15 @@ class Report:
             }
             for section in self.sections
         ]
-        first = next((row for section in self.sections for row in section.different if row.name), None)
-        whole = {**self.facts, "equal": self.equal, "first_different": first and first.name, "passes": sections}
+        first = next(
+            (row for section in self.sections for row in section.different if row.name), None
+        )
+        whole = {
+            **self.facts,
+            "equal": self.equal,
+            "first_different": first and first.name,
+            "passes": sections,
+        }
         cleaned: dict[str, Any] = _finite(whole)
         return cleaned
 
@@ -114,20 +132,30 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ---- comparison ------------------------------------------------------------------------------------------------------------------------
-
-
-def compare_float64(plan: Plan, exact: Trace, found: Trace, *, tolerance: float | None = None) -> Section:
-    """Equal to rounding. `tolerance` replaces the bar, which is 1e-10, or 1e-7 where the model itself rounds to float32."""
+def compare_float64(
+    plan: Plan, exact: Trace, found: Trace, *, tolerance: float | None = None
+) -> Section:
+    """Equal to rounding. `tolerance` replaces the bar, which is 1e-10, or 1e-7 where the model
+    itself rounds to float32.
+    """
     bar = tolerance if tolerance is not None else EXACT_BAR if plan.tested.exact else ROUNDED_BAR
     rows = [*_rows(compare(exact, found), bar), *_wrong_skips(exact, found)]
     title = f"float64 in place of every dtype of the configuration, within {bar:.0e} of one process"
     return Section("float64", title, tuple(rows), _skips(found))
 
 
-def compare_independent(plan: Plan, second: Trace | None, found: Trace, *, unchecked: str = "", tolerance: float | None = None) -> Section:
-    """`found` against the reference that shares no code, under the bar of the other. `unchecked`: what it leaves out; where `second` has
-    fewer steps or no parameters, only what it has is compared."""
+def compare_independent(
+    plan: Plan,
+    second: Trace | None,
+    found: Trace,
+    *,
+    unchecked: str = "",
+    tolerance: float | None = None,
+) -> Section:
+    """`found` against the reference that shares no code, under the bar of the other. `unchecked`:
+    what it leaves out; where `second` has fewer steps or no parameters, only what it has is
+    compared.
+    """
     notes = (unchecked,) if unchecked else ()
     if second is None:
         return Section("independent", INDEPENDENT, (), notes)
@@ -145,7 +173,9 @@ def compare_independent(plan: Plan, second: Trace | None, found: Trace, *, unche
 
 
 def _rows(differences: Iterable[Difference], allowed: float) -> list[Row]:
-    return [Row(d.kind, d.step, d.tensor or "", d.error, allowed, what=_what(d)) for d in differences]
+    return [
+        Row(d.kind, d.step, d.tensor or "", d.error, allowed, what=_what(d)) for d in differences
+    ]
 
 
 def _what(found: Difference) -> str:
@@ -157,12 +187,17 @@ def _what(found: Difference) -> str:
 
 
 def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) -> Section:
-    """As close to float64 as one process in the same precision. Steps that float16 skipped have no gradient to compare; that they had to
-    be skipped is checked against one process at the same loss scale."""
-    ours, theirs = _errors(exact, found), _errors(exact, single)
+    """As close to float64 as one process in the same precision. Steps that float16 skipped have no
+    gradient to compare; that they had to be skipped is checked against one process at the same loss
+    scale.
+    """
+    ours = _errors(exact, found)
+    theirs = _errors(exact, single)
     allowed = _allowances(theirs, *_units(plan))
     rows = [Row(*key, error, allowed.get(key, 0.0), theirs.get(key)) for key, error in ours.items()]
-    rows += _rows([d for d in compare(exact, found) if d.kind == "initial weight" or d in found.spread], 0.0)
+    rows += _rows(
+        [d for d in compare(exact, found) if d.kind == "initial weight" or d in found.spread], 0.0
+    )
     rows += _wrong_skips(single, found)
     title = f"{plan.computes_in}, error against float64 at most {FACTOR} x that of one process"
     return Section("configured", title, tuple(sorted(rows, key=_order)), _skips(found))
@@ -171,9 +206,22 @@ def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) ->
 def _wrong_skips(one: Trace, found: Trace) -> list[Row]:
     """Steps that were skipped for nothing, and a comparison of which nothing is left."""
     needless = "the step was skipped, and one process does not overflow"
-    rows = [Row("gradient norm", step, "", math.inf, 0.0, what=needless) for step in found.skipped if math.isfinite(one.grad_norms[step])]
+    rows = [
+        Row("gradient norm", step, "", math.inf, 0.0, what=needless)
+        for step in found.skipped
+        if math.isfinite(one.grad_norms[step])
+    ]
     if len(found.skipped) == len(found.losses):
-        rows.append(Row("other", None, "", math.inf, 0.0, what="every step was skipped, so nothing was compared; raise --steps"))
+        rows.append(
+            Row(
+                "other",
+                None,
+                "",
+                math.inf,
+                0.0,
+                what="every step was skipped, so nothing was compared; raise --steps",
+            )
+        )
     return rows
 
 
@@ -189,15 +237,18 @@ def _order(row: Row) -> tuple[int, int]:
 def _skips(found: Trace) -> tuple[str, ...]:
     if not found.skipped:
         return ()
-    return (f"skipped, with nothing to compare but the loss: step {', '.join(map(str, found.skipped))}",)
+    return (
+        f"skipped, with nothing to compare but the loss: step {', '.join(map(str, found.skipped))}",
+    )
 
 
 Key = tuple[Kind, int | None, str]
 
 
 def _allowances(theirs: Mapping[Key, float], unit: float, single_number: float) -> dict[Key, float]:
-    """What is allowed where one process has the errors `theirs`. Parameters may be as much worse as gradients may, because an optimizer
-    such as Adam magnifies what is wrong with small gradients."""
+    """What is allowed where one process has the errors `theirs`. Parameters may be as much worse as
+    gradients may, because an optimizer such as Adam magnifies what is wrong with small gradients.
+    """
     allowed: dict[Key, float] = {}
     slack = FACTOR
     for (kind, step, name), error in theirs.items():
@@ -206,34 +257,51 @@ def _allowances(theirs: Mapping[Key, float], unit: float, single_number: float) 
             allowed[kind, step, name] = FACTOR * error + max(single_number, SCALAR_SHARE * together)
         elif not name and kind == "gradient":
             allowed[kind, step, name] = FACTOR * error + unit
-            slack = max(slack, FACTOR + min(unit / error if error else FACTOR, FACTOR))  # at most doubled
+            # at most doubled
+            slack = max(slack, FACTOR + min(unit / error if error else FACTOR, FACTOR))
     for (kind, step, name), error in theirs.items():
         if (kind, step, name) not in allowed:
-            largest = max(other for (k, s, n), other in theirs.items() if (k, s) == (kind, step) and n) if name else 0.0
-            allowed[kind, step, name] = (slack if kind == "parameter" else FACTOR) * (error + largest) + unit
+            largest = (
+                max(other for (k, s, n), other in theirs.items() if (k, s) == (kind, step) and n)
+                if name
+                else 0.0
+            )
+            allowed[kind, step, name] = (slack if kind == "parameter" else FACTOR) * (
+                error + largest
+            ) + unit
     return allowed
 
 
 def _units(plan: Plan) -> tuple[float, float]:
-    """What rounding may change beside its usual share: of a tensor, because an engine sums and divides in another order, in the dtype of
-    the reduction; of a loss or norm, a single number whose error in one process may be 0 by chance."""
+    """What rounding may change beside its usual share: of a tensor, because an engine sums and
+    divides in another order, in the dtype of the reduction; of a loss or norm, a single number
+    whose error in one process may be 0 by chance.
+    """
     precision = plan.resolved.precision
-    reduced, computed = (torch.finfo(dtype_of(name or plan.dtype)).eps for name in (precision.reduction, precision.compute))
+    reduced, computed = (
+        torch.finfo(dtype_of(name or plan.dtype)).eps
+        for name in (precision.reduction, precision.compute)
+    )
     unit = max(ROUNDINGS * torch.finfo(torch.float32).eps, reduced)
     return unit, max(unit, computed / 4)
 
 
 def _errors(exact: Trace, found: Trace) -> dict[Key, float]:
-    """Relative errors, in the order of the computation: of losses, norms, every tensor, and ("" as name) all tensors of a step together.
-    Those of parameters are relative to what training changed."""
+    """Relative errors, in the order of the computation: of losses, norms, every tensor, and ("" as
+    name) all tensors of a step together. Those of parameters are relative to what training changed.
+    """
     errors: dict[Key, float] = {}
     for step in range(len(exact.losses)):
         errors["loss", step, ""] = _relative(exact.losses[step], found.losses[step])
         if step in found.skipped:
             continue
-        errors["gradient norm", step, ""] = _relative(exact.grad_norms[step], found.grad_norms[step])
+        errors["gradient norm", step, ""] = _relative(
+            exact.grad_norms[step], found.grad_norms[step]
+        )
         errors |= _tensor_errors("gradient", step, exact.gradients[step], found.gradients[step], {})
-    return errors | _tensor_errors("parameter", None, exact.parameters, found.parameters, exact.initial)
+    return errors | _tensor_errors(
+        "parameter", None, exact.parameters, found.parameters, exact.initial
+    )
 
 
 def _relative(exact: float, found: float) -> float:
@@ -251,7 +319,8 @@ def _tensor_errors(
     squares: dict[str, float] = {}
     errors: dict[Key, float] = {}
     for name in [*exact, *(name for name in found if name not in exact)]:
-        truth, value = exact.get(name), found.get(name)
+        truth = exact.get(name)
+        value = found.get(name)
         if truth is None and value is None:
             continue
         if truth is None or value is None or truth.shape != value.shape:
@@ -260,14 +329,20 @@ def _tensor_errors(
         change = truth.double() - initial[name].double() if name in initial else truth.double()
         sizes[name] = float(change.square().sum())
         squares[name] = float((truth.double() - value.double()).square().sum())
-    count = {name: tensor.numel() for name, tensor in exact.items() if tensor is not None and name in sizes}
+    count = {
+        name: tensor.numel()
+        for name, tensor in exact.items()
+        if tensor is not None and name in sizes
+    }
     usual = sum(sizes.values()) / max(sum(count.values()), 1)  # of an element, squared
     together = math.sqrt(sum(squares.values()) / max(sum(sizes.values()), 1e-300))
-    singly = {(kind, step, name): math.sqrt(squares[name] / max(sizes[name] + FLOOR**2 * usual * count[name], 1e-300)) for name in sizes}
+    singly = {
+        (kind, step, name): math.sqrt(
+            squares[name] / max(sizes[name] + FLOOR**2 * usual * count[name], 1e-300)
+        )
+        for name in sizes
+    }
     return {(kind, step, ""): together, **singly, **errors}
-
-
-# ---- telling ------------------------------------------------------------------------------------------------------------------------
 
 
 def raise_unless_equal(report: Report) -> None:
@@ -277,7 +352,9 @@ def raise_unless_equal(report: Report) -> None:
 
 
 def failure(report: Report) -> str:
-    """Why the result is "different": for each pass the first parameter by name, the largest error."""
+    """Why the result is "different": for each pass the first parameter by name, the largest
+    error.
+    """
     lines = []
     for section in report.sections:
         rows = section.different
@@ -285,7 +362,10 @@ def failure(report: Report) -> str:
             continue
         first = next((row for row in rows if row.name), rows[0])
         largest = max(rows, key=_badness)
-        lines.append(f"{section.name}: {len(rows):,} of {len(section.rows):,} compared values differ from one process")
+        lines.append(
+            f"{section.name}: {len(rows):,} of {len(section.rows):,} compared values differ from"
+            " one process"
+        )
         lines.append(f"  first: {first}")
         if largest != first:
             lines.append(f"  worst: {largest}")
@@ -306,19 +386,32 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
         shown += [f"  {note}" for note in section.notes]
         if not section.rows:
             continue
-        table = [_cells(group) for group in sorted(_groups(section.rows, report.blocks, everything), key=lambda g: -_badness(g[1]))]
+        table = [
+            _cells(group)
+            for group in sorted(
+                _groups(section.rows, report.blocks, everything), key=lambda g: -_badness(g[1])
+            )
+        ]
         rows = [("", "worst", "error", "one process", "allowed", ""), *table]
-        shown += _aligned([row if section.name == "configured" else row[:3] + row[4:] for row in rows])
+        shown += _aligned(
+            [row if section.name == "configured" else row[:3] + row[4:] for row in rows]
+        )
     return shown
 
 
-def _groups(rows: Iterable[Row], blocks: Sequence[str], everything: bool) -> list[tuple[str, Row, int]]:
+def _groups(
+    rows: Iterable[Row], blocks: Sequence[str], everything: bool
+) -> list[tuple[str, Row, int]]:
     """(title, worst row, number of rows) of one printed line."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         block = next((block for block in blocks if row.name.startswith(f"{block}.")), None)
         plural = {"loss": "losses", "gradient norm": "gradient norms"}.get(row.kind, row.kind)
-        title = plural if not row.name else f"{row.kind} {row.name if everything or block is None else block + '.*'}"
+        title = (
+            plural
+            if not row.name
+            else f"{row.kind} {row.name if everything or block is None else block + '.*'}"
+        )
         if not row.name and row.kind in ("gradient", "parameter"):
             title = f"all {row.kind}s together"
         if row.kind == "initial weight" and row.error == 0 and not everything:
@@ -335,9 +428,20 @@ def _cells(group: tuple[str, Row, int]) -> tuple[str, ...]:
     where = ", ".join(part for part in (at, step) if part)
     one = "" if row.one_process is None else f"{row.one_process:.1e}"
     result = "equal" if row.equal else "DIFFERENT"
-    return (title, where if count > 1 or at else step, row.what or f"{row.error:.1e}", one, f"{row.allowed:.1e}", result)
+    return (
+        title,
+        where if count > 1 or at else step,
+        row.what or f"{row.error:.1e}",
+        one,
+        f"{row.allowed:.1e}",
+        result,
+    )
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

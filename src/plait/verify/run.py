@@ -1,7 +1,9 @@
-"""Runs a plan: the layout in every process that was started for it, one process's references where the results are compared.
+"""Runs a plan: the layout in every process that was started for it, one process's references where
+the results are compared.
 
-The layout goes through `plait.initialize`, as any training does, so nothing here knows of a technique. The references are plain torch and
-see the same weights, the same data, the same optimizer.
+The layout goes through `plait.initialize`, as any training does, so nothing here knows of a
+technique. The references are plain torch and see the same weights, the same data, the same
+optimizer.
 """
 
 from __future__ import annotations
@@ -32,17 +34,28 @@ from plait.verify import peers
 from plait.verify.model_under_test import Built, give_weights
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from plait.verify.plan import Pass, Plan
-from plait.verify.report import INDEPENDENT, Report, Section, compare_configured, compare_float64, compare_independent
+from plait.verify.report import (
+    INDEPENDENT,
+    Report,
+    Section,
+    compare_configured,
+    compare_float64,
+    compare_independent,
+)
 from plait.verify.second import second_trace
 
-PLAN, TRACES = "plan.pickle", "traces.pickle"
+PLAN = "plan.pickle"
+TRACES = "traces.pickle"
 Traces = dict[Pass, Trace]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """What each started process does with FOLDER SECONDS: the folder holds the plan and takes the traces from rank 0; a run that takes
-    longer is ended, because a defect may show as ranks that wait for each other."""
-    folder, seconds = Path(arguments[0]), float(arguments[1])
+    """What each started process does with FOLDER SECONDS: the folder holds the plan and takes the
+    traces from rank 0; a run that takes longer is ended, because a defect may show as ranks that
+    wait for each other.
+    """
+    folder = Path(arguments[0])
+    seconds = float(arguments[1])
     with (folder / PLAN).open("rb") as file:
         plan: Plan = pickle.load(file)
     traces = run_watched(plan, seconds=seconds)
@@ -53,9 +66,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_watched(plan: Plan, *, seconds: float) -> Traces:
-    """`run_layout`, ended after `seconds` with every thread's stack, and with what engines print sent to standard error: standard output is
-    the report's."""
-    # Gathering full tensors of a layout of two axes takes two steps, as torch warns; here it does not matter.
+    """`run_layout`, ended after `seconds` with every thread's stack, and with what engines print
+    sent to standard error: standard output is the report's.
+    """
+    # Gathering full tensors of a layout of two axes takes two steps, as torch warns; here it does
+    # not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sys.stdout.flush()
     report = os.dup(1)
@@ -68,9 +83,6 @@ def run_watched(plan: Plan, *, seconds: float) -> Traces:
         sys.stdout.flush()
         os.dup2(report, 1)
         os.close(report)
-
-
-# ---- the layout ---------------------------------------------------------------------------------------------------------------------
 
 
 def run_layout(plan: Plan) -> Traces:
@@ -92,28 +104,35 @@ def _engine_trace(plan: Plan, name: Pass, engines: list[Engine]) -> Trace:
     resolved, dtype = plan.settings(name)
     built = plan.build(dtype, rank=place().rank)
     with plan.lifting(name, built.model):
-        engine = initialize(built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps)
+        engine = initialize(
+            built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps
+        )
         engines.append(engine)
         return engine_trace(engine, plan.data(built))
 
 
-# ---- one process --------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class References:
-    """What one process computes. `exact` is in float64 from the weights of the pass; `single` in the precision of the pass."""
+    """What one process computes. `exact` is in float64 from the weights of the pass; `single` in
+    the precision of the pass.
+    """
 
     exact: Trace
     single: Trace | None
 
 
 def references(plan: Plan, name: Pass, found: Trace) -> References:
-    """The truth about a pass, in this process alone. `found` tells which steps were skipped and how losses were scaled."""
+    """The truth about a pass, in this process alone. `found` tells which steps were skipped and how
+    losses were scaled.
+    """
     _, dtype = plan.settings(name)
     built = plan.build(dtype)
-    model = give_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed).to(plan.device)
-    data = [[to_device(piece, torch.device(plan.device)) for piece in step] for step in plan.data(built)]
+    model = give_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed).to(
+        plan.device
+    )
+    data = [
+        [to_device(piece, torch.device(plan.device)) for piece in step] for step in plan.data(built)
+    ]
     exact_model = model if name == "float64" else _in_float64(plan, model)
     with plan.lifting("float64", exact_model):
         exact = _trace(plan, built, exact_model, data, found)
@@ -134,10 +153,14 @@ def references(plan: Plan, name: Pass, found: Trace) -> References:
 
 
 def _in_float64(plan: Plan, model: nn.Module) -> nn.Module:
-    """A copy with the same values. It is built anew, because some layers are made differently for float64."""
+    """A copy with the same values. It is built anew, because some layers are made differently for
+    float64.
+    """
     if plan.tested.fields is None:
         return copy.deepcopy(model).double()
-    wide = give_weights(plan.build(torch.float64).model, blocks=plan.tested.blocks, seed=0).to(plan.device)
+    wide = give_weights(plan.build(torch.float64).model, blocks=plan.tested.blocks, seed=0).to(
+        plan.device
+    )
     with torch.no_grad():
         for name, parameter in wide.named_parameters():
             parameter.copy_(model.get_parameter(name))
@@ -146,12 +169,21 @@ def _in_float64(plan: Plan, model: nn.Module) -> nn.Module:
     return wide
 
 
-def _trace(plan: Plan, built: Built, model: nn.Module, data: list[list[Any]], found: Trace, **precision: Any) -> Trace:
+def _trace(
+    plan: Plan,
+    built: Built,
+    model: nn.Module,
+    data: list[list[Any]],
+    found: Trace,
+    **precision: Any,
+) -> Trace:
     return reference_trace(
         model,
         data,
         loss_fn=with_balance_loss(built.loss, model) or built.loss,
-        optimizer=lambda _: build_optimizer(plan.resolved.optimizer, list(model.named_parameters())),
+        optimizer=lambda _: build_optimizer(
+            plan.resolved.optimizer, list(model.named_parameters())
+        ),
         clipping=plan.resolved.gradient_clipping,
         forward=built.forward,
         skipped=found.skipped,
@@ -159,18 +191,19 @@ def _trace(plan: Plan, built: Built, model: nn.Module, data: list[list[Any]], fo
     )
 
 
-# ---- the result --------------------------------------------------------------------------------------------------------------------
-
-
 def compare(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Report:
-    """Run one process's side of every pass, and compare. `tolerance` replaces the bar in float64."""
+    """Run one process's side of every pass, and compare. `tolerance` replaces the bar in
+    float64.
+    """
     sections = []
     for name, found in traces.items():
         truth = references(plan, name, found)
         if truth.single is None:
             sections.append(compare_float64(plan, truth.exact, found, tolerance=tolerance))
             second, unchecked = second_trace(plan, found)
-            sections.append(compare_independent(plan, second, found, unchecked=unchecked, tolerance=tolerance))
+            sections.append(
+                compare_independent(plan, second, found, unchecked=unchecked, tolerance=tolerance)
+            )
         else:
             sections.append(compare_configured(plan, truth.exact, truth.single, found))
     if "float64" not in traces:

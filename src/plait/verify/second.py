@@ -1,7 +1,8 @@
-"""Passes a plan and the layout's results to the independent reference, and reports what that reference cannot check.
+"""Passes a plan and the layout's results to the independent reference, and reports what that
+reference cannot check.
 
-The reference gets the layout's initial weights, as arrays, and a model that Transformers itself (or the user's function) built; the other
-reference checks the initialisation. Nothing is computed here.
+The reference gets the layout's initial weights, as arrays, and a model that Transformers itself (or
+the user's function) built; the other reference checks the initialisation. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _KERNELS = {"fused", "foreach", "capturable"}
 
 
 def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
-    """The settings of an optimizer that is AdamW, else why nothing is compared after the first gradients. Defaults are DeepSpeed's: weight
-    decay 0, or torch's 0.01 with `torch_adam`."""
+    """The settings of an optimizer that is AdamW, else why nothing is compared after the first
+    gradients. Defaults are DeepSpeed's: weight decay 0, or torch's 0.01 with `torch_adam`.
+    """
     spec = spec.resolved()
     params = {name: value for name, value in spec.params.items() if name not in _KERNELS}
     decoupled = spec.type == "AdamW" or (spec.type == "Adam" and params.get("adam_w_mode", True))
@@ -47,36 +49,74 @@ def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
 
 
 def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
-    """(the results of the independent reference in float64, what of `found` it does not check; empty for nothing). None where it checks
-    nothing. With another optimizer than AdamW it checks the first step up to its gradients."""
+    """(the results of the independent reference in float64, what of `found` it does not check;
+    empty for nothing). None where it checks nothing. With another optimizer than AdamW it checks
+    the first step up to its gradients.
+    """
     built = plan.build(torch.float64)
     if built.loss is not causal_lm_loss:
-        return None, "not compared: it has cross entropy over tokens only, and the model brings its own loss"
+        return (
+            None,
+            (
+                "not compared: it has cross entropy over tokens only, and the model brings its own"
+                " loss"
+            ),
+        )
     if wants_balance_loss(built.model):
-        return None, "not compared: it has no balance loss, which model.config.output_router_logits asks for"
+        return (
+            None,
+            (
+                "not compared: it has no balance loss, which model.config.output_router_logits"
+                " asks for"
+            ),
+        )
     adamw = adamw_of(plan.resolved.optimizer)
     known = isinstance(adamw, independent.AdamW)
     data = plan.data(built) if known else plan.data(built)[:1]
     model = _model(plan)
     lost = sorted({name for name, _ in model.named_parameters()} ^ set(found.initial))
     if lost:  # which the other reference counts as a difference
-        return None, f"not compared: {len(lost)} weights are in the model or in the layout alone: {', '.join(lost[:3])}"
+        return (
+            None,
+            (
+                f"not compared: {len(lost)} weights are in the model or in the layout alone:"
+                f" {', '.join(lost[:3])}"
+            ),
+        )
     with plan.lifting("float64", model):
         result = independent.train(
             model,
             {name: tensor.double().numpy() for name, tensor in found.initial.items()},
             [[to_device(piece, torch.device(plan.device)) for piece in step] for step in data],
-            optimizer=adamw if isinstance(adamw, independent.AdamW) else independent.AdamW(0.0, 0.0, 0.0, 1.0, 0.0),
+            optimizer=(
+                adamw
+                if isinstance(adamw, independent.AdamW)
+                else independent.AdamW(0.0, 0.0, 0.0, 1.0, 0.0)
+            ),
             clipping=plan.resolved.gradient_clipping,
             skipped=found.skipped,
         )
     trace = Trace(
         tuple(result.losses),
         tuple(result.norms),
-        tuple({name: None if g is None else torch.from_numpy(g) for name, g in step.items()} for step in result.gradients),
-        {name: torch.from_numpy(np.asarray(value)) for name, value in result.parameters.items()} if known else {},
+        tuple(
+            {name: None if g is None else torch.from_numpy(g) for name, g in step.items()}
+            for step in result.gradients
+        ),
+        (
+            {name: torch.from_numpy(np.asarray(value)) for name, value in result.parameters.items()}
+            if known
+            else {}
+        ),
     )
-    return trace, "" if known else f"compared: the first step's loss, norm and gradients; not compared: what follows, because {adamw}"
+    return trace, (
+        ""
+        if known
+        else (
+            "compared: the first step's loss, norm and gradients; not compared: what follows,"
+            f" because {adamw}"
+        )
+    )
 
 
 def _model(plan: Plan) -> torch.nn.Module:
@@ -90,8 +130,10 @@ def _model(plan: Plan) -> torch.nn.Module:
 
 
 def _fill_buffers_again(model: torch.nn.Module) -> None:
-    """By Transformers' own `_init_weights`, as `from_pretrained` does: constructors compute tables (GPT-J's sines) in the default dtype of
-    the moment, so that a model built for float64 has others than one that was built on meta."""
+    """By Transformers' own `_init_weights`, as `from_pretrained` does: constructors compute tables
+    (GPT-J's sines) in the default dtype of the moment, so that a model built for float64 has others
+    than one that was built on meta.
+    """
     with torch.no_grad():
         for module in model.modules():
             if next(module.buffers(recurse=False), None) is not None:

@@ -1,8 +1,10 @@
-"""A Transformers configuration or a plain model made small enough to compare in seconds, and still cut by a layout as the large one is.
+"""A Transformers configuration or a plain model made small enough to compare in seconds, and still
+cut by a layout as the large one is.
 
-Sizes shrink; what decides the code path does not: whether heads, key-value heads, widths and the vocabulary divide by each degree of
-the layout, grouped or multi-query attention, kinds of layers, experts chosen per token. Every change is listed. Pure arithmetic on a
-dictionary: whether the result builds and runs is tried by `tested`.
+Sizes shrink; what decides the code path does not: whether heads, key-value heads, widths and the
+vocabulary divide by each degree of the layout, grouped or multi-query attention, kinds of layers,
+experts chosen per token. Every change is listed. Pure arithmetic on a dictionary: whether the
+result builds and runs is tried by `tested`.
 """
 
 from __future__ import annotations
@@ -24,15 +26,32 @@ Fields = dict[str, Any]
 DEPTH = 2
 """Blocks that are kept, where neither the layout nor different kinds of layers ask for more."""
 HEAD_SIZES = (8, 16, 32, 64)
-"""Sizes of an attention head that are tried in turn; small ones fail where a model rotates a fraction of the head."""
+"""Sizes of an attention head that are tried in turn; small ones fail where a model rotates a
+fraction of the head.
+"""
 VOCABULARY = 96
 SPREAD = 0.1
-"""Standard deviation of initial weights. The usual 0.02 is made for wide layers; in narrow ones it leaves attention uniform, and gradients
-of queries and keys too small to see an error in."""
+"""Standard deviation of initial weights. The usual 0.02 is made for wide layers; in narrow ones it
+leaves attention uniform, and gradients of queries and keys too small to see an error in.
+"""
 
-_DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_decoder_layers")
+_DEPTH = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "n_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+)
 _OTHER_DEPTHS = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "num_heads")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "decoder_attention_heads",
+    "num_decoder_attention_heads",
+    "num_heads",
+)
 _OTHER_HEADS = ("encoder_attention_heads", "num_encoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim")
@@ -50,8 +69,22 @@ _INNER = (
     "d_inner",
     "feed_forward_size",
 )
-_EXPERT_INNER = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size")
-_HEAD_SIZE = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim", "dim_head", "d_head")
+_EXPERT_INNER = (
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "expert_ffn_hidden_size",
+)
+_HEAD_SIZE = (
+    "head_dim",
+    "qk_head_dim",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "rotary_dim",
+    "dim_head",
+    "d_head",
+)
 _RANKS = ("q_lora_rank", "kv_lora_rank")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
@@ -86,23 +119,27 @@ def _short(value: Any) -> str:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
-    """What differs, in the order of the configuration; a field of a part is named `text_config.hidden_size`."""
+    """What differs, in the order of the configuration; a field of a part is named
+    `text_config.hidden_size`.
+    """
     found: list[Change] = []
     for name, value in after.items():
         old = before.get(name)
         if isinstance(value, dict) and isinstance(old, dict):
-            found += [Change(f"{name}.{change.name}", change.before, change.after) for change in changes(old, value)]
+            found += [
+                Change(f"{name}.{change.name}", change.before, change.after)
+                for change in changes(old, value)
+            ]
         elif old != value:
             found.append(Change(name, old, value))
     return tuple(found)
 
 
-# ---- parts ----------------------------------------------------------------------------------------------------------------------------
-
-
 def _parts(fields: Mapping[str, Any]) -> list[str]:
     """Fields that hold the configuration of a part: `text_config`, `vision_config`, `decoder`."""
-    return [name for name, value in fields.items() if isinstance(value, dict) and "model_type" in value]
+    return [
+        name for name, value in fields.items() if isinstance(value, dict) and "model_type" in value
+    ]
 
 
 def _in_parts(fields: Mapping[str, Any], change: Callable[[Fields], Fields]) -> Fields:
@@ -116,11 +153,10 @@ def _in_parts(fields: Mapping[str, Any], change: Callable[[Fields], Fields]) -> 
     return result
 
 
-# ---- depth --------------------------------------------------------------------------------------------------------------------------
-
-
 def depth_of(fields: Mapping[str, Any]) -> int | None:
-    """Number of layers, of its text model where it has parts; None where the configuration has no field for it."""
+    """Number of layers, of its text model where it has parts; None where the configuration has no
+    field for it.
+    """
     name = _present(fields, _DEPTH)
     if name is None and isinstance(fields.get("text_config"), dict):
         return depth_of(fields["text_config"])
@@ -128,19 +164,34 @@ def depth_of(fields: Mapping[str, Any]) -> int | None:
 
 
 def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """What the configuration says of every layer in lists that have one entry a layer (`layer_types`)."""
+    """What the configuration says of every layer in lists that have one entry a layer
+    (`layer_types`).
+    """
     depth = depth_of(fields) or 0
-    lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == depth > 1]
-    others = [{int(key): str(entry) for key, entry in fields[name].items()} for name in _by_layer(fields)]
-    return [(*(_hashable(entry[index]) for entry in lists), *(found.get(index) for found in others)) for index in range(depth)]
+    lists = [
+        value
+        for value in fields.values()
+        if isinstance(value, list | tuple) and len(value) == depth > 1
+    ]
+    others = [
+        {int(key): str(entry) for key, entry in fields[name].items()} for name in _by_layer(fields)
+    ]
+    return [
+        (*(_hashable(entry[index]) for entry in lists), *(found.get(index) for found in others))
+        for index in range(depth)
+    ]
 
 
 def _by_layer(fields: Mapping[str, Any]) -> list[str]:
-    """Fields that map the numbers of some layers to what is different there (`per_layer_config`)."""
+    """Fields that map the numbers of some layers to what is different there
+    (`per_layer_config`).
+    """
     return [
         name
         for name, value in fields.items()
-        if isinstance(value, dict) and value and all(str(key).isdigit() and isinstance(entry, dict) for key, entry in value.items())
+        if isinstance(value, dict)
+        and value
+        and all(str(key).isdigit() and isinstance(entry, dict) for key, entry in value.items())
     ]
 
 
@@ -149,8 +200,11 @@ def _hashable(value: Any) -> Any:
 
 
 def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
-    """The configuration with at most `depth` layers, more where there are more kinds of layers. Of every kind the first is kept."""
-    name, before = _present(fields, _DEPTH), depth_of(fields)
+    """The configuration with at most `depth` layers, more where there are more kinds of layers. Of
+    every kind the first is kept.
+    """
+    name = _present(fields, _DEPTH)
+    before = depth_of(fields)
     result = _in_parts(fields, lambda part: with_depth(part, depth))
     if name is None or before is None:
         return result
@@ -174,21 +228,21 @@ def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
     return result
 
 
-# ---- width --------------------------------------------------------------------------------------------------------------------------
-
-
 def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> Fields:
-    """The configuration with narrow layers whose attention heads have `head_size` elements; parts alike. Raises ValueError for one that
-    does not say its hidden size."""
+    """The configuration with narrow layers whose attention heads have `head_size` elements; parts
+    alike. Raises ValueError for one that does not say its hidden size.
+    """
     result = _in_parts(fields, lambda part: with_width(part, layout, head_size=head_size))
-    hidden, heads = _present(fields, _HIDDEN), _present(fields, _HEADS)
+    hidden = _present(fields, _HIDDEN)
+    heads = _present(fields, _HEADS)
     if hidden is None:
         if result == fields:
             raise ValueError("the configuration has no hidden_size")
         return result
     if heads is None:
         return _without_heads(fields, result, hidden, layout, head_size * _HEADS_WITHOUT_A_FIELD)
-    cuts, all_cuts = _degrees(layout.tp, layout.cp), _degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp)
+    cuts = _degrees(layout.tp, layout.cp)
+    all_cuts = _degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp)
     for name in _OTHER_HEADS:
         if fields.get(name) == fields[heads]:
             result[name] = shrink_heads(fields[heads], fields[heads], cuts)[0]
@@ -198,15 +252,31 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
         result[kv] = kv_heads
     before = _present(fields, _HEAD_SIZE)
     old_head_size = fields[before] if before == "head_dim" else fields[hidden] // fields[heads]
-    _change(fields, result, _HEAD_SIZE, lambda size: max(2, size * head_size // old_head_size // 2 * 2))
+    _change(
+        fields, result, _HEAD_SIZE, lambda size: max(2, size * head_size // old_head_size // 2 * 2)
+    )
     square = fields[hidden] == fields[heads] * old_head_size
-    result[hidden] = result[heads] * head_size if square else like(fields[hidden], result[heads] * head_size + 8, (*all_cuts, 8))
-    _change(fields, result, _INNER, lambda size: min(size, like(size, 2 * result[hidden], all_cuts)))
-    _change(fields, result, _EXPERT_INNER, lambda size: min(size, like(size, result[hidden] // 2, all_cuts)))
+    result[hidden] = (
+        result[heads] * head_size
+        if square
+        else like(fields[hidden], result[heads] * head_size + 8, (*all_cuts, 8))
+    )
+    _change(
+        fields, result, _INNER, lambda size: min(size, like(size, 2 * result[hidden], all_cuts))
+    )
+    _change(
+        fields,
+        result,
+        _EXPERT_INNER,
+        lambda size: min(size, like(size, result[hidden] // 2, all_cuts)),
+    )
     _change(fields, result, _RANKS, lambda size: min(size, like(size, 16, all_cuts)))
     for name in _by_layer(fields):
         result[name] = {
-            layer: {key: _as_before(value, fields.get(key), result.get(key)) for key, value in entry.items()}
+            layer: {
+                key: _as_before(value, fields.get(key), result.get(key))
+                for key, value in entry.items()
+            }
             for layer, entry in fields[name].items()
         }
     _follow_hidden(fields, result, hidden)
@@ -215,7 +285,9 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
     return result
 
 
-def _without_heads(fields: Mapping[str, Any], result: Fields, hidden: str, layout: Layout, width: int) -> Fields:
+def _without_heads(
+    fields: Mapping[str, Any], result: Fields, hidden: str, layout: Layout, width: int
+) -> Fields:
     """Of a model without attention, such as a state space model."""
     degrees = (*_degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp), 8)
     result[hidden] = min(fields[hidden], like(fields[hidden], width, degrees))
@@ -224,7 +296,9 @@ def _without_heads(fields: Mapping[str, Any], result: Fields, hidden: str, layou
     return result
 
 
-def _shrink_state_space(fields: Mapping[str, Any], result: Fields, hidden: str, head_size: int) -> None:
+def _shrink_state_space(
+    fields: Mapping[str, Any], result: Fields, hidden: str, head_size: int
+) -> None:
     """Heads of a state space layer, whose widths together are `expand` x hidden."""
     for heads, size, expand in product(_STATE_HEADS, _STATE_HEAD_SIZE, _EXPAND):
         if not all(isinstance(fields.get(name), int) for name in (heads, size, expand)):
@@ -238,28 +312,43 @@ def _shrink_state_space(fields: Mapping[str, Any], result: Fields, hidden: str, 
 
 
 def _follow_hidden(fields: Mapping[str, Any], result: Fields, hidden: str) -> None:
-    result.update({name: result[hidden] for name in _SAME_AS_HIDDEN if fields.get(name) == fields[hidden]})
+    result.update(
+        {name: result[hidden] for name in _SAME_AS_HIDDEN if fields.get(name) == fields[hidden]}
+    )
 
 
 def _as_before(value: Any, before: Any, after: Any) -> Any:
     """A layer's own size, as much larger or smaller than the others' as it was."""
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in (value, before, after)):
+    if not all(
+        isinstance(size, int) and not isinstance(size, bool) and size > 0
+        for size in (value, before, after)
+    ):
         return value
     return max(1, value * after // before)
 
 
 def _shrink_experts(fields: Mapping[str, Any], result: Fields, cuts: Sequence[int]) -> None:
-    name, per_token = _present(fields, _EXPERTS), _present(fields, _PER_TOKEN)
-    if name is None or per_token is None or any(fields.get(group, 1) not in (None, 1) for group in _GROUPS):
+    name = _present(fields, _EXPERTS)
+    per_token = _present(fields, _PER_TOKEN)
+    if (
+        name is None
+        or per_token is None
+        or any(fields.get(group, 1) not in (None, 1) for group in _GROUPS)
+    ):
         return
     result[name] = min(fields[name], like(fields[name], max(4, 2 * fields[per_token]), cuts))
 
 
 def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
-    """Vocabulary, windows and dropout: a short vocabulary, attention windows that the short data reaches, no randomness."""
+    """Vocabulary, windows and dropout: a short vocabulary, attention windows that the short data
+    reaches, no randomness.
+    """
     result = _in_parts(fields, lambda part: with_small_rest(part, layout))
     if isinstance(fields.get("vocab_size"), int):
-        size = min(fields["vocab_size"], like(fields["vocab_size"], VOCABULARY, _degrees(layout.tp, layout.dp_shard, layout.dp)))
+        size = min(
+            fields["vocab_size"],
+            like(fields["vocab_size"], VOCABULARY, _degrees(layout.tp, layout.dp_shard, layout.dp)),
+        )
         result["vocab_size"] = size
         if isinstance(fields.get("vocab_size_per_layer_input"), int):
             result["vocab_size_per_layer_input"] = size
@@ -268,13 +357,19 @@ def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
                 result[name] = _small_token(value, size)
     _change(fields, result, _WINDOWS, lambda size: min(size, 4))
     _change(fields, result, _CHUNKS, lambda size: min(size, 8))
-    result |= {name: max(fields[name], SPREAD) for name in _SPREADS if isinstance(fields.get(name), float)}
+    result |= {
+        name: max(fields[name], SPREAD) for name in _SPREADS if isinstance(fields.get(name), float)
+    }
     return result | {name: 0.0 for name, value in fields.items() if is_dropout(name, value)}
 
 
-def _change(fields: Mapping[str, Any], result: Fields, names: Iterable[str], change: Callable[[int], int]) -> None:
+def _change(
+    fields: Mapping[str, Any], result: Fields, names: Iterable[str], change: Callable[[int], int]
+) -> None:
     """Those of the whole numbers `names` that the configuration has."""
-    result.update({name: change(fields[name]) for name in names if isinstance(fields.get(name), int)})
+    result.update(
+        {name: change(fields[name]) for name in names if isinstance(fields.get(name), int)}
+    )
 
 
 def _small_token(value: Any, size: int) -> Any:
@@ -285,11 +380,18 @@ def _small_token(value: Any, size: int) -> Any:
 
 def is_dropout(name: str, value: Any) -> bool:
     """Whether a field is a probability of dropping something, and not 0."""
-    return "drop" in name and isinstance(value, float | int) and not isinstance(value, bool) and value > 0
+    return (
+        "drop" in name
+        and isinstance(value, float | int)
+        and not isinstance(value, bool)
+        and value > 0
+    )
 
 
 def like(value: int, target: int, degrees: Iterable[int]) -> int:
-    """The least number from `target` on that divides by exactly those of `degrees` that `value` divides by."""
+    """The least number from `target` on that divides by exactly those of `degrees` that `value`
+    divides by.
+    """
     degrees = tuple(degrees)
     for found in range(max(target, 1), max(target, 1) + prod(set(degrees)) + 1):
         if all((found % degree == 0) == (value % degree == 0) for degree in degrees):
@@ -298,11 +400,15 @@ def like(value: int, target: int, degrees: Iterable[int]) -> int:
 
 
 def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int, int]:
-    """The fewest (heads, key-value heads) that a layout of `degrees` cuts as it cuts the given ones: what divides still does, what has to
-    be replicated still has, two heads or more on a rank where there were so many."""
+    """The fewest (heads, key-value heads) that a layout of `degrees` cuts as it cuts the given
+    ones: what divides still does, what has to be replicated still has, two heads or more on a rank
+    where there were so many.
+    """
 
     def cut(h: int, k: int) -> tuple[Any, ...]:
-        per_degree = tuple((h % d == 0, k % d == 0, d % k == 0, min(h // d, 2), min(k // d, 2)) for d in degrees)
+        per_degree = tuple(
+            (h % d == 0, k % d == 0, d % k == 0, min(h // d, 2), min(k // d, 2)) for d in degrees
+        )
         return (h == k, k == 1, h % k == 0, *per_degree)
 
     wanted = cut(heads, kv_heads)
@@ -318,15 +424,20 @@ def _degrees(*degrees: int) -> tuple[int, ...]:
 
 
 def _present(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    return next((name for name in names if isinstance(fields.get(name), int) and not isinstance(fields[name], bool)), None)
-
-
-# ---- built models -------------------------------------------------------------------------------------------------------------------
+    return next(
+        (
+            name
+            for name in names
+            if isinstance(fields.get(name), int) and not isinstance(fields[name], bool)
+        ),
+        None,
+    )
 
 
 def cut_blocks(model: nn.Module, blocks: Sequence[str], depth: int) -> int | None:
-    """Leave only the first `depth` entries of the list that holds `blocks`, in place. Returns how many there were; None where the blocks
-    are no single list or no more than that."""
+    """Leave only the first `depth` entries of the list that holds `blocks`, in place. Returns how
+    many there were; None where the blocks are no single list or no more than that.
+    """
     owners = {name.rpartition(".")[0] for name in blocks}
     if len(owners) != 1 or len(blocks) <= depth:
         return None
@@ -338,12 +449,20 @@ def cut_blocks(model: nn.Module, blocks: Sequence[str], depth: int) -> int | Non
 
 
 _RANDOM = re.compile(r"(drop|dropout|drop_prob|drop_path)$")
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 def without_dropout(model: nn.Module) -> int:
-    """Set every dropout probability in `model` to 0, in place: torch's layers, and attributes such as `dropout` or `drop_path`. Returns how
-    many there were."""
+    """Set every dropout probability in `model` to 0, in place: torch's layers, and attributes such
+    as `dropout` or `drop_path`. Returns how many there were.
+    """
     count = 0
     for module in model.modules():
         for name, value in list(vars(module).items()):

@@ -61,24 +61,38 @@ def configured(name: str) -> dict[str, Any]:
     }
 
 
-def train(rank: int, world: int, name: str) -> tuple[Trace, tuple[float, float], dict[str, int], dict[str, int]]:
+def train(
+    rank: int, world: int, name: str
+) -> tuple[Trace, tuple[float, float], dict[str, int], dict[str, int]]:
     """(trace, evaluation, bytes sent, bytes accounted for). Runs in a worker."""
     model = cases.build("llama", tied=False)
     facts = model_facts(model, find_blocks(model))
     with keeping_float64(model):
         added = [ContextParallel(sequence_length=LENGTH)]
-        engine = plait.initialize(model, configured(name), loss_fn=plait.causal_lm_loss, techniques=added)
+        engine = plait.initialize(
+            model, configured(name), loss_fn=plait.causal_lm_loss, techniques=added
+        )
         evaluated = engine.eval_batch(steps(2 * engine.dp_size)[0][2 * engine.dp_rank])
         trace = engine_trace(engine, steps(2 * engine.dp_size))
         with count_traffic() as traffic:
-            engine.train_batch(steps(2 * engine.dp_size)[0][2 * engine.dp_rank : 2 * engine.dp_rank + 2])
-        with pytest.raises(InputError, match=r"engine\(...\) gives the model a batch as it is, and SequenceParts changes"):
+            engine.train_batch(
+                steps(2 * engine.dp_size)[0][2 * engine.dp_rank : 2 * engine.dp_rank + 2]
+            )
+        with pytest.raises(
+            InputError,
+            match=r"engine\(...\) gives the model a batch as it is, and SequenceParts changes",
+        ):
             engine(torch.zeros(2, LENGTH, dtype=torch.int64))
     layout = engine.mesh.layout
     start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * LENGTH)
     ledger = account_all(engine.config.techniques, start, facts)
     sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
-    return trace, evaluated, sent, {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
+    return (
+        trace,
+        evaluated,
+        sent,
+        {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]},
+    )
 
 
 @cache
@@ -86,7 +100,13 @@ def reference(micro_batches: int) -> Trace:
     """One plain process on full sequences."""
     model = materialised("llama", tied=False)
     with keeping_float64(model):
-        return reference_trace(model, steps(micro_batches), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+        return reference_trace(
+            model,
+            steps(micro_batches),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
+        )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -101,9 +121,14 @@ def test_equals_one_process_and_sends_its_account(pool: Pool, name: str) -> None
         assert sent == accounted
     model, pieces = materialised("llama", tied=False), steps(2 * ranks)[0][::2]
     with keeping_float64(model), torch.no_grad():
-        found = [plait.causal_lm_loss(model(input_ids=piece["input_ids"]), piece) for piece in pieces]
+        found = [
+            plait.causal_lm_loss(model(input_ids=piece["input_ids"]), piece) for piece in pieces
+        ]
     for _, evaluated, _, _ in results:
-        assert evaluated == pytest.approx((sum(float(loss) for loss, _ in found), sum(int(count) for _, count in found)), rel=1e-12)
+        assert evaluated == pytest.approx(
+            (sum(float(loss) for loss, _ in found), sum(int(count) for _, count in found)),
+            rel=1e-12,
+        )
 
 
 def test_refusals() -> None:
@@ -112,15 +137,21 @@ def test_refusals() -> None:
     def check(kind: str, degrees: dict[str, int], *techniques: ContextParallel) -> None:
         model = cases.build(kind, tied=False)
         config = {"train_micro_batch_size_per_gpu": 1, "parallel": degrees}
-        resolved = resolve(load(config), world_size=degrees["cp"]).model_copy(update={"added": techniques})
+        resolved = resolve(load(config), world_size=degrees["cp"]).model_copy(
+            update={"added": techniques}
+        )
         check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
     check("llama", {"cp": 2}, ContextParallel(sequence_length=8))
-    with pytest.raises(ConfigError, match="parallel.cp = 3: a sequence has 8 tokens and 8 % 3 != 0"):
+    with pytest.raises(
+        ConfigError, match="parallel.cp = 3: a sequence has 8 tokens and 8 % 3 != 0"
+    ):
         check("llama", {"cp": 3}, ContextParallel(sequence_length=8))
     with pytest.raises(ModelError, match="only the attention of a Llama is known here"):
         check("gpt2", {"cp": 2}, ContextParallel(sequence_length=8))
-    with pytest.raises(ModelError, match="BloomForCausalLM .* is not among the causal language models"):  # by Plait's own technique
+    with pytest.raises(
+        ModelError, match="BloomForCausalLM .* is not among the causal language models"
+    ):  # by Plait's own technique
         check("bloom", {"cp": 2})
 
 
@@ -129,7 +160,9 @@ def test_the_page_shows_this_code() -> None:
     folder = Path(__file__).parent
     page = (folder.parents[2] / "docs/add-a-technique.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    code = Path(context_parallel.__file__).read_text(encoding="utf-8") + Path(__file__).read_text(encoding="utf-8")
+    code = Path(context_parallel.__file__).read_text(encoding="utf-8") + Path(__file__).read_text(
+        encoding="utf-8"
+    )
     plain = [line.strip() for line in code.splitlines() if line.strip()]
     assert len(blocks) >= 4
     for block in blocks:

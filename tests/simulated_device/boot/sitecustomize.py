@@ -37,7 +37,9 @@ class _Loader(importlib.abc.Loader):
 class _Finder(importlib.abc.MetaPathFinder):
     """Stands aside after torch was found."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -51,7 +53,9 @@ def _on_device(name: str) -> Any:
     """A module of the folder beside, whatever the working folder is."""
     known = f"simulated_device.{name}"
     if known not in sys.modules:
-        file = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "python", f"{name}.py")
+        file = os.path.join(
+            os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "python", f"{name}.py"
+        )
         spec = importlib.util.spec_from_file_location(known, file)
         assert spec is not None and spec.loader is not None
         sys.modules[known] = importlib.util.module_from_spec(spec)

@@ -16,7 +16,10 @@ def load() -> Any:
     global _loaded
     if _loaded is None:
         _load_torchs()
-        _loaded = ctypes.CDLL(os.path.join(os.environ["SIMULATED_DEVICE"], "simulated_device.so"), mode=ctypes.RTLD_GLOBAL)
+        _loaded = ctypes.CDLL(
+            os.path.join(os.environ["SIMULATED_DEVICE"], "simulated_device.so"),
+            mode=ctypes.RTLD_GLOBAL,
+        )
         index, whole = ctypes.c_int, ctypes.c_int64
         for name, result, arguments in (
             ("current_stream", whole, [index]),

@@ -40,7 +40,10 @@ def clear() -> None:
 
 def copies() -> dict[str, int]:
     """Between the host and the device, so far: `deferred` overlap; `pageable` were asked not to block, and do."""
-    return {name: library.simulated_copies(index) for index, name in enumerate(("deferred", "pageable", "waited"))}
+    return {
+        name: library.simulated_copies(index)
+        for index, name in enumerate(("deferred", "pageable", "waited"))
+    }
 
 
 def blocked() -> dict[str, int]:
@@ -130,7 +133,9 @@ def _devices() -> None:
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.is_bf16_supported = lambda including_emulation=True: True
     library.simulated_default_generators(1)
-    cuda.default_generators = tuple(torch.Generator(device=f"cuda:{index}") for index in range(COUNT))
+    cuda.default_generators = tuple(
+        torch.Generator(device=f"cuda:{index}") for index in range(COUNT)
+    )
     library.simulated_default_generators(0)
 
 
@@ -142,7 +147,9 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, **of: Any) -> Stream:
         if "stream_id" in of:
-            return super().__new__(cls, stream_id=of["stream_id"], device_index=of["device_index"], device_type=1)
+            return super().__new__(
+                cls, stream_id=of["stream_id"], device_index=of["device_index"], device_type=1
+            )
         return super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
 
     def record_event(self, event: Any = None) -> Any:
@@ -165,7 +172,10 @@ class Stream(torch.Stream):
         return 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, torch.Stream) and (self.stream_id, self.device) == (other.stream_id, other.device)
+        return isinstance(other, torch.Stream) and (self.stream_id, self.device) == (
+            other.stream_id,
+            other.device,
+        )
 
     def __hash__(self) -> int:
         return hash((self.stream_id, self.device))
@@ -174,7 +184,13 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """torch.cuda.Event. Times are those of the host, when the work before was done."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False) -> Event:
+    def __new__(
+        cls,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> Event:
         if interprocess:
             raise RuntimeError("the simulated device has no events between processes")
         return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
@@ -182,7 +198,9 @@ class Event(torch.Event):
     def elapsed_time(self, end: Any) -> float:
         milliseconds = library.simulated_elapsed(self.event_id, end.event_id)
         if milliseconds != milliseconds:
-            raise RuntimeError("CUDA error: both events must be recorded with enable_timing=True, and be reached, before the time is asked")
+            raise RuntimeError(
+                "CUDA error: both events must be recorded with enable_timing=True, and be reached, before the time is asked"
+            )
         return float(milliseconds)
 
     def record(self, stream: Any = None) -> None:
@@ -206,23 +224,36 @@ class _NoGraph:
 def _streams() -> None:
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
-    cuda.current_stream = lambda device=None: _stream(_index(device), library.simulated_current_stream(_index(device)))
+    cuda.current_stream = lambda device=None: _stream(
+        _index(device), library.simulated_current_stream(_index(device))
+    )
     cuda.default_stream = lambda device=None: _stream(_index(device), 0)
     cuda.synchronize = lambda device=None: library.simulated_synchronize(_index(device))
     core._cuda_synchronize = lambda: library.simulated_synchronize(_index())
-    core._cuda_getCurrentStream = lambda device: (library.simulated_current_stream(device), device, 1)
+    core._cuda_getCurrentStream = lambda device: (
+        library.simulated_current_stream(device),
+        device,
+        1,
+    )
     core._cuda_getCurrentRawStream = lambda device: library.simulated_current_stream(device)
     core._cuda_getDefaultStream = lambda device: (0, device, 1)
-    core._cuda_setStream = lambda stream_id, device_index, device_type: library.simulated_set_stream(device_index, stream_id)
+    core._cuda_setStream = lambda stream_id, device_index, device_type: (
+        library.simulated_set_stream(device_index, stream_id)
+    )
     cuda.is_current_stream_capturing = core._cuda_isCurrentStreamCapturing = lambda: False
-    cuda.CUDAGraph = cuda.graphs.CUDAGraph = cuda.graph = cuda.graphs.graph = cuda.make_graphed_callables = _NoGraph
+    cuda.CUDAGraph = cuda.graphs.CUDAGraph = cuda.graph = cuda.graphs.graph = (
+        cuda.make_graphed_callables
+    ) = _NoGraph
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------------------
 
 
 def _statistics(device: int) -> dict[str, Any]:
-    now, peak, reserved, most = (library.simulated_memory(device, which) for which in (_NOW, _PEAK, _RESERVED, _RESERVED_PEAK))
+    now, peak, reserved, most = (
+        library.simulated_memory(device, which)
+        for which in (_NOW, _PEAK, _RESERVED, _RESERVED_PEAK)
+    )
     return {
         "allocated_bytes": {"all": {"current": now, "peak": peak}},
         "reserved_bytes": {"all": {"current": reserved, "peak": most}},
@@ -236,9 +267,14 @@ def _memory() -> None:
     for module in (cuda, cuda.memory):
         module.memory_allocated, module.max_memory_allocated = asks(_NOW), asks(_PEAK)
         module.memory_reserved, module.max_memory_reserved = asks(_RESERVED), asks(_RESERVED_PEAK)
-        module.reset_peak_memory_stats = lambda device=None: library.simulated_reset_peak(_index(device))
+        module.reset_peak_memory_stats = lambda device=None: library.simulated_reset_peak(
+            _index(device)
+        )
         module.empty_cache = lambda: library.simulated_empty_cache(_index())
-        module.mem_get_info = lambda device=None: (asks(_CAPACITY)(device) - asks(_NOW)(device), asks(_CAPACITY)(device))
+        module.mem_get_info = lambda device=None: (
+            asks(_CAPACITY)(device) - asks(_NOW)(device),
+            asks(_CAPACITY)(device),
+        )
     core._cuda_emptyCache = lambda *pool: library.simulated_empty_cache(_index())
     core._cuda_memoryStats = _statistics
     core._cuda_resetPeakMemoryStats = lambda device: library.simulated_reset_peak(device)
@@ -268,7 +304,9 @@ def _storages() -> None:
     storage: Any = torch.UntypedStorage
     storage.resize_ = resize_
     torch.storage._StorageBase.to = storage.to = to  # type: ignore[attr-defined]
-    storage.cuda = lambda self, device=None, non_blocking=False: moved(self, torch.device("cuda", _index(device)))
+    storage.cuda = lambda self, device=None, non_blocking=False: moved(
+        self, torch.device("cuda", _index(device))
+    )
     torch.storage._StorageBase.cuda = storage.cuda  # type: ignore[attr-defined]
     storage.cpu = lambda self: moved(self, "cpu") if self.device.type == "cuda" else to_host(self)
 

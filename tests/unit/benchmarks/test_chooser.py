@@ -13,7 +13,12 @@ from plait.comm.links import Cost, GroupLinks, Level
 from plait.comm.measure import SIZES as MEASURED
 from plait.units import MIB
 
-FITTED = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(0, 2e-9), "ring": Cost(0, 1e-9), "shared-memory": Cost(0, 1e-10)}))
+FITTED = GroupLinks(
+    "dp_replicate",
+    1,
+    2,
+    Level(2, {"all-reduce": Cost(0, 2e-9), "ring": Cost(0, 1e-9), "shared-memory": Cost(0, 1e-10)}),
+)
 TIMED = {"all-reduce": 1e-3, "ring": 1.5e-3, "shared-memory": 0.1e-3}
 
 
@@ -25,11 +30,18 @@ TIMED = {"all-reduce": 1e-3, "ring": 1.5e-3, "shared-memory": 0.1e-3}
         (True, None, "shared-memory", "shared-memory", "shared-memory", 1),
     ],
 )
-def test_a_point(shared: bool, compared: Any, by_links: str, chosen: str, best: str, ratio: float) -> None:
+def test_a_point(
+    shared: bool, compared: Any, by_links: str, chosen: str, best: str, ratio: float
+) -> None:
     """What the links say, what was refined beside it, and what is best; only the ways that the scene has."""
     worker_group, scene = Mock(), Scene("x", 2, shared=shared)
     worker_group.ask.return_value = [compared] * 2
-    found = _point(scene, MIB, *_chosen(worker_group, scene, MIB, FITTED, argparse.Namespace(refine_seconds=1.0)), TIMED)
+    found = _point(
+        scene,
+        MIB,
+        *_chosen(worker_group, scene, MIB, FITTED, argparse.Namespace(refine_seconds=1.0)),
+        TIMED,
+    )
     assert worker_group.ask.called == (compared is not None)
     assert (found["chosen_by_links"], found["chosen"], found["best"]) == (by_links, chosen, best)
     assert found["chosen_seconds"] / found["best_seconds"] == pytest.approx(ratio)

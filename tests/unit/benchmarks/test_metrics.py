@@ -5,13 +5,17 @@ from benchmarks.planner_accuracy.metrics import confusion, errors, ranking
 
 
 def test_errors_by_hand():
-    found = errors(np.array([1.1, 0.8, 1.0]), np.ones(3), np.array([1.05, 0.7, 0.9]), np.array([1.2, 0.9, 1.1]))
+    found = errors(
+        np.array([1.1, 0.8, 1.0]), np.ones(3), np.array([1.05, 0.7, 0.9]), np.array([1.2, 0.9, 1.1])
+    )
     assert found.rows == 3
     assert found.median == pytest.approx(0.1) and found.mean == pytest.approx(0.1)
     assert found.bias == pytest.approx(0.0)
     assert found.coverage == pytest.approx(1 / 3)
     widths = np.log([1.2 / 1.05, 0.9 / 0.7, 1.1 / 0.9])
-    assert found.interval_score == pytest.approx((widths.sum() + 20 * (np.log(1.05) - np.log(0.9))) / 3)
+    assert found.interval_score == pytest.approx(
+        (widths.sum() + 20 * (np.log(1.05) - np.log(0.9))) / 3
+    )
 
 
 def test_no_rows_have_no_errors():
@@ -33,6 +37,11 @@ def test_regret_of_the_chosen():
 
 def test_fit_and_no_fit():
     found = confusion(np.array([True, True, False, False]), np.array([True, False, True, False]))
-    assert (found.out_of_memory, found.called_fits, found.ran, found.called_out_of_memory) == (2, 1, 2, 1)
+    assert (found.out_of_memory, found.called_fits, found.ran, found.called_out_of_memory) == (
+        2,
+        1,
+        2,
+        1,
+    )
     assert found.false_fits == found.false_alarms == 0.5
     assert confusion(np.array([True]), np.array([True])).false_fits is None

@@ -22,16 +22,30 @@ from tests.unit.planner.rows import ROW
 
 def test_slow_rows_are_counted_by_size_and_by_micro_batch() -> None:
     rows = [
-        {**ROW, "id": f"X-{i}", "pp": "2", "tp": "1", "gpus_total": "16", "dp": "8", "global_batch": "64", "micro_batch": "2"}
+        {
+            **ROW,
+            "id": f"X-{i}",
+            "pp": "2",
+            "tp": "1",
+            "gpus_total": "16",
+            "dp": "8",
+            "global_batch": "64",
+            "micro_batch": "2",
+        }
         for i in range(4)
     ]
     found = evaluate(rows)
     seconds = found.predictions[0].seconds
-    timed = tuple(replace(p, measured_seconds=seconds * factor) for p, factor in zip(found.predictions, (1, 1.25, 4, 8), strict=True))
+    timed = tuple(
+        replace(p, measured_seconds=seconds * factor)
+        for p, factor in zip(found.predictions, (1, 1.25, 4, 8), strict=True)
+    )
     told = slow_runs(replace(found, predictions=timed))
     assert told["sizes"] == {"16": {"rows": 4, "slow": 2, "others_median": pytest.approx(0.1)}}
     (model,) = told["models"].values()
-    assert model["rows"] == 2 and model["median"] == pytest.approx(6 * seconds / 4)  # 64 samples over 8 ranks in micro-batches of 2
+    assert model["rows"] == 2 and model["median"] == pytest.approx(
+        6 * seconds / 4
+    )  # 64 samples over 8 ranks in micro-batches of 2
     assert "| 16 | 4 | 2 | 10.0% |" in paragraph(told)
 
 
@@ -42,7 +56,9 @@ def test_a_table_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "7 rows, 6 predicted" in shown and "not in the catalogue" in shown
     told = json.loads(out.read_text())
     assert told["summary"]["time"]["all"]["all"]["rows"] == 6 and len(told["predictions"]) == 6
-    assert told["not_priced"] == [{"row": 6, "id": "X-99", "reason": told["not_priced"][0]["reason"]}]
+    assert told["not_priced"] == [
+        {"row": 6, "id": "X-99", "reason": told["not_priced"][0]["reason"]}
+    ]
     assert set(told["predictions"][0]) >= {
         "id",
         "seconds",
@@ -61,10 +77,21 @@ def test_a_table_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_old_names_mean_what_they_meant_then() -> None:
     def stack(**changes: str) -> str:
-        return str(read_runs([{**ROW, "framework": "Megatron-LM", **changes}]).variants[0].framework.name)
+        return str(
+            read_runs([{**ROW, "framework": "Megatron-LM", **changes}]).variants[0].framework.name
+        )
 
-    assert stack(gpu="A100-80GB", year="2021") == "megatron" == stack(gpu="A100-80GB", gated_mlp="n", n_kv_heads="")
-    assert stack(gpu="A100-80GB", year="2024") == stack(gpu="H100") == stack(gpu="MI300X") == "megatron-modern"
+    assert (
+        stack(gpu="A100-80GB", year="2021")
+        == "megatron"
+        == stack(gpu="A100-80GB", gated_mlp="n", n_kv_heads="")
+    )
+    assert (
+        stack(gpu="A100-80GB", year="2024")
+        == stack(gpu="H100")
+        == stack(gpu="MI300X")
+        == "megatron-modern"
+    )
 
 
 def test_what_a_name_says_of_compilation_and_of_who_wrote_the_model_is_read() -> None:
@@ -73,14 +100,28 @@ def test_what_a_name_says_of_compilation_and_of_who_wrote_the_model_is_read() ->
         return found
 
     assert (
-        stack("torchtitan (0.2, 2026), not compiled").name == "torchtitan-eager" and stack("torchtitan, torch.compile").name == "torchtitan"
+        stack("torchtitan (0.2, 2026), not compiled").name == "torchtitan-eager"
+        and stack("torchtitan, torch.compile").name == "torchtitan"
     )
-    assert stack("torchtitan eager (December 2024)").norms_apart == 1 > stack("torchtitan eager (2026)").norms_apart
-    own, compiled = stack("a trainer (PyTorch FSDP2), not compiled"), stack("a trainer (PyTorch FSDP2 + TP), torch.compile")
-    assert own.name == compiled.name == "torch-fsdp" and own.whole_logits == compiled.whole_logits == 1
+    assert (
+        stack("torchtitan eager (December 2024)").norms_apart
+        == 1
+        > stack("torchtitan eager (2026)").norms_apart
+    )
+    own, compiled = (
+        stack("a trainer (PyTorch FSDP2), not compiled"),
+        stack("a trainer (PyTorch FSDP2 + TP), torch.compile"),
+    )
+    assert (
+        own.name == compiled.name == "torch-fsdp" and own.whole_logits == compiled.whole_logits == 1
+    )
     assert (own.norms_apart, compiled.norms_apart) == (1, 0)
     inside = stack("Megatron-Core (NeMo 26.04 container), TP overlap, bf16 gradients")
-    assert inside.name == "megatron-modern" and inside.wire_reduce == 2 and inside.hidden_tp > stack("Megatron-Core").hidden_tp
+    assert (
+        inside.name == "megatron-modern"
+        and inside.wire_reduce == 2
+        and inside.hidden_tp > stack("Megatron-Core").hidden_tp
+    )
     assert stack("NeMo 24.09 (Megatron-Core)").name == "megatron-bridge"
     assert without_name("torchtitan, not compiled") == "unknown"
 
@@ -88,7 +129,10 @@ def test_what_a_name_says_of_compilation_and_of_who_wrote_the_model_is_read() ->
 def test_torchao_keeps_the_inputs_of_products_in_16_bits() -> None:
     layout = {"tp": "1", "pp": "1", "dp": "16", "recompute": "none"}
     for name, narrower in (("torchtitan, torch.compile", False), ("Megatron-Core", True)):
-        wide, narrow = (one(framework=name, precision=precision, **layout).memory_terms["activations"] for precision in ("bf16", "fp8"))
+        wide, narrow = (
+            one(framework=name, precision=precision, **layout).memory_terms["activations"]
+            for precision in ("bf16", "fp8")
+        )
         assert (narrow < 0.8 * wide) == narrower
 
 
@@ -97,49 +141,96 @@ def one(**changes: str) -> Prediction:
 
 
 def test_norms_of_queries_and_keys_are_work_and_memory() -> None:
-    without, with_norms = (one(model_name=name, framework="torchtitan eager", recompute="none") for name in ("a Llama", "Qwen3-like"))
+    without, with_norms = (
+        one(model_name=name, framework="torchtitan eager", recompute="none")
+        for name in ("a Llama", "Qwen3-like")
+    )
     assert with_norms.terms["elementwise"] > 1.02 * without.terms["elementwise"]
     assert with_norms.memory_terms["activations"] > without.memory_terms["activations"]
 
 
 def test_torchs_fsdp_shards_weights_at_stage_2_too_and_deepspeed_does_not() -> None:
-    layout = {"tp": "1", "pp": "1", "gpus_total": "16", "dp": "16", "global_batch": "16", "micro_batch": "1", "precision": "bf16 (amp)"}
+    layout = {
+        "tp": "1",
+        "pp": "1",
+        "gpus_total": "16",
+        "dp": "16",
+        "global_batch": "16",
+        "micro_batch": "1",
+        "precision": "bf16 (amp)",
+    }
     for stack, shards in (("torchtitan eager", 16), ("PyTorch FSDP", 16), ("DeepSpeed", 1)):
-        two, three = (one(framework=stack, zero_or_fsdp=name, **layout) for name in ("FSDP2 SHARD_GRAD_OP", "FSDP FULL_SHARD"))
-        assert two.memory_terms["weights"] == pytest.approx(three.memory_terms["weights"] * (1 if shards > 1 else 16), rel=0.01)
+        two, three = (
+            one(framework=stack, zero_or_fsdp=name, **layout)
+            for name in ("FSDP2 SHARD_GRAD_OP", "FSDP FULL_SHARD")
+        )
+        assert two.memory_terms["weights"] == pytest.approx(
+            three.memory_terms["weights"] * (1 if shards > 1 else 16), rel=0.01
+        )
         assert two.memory_terms["gathered"] > three.memory_terms["gathered"] or shards == 1
 
 
 def test_operations_that_python_dispatches_wait_for_their_host() -> None:
-    layout = {"framework": "torchtitan eager", "pp": "1", "gpus_total": "16", "micro_batch": "1", "seq_len": "2048"}
-    split, whole = one(tp="2", dp="8", global_batch="8", **layout), one(tp="1", dp="16", global_batch="16", **layout)
+    layout = {
+        "framework": "torchtitan eager",
+        "pp": "1",
+        "gpus_total": "16",
+        "micro_batch": "1",
+        "seq_len": "2048",
+    }
+    split, whole = (
+        one(tp="2", dp="8", global_batch="8", **layout),
+        one(tp="1", dp="16", global_batch="16", **layout),
+    )
     assert split.terms["host"] > 5 * whole.terms["host"]
 
 
 def test_an_optimizer_in_16_bits_moves_half_of_the_bytes() -> None:
-    mixed, pure = (one(framework="torchtitan", precision=name).terms["optimizer"] for name in ("bf16 (amp)", "bf16 (pure)"))
+    mixed, pure = (
+        one(framework="torchtitan", precision=name).terms["optimizer"]
+        for name in ("bf16 (amp)", "bf16 (pure)")
+    )
     assert pure == pytest.approx(mixed * 14 / 28, rel=0.01)
 
 
 def test_rows_of_no_framework_and_of_plait_are_priced_too() -> None:
-    found = read_runs([{**ROW, "framework": name} for name in ("", "Plait 0.1", "Megatron-LM zero bubble ZB-1p")])
+    found = read_runs(
+        [{**ROW, "framework": name} for name in ("", "Plait 0.1", "Megatron-LM zero bubble ZB-1p")]
+    )
     assert found.job is not None
-    assert [str(name) for name in found.job.framework.name] == ["other-modern", "plait", "megatron-modern"]
+    assert [str(name) for name in found.job.framework.name] == [
+        "other-modern",
+        "plait",
+        "megatron-modern",
+    ]
     assert found.variants[2].layout["schedule"] == SCHEDULES.index("zb-h1")
     assert {f"stack.{name}" for name in found.job.framework.name} <= knowledge().constants.keys()
 
 
 def test_predictions_do_not_depend_on_what_was_measured() -> None:
-    one, other = (evaluate([{**ROW, "step_time_s": value, "peak_mem_gb": value}]).predictions[0] for value in ("2", "77"))
+    one, other = (
+        evaluate([{**ROW, "step_time_s": value, "peak_mem_gb": value}]).predictions[0]
+        for value in ("2", "77")
+    )
     assert one.seconds == other.seconds and one.total_bytes == other.total_bytes
     assert one.measured_seconds != other.measured_seconds
 
 
-def test_what_is_learned_is_what_the_planner_and_the_evaluation_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_learned_is_what_the_planner_and_the_evaluation_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shipped, stacks = Path(constants.__file__).parent / "data" / "constants.json", learn.STACKS
     monkeypatch.setattr(learn, "STACKS", tmp_path / "stacks.json")
     learn.write(knowledge(), tmp_path / "constants.json")
     assert (tmp_path / "stacks.json").read_text() == stacks.read_text()
-    written, known = json.loads((tmp_path / "constants.json").read_text()), json.loads(shipped.read_text())
-    assert written.keys() == known.keys() and written["constants"].items() >= known["constants"].items()
-    assert not [name for name in written["constants"] if name.startswith("stack.") and name != "stack.plait"]
+    written, known = (
+        json.loads((tmp_path / "constants.json").read_text()),
+        json.loads(shipped.read_text()),
+    )
+    assert (
+        written.keys() == known.keys()
+        and written["constants"].items() >= known["constants"].items()
+    )
+    assert not [
+        name for name in written["constants"] if name.startswith("stack.") and name != "stack.plait"
+    ]

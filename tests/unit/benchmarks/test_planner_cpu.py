@@ -15,7 +15,10 @@ def machine(**factors: float) -> Calibration:
     """A machine whose constants are other than the shipped ones."""
     base = uncalibrated()
     values = dict(base.time.rates.values)
-    values |= {name.replace("_", "."): values[name.replace("_", ".")] * factor for name, factor in factors.items()}
+    values |= {
+        name.replace("_", "."): values[name.replace("_", ".")] * factor
+        for name, factor in factors.items()
+    }
     return Calibration(Fit(base.time.names, Rates(values), base.time.covariance, 0.02), base.memory)
 
 
@@ -31,7 +34,9 @@ def test_every_layout_is_of_all_processes_and_the_whole_batch() -> None:
 
 
 def test_unseen_layouts_of_a_machine_that_differs_are_predicted() -> None:
-    truth = machine(gemm_cpu=1.5, memory_cpu=0.8, link_cpu=1.5, latency_cpu=2.5, host=0.8, packing_cpu=1.2)
+    truth = machine(
+        gemm_cpu=1.5, memory_cpu=0.8, link_cpu=1.5, latency_cpu=2.5, host=0.8, packing_cpu=1.2
+    )
     seconds = {}
     noise = np.random.default_rng(0)
     for case in CASES:
@@ -42,5 +47,7 @@ def test_unseen_layouts_of_a_machine_that_differs_are_predicted() -> None:
     assert found["unseen_uncalibrated"]["median"] > 0.15
     assert found["unseen"]["median"] < 0.03 and found["unseen"]["max"] < 0.10
     assert found["unseen"]["rows"] == sum(not case.seen for case in CASES)
-    page = report.markdown(found | {"machine": {"cpu": "EPYC", "cores": 2, "versions": {"torch": "2"}}})
+    page = report.markdown(
+        found | {"machine": {"cpu": "EPYC", "cores": 2, "versions": {"torch": "2"}}}
+    )
     assert f"median {found['unseen']['median']:.1%}" in page and page.count("| fitted |") == 9

@@ -23,7 +23,14 @@ def reason(**changes):
 
 def test_a_complete_row_is_read():
     at = layout()
-    assert (at["tp"], at["pp"], at["sp"], at["dp_shard"], at["stage"], at["accumulation"]) == (2, 2, 1, 4, 1, 16)
+    assert (at["tp"], at["pp"], at["sp"], at["dp_shard"], at["stage"], at["accumulation"]) == (
+        2,
+        2,
+        1,
+        4,
+        1,
+        16,
+    )
     assert at["schedule"] == SCHEDULES.index("1f1b")
 
 
@@ -49,10 +56,17 @@ def test_sharding_as_tables_write_it(text, stage, shard):
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("bf16 (O2, fp32 master)", "bf16"), ("fp8 rowwise (bf16 all-gather)", "fp8"), ("mxfp4 (last 5 layers bf16)", "fp4"), ("fp32", "fp32")],
+    [
+        ("bf16 (O2, fp32 master)", "bf16"),
+        ("fp8 rowwise (bf16 all-gather)", "fp8"),
+        ("mxfp4 (last 5 layers bf16)", "fp4"),
+        ("fp32", "fp32"),
+    ],
 )
 def test_precision_as_tables_write_it(text, name):
-    assert read_runs([{**ROW, "gpu": "B200", "precision": text}]).variants[0].precision == PRECISIONS.index(name)
+    assert read_runs([{**ROW, "gpu": "B200", "precision": text}]).variants[
+        0
+    ].precision == PRECISIONS.index(name)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +168,17 @@ def test_a_known_model_needs_no_sizes():
     )
     assert int(runs.variants[0].model.experts) == 256
     cut = read_runs(
-        [{**ROW, "model_name": "deepseekv3 truncated to 4 layers", "n_layers": "4", "hidden": "", "n_heads": "", "tp": "1", "pp": "1"}]
+        [
+            {
+                **ROW,
+                "model_name": "deepseekv3 truncated to 4 layers",
+                "n_layers": "4",
+                "hidden": "",
+                "n_heads": "",
+                "tp": "1",
+                "pp": "1",
+            }
+        ]
     )
     assert int(cut.variants[0].model.layers) == 4
 
@@ -193,13 +217,19 @@ def test_runs_of_another_framework_are_not_priced():
 
 def test_measurements_and_their_units():
     assert measured_seconds({"derived_step_time_s": "3"}) == 3
-    assert measured_seconds({"tokens_per_s_per_gpu": "1000", "global_batch": "10", "seq_len": "1000", "gpus_total": "5"}) == pytest.approx(
-        2
-    )
+    assert measured_seconds(
+        {"tokens_per_s_per_gpu": "1000", "global_batch": "10", "seq_len": "1000", "gpus_total": "5"}
+    ) == pytest.approx(2)
     assert measured_seconds({"step_time_s": "n/a"}) is None
-    assert measured_bytes({"peak_mem_gb": "10", "mem_def": "torch max reserved, GiB -> GB"}) == (10e9, "reserved")
+    assert measured_bytes({"peak_mem_gb": "10", "mem_def": "torch max reserved, GiB -> GB"}) == (
+        10e9,
+        "reserved",
+    )
     assert measured_bytes(
-        {"peak_mem_gb": "10", "mem_def": "max over ranks of torch max_memory_allocated, GiB -> GB (reserved 70 GiB)"}
+        {
+            "peak_mem_gb": "10",
+            "mem_def": "max over ranks of torch max_memory_allocated, GiB -> GB (reserved 70 GiB)",
+        }
     ) == (10e9, "allocated")
     assert measured_bytes({"peak_mem_gb": "10", "mem_def": "nvidia-smi snapshot GB"})[1] == "total"
     assert measured_bytes({"peak_mem_gb": ""}) is None
@@ -218,6 +248,8 @@ def test_files(tmp_path):
 
 
 def test_many_rows_are_one_job():
-    runs = read_runs([{**ROW, "id": str(i), "gpu": gpu} for i, gpu in enumerate(("H100", "A100-80GB", "B200"))])
+    runs = read_runs(
+        [{**ROW, "id": str(i), "gpu": gpu} for i, gpu in enumerate(("H100", "A100-80GB", "B200"))]
+    )
     assert runs.job is not None and np.array_equal(runs.owner, [0, 1, 2])
     assert len(set(runs.job.device.memory_bandwidth)) == 3

@@ -14,7 +14,13 @@ from benchmarks.training_step.baselines import ALL, BY_NAME
 from benchmarks.training_step.deepspeed_peer import configuration as deepspeed_configuration
 from benchmarks.training_step.plait_entry import configuration as plait_configuration
 from benchmarks.training_step.rounds import Pace, Record
-from benchmarks.training_step.workload import ALPHABET, Workload, adamw_arguments, batch, build_model
+from benchmarks.training_step.workload import (
+    ALPHABET,
+    Workload,
+    adamw_arguments,
+    batch,
+    build_model,
+)
 
 SMALL = Workload(layers=2, hidden=32, intermediate=48, heads=2, vocabulary=256, sequence=24)
 
@@ -35,14 +41,22 @@ def test_a_batch_depends_on_step_and_rank_only():
     assert torch.equal(first["input_ids"], batch(SMALL, step=3, rank=1)["input_ids"])
     for other in (batch(SMALL, step=4, rank=1), batch(SMALL, step=3, rank=0)):
         assert not torch.equal(first["input_ids"], other["input_ids"])
-    assert first["input_ids"].shape == (SMALL.micro_batch, SMALL.sequence) and int(first["input_ids"].max()) < ALPHABET
+    assert (
+        first["input_ids"].shape == (SMALL.micro_batch, SMALL.sequence)
+        and int(first["input_ids"].max()) < ALPHABET
+    )
 
 
 def test_all_baselines_get_the_same_optimizer():
-    expected = {k: v for k, v in adamw_arguments(SMALL).items() if k != "fused"} | {"betas": list(SMALL.betas)}
+    expected = {k: v for k, v in adamw_arguments(SMALL).items() if k != "fused"} | {
+        "betas": list(SMALL.betas)
+    }
     for made in (deepspeed_configuration(SMALL, stage=2), plait_configuration(SMALL, stage=2)):
         assert made["optimizer"] == {"type": "AdamW", "params": expected}
-        assert made["gradient_clipping"] == SMALL.clip and made["train_micro_batch_size_per_gpu"] == SMALL.micro_batch
+        assert (
+            made["gradient_clipping"] == SMALL.clip
+            and made["train_micro_batch_size_per_gpu"] == SMALL.micro_batch
+        )
 
 
 def test_every_comparison_names_a_baseline():
@@ -92,7 +106,14 @@ def document(**changes):
     }
     arguments = {
         "stage": 0,
-        "machine": {"date": "2026-01-01", "cpu": "a cpu", "cores": 2, "memory_bytes": 2**34, "python": "3.11", "versions": {"torch": "2"}},
+        "machine": {
+            "date": "2026-01-01",
+            "cpu": "a cpu",
+            "cores": 2,
+            "memory_bytes": 2**34,
+            "python": "3.11",
+            "versions": {"torch": "2"},
+        },
         "workload": SMALL,
         "pace": Pace(),
         "baselines": BY_NAME,
@@ -130,7 +151,13 @@ class FakeTeam:
         _, arguments = message
         count = arguments["warm"] + arguments["steps"]
         return [
-            {"seconds": 1.0 + rank, "processor_seconds": 1.0, "losses": [float(rank)] * count, "norms": [1.0] * count, "peak_bytes": 1}
+            {
+                "seconds": 1.0 + rank,
+                "processor_seconds": 1.0,
+                "losses": [float(rank)] * count,
+                "norms": [1.0] * count,
+                "peak_bytes": 1,
+            }
             for rank in (0, 1)
         ]
 
@@ -143,7 +170,9 @@ def test_disturbed_turns_are_repeated_then_left_out(monkeypatch):
     pace = Pace(rounds=3, steps=1, warm=1, repeats=1)
     (seen,) = rounds.run({"ddp": FakeTeam()}, BY_NAME, pace=pace, say=lambda _: None).values()
     assert seen.seconds == [2.0, None, 2.0]  # the slower rank's; round 2 stayed disturbed
-    assert seen.losses == [0.5] * 10  # every step counts for agreement, disturbed or not: mean over ranks
+    assert (
+        seen.losses == [0.5] * 10
+    )  # every step counts for agreement, disturbed or not: mean over ranks
 
 
 def test_a_wrong_argument_exits_with_2(capsys):
@@ -157,7 +186,10 @@ def test_a_wrong_argument_exits_with_2(capsys):
     [
         ("pass", None),
         ("raise OSError('no compiler')", "do not compile: OSError: no compiler"),
-        ("import time; time.sleep(60)", "took more than 2 s; a build that was killed leaves a file named `lock`"),
+        (
+            "import time; time.sleep(60)",
+            "took more than 2 s; a build that was killed leaves a file named `lock`",
+        ),
     ],
 )
 def test_deepspeeds_compilation_ends_and_says_why(monkeypatch, program, expected):
@@ -168,7 +200,12 @@ def test_deepspeeds_compilation_ends_and_says_why(monkeypatch, program, expected
 
 def test_only_shared_memory_of_this_run_is_removed(monkeypatch, tmp_path):
     old, new, other = (
-        tmp_path / name for name in ("deepspeed_allreduce_buffer_0_host_1234_0", "deepspeed_allreduce_buffer_0_host_5678_0", "torch_5678_0")
+        tmp_path / name
+        for name in (
+            "deepspeed_allreduce_buffer_0_host_1234_0",
+            "deepspeed_allreduce_buffer_0_host_5678_0",
+            "torch_5678_0",
+        )
     )
     for path in (old, new, other):
         path.touch()

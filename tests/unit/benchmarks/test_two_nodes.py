@@ -53,13 +53,23 @@ def test_bytes_cross_the_link_at_its_rate_and_nothing_stays() -> None:
         root = str(Path(network.__file__).parents[2])
         receive = "s = socket.create_server(({0!r}, 5555)); print('up', flush=True); c = s.accept()[0]\nwhile c.recv(65536): pass"
         listener = subprocess.Popen(
-            ["python3", "-c", code(root=root, node=found.nodes[1], rest=receive.format(ADDRESSES[1]))], stdout=subprocess.PIPE, text=True
+            [
+                "python3",
+                "-c",
+                code(root=root, node=found.nodes[1], rest=receive.format(ADDRESSES[1])),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             assert listener.stdout is not None and listener.stdout.readline() == "up\n"
             sent = found.sent_bytes()
             send = f"c = socket.create_connection(({ADDRESSES[1]!r}, 5555)); c.sendall(bytes(65536)); c.close()"
-            subprocess.run(["python3", "-c", code(root=root, node=found.nodes[0], rest=send)], check=True, timeout=30)
+            subprocess.run(
+                ["python3", "-c", code(root=root, node=found.nodes[0], rest=send)],
+                check=True,
+                timeout=30,
+            )
             listener.wait(30)
         finally:
             listener.kill()

@@ -3,13 +3,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.planner_accuracy.frameworks import framework, knowledge, read_runs, unlearned, without_name
+from benchmarks.planner_accuracy.frameworks import (
+    framework,
+    knowledge,
+    read_runs,
+    unlearned,
+    without_name,
+)
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.widths import Residuals, Scales, residuals, scaled, scales_of
 
 
-def _rows(size: np.ndarray, *, constants: float = 0.1, kernels: float = 0.0, noise: float = 0.0) -> Residuals:
-    return Residuals(np.abs(size), *(np.full(len(size), value) for value in (constants, kernels, noise)))
+def _rows(
+    size: np.ndarray, *, constants: float = 0.1, kernels: float = 0.0, noise: float = 0.0
+) -> Residuals:
+    return Residuals(
+        np.abs(size), *(np.full(len(size), value) for value in (constants, kernels, noise))
+    )
 
 
 def test_the_scale_covers_nine_in_ten():
@@ -19,7 +29,9 @@ def test_the_scale_covers_nine_in_ten():
 
 def test_constants_are_not_made_narrower_but_what_is_believed_of_kernels_is():
     drawn = np.random.default_rng(0).normal(0, 0.1, 4000)
-    assert scales_of([_rows(drawn, constants=0.06, kernels=0.16)]) == Scales(kernels=pytest.approx(0.5, rel=0.1))
+    assert scales_of([_rows(drawn, constants=0.06, kernels=0.16)]) == Scales(
+        kernels=pytest.approx(0.5, rel=0.1)
+    )
     narrow = scales_of([_rows(drawn, noise=0.2)])
     assert narrow.constants == 1.0
 
@@ -38,19 +50,35 @@ def test_residuals_part_an_interval_into_constants_kernels_and_noise():
     assert len(found.size) == 31 and (found.constants > 0).all() and not found.kernels.any()
     assert (found.noise >= known.time_spread - 1e-9).all()
     wider = residuals(rows, scaled(known, Scales(constants=2.0)))
-    assert wider.constants == pytest.approx(2 * found.constants, rel=0.01) and wider.noise == pytest.approx(found.noise, rel=1e-3)
+    assert wider.constants == pytest.approx(
+        2 * found.constants, rel=0.01
+    ) and wider.noise == pytest.approx(found.noise, rel=1e-3)
     quiet = residuals(rows, replace(known, time_spread=0.0))
-    assert quiet.constants == pytest.approx(found.constants, rel=0.01) and (quiet.noise < found.noise).all()
-    believed = replace(known, constants={**known.constants, "stack.simumax": unlearned().constants["stack.simumax"]})
+    assert (
+        quiet.constants == pytest.approx(found.constants, rel=0.01)
+        and (quiet.noise < found.noise).all()
+    )
+    believed = replace(
+        known,
+        constants={**known.constants, "stack.simumax": unlearned().constants["stack.simumax"]},
+    )
     unmeasured = residuals(rows, believed)
     assert (unmeasured.kernels > unlearned().constants["stack.simumax"].width / 3).all()
     halved = residuals(rows, scaled(believed, Scales(kernels=0.5)))
-    assert halved.constants == pytest.approx(np.hypot(unmeasured.constants, unmeasured.kernels / 2), rel=0.01)
+    assert halved.constants == pytest.approx(
+        np.hypot(unmeasured.constants, unmeasured.kernels / 2), rel=0.01
+    )
 
 
 def test_what_is_believed_of_plait_and_of_frameworks_without_a_name_stays_as_wide():
     narrowed = scaled(unlearned(), Scales(kernels=0.5)).constants
-    for name in ("stack.plait", "stack.other", "stack.other-modern", "stack.torch-fsdp", "stack.deepspeed"):
+    for name in (
+        "stack.plait",
+        "stack.other",
+        "stack.other-modern",
+        "stack.torch-fsdp",
+        "stack.deepspeed",
+    ):
         assert narrowed[name].width == unlearned().constants[name].width
     assert narrowed["stack.nanotron"].width == unlearned().constants["stack.nanotron"].width / 2
 
@@ -67,11 +95,36 @@ def test_a_framework_without_its_name_keeps_its_kernels():
 
 def test_a_recent_model_has_the_kernels_of_its_time():
     assert (
-        framework("DeepSpeed", recent=True).name == "deepspeed-modern" and framework("Megatron-LM", recent=True).name == "megatron-modern"
+        framework("DeepSpeed", recent=True).name == "deepspeed-modern"
+        and framework("Megatron-LM", recent=True).name == "megatron-modern"
     )
-    assert framework("DeepSpeed, unfused attention", recent=True).attention == framework("DeepSpeed").attention != framework("x").attention
-    assert framework("unknown", recent=True).name == "other"  # who knows no framework knows no kernels
-    row = {"model_name": "x", "n_layers": "2", "hidden": "512", "n_heads": "8", "gated_mlp": "n", "gpu": "A100-80GB-SXM", "gpus_total": "8"}
-    row |= {"tp": "1", "pp": "1", "global_batch": "8", "framework": "DeepSpeed", "zero_or_fsdp": "ZeRO-3"}
-    for changes, name in (({}, "deepspeed"), ({"seq_len": "8192"}, "deepspeed-modern"), ({"gated_mlp": "y"}, "deepspeed-modern")):
+    assert (
+        framework("DeepSpeed, unfused attention", recent=True).attention
+        == framework("DeepSpeed").attention
+        != framework("x").attention
+    )
+    assert (
+        framework("unknown", recent=True).name == "other"
+    )  # who knows no framework knows no kernels
+    row = {
+        "model_name": "x",
+        "n_layers": "2",
+        "hidden": "512",
+        "n_heads": "8",
+        "gated_mlp": "n",
+        "gpu": "A100-80GB-SXM",
+        "gpus_total": "8",
+    }
+    row |= {
+        "tp": "1",
+        "pp": "1",
+        "global_batch": "8",
+        "framework": "DeepSpeed",
+        "zero_or_fsdp": "ZeRO-3",
+    }
+    for changes, name in (
+        ({}, "deepspeed"),
+        ({"seq_len": "8192"}, "deepspeed-modern"),
+        ({"gated_mlp": "y"}, "deepspeed-modern"),
+    ):
         assert read_runs([{"seq_len": "2048", **row, **changes}]).variants[0].framework.name == name

@@ -12,7 +12,9 @@ from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 
 
 def worker_group(tmp_path, start, argument):
-    return WorkerGroup("worker_group", ranks=2, start=start, argument=argument, logs=tmp_path, environment={})
+    return WorkerGroup(
+        "worker_group", ranks=2, start=start, argument=argument, logs=tmp_path, environment={}
+    )
 
 
 def test_answers_come_by_rank_until_the_team_is_stopped(tmp_path):
@@ -27,7 +29,10 @@ def test_answers_come_by_rank_until_the_team_is_stopped(tmp_path):
 def test_an_exception_is_told_with_its_traceback(tmp_path):
     one = worker_group(tmp_path, operator.attrgetter("join"), ",")
     one.ready(timeout_seconds=60)
-    with pytest.raises(WorkerGroupError, match="(?s)worker_group: rank . failed.*TypeError: can only join an iterable"):
+    with pytest.raises(
+        WorkerGroupError,
+        match="(?s)worker_group: rank . failed.*TypeError: can only join an iterable",
+    ):
         one.ask(3, timeout_seconds=60)
     one.stop()
 

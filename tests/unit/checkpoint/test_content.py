@@ -13,12 +13,23 @@ from plait.checkpoint.content import ContentHash, pieces
 from plait.checkpoint.windows import TensorRecord, Window, inside, overlap, record_of, window_of
 from tests.parity.live_content import lanes_of, total
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int16, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """All bits at random."""
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    raw = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8
+    )
     return raw.view(dtype).reshape(shape)
 
 
@@ -27,9 +38,13 @@ def hashed(name: str, tensor: torch.Tensor, cuts: list[int]) -> str:
     found, record = ContentHash(), record_of(tensor)
     full = window_of(tensor)
     edges = [sorted({0, size, *(cut for cut in cuts if cut < size)}) for size in tensor.shape]
-    windows = [tuple((a, b - a) for a, b in part) for part in product(*(pairwise(e) for e in edges))]
+    windows = [
+        tuple((a, b - a) for a, b in part) for part in product(*(pairwise(e) for e in edges))
+    ]
     for window in windows or [full]:
-        observe = found.observer(name, record, window, begins=all(start == 0 for start, _ in window))
+        observe = found.observer(
+            name, record, window, begins=all(start == 0 for start, _ in window)
+        )
         for piece in pieces(name, tensor[inside(window, full)]):
             observe(piece)
     return str(found)
@@ -56,7 +71,9 @@ def test_what_is_in_it() -> None:
     seen = {hashed("x", tensor, [])}
     for _ in range(200):
         changed = tensor.clone().view(torch.int32)
-        changed[chance.randrange(6), chance.randrange(5)] ^= -(2**31) if (bit := chance.randrange(32)) == 31 else 1 << bit
+        changed[chance.randrange(6), chance.randrange(5)] ^= (
+            -(2**31) if (bit := chance.randrange(32)) == 31 else 1 << bit
+        )
         assert hashed("x", changed.view(torch.float32), []) not in seen
     swapped = tensor.clone()
     swapped[0], swapped[1] = tensor[1], tensor[0]

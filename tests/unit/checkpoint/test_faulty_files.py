@@ -68,7 +68,11 @@ def loaded(folder: Path) -> float:
 
 def cases(calls: int) -> Iterator[tuple[int, int, bool]]:
     """(call, errno, whether only that call fails). The errors take turns."""
-    return ((call, CODES[(call + once) % len(CODES)], once) for call in range(calls) for once in (True, False))
+    return (
+        (call, CODES[(call + once) % len(CODES)], once)
+        for call in range(calls)
+        for once in (True, False)
+    )
 
 
 @pytest.mark.parametrize("tag", ["one", "two"])
@@ -96,11 +100,16 @@ def test_a_save_never_succeeds_falsely(mesh: Mesh, tmp_path: Path, tag: str) -> 
         if said:
             failed += 1
             name = counted.calls[call].partition(" ")[2].partition(",")[0]
-            assert f"planted error {code}" in said and re.sub("LATEST.*", "LATEST", name) in said, (where, said)
+            assert f"planted error {code}" in said and re.sub("LATEST.*", "LATEST", name) in said, (
+                where,
+                said,
+            )
         write(of(mesh, folder, 3.0, tag))  # on a disk that is well again
         assert loaded(folder) == 3.0, where
         left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
-        assert not left if once else all(name.startswith(".LATEST.") for name in left), where  # a disk that deletes nothing
+        assert not left if once else all(name.startswith(".LATEST.") for name in left), (
+            where
+        )  # a disk that deletes nothing
     assert failed > 0.8 * number
 
 
@@ -112,11 +121,19 @@ def test_every_call_of_a_load(mesh: Mesh, tmp_path: Path) -> None:
     with planted(counted):
         assert loaded(tmp_path) == 2.0
     for call in range(len(counted.calls)):
-        with planted(Planted(failing(call, errno.EIO, once=True), reading=True)), suppress(CheckpointError):
+        with (
+            planted(Planted(failing(call, errno.EIO, once=True), reading=True)),
+            suppress(CheckpointError),
+        ):
             assert loaded(tmp_path) in (1.0, 2.0)
-        with planted(Planted(failing(call, errno.EIO, once=False), reading=True)), pytest.raises(CheckpointError) as caught:
+        with (
+            planted(Planted(failing(call, errno.EIO, once=False), reading=True)),
+            pytest.raises(CheckpointError) as caught,
+        ):
             verified(candidates(tmp_path)[0])
-        assert "planted error 5" in str(caught.value) or "cannot be read" in str(caught.value), counted.calls[call]
+        assert "planted error 5" in str(caught.value) or "cannot be read" in str(caught.value), (
+            counted.calls[call]
+        )
 
 
 def test_old_ones_that_cannot_be_deleted(mesh: Mesh, tmp_path: Path) -> None:
@@ -128,7 +145,10 @@ def test_old_ones_that_cannot_be_deleted(mesh: Mesh, tmp_path: Path) -> None:
         remove_old(tmp_path, keep=3)
     for call in range(len(counted.calls)):
         write(of(mesh, tmp_path, 9.0, "more"))
-        with planted(Planted(failing(call, errno.EIO, once=False))), pytest.warns(UserWarning, match="could not be deleted"):
+        with (
+            planted(Planted(failing(call, errno.EIO, once=False))),
+            pytest.warns(UserWarning, match="could not be deleted"),
+        ):
             remove_old(tmp_path, keep=2)
         for one in candidates(tmp_path):
             Reader(one).verify("full")

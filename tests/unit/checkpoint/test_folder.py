@@ -46,7 +46,9 @@ def test_latest_that_was_put_back_by_hand(three: Path) -> None:
     put(three, "e", {}, sequence=5)
     (three / "LATEST").write_text(older)
     assert tags(three) == ["d", "c", "b", "a"]
-    assert "names d, which is taken, although e is newer and complete" in candidates(three)[0].notes[0]
+    assert (
+        "names d, which is taken, although e is newer and complete" in candidates(three)[0].notes[0]
+    )
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "no JSON", "another tag", "another hash"])
@@ -56,7 +58,11 @@ def test_a_bad_latest(three: Path, damage: str) -> None:
     if damage == "gone":
         latest.unlink()
     else:
-        latest.write_text({"empty": "", "no JSON": "{", "another tag": text.replace('"c"', '"x"')}.get(damage, text.replace(text[-6], "g")))
+        latest.write_text(
+            {"empty": "", "no JSON": "{", "another tag": text.replace('"c"', '"x"')}.get(
+                damage, text.replace(text[-6], "g")
+            )
+        )
     found = candidates(three)
     assert found[0].manifest.tag == "c"
     assert found[0].notes and "taken" in found[0].notes[0]
@@ -100,13 +106,18 @@ def test_old_ones_are_deleted_but_not_the_one_to_go_on_from(three: Path) -> None
     assert not list(three.glob(".*"))
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "manifest.sha256", "00000.json", "00000.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["manifest.json", "manifest.sha256", "00000.json", "00000.safetensors"]
+)
 def test_damaged_ones_without_latest_are_not_a_new_beginning(tmp_path: Path, file: str) -> None:
     put(tmp_path, "a", {}, named=False)
     (tmp_path / "a" / "manifest.json").unlink()
     (tmp_path / "a" / "manifest.sha256").unlink()
     (tmp_path / "a" / file).write_text("x")
-    with pytest.raises(CheckpointError, match="LATEST is missing, and no checkpoint there is complete; a cannot be read"):
+    with pytest.raises(
+        CheckpointError,
+        match="LATEST is missing, and no checkpoint there is complete; a cannot be read",
+    ):
         find(tmp_path)
 
 
@@ -117,7 +128,11 @@ def test_files_and_links_that_a_kill_left_are_deleted_too(three: Path) -> None:
     (three / "a").rename(three / "elsewhere" / "a")
     (three / "a").symlink_to(three / "elsewhere" / "a", target_is_directory=True)
     assert prune(three, keep=2) == [".LATEST.7.tmp", ".x.tmp", "a"]
-    assert tags(three) == ["c", "b"] and (three / "elsewhere" / "a").exists() and not list(three.glob(".*"))
+    assert (
+        tags(three) == ["c", "b"]
+        and (three / "elsewhere" / "a").exists()
+        and not list(three.glob(".*"))
+    )
 
 
 def test_the_users_copies_and_notes_are_kept(three: Path) -> None:
@@ -127,7 +142,12 @@ def test_the_users_copies_and_notes_are_kept(three: Path) -> None:
     (three / "b" / "notes.txt").write_text("the good one")
     put(three, "d", {}, sequence=4)
     remove_old(three, keep=1)
-    assert {path.name for path in three.iterdir() if path.is_dir()} == {"best-model-do-not-delete", "c-copy", "b", "d"}
+    assert {path.name for path in three.iterdir() if path.is_dir()} == {
+        "best-model-do-not-delete",
+        "c-copy",
+        "b",
+        "d",
+    }
     assert tags(three)[0] == "d"
 
 
@@ -137,7 +157,9 @@ def test_what_a_killed_deletion_left_is_deleted_by_the_next_save(three: Path) ->
     assert {path.name for path in three.iterdir() if path.is_dir()} == {"b", "c"}
 
 
-def test_a_folder_that_may_not_be_opened_is_passed_over(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_opened_is_passed_over(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`lost+found` at the root of a disk belongs to another user."""
     (three / "lost+found").mkdir()
     exists = Path.exists

@@ -41,7 +41,13 @@ class Canary:
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("honest") / "run"
-    facts = {"global_steps": 1, "skipped_steps": 0, "client_state": {}, "optimizer": {"groups": [], "values": {}}, "scheduler": None}
+    facts = {
+        "global_steps": 1,
+        "skipped_steps": 0,
+        "client_state": {},
+        "optimizer": {"groups": [], "values": {}},
+        "scheduler": None,
+    }
     tensors = {"model.weight": torch.randn(4, 6), "model.bias": torch.randn(4)}
     mesh = build_mesh(Layout())
     for tag in ("one", "two"):
@@ -55,11 +61,17 @@ def rehash(folder: Path) -> None:
     """All hashes of `two` say what is there now."""
     at = folder / "two"
     manifest = json.loads((at / "manifest.json").read_text())
-    if isinstance(manifest, dict) and isinstance(manifest.get("ranks"), list) and (at / "00000.json").is_file():
+    if (
+        isinstance(manifest, dict)
+        and isinstance(manifest.get("ranks"), list)
+        and (at / "00000.json").is_file()
+    ):
         manifest["ranks"] = [digest((at / "00000.json").read_text()), *manifest["ranks"][1:]]
         (at / "manifest.json").write_text(json.dumps(manifest))
     (at / "manifest.sha256").write_text(digest((at / "manifest.json").read_text()))
-    (folder / "LATEST").write_text(json.dumps({"tag": "two", "manifest_sha256": digest((at / "manifest.json").read_text())}))
+    (folder / "LATEST").write_text(
+        json.dumps({"tag": "two", "manifest_sha256": digest((at / "manifest.json").read_text())})
+    )
 
 
 def edited(file: str, edit: Callable[[Json], object]) -> Callable[[Path], None]:
@@ -82,7 +94,9 @@ def text(file: str, content: str) -> Callable[[Path], None]:
         (folder / "two" / file).write_text(content)
         if file == "00000.json":
             rehash(folder)
-        (folder / "two" / "manifest.sha256").write_text(digest((folder / "two" / "manifest.json").read_text()))
+        (folder / "two" / "manifest.sha256").write_text(
+            digest((folder / "two" / "manifest.json").read_text())
+        )
 
     return change
 
@@ -100,7 +114,9 @@ def raw(file: str, content: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         first = min(entry["offset"] for entry in found["shards"]["entries"].values())
         found["shards"]["header_sha256"] = hashlib.sha256(data[:first]).hexdigest()
         for entry in found["shards"]["entries"].values():
-            entry["sha256"] = hashlib.sha256(data[entry["offset"] : entry["offset"] + entry["size"]]).hexdigest()
+            entry["sha256"] = hashlib.sha256(
+                data[entry["offset"] : entry["offset"] + entry["size"]]
+            ).hexdigest()
         listed.write_text(json.dumps(found))
         rehash(folder)
 
@@ -165,7 +181,10 @@ CASES: dict[str, Callable[[Path], None]] = {
     "tag absolute": edited("manifest.json", lambda found: found.update(tag="/etc/passwd")),
     "tag empty": edited("manifest.json", lambda found: found.update(tag="")),
     "file above": edited("00000.json", lambda found: found["shards"].update(file="../../outside")),
-    "name above": edited("00000.json", lambda found: found["tensors"].update({"model.../../x": found["tensors"]["model.bias"]})),
+    "name above": edited(
+        "00000.json",
+        lambda found: found["tensors"].update({"model.../../x": found["tensors"]["model.bias"]}),
+    ),
     "offset negative": entry("model.bias", offset=-8),
     "offset beyond": entry("model.bias", offset=BIG),
     "size negative": entry("model.bias", size=-1),
@@ -183,15 +202,25 @@ CASES: dict[str, Callable[[Path], None]] = {
     "world of 2^60": edited("manifest.json", lambda found: found["degrees"].update(dp_shard=BIG)),
     "pp of 2^60": edited("manifest.json", lambda found: found["degrees"].update(pp=BIG)),
     "ep of 3": edited("manifest.json", lambda found: found["degrees"].update(ep=3)),
-    "ep of 2^60": edited("manifest.json", lambda found: found["degrees"].update(dp_shard=BIG, ep=BIG + 1)),
+    "ep of 2^60": edited(
+        "manifest.json", lambda found: found["degrees"].update(dp_shard=BIG, ep=BIG + 1)
+    ),
     "edp of 2": edited("manifest.json", lambda found: found["degrees"].update(edp=2)),
     "cuts of no experts": tensor("model.weight", cuts=[["ep", 0], ["edp", 1]]),
     "ranks none": edited("manifest.json", lambda found: found.update(ranks=[])),
     "sequence 2^200": edited("manifest.json", lambda found: found.update(sequence=1 << 200)),
-    "steps a list": edited("manifest.json", lambda found: found["metadata"].update(global_steps=[1] * 100)),
+    "steps a list": edited(
+        "manifest.json", lambda found: found["metadata"].update(global_steps=[1] * 100)
+    ),
     "metadata none": edited("manifest.json", lambda found: found.update(metadata={})),
-    "mark unknown": edited("manifest.json", lambda found: found["metadata"].update(client_state={"$": "eval", "code": "1"})),
-    "values a function": edited("00000.json", lambda found: found.update(values={"x._extra_state": {"$": "own", "name": "os.system"}})),
+    "mark unknown": edited(
+        "manifest.json",
+        lambda found: found["metadata"].update(client_state={"$": "eval", "code": "1"}),
+    ),
+    "values a function": edited(
+        "00000.json",
+        lambda found: found.update(values={"x._extra_state": {"$": "own", "name": "os.system"}}),
+    ),
     "keys twice": text("manifest.json", '{"format":2,"format":2,"tag":"a","tag":"../b"}'),
     "nesting": text("manifest.json", DEEP),
     "nesting of metadata": text("manifest.json", BOMB),
@@ -200,9 +229,13 @@ CASES: dict[str, Callable[[Path], None]] = {
     "a number of 100,000 digits": text("manifest.json", '{"format": ' + "9" * 100_000 + "}"),
     "not text": lambda folder: (folder / "two" / "manifest.json").write_bytes(b"\xff\xfe\0"),
     "empty list": text("00000.json", ""),
-    "safetensors header of 2^60": raw("00000.safetensors", lambda data: BIG.to_bytes(8, "little") + data[8:]),
+    "safetensors header of 2^60": raw(
+        "00000.safetensors", lambda data: BIG.to_bytes(8, "little") + data[8:]
+    ),
     "safetensors header of 0": raw("00000.safetensors", lambda data: bytes(8) + data[8:]),
-    "safetensors overlapping": header(lambda found: found["model.bias"].update(data_offsets=found["model.weight"]["data_offsets"])),
+    "safetensors overlapping": header(
+        lambda found: found["model.bias"].update(data_offsets=found["model.weight"]["data_offsets"])
+    ),
     "safetensors shape": header(lambda found: found["model.bias"].update(shape=[BIG])),
     "safetensors dtype": header(lambda found: found["model.bias"].update(dtype="I32")),
     "safetensors name": header(lambda found: found.update(other=found.pop("model.bias"))),
@@ -219,13 +252,17 @@ CASES: dict[str, Callable[[Path], None]] = {
     "checkpoint a link": link("two", "/"),
     "checkpoint a circle": link("two", "two"),
     "leftover a link": link(".two.tmp", "/"),
-    "LATEST above": lambda folder: (folder / "LATEST").write_text('{"tag": "../../etc", "manifest_sha256": ""}'),  # type: ignore[dict-item, return-value]
+    "LATEST above": lambda folder: (folder / "LATEST").write_text(
+        '{"tag": "../../etc", "manifest_sha256": ""}'
+    ),  # type: ignore[dict-item, return-value]
 }
 assert len(CASES) >= 30 and ContentHash
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_but_a_message(honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_nothing_but_a_message(
+    honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
     folder = tmp_path / "in" / "run"
     shutil.copytree(honest, folder, symlinks=True)
     (tmp_path / "other").write_text("mine")
@@ -245,8 +282,14 @@ def test_nothing_but_a_message(honest: Path, tmp_path: Path, capsys: pytest.Capt
             main(arguments if arguments[0] == "export" else ["checkpoint", *arguments])
         codes.append(ended.value.code)
         said = capsys.readouterr().err
-        assert ended.value.code in (0, 1, 2, 4) and "Traceback" not in said, (command, ended.value.code, said)
-        assert ended.value.code in (0, 1) or said.startswith("plait: ") or command.startswith("ls"), (command, said)
+        assert ended.value.code in (0, 1, 2, 4) and "Traceback" not in said, (
+            command,
+            ended.value.code,
+            said,
+        )
+        assert (
+            ended.value.code in (0, 1) or said.startswith("plait: ") or command.startswith("ls")
+        ), (command, said)
         if command.startswith("verify RUN") and folder.exists():
             for verify in ("full", "off"):
                 try:

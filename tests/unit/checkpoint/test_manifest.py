@@ -24,7 +24,15 @@ def test_degrees_of_no_layout(tmp_path: Path, degrees: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "record", [{"shape": [-1]}, {"cuts": [["xx", 0]]}, {"cuts": [["tp", 2]]}, {"cuts": [["tp", -1]]}, {"stages": []}, {"stages": [-1]}]
+    "record",
+    [
+        {"shape": [-1]},
+        {"cuts": [["xx", 0]]},
+        {"cuts": [["tp", 2]]},
+        {"cuts": [["tp", -1]]},
+        {"stages": []},
+        {"stages": [-1]},
+    ],
 )
 def test_records_of_no_tensor(tmp_path: Path, record: dict[str, Any]) -> None:
     shards = {"file": "../x", "size": 0, "header_sha256": "", "entries": {}}

@@ -18,14 +18,19 @@ def record(names: list[str]) -> dict[str, Any]:
     """Of a pipeline's stage with these layers: weights decay, biases do not."""
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
     groups = [
-        {"params": [p for name, p in model.named_parameters() if name.endswith(kind)], "weight_decay": decay}
+        {
+            "params": [p for name, p in model.named_parameters() if name.endswith(kind)],
+            "weight_decay": decay,
+        }
         for kind, decay in (("weight", 0.1), ("bias", 0.0))
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     return content(model, optimizer, configured=optimizer.param_groups).record
 
 
-def test_a_pipelines_record_names_the_parameters_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipelines_record_names_the_parameters_of_every_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each in its group, one that is tied between stages once."""
     stages = [record(["first", "tied"]), record(["tied", "last"])]
 

@@ -33,7 +33,10 @@ def test_the_library_reads_it(written: tuple[Path, FileManifest]) -> None:
     path, manifest = written
     found = load_file(path)
     assert set(found) == set(TENSORS)
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in TENSORS.items()
+    )
     assert path.stat().st_size == manifest.size
     verify_shards(path, manifest)
 
@@ -48,8 +51,16 @@ def test_every_bit_counts(written: tuple[Path, FileManifest]) -> None:
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError) as caught:
             verify_shards(path, manifest)
-        hit = [name for name, entry in manifest.entries.items() if entry.offset <= position < entry.offset + entry.size]
-        assert f"the bytes of {hit[0]} " in str(caught.value) if hit else "its header is not" in str(caught.value)
+        hit = [
+            name
+            for name, entry in manifest.entries.items()
+            if entry.offset <= position < entry.offset + entry.size
+        ]
+        assert (
+            f"the bytes of {hit[0]} " in str(caught.value)
+            if hit
+            else "its header is not" in str(caught.value)
+        )
 
 
 @pytest.mark.parametrize("left", [0, 7, 100, -1])

@@ -9,21 +9,37 @@ from hypothesis import strategies as st
 from plait.checkpoint.windows import TensorRecord, inside, overlap
 from plait.cluster.layout import Layout
 
-CUTS = st.lists(st.sampled_from([("tp", 0), ("tp", 1), ("dp_shard", 0), ("dp_shard", 1), ("cp", 0)]), max_size=3, unique_by=lambda c: c[0])
+CUTS = st.lists(
+    st.sampled_from([("tp", 0), ("tp", 1), ("dp_shard", 0), ("dp_shard", 1), ("cp", 0)]),
+    max_size=3,
+    unique_by=lambda c: c[0],
+)
 
 
 @given(
     shape=st.lists(st.integers(0, 9), min_size=2, max_size=3),
     cuts=CUTS,
     degrees=st.fixed_dictionaries(
-        {"pp": st.just(2), "dp_replicate": st.integers(1, 2), "dp_shard": st.integers(1, 5), "tp": st.integers(1, 4)}
+        {
+            "pp": st.just(2),
+            "dp_replicate": st.integers(1, 2),
+            "dp_shard": st.integers(1, 5),
+            "tp": st.integers(1, 4),
+        }
     ),
     stage=st.integers(0, 1),
 )
-def test_every_element_is_written_once(shape: list[int], cuts: list[tuple[str, int]], degrees: dict[str, int], stage: int) -> None:
+def test_every_element_is_written_once(
+    shape: list[int], cuts: list[tuple[str, int]], degrees: dict[str, int], stage: int
+) -> None:
     """By one rank, and found there by any other layout's window."""
     layout = Layout(**degrees, cp=2)
-    record = TensorRecord(dtype="float32", shape=tuple(shape), cuts=tuple(cuts), stages=(stage, 1) if stage == 0 else (1,))
+    record = TensorRecord(
+        dtype="float32",
+        shape=tuple(shape),
+        cuts=tuple(cuts),
+        stages=(stage, 1) if stage == 0 else (1,),
+    )
     written = torch.zeros(shape, dtype=torch.int64)
     owners = {}
     for rank in range(layout.world_size):

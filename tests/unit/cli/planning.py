@@ -6,13 +6,32 @@ from pathlib import Path
 
 from tests.unit.planner.rows import ROW
 
-ASKED = ("--model", "llama-3-8b", "--world-size", "16", "--gpu", "h100", "--batch", "64", "--seq", "2048")
+ASKED = (
+    "--model",
+    "llama-3-8b",
+    "--world-size",
+    "16",
+    "--gpu",
+    "h100",
+    "--batch",
+    "64",
+    "--seq",
+    "2048",
+)
 
 
 def runs_file(folder: Path, count: int = 6) -> Path:
     """A CSV of measured runs."""
     file = folder / "runs.csv"
-    rows = [{**ROW, "id": f"X-{index}", "micro_batch": str(1 + index % 2), "step_time_s": str(2 + index / 10)} for index in range(count)]
+    rows = [
+        {
+            **ROW,
+            "id": f"X-{index}",
+            "micro_batch": str(1 + index % 2),
+            "step_time_s": str(2 + index / 10),
+        }
+        for index in range(count)
+    ]
     rows.append({**ROW, "id": "X-99", "gpu": "TPU"})
     lines = [",".join(ROW), *(",".join(row[name] for name in ROW) for row in rows)]
     file.write_text("\n".join(lines) + "\n")

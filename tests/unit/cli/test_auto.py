@@ -12,7 +12,13 @@ from plait.cli.planning.automatic import planned_file, refuse_auto
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError
 
-MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.fixture
@@ -31,16 +37,24 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def planned(file: Path, *overrides: str, processes: int | None = None, fresh: bool = False) -> tuple[Path | None, list[str]]:
+def planned(
+    file: Path, *overrides: str, processes: int | None = None, fresh: bool = False
+) -> tuple[Path | None, list[str]]:
     said: list[str] = []
-    return planned_file(file, list(overrides), processes=processes, fresh=fresh, say=said.append), said
+    return planned_file(
+        file, list(overrides), processes=processes, fresh=fresh, say=said.append
+    ), said
 
 
 def test_auto_is_planned_and_runs(file: Path) -> None:
     path, said = planned(file)
     assert path is not None and "parallel.tp, zero_optimization.stage" in said[-1]
     resolved = resolve(load(path), world_size=2)
-    assert resolved.layout.world_size == 2 and resolved.recompute.mode == "none" and resolved.run.steps == 2
+    assert (
+        resolved.layout.world_size == 2
+        and resolved.recompute.mode == "none"
+        and resolved.run.steps == 2
+    )
     assert json.loads(path.with_suffix(".plan.json").read_text())["step"]["seconds"] > 0
 
 
@@ -63,7 +77,10 @@ def test_nothing_open_is_left_alone(file: Path) -> None:
 
 
 def test_too_late_or_too_little_is_refused(file: Path) -> None:
-    with pytest.raises(InputError, match=r"parallel\.tp, zero_optimization\.stage = .auto. is planned before processes are started"):
+    with pytest.raises(
+        InputError,
+        match=r"parallel\.tp, zero_optimization\.stage = .auto. is planned before processes are started",
+    ):
         refuse_auto(file, [])
     with pytest.raises(ConfigError, match="train_batch_size"):
         planned(file, "train_batch_size=null")

@@ -38,19 +38,30 @@ def seconds(capsys: pytest.CaptureFixture[str], *more: object) -> tuple[float, l
     return told["best"][0]["step"]["seconds"], told["notes"]
 
 
-def test_a_plan_takes_the_constants_of_its_device_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_takes_the_constants_of_its_device_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "h100.json"
-    save(out, calibrate(runs_of([measured(factor=1.4, index=index) for index in range(3)])), Origin("h100"))
+    save(
+        out,
+        calibrate(runs_of([measured(factor=1.4, index=index) for index in range(3)])),
+        Origin("h100"),
+    )
     before, notes = seconds(capsys)
     after, _ = seconds(capsys, "--calibrate", out)
     assert not notes and after > 1.2 * before
-    assert run("plan", "--model", "gpt2", "--world-size", "8", "--gpu", "a100", "--calibrate", out) == 2
+    assert (
+        run("plan", "--model", "gpt2", "--world-size", "8", "--gpu", "a100", "--calibrate", out)
+        == 2
+    )
     assert "calibration of h100, and the plan is for a100" in capsys.readouterr().err
     assert run("plan", *ASKED, "--calibrate", runs_file(tmp_path)) == 2
     assert "name a file that `plait calibrate` wrote" in capsys.readouterr().err
 
 
-def test_a_live_calibration_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_calibration_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live, "ON_CPU", TINY)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "here.json"
@@ -66,7 +77,21 @@ def test_a_live_calibration_of_one_process(tmp_path: Path, capsys: pytest.Captur
     assert origin.facts["runs"] == calibration.time.rows == 4
     model = tmp_path / "config.json"
     model.write_text(json.dumps(TINY))
-    asked = ("plan", "--model", model, "--world-size", "1", "--gpu", "cpu", "--batch", "4", "--seq", "16", "--nproc-per-node", "1")
+    asked = (
+        "plan",
+        "--model",
+        model,
+        "--world-size",
+        "1",
+        "--gpu",
+        "cpu",
+        "--batch",
+        "4",
+        "--seq",
+        "16",
+        "--nproc-per-node",
+        "1",
+    )
     assert run(*asked, "--calibrate", out) == 0
 
 

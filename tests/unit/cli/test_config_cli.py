@@ -33,20 +33,27 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_explain_in_a_pipe_prints_aligned_lines(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_in_a_pipe_prints_aligned_lines(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = run("explain", file, "--world-size", "8", capsys=capsys)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == f"keys of {file}"
     assert lines[2].split()[:3] == ["zero_optimization.overlap_comm", "true", "ignored"]
     assert "resolved for 8 processes (--world-size sets how many)" in lines
-    assert any(line.split()[:2] == ["parallel.dp_shard", "4"] and "derived: 8 processes" in line for line in lines)
+    assert any(
+        line.split()[:2] == ["parallel.dp_shard", "4"] and "derived: 8 processes" in line
+        for line in lines
+    )
     columns = {line.index("supported") for line in lines[1:5] if "supported" in line}
     assert len(columns) == 1
     assert not any(line != line.rstrip() for line in lines)
 
 
-def test_explain_on_a_terminal_prints_tables(file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_on_a_terminal_prints_tables(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
     code, out, _ = run("explain", file, capsys=capsys)
@@ -69,11 +76,23 @@ def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_a_wrong_file_shows_its_keys_then_every_problem_without_a_traceback(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run("explain", file, "--set", "train_batch_size=9", "--set", "data_parallel_size=3", capsys=capsys)
+def test_a_wrong_file_shows_its_keys_then_every_problem_without_a_traceback(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(
+        "explain",
+        file,
+        "--set",
+        "train_batch_size=9",
+        "--set",
+        "data_parallel_size=3",
+        capsys=capsys,
+    )
     assert code == 2
     assert "zero_optimization.stage" in out
-    assert "parallel.dp_shard" in out and "gradient_accumulation_steps" not in out  # E4: what can be resolved is shown beside it
+    assert (
+        "parallel.dp_shard" in out and "gradient_accumulation_steps" not in out
+    )  # E4: what can be resolved is shown beside it
     assert "train_batch_size = 9: micro 4 x dp 1 = 4 and 9 % 4 = 1; use 8 or 12" in err
     assert "data_parallel_size = 3" in err
     assert "Traceback" not in err
@@ -94,8 +113,12 @@ def test_a_wrong_file_shows_its_keys_then_every_problem_without_a_traceback(file
         ([], "Missing argument"),
     ],
 )
-def test_mistakes_exit_with_2_and_a_sentence(arguments: list[str], said: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run("explain", *(argument.replace("{file}", file) for argument in arguments), capsys=capsys)
+def test_mistakes_exit_with_2_and_a_sentence(
+    arguments: list[str], said: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(
+        "explain", *(argument.replace("{file}", file) for argument in arguments), capsys=capsys
+    )
     assert code == 2
     assert said in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err
@@ -154,7 +177,9 @@ CONVERTED = {
 }
 
 
-def test_a_file_of_accelerate_becomes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_accelerate_becomes_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = tmp_path / "accelerate.yaml", tmp_path / "run.json"
     source.write_text(ACCELERATE)
     code, table, err = run("convert", str(source), "--out", str(out), capsys=capsys)
@@ -164,14 +189,20 @@ def test_a_file_of_accelerate_becomes_a_file(tmp_path: Path, capsys: pytest.Capt
     assert rows["key"] == ["value", "Plait's", "note"]
     assert rows["fsdp_config.fsdp_reshard_after_forward"] == ["true", "zero_optimization.stage"]
     assert rows["parallelism_config.parallelism_config_tp_size"] == ["2", "parallel.tp"]
-    assert rows["machine_rank"] == ["0", "-", "ignored: an option of the launcher; see `plait launch --help`"]
+    assert rows["machine_rank"] == [
+        "0",
+        "-",
+        "ignored: an option of the launcher; see `plait launch --help`",
+    ]
     assert "(left out)" in table and "Accelerate's default" in table
     assert table.splitlines()[-1].startswith(f"wrote {out}; add the sections model and data")
     code, _, err = run("convert", str(source), "--out", str(out), capsys=capsys)
     assert code == 2 and "exists; give another name" in err
 
 
-def test_without_out_the_file_is_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_out_the_file_is_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "accelerate.yaml"
     source.write_text(ACCELERATE)
     code, out, err = run("convert", str(source), "--set", "parallel.tp=1", capsys=capsys)
@@ -179,20 +210,34 @@ def test_without_out_the_file_is_on_standard_output(tmp_path: Path, capsys: pyte
     assert json.loads(out) == {**CONVERTED, "parallel": {"dp_replicate": 1, "dp_shard": 2, "tp": 1}}
 
 
-def test_what_cannot_be_converted_is_listed_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_converted_is_listed_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = tmp_path / "accelerate.yaml", tmp_path / "run.json"
     source.write_text(ACCELERATE.replace("num_processes", "num_procesess").replace("bf16", "fp8"))
     code, table, err = run("convert", str(source), "--out", str(out), capsys=capsys)
     assert code == 2 and not out.exists()
-    assert "refused: unknown key of Accelerate" in table and "refused: this release computes in fp16" in table
-    assert "num_procesess = 4: unknown key of Accelerate; did you mean num_processes?" in err and "mixed_precision = 'fp8'" in err
+    assert (
+        "refused: unknown key of Accelerate" in table
+        and "refused: this release computes in fp16" in table
+    )
+    assert (
+        "num_procesess = 4: unknown key of Accelerate; did you mean num_processes?" in err
+        and "mixed_precision = 'fp8'" in err
+    )
     assert "Traceback" not in err
 
 
-def test_a_deepspeed_file_becomes_a_file_without_what_is_ignored(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deepspeed_file_becomes_a_file_without_what_is_ignored(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = run("convert", file, capsys=capsys)
     assert code == 0
-    wanted = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "parallel": {"tp": 2}}
+    wanted = {
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 4,
+        "parallel": {"tp": 2},
+    }
     assert json.loads(out) == wanted
     assert [line.split()[2] for line in err.splitlines()[1:]] == [
         "zero_optimization.stage",

@@ -19,11 +19,16 @@ def run(*arguments: str) -> int:
         return int(end.code or 0)
 
 
-def test_the_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     assert run("--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["versions"]["torch"] == version("torch") and found["versions"]["python"] == platform.python_version()
+    assert (
+        found["versions"]["torch"] == version("torch")
+        and found["versions"]["python"] == platform.python_version()
+    )
     assert found["machine"]["cores"] >= 1 and found["variables"]["NCCL_DEBUG"] == "INFO"
     assert run() == 0
     shown = capsys.readouterr().out
@@ -46,6 +51,8 @@ def test_nccl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         (("--links", "--out", "/no/such/folder/x.json"), "there is no folder"),
     ],
 )
-def test_wrong_input(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*arguments) == 2
     assert said in capsys.readouterr().err

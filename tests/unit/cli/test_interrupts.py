@@ -54,7 +54,9 @@ def test_verbs_end_in_order(verb: list[str], inner: str, monkeypatch: pytest.Mon
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(inner, work)
-    monkeypatch.setattr("plait.checkpoint.inspect.open_one", lambda place: type("Found", (), {"path": Path("run")}))
+    monkeypatch.setattr(
+        "plait.checkpoint.inspect.open_one", lambda place: type("Found", (), {"path": Path("run")})
+    )
     with pytest.raises(SystemExit) as end:
         main(verb)
     assert end.value.code == 143

@@ -21,7 +21,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str] | None]) -> list[tuple[list[str], Settings]]:
+def started(
+    monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str] | None]
+) -> list[tuple[list[str], Settings]]:
     """What would have been started on this machine."""
     calls: list[tuple[list[str], Settings]] = []
 
@@ -54,8 +56,13 @@ def _plait(*arguments: str) -> Any:
 
 
 def test_what_stands_after_the_script_is_the_scripts(script: str, started: list[Any]) -> None:
-    assert _plait("--nproc-per-node", "3", script, "--nproc-per-node", "9", "-m", "--help", "--", "x") == 0
-    assert started == [(["train.py", "--nproc-per-node", "9", "-m", "--help", "--", "x"], Settings(processes=3))]
+    assert (
+        _plait("--nproc-per-node", "3", script, "--nproc-per-node", "9", "-m", "--help", "--", "x")
+        == 0
+    )
+    assert started == [
+        (["train.py", "--nproc-per-node", "9", "-m", "--help", "--", "x"], Settings(processes=3))
+    ]
 
 
 def test_a_module(started: list[Any]) -> None:
@@ -81,8 +88,29 @@ def test_every_option_arrives(script: str, started: list[Any]) -> None:
         "8",
         script,
     )
-    assert started[0][1] == Settings(4, 2, 3, rdzv_endpoint="a:1", rdzv_id="job", max_restarts=5, grace_seconds=7, timeout_seconds=8)
-    _plait("--nproc-per-node", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "a", "--master-port", "5", script)
+    assert started[0][1] == Settings(
+        4,
+        2,
+        3,
+        rdzv_endpoint="a:1",
+        rdzv_id="job",
+        max_restarts=5,
+        grace_seconds=7,
+        timeout_seconds=8,
+    )
+    _plait(
+        "--nproc-per-node",
+        "4",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--master-addr",
+        "a",
+        "--master-port",
+        "5",
+        script,
+    )
     assert started[1][1] == Settings(4, 2, 2, node_rank=1, master_addr="a", master_port=5)
 
 
@@ -91,7 +119,9 @@ def test_torchruns_spelling_of_the_processes(script: str, started: list[Any]) ->
     assert started[0][1].processes == 4
 
 
-def test_one_process_a_device_by_default(script: str, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_a_device_by_default(
+    script: str, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verb, "default_processes", lambda: 6)
     _plait(script)
     assert started[0][1].processes == 6
@@ -107,14 +137,22 @@ def test_one_process_a_device_by_default(script: str, started: list[Any], monkey
         (["-i", "a", "train.py"], "--include: chooses among the machines of a hostfile"),
         (["--no-ssh", "train.py"], "--no-ssh"),
         (["--export", "A", "train.py"], "--export"),
-        (["-H", "hosts", "--nnodes", "2", "train.py"], "--nnodes = '2': given together with --hostfile"),
+        (
+            ["-H", "hosts", "--nnodes", "2", "train.py"],
+            "--nnodes = '2': given together with --hostfile",
+        ),
         (["-H", "hosts", "--node-rank", "0", "train.py"], "--node-rank = 0: given together"),
         (["-H", "hosts", "--max-restarts", "2", "train.py"], "--max-restarts = 2: given together"),
         (["-H", "hosts", "train.py"], "hostfile hosts: No such file"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(
-    script: str, started: list[Any], started_remote: list[Any], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    script: str,
+    started: list[Any],
+    started_remote: list[Any],
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert _plait(*arguments) == 2
     assert words in capsys.readouterr().err
@@ -128,31 +166,46 @@ class TestHostfile:
         (tmp_path / "hosts").write_text(f"192.0.2.7 slots=4\n{socket.gethostname()} slots=2\n")
         return "hosts"
 
-    def test_several_machines_by_ssh(self, hosts: str, started_remote: list[remote.Remote], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_several_machines_by_ssh(
+        self, hosts: str, started_remote: list[remote.Remote], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("WANDB_MODE", "off")
         monkeypatch.setenv("NCCL_DEBUG", "INFO")
         _plait("-H", hosts, "--export", "WANDB_MODE", "--grace", "9", "train.py", "-x")
         there = started_remote[0]
         assert [host.name for host in there.hosts] == ["192.0.2.7", socket.gethostname()]
         assert there.command == ("train.py", "-x")
-        assert (there.master_addr, there.master_port, there.grace_seconds, there.processes) == ("192.0.2.7", 29500, 9, None)
+        assert (there.master_addr, there.master_port, there.grace_seconds, there.processes) == (
+            "192.0.2.7",
+            29500,
+            9,
+            None,
+        )
         assert there.exported is not None
         assert {"WANDB_MODE": "off", "NCCL_DEBUG": "INFO"}.items() <= there.exported.items()
 
     def test_by_hand_on_each_machine(self, hosts: str, started: list[Any]) -> None:
         _plait("-H", hosts, "--no-ssh", "--master-port", "77", "train.py")
-        assert started[0][1] == Settings(2, 2, 2, node_rank=1, master_addr="192.0.2.7", master_port=77)
+        assert started[0][1] == Settings(
+            2, 2, 2, node_rank=1, master_addr="192.0.2.7", master_port=77
+        )
 
-    def test_this_machine_alone_is_not_reached_by_ssh(self, hosts: str, started: list[Any], environments: list[Any]) -> None:
+    def test_this_machine_alone_is_not_reached_by_ssh(
+        self, hosts: str, started: list[Any], environments: list[Any]
+    ) -> None:
         _plait("-H", hosts, "-i", f"{socket.gethostname()}:1", "train.py")
         assert started[0][1] == Settings(1)
         assert environments[0]["CUDA_VISIBLE_DEVICES"] == "1"
 
-    def test_another_machine_alone_is(self, hosts: str, started_remote: list[remote.Remote]) -> None:
+    def test_another_machine_alone_is(
+        self, hosts: str, started_remote: list[remote.Remote]
+    ) -> None:
         _plait("-H", hosts, "-e", socket.gethostname(), "train.py")
         assert [host.name for host in started_remote[0].hosts] == ["192.0.2.7"]
 
-    def test_by_hand_on_a_machine_that_is_not_in_it(self, hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_by_hand_on_a_machine_that_is_not_in_it(
+        self, hosts: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert _plait("-H", hosts, "-i", "192.0.2.7", "--no-ssh", "train.py") == 2
         assert "this machine is none of the hostfile's: 192.0.2.7" in capsys.readouterr().err
 
@@ -181,7 +234,9 @@ def test_devices_of_this_machine_without_a_hostfile(
     assert _plait("--include", "localhost:0", "--nnodes", "2", script) == 2
 
 
-def test_the_first_machine_is_met_without_its_user(script: str, started_remote: list[remote.Remote], tmp_path: Path) -> None:
+def test_the_first_machine_is_met_without_its_user(
+    script: str, started_remote: list[remote.Remote], tmp_path: Path
+) -> None:
     (tmp_path / "hosts").write_text("root@a slots=2\nb slots=2\n")
     assert _plait("--hostfile", "hosts", script) == 0
     (there,) = started_remote

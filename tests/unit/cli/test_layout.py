@@ -41,7 +41,10 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "--nnodes", "2", "--nproc-per-node", "2", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["layout"]["tp"] == 2 and report["layout"]["dp_shard"] == 2
-    assert report["grid"] == [["node0", "0 dp_shard0 tp0", "1 dp_shard0 tp1"], ["node1", "2 dp_shard1 tp0", "3 dp_shard1 tp1"]]
+    assert report["grid"] == [
+        ["node0", "0 dp_shard0 tp0", "1 dp_shard0 tp1"],
+        ["node1", "2 dp_shard1 tp0", "3 dp_shard1 tp1"],
+    ]
     assert report["warning"] is None
     split = {row["parameter"]: row["local_shape"] for row in report["parameters"]}
     assert split["model.layers.0.mlp.up_proj.weight"] == [51, 64]
@@ -81,7 +84,9 @@ def test_the_peak_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         )
         assert run(tmp_path, *arguments, "--json") == 0
         report = json.loads(capsys.readouterr().out)
-        assert [peak["rank"] for peak in report["peak"]] == [0, 2] and report["peak_not_foretold"] is None
+        assert [peak["rank"] for peak in report["peak"]] == [0, 2] and report[
+            "peak_not_foretold"
+        ] is None
         for peak in report["peak"]:
             assert sum(peak["kinds"].values()) == peak["peak_bytes"] == max(peak["phases"].values())
             assert peak["kinds"]["activations"] > 0
@@ -89,33 +94,62 @@ def test_the_peak_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert totals[0] < totals[1]
     assert run(tmp_path, "--peak", "--sequence-length", "64") == 0
     shown = capsys.readouterr().out
-    assert "activations of all micro-batches in flight" in shown and "timeline point" in shown and "peak of optimizer step" in shown
+    assert (
+        "activations of all micro-batches in flight" in shown
+        and "timeline point" in shown
+        and "peak of optimizer step" in shown
+    )
 
 
 def test_what_is_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters alone, and with the states."""
     zero = ("--set", "zero_optimization.stage=3", "--nproc-per-node", "4", "--json")
-    params = ("--set", "zero_optimization.offload_param.device=nvme", "--set", "zero_optimization.offload_param.nvme_path=a")
-    states = ("--set", "zero_optimization.offload_optimizer.device=nvme", "--set", "zero_optimization.offload_optimizer.nvme_path=a")
+    params = (
+        "--set",
+        "zero_optimization.offload_param.device=nvme",
+        "--set",
+        "zero_optimization.offload_param.nvme_path=a",
+    )
+    states = (
+        "--set",
+        "zero_optimization.offload_optimizer.device=nvme",
+        "--set",
+        "zero_optimization.offload_optimizer.nvme_path=a",
+    )
     found = []
     for offload in ((), params, states, (*params, *states)):
         assert run(tmp_path, *zero, *offload) == 0
         found.append(json.loads(capsys.readouterr().out)["memory"])
     memory, shards, rest, everything = found
     assert "files" not in memory
-    assert shards["files"] == shards["step_buffers"] == memory["parameters"], "the pool's default is larger than this model"
+    assert shards["files"] == shards["step_buffers"] == memory["parameters"], (
+        "the pool's default is larger than this model"
+    )
     assert shards["files"] + rest["files"] == everything["files"]
     assert run(tmp_path, *zero[:-1], *params) == 0
     assert "of these, in files" in capsys.readouterr().out
 
 
-def test_no_peak_is_said_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_peak_is_said_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither a length, nor what is not in the account."""
     assert run(tmp_path) == 0
     assert "peak of a step: predicted with --peak" in capsys.readouterr().out
     assert run(tmp_path, "--peak") == 0
-    assert "peak of a step: the file has no data.sequence_length; give --sequence-length too" in capsys.readouterr().out
-    offload = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--nproc-per-node", "4", "--peak", "--sequence-length", "64")
+    assert (
+        "peak of a step: the file has no data.sequence_length; give --sequence-length too"
+        in capsys.readouterr().out
+    )
+    offload = (
+        "--set",
+        "zero_optimization.offload_optimizer.device=cpu",
+        "--nproc-per-node",
+        "4",
+        "--peak",
+        "--sequence-length",
+        "64",
+    )
     assert run(tmp_path, *offload) == 0
     assert "not modelled yet: zero_optimization.offload_optimizer" in capsys.readouterr().out
 
@@ -129,8 +163,15 @@ def test_a_public_model_by_the_name_that_plan_has(
     assert "8.0 B parameters" in capsys.readouterr().out
 
 
-def test_hundreds_of_ranks_are_shown_in_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hundreds_of_ranks_are_shown_in_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """E11."""
     assert run(tmp_path, "--nnodes", "16", "--nproc-per-node", "16") == 0
     shown = capsys.readouterr().out
-    assert "9 more machines, in the same order" in shown and "... 8 more ..." in shown and "node15" in shown and "node9" not in shown
+    assert (
+        "9 more machines, in the same order" in shown
+        and "... 8 more ..." in shown
+        and "node15" in shown
+        and "node9" not in shown
+    )

@@ -13,7 +13,13 @@ from plait.errors import CheckpointError, ConfigError, Problem
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "plait", *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "plait", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def _exit(arguments: list[str]) -> object:
@@ -27,7 +33,9 @@ def test_help_names_every_verb_and_imports_no_torch() -> None:
         "import sys\nfrom plait.cli.main import main\n"
         "try: main(['--help'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     for verb, (_, line) in command.VERBS.items():
         assert verb in done.stdout
         assert line.split(",")[0][:30] in done.stdout
@@ -35,7 +43,9 @@ def test_help_names_every_verb_and_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("verb", command.VERBS)
-def test_every_verb_is_there_and_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_is_there_and_explains_itself(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert isinstance(importlib.import_module(command.VERBS[verb][0]).app, typer.Typer)
     assert _exit([verb, "--help"]) == 0
     assert f"Usage: plait {verb}" in capsys.readouterr().out
@@ -43,7 +53,16 @@ def test_every_verb_is_there_and_explains_itself(verb: str, capsys: pytest.Captu
 
 def test_no_verb_is_left_out() -> None:
     files = Path(command.__file__).parent.glob("*.py")
-    shared = ("__init__", "main", "options", "progress", "stdout", "chat_lines", "answer_lines", "interrupts")
+    shared = (
+        "__init__",
+        "main",
+        "options",
+        "progress",
+        "stdout",
+        "chat_lines",
+        "answer_lines",
+        "interrupts",
+    )
     modules = {f"plait.cli.{file.stem}" for file in files if file.stem not in shared}
     assert modules == {module for module, _ in command.VERBS.values()}
 
@@ -51,11 +70,21 @@ def test_no_verb_is_left_out() -> None:
 def test_the_modules_of_the_verbs_do_not_import_torch() -> None:
     modules = [module for module, _ in command.VERBS.values() if module != "plait.cli.config"]
     code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(["trian"], "train"), (["--nope"], "--nope"), (["launch", "--nproc-per-nod", "2", "x.py"], "--nproc-per-node")]
+    ("arguments", "words"),
+    [
+        (["trian"], "train"),
+        (["--nope"], "--nope"),
+        (["launch", "--nproc-per-nod", "2", "x.py"], "--nproc-per-node"),
+    ],
 )
 def test_typing_errors_name_the_nearest(arguments: list[str], words: str) -> None:
     done = _run(*arguments)
@@ -83,12 +112,21 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("error", "code", "text"),
         [
-            (ConfigError(Problem("a", 1, "r", "m"), Problem("b", None, "s", "n")), 2, "plait: a = 1: r; m\nplait: b: s; n\n"),
+            (
+                ConfigError(Problem("a", 1, "r", "m"), Problem("b", None, "s", "n")),
+                2,
+                "plait: a = 1: r; m\nplait: b: s; n\n",
+            ),
             (CheckpointError("gone"), 4, "plait: gone\n"),
         ],
     )
     def test_a_plait_error_is_told_without_a_traceback(
-        self, failing: dict[str, Exception], capsys: pytest.CaptureFixture[str], error: Exception, code: int, text: str
+        self,
+        failing: dict[str, Exception],
+        capsys: pytest.CaptureFixture[str],
+        error: Exception,
+        code: int,
+        text: str,
     ) -> None:
         failing["it"] = error
         assert _exit(["launch"]) == code
@@ -105,7 +143,9 @@ class TestErrors:
 
 
 @pytest.mark.parametrize("verb", [*command.VERBS, "config explain", "config schema"])
-def test_help_is_a_screen(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_a_screen(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At 100 columns, 40 lines; and a default that is told in words is not taken for markup."""
     monkeypatch.setenv("COLUMNS", "100")
     assert _exit([*verb.split(), "--help"]) == 0

@@ -26,10 +26,27 @@ def run(*arguments: object) -> int:
         return int(end.code or 0)
 
 
-def test_a_plan_is_printed_explained_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_printed_explained_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "deep" / "run.json"
     # Without pipelines the search is several times shorter.
-    assert run(*ASKED, "--fix", "pp=1", "--why", "tp=8", "--why", "tp=3", "--why", "sensitivity", "--out", out) == 0
+    assert (
+        run(
+            *ASKED,
+            "--fix",
+            "pp=1",
+            "--why",
+            "tp=8",
+            "--why",
+            "tp=3",
+            "--why",
+            "sensitivity",
+            "--out",
+            out,
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     for text in (
         "llama-3-8b: 8.0 B parameters; 16 x NVIDIA H100",
@@ -50,7 +67,23 @@ def test_a_plan_is_printed_explained_and_written(tmp_path: Path, capsys: pytest.
 
 def test_a_page_and_a_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, trace = tmp_path / "plan.html", tmp_path / "trace.json"
-    assert run(*ASKED, "--fix", "pp=4", "--why", "neighbours", "--why", "sensitivity", "--report", page, "--trace", trace, "--json") == 0
+    assert (
+        run(
+            *ASKED,
+            "--fix",
+            "pp=4",
+            "--why",
+            "neighbours",
+            "--why",
+            "sensitivity",
+            "--report",
+            page,
+            "--trace",
+            trace,
+            "--json",
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     text, best = page.read_text(), told["best"][0]
     assert text.startswith("<!doctype html>") and f"{best['step']['seconds']:.4g} s" in text
@@ -63,7 +96,12 @@ def test_a_page_and_a_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFi
         last = max(e["ts"] + e["dur"] for e in ranks if e["tid"] == row)
         assert last == pytest.approx(best["step"]["seconds"] * 1e6)
     at = best["layout"]
-    table = make_schedule(SCHEDULE_NAMES[at["schedule"]], pp=4, microbatches=at["accumulation"], stages_per_rank=at["vpp"])
+    table = make_schedule(
+        SCHEDULE_NAMES[at["schedule"]],
+        pp=4,
+        microbatches=at["accumulation"],
+        stages_per_rank=at["vpp"],
+    )
     computed = [e for e in ranks if e["cat"].startswith(("forward", "backward"))]
     assert len(computed) == sum(len(row) for row in table.ranks)
 
@@ -74,7 +112,21 @@ def test_a_page_and_a_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_page_says_why_nothing_fits(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    assert run("--model", "llama-3-405b", "--world-size", "8", "--gpu", "h100", "--batch", "8", "--report", page) == 1
+    assert (
+        run(
+            "--model",
+            "llama-3-405b",
+            "--world-size",
+            "8",
+            "--gpu",
+            "h100",
+            "--batch",
+            "8",
+            "--report",
+            page,
+        )
+        == 1
+    )
     assert "Nothing fits" in page.read_text()
 
 
@@ -104,10 +156,24 @@ def test_a_file_that_cannot_be_written_is_told_before_the_search(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_layout_without_a_table_has_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (*ASKED, "--all", "--fix", "pp=4", "--fix", "schedule=zb-h1", "--trace", tmp_path / "t.json")
+def test_a_layout_without_a_table_has_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        *ASKED,
+        "--all",
+        "--fix",
+        "pp=4",
+        "--fix",
+        "schedule=zb-h1",
+        "--trace",
+        tmp_path / "t.json",
+    )
     assert run(*arguments) == 2
-    assert "zb-h1 is priced by its published formula and has no table to walk" in capsys.readouterr().err
+    assert (
+        "zb-h1 is priced by its published formula and has no table to walk"
+        in capsys.readouterr().err
+    )
 
 
 def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,11 +189,17 @@ def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(QUICKSTART, "--gpu", "a100", "--world-size", "4", "--out", out) == 0
     assert "8: 2 samples a device" in capsys.readouterr().out
     before, after = json.loads(QUICKSTART.read_text()), json.loads(out.read_text())
-    assert after["optimizer"] == before["optimizer"] and after["run"] == before["run"] and after["model"] == before["model"]
+    assert (
+        after["optimizer"] == before["optimizer"]
+        and after["run"] == before["run"]
+        and after["model"] == before["model"]
+    )
     assert after["train_batch_size"] == 8 and after["data"]["sequence_length"] == 128
 
 
-def test_without_devices_the_processes_are_planned_for_that_training_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_devices_the_processes_are_planned_for_that_training_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capacities = []
     for processes in (1, "auto", 4):
         tree = json.loads(QUICKSTART.read_text())
@@ -136,11 +208,20 @@ def test_without_devices_the_processes_are_planned_for_that_training_starts(tmp_
         file.write_text(json.dumps(tree))
         assert run(file, "--json", "--out", tmp_path / "planned.json") == 0
         best = json.loads(capsys.readouterr().out)["sidecar"]
-        assert best["cluster"]["devices"] == (default_processes() if processes == "auto" else processes)
+        assert best["cluster"]["devices"] == (
+            default_processes() if processes == "auto" else processes
+        )
         assert best["layout"]["stage"] == 2  # of a single process too, where it shards over one
-        assert resolve(load(tmp_path / "planned.json"), world_size=best["cluster"]["devices"]).data_parallel.stage == 2
+        assert (
+            resolve(
+                load(tmp_path / "planned.json"), world_size=best["cluster"]["devices"]
+            ).data_parallel.stage
+            == 2
+        )
         capacities.append(best["cluster"]["memory_bytes"] * best["cluster"]["devices"])
-    assert capacities == pytest.approx([capacities[0]] * 3, rel=1e-6)  # processes share the machine's memory
+    assert capacities == pytest.approx(
+        [capacities[0]] * 3, rel=1e-6
+    )  # processes share the machine's memory
 
 
 def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,22 +238,77 @@ def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None
         (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h10"), "did you mean h100"),
         (("--model", "llama-3-8b", "--gpu", "h100"), "how many? add --world-size"),
         (("--model", "llama-3-8b", "--world-size", "12", "--gpu", "h100"), "12 % 8 = 4"),
-        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--batch", "0"), "at least one sample"),
-        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "v100", "--precision", "bf16"), "does not compute so"),
-        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--precision", "int8"), "not one that Plait trains in"),
-        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--fix", "speed=2"), "not a field of a layout"),
-        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--batch", "7", "--fix", "tp=1"), "7 % 8 = 7"),
         (
-            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--all", "--out", "x.json"),
+            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--batch", "0"),
+            "at least one sample",
+        ),
+        (
+            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "v100", "--precision", "bf16"),
+            "does not compute so",
+        ),
+        (
+            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--precision", "int8"),
+            "not one that Plait trains in",
+        ),
+        (
+            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--fix", "speed=2"),
+            "not a field of a layout",
+        ),
+        (
+            (
+                "--model",
+                "llama-3-8b",
+                "--world-size",
+                "8",
+                "--gpu",
+                "h100",
+                "--batch",
+                "7",
+                "--fix",
+                "tp=1",
+            ),
+            "7 % 8 = 7",
+        ),
+        (
+            (
+                "--model",
+                "llama-3-8b",
+                "--world-size",
+                "8",
+                "--gpu",
+                "h100",
+                "--all",
+                "--out",
+                "x.json",
+            ),
             "may be one that this version does not run",
         ),
-        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--batch", "8", "--out", "x.yaml"), "ends in .json"),
+        (
+            (
+                "--model",
+                "llama-3-8b",
+                "--world-size",
+                "8",
+                "--gpu",
+                "h100",
+                "--batch",
+                "8",
+                "--out",
+                "x.yaml",
+            ),
+            "ends in .json",
+        ),
         (("--model", "llama-3-8b", "--nnodes", "2"), "add --nproc-per-node, or --gpu"),
-        (("--model", "llama-3-8b", "--nnodes", "2", "--gpu", "h100", "--world-size", "8"), "2 machines of 8 GPUs are 16"),
+        (
+            ("--model", "llama-3-8b", "--nnodes", "2", "--gpu", "h100", "--world-size", "8"),
+            "2 machines of 8 GPUs are 16",
+        ),
         (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--force"), "add --out"),
     ],
 )
-def test_wrong_input(arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input(
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*arguments) == 2
     said = capsys.readouterr().err
     assert expected in said and "Traceback" not in said
@@ -183,7 +319,21 @@ def test_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     file.write_text("nodes: 2\ndevices_per_node: 4\n")
     assert run("--model", "gpt2-xl", "--cluster", file, "--batch", "64", "--seq", "1024") == 2
     assert "add --gpu" in capsys.readouterr().err
-    assert run("--model", "gpt2-xl", "--cluster", file, "--gpu", "a100", "--batch", "64", "--seq", "1024") == 0
+    assert (
+        run(
+            "--model",
+            "gpt2-xl",
+            "--cluster",
+            file,
+            "--gpu",
+            "a100",
+            "--batch",
+            "64",
+            "--seq",
+            "1024",
+        )
+        == 0
+    )
     assert "8 x NVIDIA A100 SXM 80 GB, 4 a node" in capsys.readouterr().out
 
 
@@ -193,7 +343,9 @@ def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "turing-nlg-530b" in shown and "mi300x" in shown
 
 
-def test_a_file_written_by_hand_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_written_by_hand_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """E5: not without --force; one that a plan wrote is, until somebody works on it."""
     out = tmp_path / "run.json"
     out.write_text('{"train_batch_size": 8}')
@@ -214,7 +366,9 @@ def test_neighbours_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(section) < 16 and len(set(layouts)) == len(layouts)
 
 
-def test_machines_and_their_gpus_stand_for_the_world_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_and_their_gpus_stand_for_the_world_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     asked = [text for text in ASKED if text not in ("--world-size", "16")]
     assert run(*asked, "--nnodes", "2", "--nproc_per_node", "8", "--json") == 0
     several = json.loads(capsys.readouterr().out)
@@ -222,14 +376,19 @@ def test_machines_and_their_gpus_stand_for_the_world_size(capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["best"] == several["best"]
 
 
-def test_a_model_that_training_refuses_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_training_refuses_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The plan itself needs no more than sizes."""
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
     file.write_text(json.dumps({"model_type": "llama", **sizes, "hidden_act": "bogus"}))
     assert run("--model", file, *ASKED[2:], "--json") == 0
-    assert any("`plait train` refuses this model" in note and "'bogus'" in note for note in json.loads(capsys.readouterr().out)["notes"])
+    assert any(
+        "`plait train` refuses this model" in note and "'bogus'" in note
+        for note in json.loads(capsys.readouterr().out)["notes"]
+    )
 
 
 def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,8 +397,29 @@ def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     sizes = {"n_layer": 2, "n_embd": 1024, "n_head": 16, "vocab_size": 512, "n_positions": 1024}
     found = {}
     for share in (0.0, 0.1):
-        file.write_text(json.dumps({"model_type": "gpt2", **sizes, **dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), share)}))
-        options = ("--gpu", "h100", "--world-size", 1, "--batch", 64, "--seq", 1024, "--fix", "recompute=full", "--fix", "micro_batch=64")
+        file.write_text(
+            json.dumps(
+                {
+                    "model_type": "gpt2",
+                    **sizes,
+                    **dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), share),
+                }
+            )
+        )
+        options = (
+            "--gpu",
+            "h100",
+            "--world-size",
+            1,
+            "--batch",
+            64,
+            "--seq",
+            1024,
+            "--fix",
+            "recompute=full",
+            "--fix",
+            "micro_batch=64",
+        )
         assert run("--model", file, *options, "--json") == 0
         told = json.loads(capsys.readouterr().out)
         assert not any("dropout" in note for note in told["notes"])
@@ -248,20 +428,66 @@ def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("seq", "told"), [(64, False), (128, True)])
-def test_samples_that_are_too_long_for_the_model_are_told(seq: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_that_are_too_long_for_the_model_are_told(
+    seq: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "config.json"
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+    }
     file.write_text(json.dumps({"model_type": "llama", **sizes}))
-    assert run("--model", file, "--gpu", "h100", "--world-size", 1, "--batch", 1, "--seq", seq, "--json") == 0
-    assert any("max_position_embeddings is 64" in note for note in json.loads(capsys.readouterr().out)["notes"]) is told
+    assert (
+        run(
+            "--model",
+            file,
+            "--gpu",
+            "h100",
+            "--world-size",
+            1,
+            "--batch",
+            1,
+            "--seq",
+            seq,
+            "--json",
+        )
+        == 0
+    )
+    assert (
+        any(
+            "max_position_embeddings is 64" in note
+            for note in json.loads(capsys.readouterr().out)["notes"]
+        )
+        is told
+    )
 
 
-def test_a_file_that_training_refuses_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_training_refuses_is_not_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, out = tmp_path / "file.json", tmp_path / "out.json"
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
-    tree = {"train_batch_size": 8, "model": {"config": {"model_type": "llama", **sizes}}, "data": {"sequence_length": 64}}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+    }
+    tree = {
+        "train_batch_size": 8,
+        "model": {"config": {"model_type": "llama", **sizes}},
+        "data": {"sequence_length": 64},
+    }
     file.write_text(json.dumps(tree | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}))
     assert run(file, "--gpu", "h100", "--world-size", 8, "--out", out) == 2
-    assert "fp16.enabled and bf16.enabled: are both true" in capsys.readouterr().err and not out.exists()
-    file.write_text(json.dumps(tree | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))  # Transformers' --learning_rate
+    assert (
+        "fp16.enabled and bf16.enabled: are both true" in capsys.readouterr().err
+        and not out.exists()
+    )
+    file.write_text(
+        json.dumps(tree | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    )  # Transformers' --learning_rate
     assert run(file, "--gpu", "h100", "--world-size", 8, "--out", out) == 0 and out.exists()

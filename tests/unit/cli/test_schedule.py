@@ -60,7 +60,9 @@ def test_defaults_are_4_ranks_and_8_micro_batches(capsys: pytest.CaptureFixture[
         (["--microbatches", "1", "--send", "0.5"], 15),
     ],
 )
-def test_every_option_counts(options: list[str], total: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_counts(
+    options: list[str], total: float, capsys: pytest.CaptureFixture[str]
+) -> None:
     """1F1B takes (m + p - 1)(F + B), and with one micro-batch 2 (p - 1) messages more."""
     assert report(capsys, "1f1b", *options)["total"] == total
 
@@ -86,13 +88,24 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_trace(tmp_path: Path) -> None:
     """Units of time are seconds in it."""
     file = tmp_path / "trace.json"
-    assert run("1f1b", "--pp", "2", "--microbatches", "2", "--forward", "0.5", "--trace", str(file)) == 0
+    assert (
+        run("1f1b", "--pp", "2", "--microbatches", "2", "--forward", "0.5", "--trace", str(file))
+        == 0
+    )
     trace = json.loads(file.read_text())
     assert trace["otherData"]["step_seconds"] == 7.5
-    assert sum(event.get("cat") == "forward" and event["dur"] == 0.5e6 for event in trace["traceEvents"]) == 4
+    assert (
+        sum(
+            event.get("cat") == "forward" and event["dur"] == 0.5e6
+            for event in trace["traceEvents"]
+        )
+        == 4
+    )
 
 
-def test_colours_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As wide as the terminal; a narrow one gets a letter a column."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "70")
@@ -124,8 +137,14 @@ def test_list(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
         (["1f1b", "--forward", "0", "--input", "0", "--weight", "0"], "every duration is 0"),
         (["1f1b", "--forward", "inf"], "durations.forward"),
         (["1f1b", "--send", "nan"], "send"),
-        (["1f1b", "--svg", "/no/such/folder/x.svg"], "--svg /no/such/folder/x.svg: there is no folder /no/such/folder"),
-        (["1f1b", "--trace", "/no/such/folder/x.json"], "--trace /no/such/folder/x.json: there is no folder /no/such/folder"),
+        (
+            ["1f1b", "--svg", "/no/such/folder/x.svg"],
+            "--svg /no/such/folder/x.svg: there is no folder /no/such/folder",
+        ),
+        (
+            ["1f1b", "--trace", "/no/such/folder/x.json"],
+            "--trace /no/such/folder/x.json: there is no folder /no/such/folder",
+        ),
         (["1f1b", "--forward", "-1"], "--forward"),
         ([], "NAME"),
     ],
@@ -150,5 +169,7 @@ def test_1f1b_needs_no_torch() -> None:
         "import sys\nfrom plait.cli.main import main\n"
         "try: main(['schedule', '1f1b', '--json'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.splitlines()[-1] == "0 False"

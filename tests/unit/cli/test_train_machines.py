@@ -32,7 +32,9 @@ def test_a_changing_number_of_machines(tmp_path: Path, started: list[Settings]) 
     """MIN:MAX is passed on, as `plait launch` does; one that may be alone meets others too."""
     where = ["--rdzv-endpoint", "a:1", "--nproc-per-node", "2", "--max-restarts", "3"]
     for given in ("1:2", "2:4", "2"):
-        assert CliRunner().invoke(app, [file_of(tmp_path), "--nnodes", given, *where]).exit_code == 0
+        assert (
+            CliRunner().invoke(app, [file_of(tmp_path), "--nnodes", given, *where]).exit_code == 0
+        )
     assert [(one.processes, one.min_nodes, one.max_nodes, one.max_restarts) for one in started] == [
         (2, 1, 2, 3),
         (2, 2, 4, 3),
@@ -40,10 +42,21 @@ def test_a_changing_number_of_machines(tmp_path: Path, started: list[Settings]) 
     ]
 
 
-def test_a_fixed_number_of_processes_does_not_change(tmp_path: Path, started: list[Settings]) -> None:
-    refused = CliRunner().invoke(app, [file_of(tmp_path, processes=4), "--nnodes", "1:2", "--rdzv-endpoint", "a:1"])
-    assert isinstance(refused.exception, ConfigError) and "the number of machines changes (1 to 2)" in str(refused.exception)
-    assert CliRunner().invoke(app, [file_of(tmp_path, processes=4), "--nnodes", "2", "--rdzv-endpoint", "a:1"]).exit_code == 0
+def test_a_fixed_number_of_processes_does_not_change(
+    tmp_path: Path, started: list[Settings]
+) -> None:
+    refused = CliRunner().invoke(
+        app, [file_of(tmp_path, processes=4), "--nnodes", "1:2", "--rdzv-endpoint", "a:1"]
+    )
+    assert isinstance(
+        refused.exception, ConfigError
+    ) and "the number of machines changes (1 to 2)" in str(refused.exception)
+    assert (
+        CliRunner()
+        .invoke(app, [file_of(tmp_path, processes=4), "--nnodes", "2", "--rdzv-endpoint", "a:1"])
+        .exit_code
+        == 0
+    )
     assert [one.processes for one in started] == [2]
     bad = CliRunner().invoke(app, [file_of(tmp_path), "--nnodes", "2:x"])
     assert isinstance(bad.exception, ConfigError) and "--nnodes = '2:x'" in str(bad.exception)

@@ -41,7 +41,15 @@ PAGES = 16 * 20 * 2**20 // 4096
 def faults(*, kept: bool) -> int:
     environment = {name: value for name, value in os.environ.items() if name not in allocator.USERS}
     script = FAULTS.format(kept=kept)
-    return int(subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
@@ -57,8 +65,15 @@ def test_who_sets_the_allocator_keeps_it_so(name: str) -> None:
 
 def calls(rank: int, world: int, folder: str | None) -> int:
     """Runs in a worker."""
-    zero = {"stage": 1, **({"offload_optimizer": {"device": "nvme", "nvme_path": folder}} if folder else {})}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    zero = {
+        "stage": 1,
+        **({"offload_optimizer": {"device": "nvme", "nvme_path": folder}} if folder else {}),
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
     model = cases.build("plain", tied=False, dtype=torch.float32)
     with patch.object(build, "keep_host_memory") as called:
         plait.initialize(model, config, loss_fn=plait.causal_lm_loss)

@@ -18,7 +18,12 @@ def test_comments_blank_lines_and_order() -> None:
 
 
 @given(
-    st.dictionaries(st.from_regex(r"[a-z][a-z0-9.-]{0,10}", fullmatch=True), st.integers(1, 16), min_size=1, max_size=5),
+    st.dictionaries(
+        st.from_regex(r"[a-z][a-z0-9.-]{0,10}", fullmatch=True),
+        st.integers(1, 16),
+        min_size=1,
+        max_size=5,
+    ),
     st.sampled_from(["", " # x"]),
 )
 def test_what_is_written_is_read(slots: dict[str, int], comment: str) -> None:
@@ -48,7 +53,11 @@ def test_wrong_lines(text: str, words: str) -> None:
 def test_every_wrong_line_is_told() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("a\nb slots=1\nb slots=1\nc slots=x")
-    assert [problem.field for problem in caught.value.problems] == ["hostfile:1", "hostfile:3", "hostfile:4"]
+    assert [problem.field for problem in caught.value.problems] == [
+        "hostfile:1",
+        "hostfile:3",
+        "hostfile:4",
+    ]
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -67,8 +76,12 @@ def test_missing_file(tmp_path: Path) -> None:
         ("", "a:0,1@c:0", {"a": (2, 3), "b": (0, 1)}),
     ],
 )
-def test_filters_keep_the_order_of_the_file(include: str, exclude: str, expected: dict[str, tuple[int, ...]]) -> None:
-    assert select(FILE, include=include, exclude=exclude) == tuple(Host(name, slots) for name, slots in expected.items())
+def test_filters_keep_the_order_of_the_file(
+    include: str, exclude: str, expected: dict[str, tuple[int, ...]]
+) -> None:
+    assert select(FILE, include=include, exclude=exclude) == tuple(
+        Host(name, slots) for name, slots in expected.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,11 @@ from plait.cluster.huge_pages import PAGE
 
 
 def test_memory_begins_with_a_huge_page_and_can_be_written_to_its_end() -> None:
-    for shape, dtype in (((1024, 513), torch.float32), ((PAGE + 1,), torch.uint8), ((3 << 20,), torch.bfloat16)):
+    for shape, dtype in (
+        ((1024, 513), torch.float32),
+        ((PAGE + 1,), torch.uint8),
+        ((3 << 20,), torch.bfloat16),
+    ):
         found = huge_pages.empty(shape, dtype)
         assert found.shape == shape and found.dtype == dtype and found.data_ptr() % PAGE == 0
         assert found.untyped_storage().nbytes() == found.nbytes
@@ -34,8 +38,15 @@ def test_parameters_keep_their_identity() -> None:
     large, small = model[0].weight, model[1].weight
     before = small.data_ptr()
     huge_pages.move_parameters(model)
-    assert model[0].weight is large and model[2].weight is large and isinstance(large, nn.Parameter) and large.requires_grad
-    assert large.data_ptr() % PAGE == 0 and large.shape == (1024, 1024) and small.data_ptr() == before
+    assert (
+        model[0].weight is large
+        and model[2].weight is large
+        and isinstance(large, nn.Parameter)
+        and large.requires_grad
+    )
+    assert (
+        large.data_ptr() % PAGE == 0 and large.shape == (1024, 1024) and small.data_ptr() == before
+    )
     with torch.no_grad():
         large.normal_()
     model[0](torch.ones(2, 1024)).sum().backward()

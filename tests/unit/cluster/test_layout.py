@@ -27,7 +27,9 @@ def test_groups_partition_the_world(layout: Layout, axes: set[str]) -> None:
     groups = layout.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
     for group in groups:
-        fixed = {tuple(v for a, v in layout.coordinates(rank).items() if a not in axes) for rank in group}
+        fixed = {
+            tuple(v for a, v in layout.coordinates(rank).items() if a not in axes) for rank in group
+        }
         assert len(fixed) == 1
 
 
@@ -46,7 +48,9 @@ def test_the_batch_index_ignores_model_axes() -> None:
 
 def test_degrees_below_one_are_refused() -> None:
     """With the field, the value and the remedy."""
-    with pytest.raises(ConfigError, match=r"parallel\.tp = 0: the degree of an axis is at least 1; use 1"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.tp = 0: the degree of an axis is at least 1; use 1"
+    ):
         Layout(tp=0)
     with pytest.raises(IndexError):
         Layout(tp=2).coordinates(2)

@@ -16,7 +16,9 @@ def test_variables_are_set_before_the_group() -> None:
     environment = {"HOME": "x"}
     Library(algorithm="Ring").export(environment, device_type="cuda", group_exists=False)
     assert environment == {"HOME": "x", "NCCL_ALGO": "Ring"}
-    Library(algorithm="ring", protocol="^LL").export(environment, device_type="cuda", group_exists=False)
+    Library(algorithm="ring", protocol="^LL").export(
+        environment, device_type="cuda", group_exists=False
+    )
     assert environment["NCCL_PROTO"] == "^LL"
     Library().export(environment, device_type="cpu", group_exists=True)
 
@@ -25,25 +27,41 @@ def test_variables_are_set_before_the_group() -> None:
     ("device_type", "group_exists", "environment", "why"),
     [
         ("cpu", False, {}, "talk through gloo, which does not read NCCL_ALGO; leave it out"),
-        ("cuda", True, {}, "the process group exists, and NCCL reads NCCL_ALGO when it is made; set NCCL_ALGO before that"),
-        ("cuda", False, {"NCCL_ALGO": "Tree"}, "the environment sets NCCL_ALGO=Tree; set it in one place"),
+        (
+            "cuda",
+            True,
+            {},
+            "the process group exists, and NCCL reads NCCL_ALGO when it is made; set NCCL_ALGO before that",
+        ),
+        (
+            "cuda",
+            False,
+            {"NCCL_ALGO": "Tree"},
+            "the environment sets NCCL_ALGO=Tree; set it in one place",
+        ),
     ],
 )
-def test_what_would_not_be_read_is_refused(device_type: str, group_exists: bool, environment: dict[str, str], why: str) -> None:
+def test_what_would_not_be_read_is_refused(
+    device_type: str, group_exists: bool, environment: dict[str, str], why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
-        Library(algorithm="Ring").export(environment, device_type=device_type, group_exists=group_exists)
+        Library(algorithm="Ring").export(
+            environment, device_type=device_type, group_exists=group_exists
+        )
 
 
 def test_a_run_on_the_cpu_refuses_before_it_makes_a_group() -> None:
-    with pytest.raises(ConfigError, match="parallel.nccl_protocol = 'LL': the processes run on the cpu"):
+    with pytest.raises(
+        ConfigError, match="parallel.nccl_protocol = 'LL': the processes run on the cpu"
+    ):
         build_mesh(Layout(), device_type="cpu", library=Library(protocol="LL"))
     assert not dist.is_initialized()
 
 
 def test_names_are_nccls_own() -> None:
-    assert resolved({"parallel": {"nccl_algorithm": "nvls,tree", "nccl_protocol": "^ll"}}).library == Library(
-        algorithm="NVLS,Tree", protocol="^LL"
-    )
+    assert resolved(
+        {"parallel": {"nccl_algorithm": "nvls,tree", "nccl_protocol": "^ll"}}
+    ).library == Library(algorithm="NVLS,Tree", protocol="^LL")
     with pytest.raises(ConfigError, match="'butterfly' is none of NCCL's Ring, Tree"):
         resolved({"parallel": {"nccl_algorithm": "butterfly"}})
 

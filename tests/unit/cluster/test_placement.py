@@ -30,7 +30,9 @@ def layouts_on_machines(draw: st.DrawFn) -> tuple[Layout, Topology]:
 
 
 @given(layouts_on_machines())
-def test_tensor_parallel_stays_inside_a_node_wherever_it_can(drawn: tuple[Layout, Topology]) -> None:
+def test_tensor_parallel_stays_inside_a_node_wherever_it_can(
+    drawn: tuple[Layout, Topology],
+) -> None:
     """If tp divides every node, no group crosses; if one crosses, that is said, with a degree that would not."""
     layout, topology = drawn
     crossing = {c.axis: c for c in crossings(layout, topology)}
@@ -54,7 +56,9 @@ def test_data_parallel_crosses_before_tensor_parallel() -> None:
 
 def test_wider_than_a_node_is_refused() -> None:
     """With the widest degree that fits."""
-    with pytest.raises(ConfigError, match=r"parallel\.tp = 8: the largest machine has 4 devices, .*; use 4"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.tp = 8: the largest machine has 4 devices, .*; use 4"
+    ):
         refuse_wider_than_a_node(Layout(tp=8), machines(4, 4))
     refuse_wider_than_a_node(Layout(dp_shard=2, tp=4), machines(4, 4))
 
@@ -62,6 +66,9 @@ def test_wider_than_a_node_is_refused() -> None:
 def test_grid_and_mismatch() -> None:
     """A row a node."""
     rows = grid(Layout(dp_shard=2, tp=2), machines(2, 2))
-    assert rows == [["node0", "0 dp_shard0 tp0", "1 dp_shard0 tp1"], ["node1", "2 dp_shard1 tp0", "3 dp_shard1 tp1"]]
+    assert rows == [
+        ["node0", "0 dp_shard0 tp0", "1 dp_shard0 tp1"],
+        ["node1", "2 dp_shard1 tp0", "3 dp_shard1 tp1"],
+    ]
     with pytest.raises(ConfigError, match="needs 4 processes and the machines have 3 devices"):
         crossings(Layout(tp=4), machines(3))

@@ -16,11 +16,31 @@ from hypothesis import strategies as st
 from plait.cluster import meeting, mesh, topology
 from plait.cluster.launchers import claim, first_host, tasks_per_node
 from plait.cluster.machines import Node, Topology, load
-from plait.cluster.topology import RankInfo, default_processes, discover, init_method, place, thread_count
+from plait.cluster.topology import (
+    RankInfo,
+    default_processes,
+    discover,
+    init_method,
+    place,
+    thread_count,
+)
 from plait.errors import ConfigError, InputError
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
-DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+}
+DEEPSPEED = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "4",
+    "CROSS_RANK": "1",
+    "CROSS_SIZE": "2",
+}
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "5",
     "OMPI_COMM_WORLD_SIZE": "8",
@@ -40,7 +60,9 @@ SRUN = {
     "SLURM_STEP_NODELIST": "gpu[007-008]",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }
-NAMES = {name for variables in (TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN) for name in variables} | {"MASTER_ADDR", "MASTER_PORT"}
+NAMES = {
+    name for variables in (TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN) for name in variables
+} | {"MASTER_ADDR", "MASTER_PORT"}
 
 
 @pytest.fixture(autouse=True)
@@ -61,18 +83,41 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 class TestPlace:
     def test_without_a_launcher_it_is_one_process(self) -> None:
-        assert place() == RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0)
+        assert place() == RankInfo(
+            rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0
+        )
 
     @pytest.mark.parametrize(
-        "variables", [TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN], ids=["torchrun", "deepspeed", "openmpi", "mpich", "srun"]
+        "variables",
+        [TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN],
+        ids=["torchrun", "deepspeed", "openmpi", "mpich", "srun"],
     )
-    def test_every_launcher_gives_the_same_place(self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    def test_every_launcher_gives_the_same_place(
+        self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+    ) -> None:
         _set(monkeypatch, variables)
-        assert place() == RankInfo(rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1)
+        assert place() == RankInfo(
+            rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1
+        )
 
-    @pytest.mark.parametrize("outer", [SRUN, {**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}], ids=["srun", "mpirun"])
-    def test_torchrun_inside_another_launcher_wins(self, monkeypatch: pytest.MonkeyPatch, outer: dict[str, str]) -> None:
-        _set(monkeypatch, {**outer, "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", **TORCHRUN})
+    @pytest.mark.parametrize(
+        "outer",
+        [SRUN, {**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}],
+        ids=["srun", "mpirun"],
+    )
+    def test_torchrun_inside_another_launcher_wins(
+        self, monkeypatch: pytest.MonkeyPatch, outer: dict[str, str]
+    ) -> None:
+        _set(
+            monkeypatch,
+            {
+                **outer,
+                "SLURM_PROCID": "1",
+                "SLURM_NTASKS": "2",
+                "SLURM_STEP_NUM_TASKS": "2",
+                **TORCHRUN,
+            },
+        )
         assert place() == RankInfo(5, 8, 1, 4, 1)
 
     def test_mpirun_inside_srun_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +125,27 @@ class TestPlace:
         assert place().rank == 5
 
     def test_a_slurm_batch_script_is_one_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _set(monkeypatch, {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"})
+        _set(
+            monkeypatch,
+            {name: value for name, value in SRUN.items() if "STEP" not in name}
+            | {"SLURM_PROCID": "0"},
+        )
         assert place() == RankInfo()
 
     def test_uneven_srun(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _set(
             monkeypatch,
-            {**SRUN, "SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4,2"},
+            {
+                **SRUN,
+                "SLURM_PROCID": "4",
+                "SLURM_STEP_NUM_TASKS": "6",
+                "SLURM_LOCALID": "0",
+                "SLURM_STEP_TASKS_PER_NODE": "4,2",
+            },
         )
-        assert place() == RankInfo(rank=4, world_size=6, local_rank=0, local_world_size=2, node_rank=1)
+        assert place() == RankInfo(
+            rank=4, world_size=6, local_rank=0, local_world_size=2, node_rank=1
+        )
 
     @pytest.mark.parametrize(
         ("variables", "named", "words"),
@@ -101,7 +158,11 @@ class TestPlace:
             ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK = 4", "LOCAL_WORLD_SIZE = 4"),
             ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE = 16", "WORLD_SIZE = 8"),
             ({**TORCHRUN, "RANK": "0"}, "LOCAL_RANK = 1", "RANK = 0"),
-            ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "9"}, "OMPI_COMM_WORLD_RANK = 9", "OMPI_COMM_WORLD_SIZE = 8"),
+            (
+                {**OPENMPI, "OMPI_COMM_WORLD_RANK": "9"},
+                "OMPI_COMM_WORLD_RANK = 9",
+                "OMPI_COMM_WORLD_SIZE = 8",
+            ),
         ],
     )
     def test_contradictions_are_refused_with_the_variable_and_its_value(
@@ -128,21 +189,33 @@ class TestPlace:
         _set(monkeypatch, {"RANK": str(rank), "WORLD_SIZE": str(world)})
         assert place() == expected
 
-    def test_rank_and_size_alone_are_refused_where_the_gpu_is_unknown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rank_and_size_alone_are_refused_where_the_gpu_is_unknown(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         _gpus(monkeypatch, 8)
         _set(monkeypatch, {"RANK": "3", "WORLD_SIZE": "16"})
-        with pytest.raises(ConfigError, match="LOCAL_RANK: not set, and 16 processes cannot all be on this machine with its 8 GPUs"):
+        with pytest.raises(
+            ConfigError,
+            match="LOCAL_RANK: not set, and 16 processes cannot all be on this machine with its 8 GPUs",
+        ):
             place()
 
     @given(nodes=st.integers(1, 64), per_node=st.integers(1, 16), data=st.data())
     def test_any_torchrun_world(self, nodes: int, per_node: int, data: st.DataObject) -> None:
         node, local = data.draw(st.integers(0, nodes - 1)), data.draw(st.integers(0, per_node - 1))
         rank = node * per_node + local
-        variables = {"RANK": rank, "WORLD_SIZE": nodes * per_node, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node}
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": nodes * per_node,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": per_node,
+        }
         found = claim({name: str(value) for name, value in variables.items()})
         assert found is not None
         # Without GROUP_RANK (DeepSpeed's older versions) the node follows from the ranks.
-        assert topology._complete(found, 0) == RankInfo(rank, nodes * per_node, local, per_node, node)
+        assert topology._complete(found, 0) == RankInfo(
+            rank, nodes * per_node, local, per_node, node
+        )
 
 
 class TestExistingGroup:
@@ -157,9 +230,14 @@ class TestExistingGroup:
         assert place() == RankInfo(0, 1, 0, 1, 0)
 
     @pytest.mark.usefixtures("group")
-    def test_variables_that_contradict_it_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_variables_that_contradict_it_are_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         _set(monkeypatch, TORCHRUN)
-        with pytest.raises(ConfigError, match="rank 5 of 8 says the launcher, rank 0 of 1 says the existing gloo process group"):
+        with pytest.raises(
+            ConfigError,
+            match="rank 5 of 8 says the launcher, rank 0 of 1 says the existing gloo process group",
+        ):
             place()
 
     def test_a_fake_group_of_any_size_has_one_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,10 +256,20 @@ class TestInitMethod:
         _set(monkeypatch, {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
         assert init_method() == "env://"
 
-    def test_srun_needs_no_variables_and_every_task_agrees(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_srun_needs_no_variables_and_every_task_agrees(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         methods = set()
         for rank in range(8):
-            _set(monkeypatch, {**SRUN, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 4), "SLURM_NODEID": str(rank // 4)})
+            _set(
+                monkeypatch,
+                {
+                    **SRUN,
+                    "SLURM_PROCID": str(rank),
+                    "SLURM_LOCALID": str(rank % 4),
+                    "SLURM_NODEID": str(rank // 4),
+                },
+            )
             methods.add(init_method())
         assert methods == {"tcp://gpu007:19694"}
 
@@ -245,7 +333,11 @@ class TestDiscover:
     def test_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _gpus(monkeypatch, 3)
         sizes = [80, 40, 80]
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("P", (), {"total_memory": sizes[index]}))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda index: type("P", (), {"total_memory": sizes[index]}),
+        )
         assert discover() == Topology((Node(socket.gethostname(), 3),), "cuda", 40)
 
     def test_uneven_machines_need_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +351,10 @@ class TestLoad:
         (tmp_path / "c.yaml").write_text(
             "device_type: cuda\nmemory_bytes: 85_899_345_920\nnodes:\n  - {name: a, devices: 8}\n  - {name: b, devices: 4}\n"
         )
-        content = {"memory_bytes": 80 * 1024**3, "nodes": [{"name": "a", "devices": 8}, {"name": "b", "devices": 4}]}
+        content = {
+            "memory_bytes": 80 * 1024**3,
+            "nodes": [{"name": "a", "devices": 8}, {"name": "b", "devices": 4}],
+        }
         (tmp_path / "c.json").write_text(json.dumps(content))
         expected = Topology((Node("a", 8), Node("b", 4)), "cuda", 80 * 1024**3)
         assert load(tmp_path / "c.yaml") == expected
@@ -282,7 +377,10 @@ class TestLoad:
             ("nodes: 0\ndevices_per_node: 8", "nodes = 0"),
             ("nodes: []", "neither a list of machines nor a count"),
             ("nodes: 2\ndevices_per_node: true", "devices_per_node = True"),
-            ("nodes: [{name: a, devices: 8}, {name: a, devices: 8}]", "nodes[1].name = 'a': named twice"),
+            (
+                "nodes: [{name: a, devices: 8}, {name: a, devices: 8}]",
+                "nodes[1].name = 'a': named twice",
+            ),
             ("nodes: [{name: a, devises: 8}]", "did you mean `devices`?"),
             ("nodes: [a01]", "nodes[0] = 'a01'"),
             ("nodes: 1\ndevices_per_node: 1\ndevice_type: tpu", "device_type = 'tpu'"),
@@ -297,7 +395,9 @@ class TestLoad:
         assert words in str(caught.value)
         assert str(path) in str(caught.value)
 
-    @pytest.mark.parametrize(("name", "text"), [("c.yaml", "a: [1"), ("c.json", "{"), ("c.yaml", "- 1")])
+    @pytest.mark.parametrize(
+        ("name", "text"), [("c.yaml", "a: [1"), ("c.json", "{"), ("c.yaml", "- 1")]
+    )
     def test_files_that_are_no_description(self, tmp_path: Path, name: str, text: str) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError, match="cluster file"):
@@ -317,7 +417,9 @@ class TestLoad:
 
 class TestThreads:
     @given(cores=st.integers(1, 256), processes=st.integers(1, 300))
-    def test_shares_never_exceed_the_cores_and_are_never_zero(self, cores: int, processes: int) -> None:
+    def test_shares_never_exceed_the_cores_and_are_never_zero(
+        self, cores: int, processes: int
+    ) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topology, "cpu_count", lambda: cores)
             threads = thread_count(processes)
@@ -330,7 +432,12 @@ class TestThreads:
             pytest.skip("one core")
         one = min(os.sched_getaffinity(0))
         code = f"import os; os.sched_setaffinity(0, {{{one}}}); from plait.cluster.topology import cpu_count; print(cpu_count())"
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout == "1\n"
+        assert (
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+            ).stdout
+            == "1\n"
+        )
 
     def test_default_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _gpus(monkeypatch, 8)
@@ -344,18 +451,30 @@ class TestThreads:
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
-    [(SRUN, "tcp://gpu007:"), ({**TORCHRUN, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "env://"), (OPENMPI, "MASTER_ADDR: not set")],
+    [
+        (SRUN, "tcp://gpu007:"),
+        ({**TORCHRUN, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "env://"),
+        (OPENMPI, "MASTER_ADDR: not set"),
+    ],
 )
-def test_groups_meet_where_the_launcher_implies(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
+def test_groups_meet_where_the_launcher_implies(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
     """B3: the default group is made at the meeting point that is known, and refused by name where none is."""
     _set(monkeypatch, variables)
     _gpus(monkeypatch, 0)
     asked: list[str] = []
-    monkeypatch.setattr(meeting, "rendezvous", lambda method, *_, **__: iter([(asked.append(method) or dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(
+        meeting,
+        "rendezvous",
+        lambda method, *_, **__: iter([(asked.append(method) or dist.HashStore(), 0, 2)]),
+    )
     monkeypatch.setattr(meeting, "_met", {})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     try:
-        mesh._make_default_group(place(), torch.device("cpu"), mesh.DEFAULT_TIMEOUT, host_tensors=False)
+        mesh._make_default_group(
+            place(), torch.device("cpu"), mesh.DEFAULT_TIMEOUT, host_tensors=False
+        )
     except ConfigError as error:
         asked.append(str(error))
     assert len(asked) == 1 and asked[0].startswith(expected)

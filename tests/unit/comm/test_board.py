@@ -32,7 +32,10 @@ def test_a_limit_of_the_size_of_files(in_memory: bool, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(InputError, match=f"^ulimit -f: processes may write files of 4,096 bytes at most, .* {BYTES:,}, .*unlimited$"):
+        with pytest.raises(
+            InputError,
+            match=f"^ulimit -f: processes may write files of 4,096 bytes at most, .* {BYTES:,}, .*unlimited$",
+        ):
             Board(rank=0, timeout_seconds=5, path=None if in_memory else tmp_path / "board")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -29,7 +29,9 @@ def test_exact_ways(group: GroupLinks, nbytes: int, expected: str) -> None:
     assert choice.algorithm == expected, choice.reason
     assert choice.seconds == min(prices(nbytes, group).values())
     assert expected in choice.reason
-    assert [seconds for _, seconds in choice.others] == sorted(seconds for _, seconds in choice.others)
+    assert [seconds for _, seconds in choice.others] == sorted(
+        seconds for _, seconds in choice.others
+    )
 
 
 def test_two_levels_halve_the_time_on_ethernet() -> None:
@@ -43,11 +45,18 @@ def test_compression_only_where_it_is_allowed_and_pays() -> None:
     on_gpus = 2e-11
     assert choose_all_reduce(25 * MIB, TWO_NODES_ON_ETHERNET).algorithm != "int8"
     assert choose_all_reduce(25 * MIB, TWO_NODES_ON_ETHERNET, lossy=True).algorithm == "int4"
-    assert choose_all_reduce(25 * MIB, NVLINK_NODE, lossy=True, quantise_seconds_per_byte=on_gpus).algorithm == "all-reduce"
+    assert (
+        choose_all_reduce(
+            25 * MIB, NVLINK_NODE, lossy=True, quantise_seconds_per_byte=on_gpus
+        ).algorithm
+        == "all-reduce"
+    )
 
 
 def test_it_changes_when_the_links_change() -> None:
-    slower = describe("dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=Link(5e-6, 3e9))
+    slower = describe(
+        "dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=Link(5e-6, 3e9)
+    )
     assert choose_all_reduce(16_000 * MIB, slower).algorithm == "hierarchical"
     assert choose_all_reduce(16_000 * MIB, SIXTY_FOUR_NODES).algorithm == "all-reduce"
 
@@ -61,28 +70,46 @@ def test_shared_memory_where_it_was_measured() -> None:
 def test_what_was_measured_beats_what_it_is_made_of() -> None:
     whole = Level(4, {**PCIE_NODE.whole.costs, "ring": Cost(0, 1e-13)})
     assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 4, whole)).algorithm == "ring"
-    only = GroupLinks("dp_replicate", 1, 4, Level(4, {"ring": Cost(0, 1e-9), "all-reduce": Cost(1e-3, 1e-10)}))
+    only = GroupLinks(
+        "dp_replicate", 1, 4, Level(4, {"ring": Cost(0, 1e-9), "all-reduce": Cost(1e-3, 1e-10)})
+    )
     assert prices(MIB, only) == {"all-reduce": 1e-3 + 1e-10 * MIB, "ring": 1e-9 * MIB}
 
 
 def test_measured_times_that_hardly_differ_are_the_same() -> None:
     """The backend's own all-reduce is taken then; a description has no noise."""
     for other, expected in ((0.98, "all-reduce"), (0.9, "ring")):
-        costs = {way: measured_cost([(KIB, 1e-3 * x), (MIB, 1e-2 * x)]) for way, x in (("all-reduce", 1.0), ("ring", other))}
-        assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, Level(2, costs))).algorithm == expected
+        costs = {
+            way: measured_cost([(KIB, 1e-3 * x), (MIB, 1e-2 * x)])
+            for way, x in (("all-reduce", 1.0), ("ring", other))
+        }
+        assert (
+            choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, Level(2, costs))).algorithm
+            == expected
+        )
     described = {way: Cost(1e-3 * x, 1e-9) for way, x in (("all-reduce", 1.0), ("ring", 0.999))}
-    assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, Level(2, described))).algorithm == "ring"
+    assert (
+        choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, Level(2, described))).algorithm
+        == "ring"
+    )
 
 
 def measured(**milliseconds: float) -> GroupLinks:
     """Links on which a MiB takes so long in each way, and half of it half as long."""
-    costs = {way.replace("_", "-"): measured_cost([(MIB // 2, 5e-4 * x), (MIB, 1e-3 * x)]) for way, x in milliseconds.items()}
+    costs = {
+        way.replace("_", "-"): measured_cost([(MIB // 2, 5e-4 * x), (MIB, 1e-3 * x)])
+        for way, x in milliseconds.items()
+    }
     return GroupLinks("dp_replicate", 1, 2, Level(2, costs))
 
 
 def test_buckets_take_the_backends_own_call_unless_another_way_is_much_shorter() -> None:
     """Only the first part of another way runs beside the backward; alone, what is shorter is taken."""
-    for ring, in_buckets, alone in ((1.0, "all-reduce", "all-reduce"), (0.9, "all-reduce", "ring"), (0.8, "ring", "ring")):
+    for ring, in_buckets, alone in (
+        (1.0, "all-reduce", "all-reduce"),
+        (0.9, "all-reduce", "ring"),
+        (0.8, "ring", "ring"),
+    ):
         links = measured(all_reduce=1.0, ring=ring)
         assert choose_buckets(MIB, links, bucket_bytes=MIB).algorithm == in_buckets
         assert choose_all_reduce(MIB, links).algorithm == alone
@@ -93,15 +120,25 @@ def test_ways_that_come_near_are_settled_by_times_of_their_own() -> None:
     choice = choose_buckets(4 * MIB, links, bucket_bytes=MIB)
     assert choice.near == ("all-reduce", "ring")
     again = refined(choice, links, {"all-reduce": 3e-3, "ring": 2e-3})
-    assert (again.algorithm, again.bucket_bytes, again.seconds) == ("ring", MIB, pytest.approx(8e-3))
+    assert (again.algorithm, again.bucket_bytes, again.seconds) == (
+        "ring",
+        MIB,
+        pytest.approx(8e-3),
+    )
     assert dict(again.others) == pytest.approx({"all-reduce": 12e-3, "recursive-doubling": 8.4e-3})
     slow = refined(choice, links, {"all-reduce": 9e-3, "ring": 8e-3})
-    assert slow.algorithm == "all-reduce", "a way that was not timed is not taken, and the backend's own call is near enough"
+    assert slow.algorithm == "all-reduce", (
+        "a way that was not timed is not taken, and the backend's own call is near enough"
+    )
 
 
 def test_the_size_of_a_bucket() -> None:
     """sqrt(a G / b) for a message of a + b x seconds, to the next power of two of buckets."""
-    for fixed, per_byte, total in ((1e-4, 1e-9, 100 * MIB), (1e-3, 1e-9, 100 * MIB), (1e-3, 1e-8, 1000 * MIB)):
+    for fixed, per_byte, total in (
+        (1e-4, 1e-9, 100 * MIB),
+        (1e-3, 1e-9, 100 * MIB),
+        (1e-3, 1e-8, 1000 * MIB),
+    ):
         group = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(fixed, per_byte)}))
         best = (fixed * total / per_byte) ** 0.5
         assert best / 2**0.5 <= choose_buckets(total, group).bucket_bytes <= best * 2**0.5 + 1
@@ -109,15 +146,25 @@ def test_the_size_of_a_bucket() -> None:
 
 def test_buckets_follow_the_links() -> None:
     near = choose_buckets(100 * MIB, PCIE_NODE)
-    far = choose_buckets(100 * MIB, describe("dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=Link(1e-4, 8 * 45e9)))
+    far = choose_buckets(
+        100 * MIB,
+        describe(
+            "dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=Link(1e-4, 8 * 45e9)
+        ),
+    )
     assert near.bucket_bytes < far.bucket_bytes
     assert f"in {100 * MIB // near.bucket_bytes} buckets of" in near.reason
-    assert choose_buckets(100 * KIB, PCIE_NODE).bucket_bytes == 100 * KIB, "no bucket is larger than all gradients"
+    assert choose_buckets(100 * KIB, PCIE_NODE).bucket_bytes == 100 * KIB, (
+        "no bucket is larger than all gradients"
+    )
 
 
 def test_a_given_bucket_decides_the_way() -> None:
     """Small messages take fewest steps."""
-    assert choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=4 * KIB).algorithm == "recursive-doubling"
+    assert (
+        choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=4 * KIB).algorithm
+        == "recursive-doubling"
+    )
     whole = choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=100 * MIB)
     assert (whole.algorithm, whole.bucket_bytes) == ("all-reduce", 25 * MIB)
     assert whole.seconds == prices(25 * MIB, NVLINK_NODE)["all-reduce"]
@@ -129,8 +176,13 @@ def test_what_int8_saves() -> None:
     assert slow.seconds < choose_buckets(100 * MIB, TWO_NODES_ON_ETHERNET).seconds
     fast = price_quantised(8, 100 * MIB, NVLINK_NODE)
     assert fast is not None
-    assert fast.seconds > choose_buckets(100 * MIB, NVLINK_NODE).seconds, "quantising on one core takes longer than NVLink"
-    assert price_quantised(8, MIB, GroupLinks("x", 1, 2, Level(2, {"all-reduce": Cost(1e-3, 1e-9)}))) is None
+    assert fast.seconds > choose_buckets(100 * MIB, NVLINK_NODE).seconds, (
+        "quantising on one core takes longer than NVLink"
+    )
+    assert (
+        price_quantised(8, MIB, GroupLinks("x", 1, 2, Level(2, {"all-reduce": Cost(1e-3, 1e-9)})))
+        is None
+    )
 
 
 def test_small_messages_that_pass_a_buffer_are_no_faster_together() -> None:
@@ -149,7 +201,11 @@ def test_the_document_has_the_table_of_now() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "why"), [(TWO_NODES_ON_ETHERNET, "Only 1/8 of the bytes"), (NVLINK_NODE, "The backend's own all-reduce")]
+    ("group", "why"),
+    [
+        (TWO_NODES_ON_ETHERNET, "Only 1/8 of the bytes"),
+        (NVLINK_NODE, "The backend's own all-reduce"),
+    ],
 )
 def test_every_choice_says_why(group: GroupLinks, why: str) -> None:
     choice = choose_buckets(100 * MIB, group)

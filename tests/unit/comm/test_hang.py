@@ -15,11 +15,19 @@ TIMEOUT = 5.0
 NOW = 100.0
 
 
-def reading(rank: int, *waits: Wait, step: int = 3, sign: float = NOW, line: str = "train.py:33") -> Reading:
+def reading(
+    rank: int, *waits: Wait, step: int = 3, sign: float = NOW, line: str = "train.py:33"
+) -> Reading:
     return Reading(rank, 1000 + rank, TIMEOUT, step, board.BACKWARD, NOW - 6, sign, waits, line)
 
 
-def reduce(sequence: int, *members: int, since: float = NOW - 5.5, axis: str = "dp_shard", missing: tuple[int, ...] | None = None) -> Wait:
+def reduce(
+    sequence: int,
+    *members: int,
+    since: float = NOW - 5.5,
+    axis: str = "dp_shard",
+    missing: tuple[int, ...] | None = None,
+) -> Wait:
     return Wait("all-reduce", axis, since, sequence, "[1000] float32", missing, members, NOW)
 
 
@@ -29,10 +37,18 @@ class TestBoard:
         own.progress(7, board.FORWARD)
         wait = Wait("all-gather", "dp_shard", 12.5, 4, "[8] float32", (1, 3), (0, 1, 2, 3))
         own.wait(wait)
-        own.sign([Wait("all-reduce", "tp", 11.0, 9, "[2] int64", None, (2, 3))], line="a.py:3", seen=14.0)
+        own.sign(
+            [Wait("all-reduce", "tp", 11.0, 9, "[2] int64", None, (2, 3))], line="a.py:3", seen=14.0
+        )
         found = read(tmp_path / "board")
         assert found is not None
-        assert (found.rank, found.step, found.phase, found.timeout_seconds, found.line) == (2, 7, board.FORWARD, TIMEOUT, "a.py:3")
+        assert (found.rank, found.step, found.phase, found.timeout_seconds, found.line) == (
+            2,
+            7,
+            board.FORWARD,
+            TIMEOUT,
+            "a.py:3",
+        )
         assert found.waits[0] == replace(wait, seen=math.inf)
         assert found.waits[1].members == (2, 3) and found.waits[1].seen == 14.0
         own.waited()
@@ -52,9 +68,15 @@ class TestBoard:
     def test_a_description_that_is_too_long_is_shortened(self, tmp_path: Path) -> None:
         own = Board(rank=0, timeout_seconds=TIMEOUT, path=tmp_path / "board")
         own.wait(Wait("all-reduce", "dp", 1.0, 1, "[8]", None, tuple(range(4096))))
-        own.sign([Wait("all-reduce", "dp", 1.0, 1, "[8]", None, tuple(range(4096)))] * 3, line="a.py:3")
+        own.sign(
+            [Wait("all-reduce", "dp", 1.0, 1, "[8]", None, tuple(range(4096)))] * 3, line="a.py:3"
+        )
         found = read(tmp_path / "board")
-        assert found is not None and found.waits[0].operation == "all-reduce" and found.line == "a.py:3"
+        assert (
+            found is not None
+            and found.waits[0].operation == "all-reduce"
+            and found.line == "a.py:3"
+        )
         own.close()
 
     def test_a_file_that_is_no_board(self, tmp_path: Path) -> None:
@@ -70,10 +92,17 @@ class TestFind:
 
     def test_a_wait_that_was_not_seen_to_go_on_is_none(self) -> None:
         """What a rank saw 3 s ago may have ended since."""
-        assert hang.find({0: reading(0, replace(reduce(5, 0, 1), seen=NOW - 3)), 1: reading(1)}, NOW) is None
+        assert (
+            hang.find({0: reading(0, replace(reduce(5, 0, 1), seen=NOW - 3)), 1: reading(1)}, NOW)
+            is None
+        )
 
     def test_the_rank_that_did_not_begin_is_late(self) -> None:
-        ranks = {0: reading(0, reduce(5, 0, 1, 2)), 1: reading(1), 2: reading(2, reduce(5, 0, 1, 2))}
+        ranks = {
+            0: reading(0, reduce(5, 0, 1, 2)),
+            1: reading(1),
+            2: reading(2, reduce(5, 0, 1, 2)),
+        }
         found = hang.find(ranks, NOW)
         assert found is not None and found.late == (1,)
         assert hang.cause(found, ranks) == (
@@ -82,36 +111,56 @@ class TestFind:
         )
 
     def test_a_rank_that_waits_for_another_is_not_the_cause(self) -> None:
-        ranks = {0: reading(0, reduce(5, 0, 1)), 1: reading(1, reduce(2, 1, 2, axis="tp")), 2: reading(2)}
+        ranks = {
+            0: reading(0, reduce(5, 0, 1)),
+            1: reading(1, reduce(2, 1, 2, axis="tp")),
+            2: reading(2),
+        }
         found = hang.find(ranks, NOW)
         assert found is not None and found.late == (2,)
 
     def test_what_the_wait_itself_knows_comes_first(self) -> None:
         """Shared memory shows who is missing; torch's record of the same moment does not."""
-        ranks = {0: reading(0, reduce(5, 0, 1, 2), reduce(9, 0, 1, 2, missing=(2,))), 1: reading(1), 2: reading(2)}
+        ranks = {
+            0: reading(0, reduce(5, 0, 1, 2), reduce(9, 0, 1, 2, missing=(2,))),
+            1: reading(1),
+            2: reading(2),
+        }
         found = hang.find(ranks, NOW)
         assert found is not None and found.late == (2,)
 
     def test_ranks_that_wait_for_each_other(self) -> None:
-        ranks = {0: reading(0, reduce(5, 0, 1)), 1: reading(1, reduce(3, 0, 1, axis="tp"), line="other.py:8")}
+        ranks = {
+            0: reading(0, reduce(5, 0, 1)),
+            1: reading(1, reduce(3, 0, 1, axis="tp"), line="other.py:8"),
+        }
         found = hang.find(ranks, NOW)
         assert found is not None and not found.late
         text = hang.cause(found, ranks)
-        assert text.startswith("the ranks wait for each other in different collectives: rank 0 for 5.5 s in all-reduce over dp_shard")
-        assert "rank 1 for 5.5 s in all-reduce over tp (number 3, [1000] float32) at other.py:8" in text
+        assert text.startswith(
+            "the ranks wait for each other in different collectives: rank 0 for 5.5 s in all-reduce over dp_shard"
+        )
+        assert (
+            "rank 1 for 5.5 s in all-reduce over tp (number 3, [1000] float32) at other.py:8"
+            in text
+        )
 
     def test_a_rank_that_has_ended(self) -> None:
         """By sys.exit, before the launcher saw it: no process is there that could be stuck."""
         ranks = {0: reading(0, reduce(5, 0, 1)), 1: reading(1)}
         found = hang.find(ranks, NOW)
         assert found is not None
-        assert hang.cause(found, ranks, ended=[1]).startswith("rank 1 has ended in step 3, backward: rank 0 has waited 5.5 s in all-reduce")
+        assert hang.cause(found, ranks, ended=[1]).startswith(
+            "rank 1 has ended in step 3, backward: rank 0 has waited 5.5 s in all-reduce"
+        )
 
     def test_another_machine(self) -> None:
         ranks = {0: reading(0, reduce(5, 0, 1))}
         found = hang.find(ranks, NOW)
         assert found is not None
-        assert hang.cause(found, ranks).startswith("rank 1, on another machine or ended, is stuck: rank 0 has waited")
+        assert hang.cause(found, ranks).startswith(
+            "rank 1, on another machine or ended, is stuck: rank 0 has waited"
+        )
 
 
 @pytest.mark.parametrize(

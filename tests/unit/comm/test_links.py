@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.comm.links import Cost, GroupLinks, Level, Link, describe, fit, load_with_facts, measured_cost, ring_level, save
+from plait.comm.links import (
+    Cost,
+    GroupLinks,
+    Level,
+    Link,
+    describe,
+    fit,
+    load_with_facts,
+    measured_cost,
+    ring_level,
+    save,
+)
 from plait.errors import InputError
 
 
@@ -43,8 +54,19 @@ def test_a_measured_cost_goes_through_its_samples() -> None:
     """A backend that changes its protocol at 1 MB; between sizes on a line, beyond the last with the slope of all, never less
     for more."""
     cost = measured_cost([(1_000_000, 2e-3), (1_000, 1e-4), (4_000_000, 5e-3), (100_000, 0.9e-4)])
-    assert cost.samples == ((1_000, 0.9e-4), (100_000, 0.9e-4), (1_000_000, 2e-3), (4_000_000, 5e-3))
-    for nbytes, seconds in ((1_000, 0.9e-4), (1_000_000, 2e-3), (2_500_000, 3.5e-3), (4_000_000, 5e-3), (7_999_000, 9.91e-3)):
+    assert cost.samples == (
+        (1_000, 0.9e-4),
+        (100_000, 0.9e-4),
+        (1_000_000, 2e-3),
+        (4_000_000, 5e-3),
+    )
+    for nbytes, seconds in (
+        (1_000, 0.9e-4),
+        (1_000_000, 2e-3),
+        (2_500_000, 3.5e-3),
+        (4_000_000, 5e-3),
+        (7_999_000, 9.91e-3),
+    ):
         assert cost.at(nbytes) == pytest.approx(seconds)
     assert 0 <= cost.at(10) <= 1e-4
 
@@ -57,7 +79,9 @@ def test_a_ring() -> None:
 
 def test_two_levels_share_the_network() -> None:
     """Four ranks of a machine have a quarter of its network each, when all use it."""
-    group = describe("dp", machines=3, per_machine=4, inside=Link(1e-6, 1e11), network=Link(1e-5, 1e9))
+    group = describe(
+        "dp", machines=3, per_machine=4, inside=Link(1e-6, 1e11), network=Link(1e-5, 1e9)
+    )
     assert group.ranks == 12
     assert group.across is not None and group.inside is not None
     assert group.across.costs["all_reduce"].at(1e9) == pytest.approx(4e-5 + 2 * 2 / 3 * 4)
@@ -67,13 +91,21 @@ def test_two_levels_share_the_network() -> None:
 
 def test_the_file(tmp_path: Path) -> None:
     groups = [
-        describe("dp_replicate", machines=2, per_machine=2, inside=Link(1e-6, 1e10), network=Link(1e-5, 1e9)),
+        describe(
+            "dp_replicate",
+            machines=2,
+            per_machine=2,
+            inside=Link(1e-6, 1e10),
+            network=Link(1e-5, 1e9),
+        ),
         describe("dp_shard", machines=1, per_machine=2, inside=Link(1e-6, 1e10)),
     ]
     path = tmp_path / "links.json"
     save(path, groups, facts={"at": "now"})
     assert load_with_facts(path)[0] == {group.axis: group for group in groups}
-    measured = GroupLinks("dp_replicate", 1, 2, Level(2, {"ring": measured_cost([(1, 1.0), (2, 3.0)])}))
+    measured = GroupLinks(
+        "dp_replicate", 1, 2, Level(2, {"ring": measured_cost([(1, 1.0), (2, 3.0)])})
+    )
     save(path, [measured], facts={"hosts": ["a", "b"]})
     assert load_with_facts(path) == ({"dp_replicate": measured}, {"hosts": ["a", "b"]})
     path.write_text("{}")

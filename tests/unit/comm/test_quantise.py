@@ -62,14 +62,20 @@ def test_what_is_not_finite_stays_so(bits: Bits, bad: float) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(segments_of, st.sampled_from([4, 8]), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+@given(
+    segments_of,
+    st.sampled_from([4, 8]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
 def test_packing(given_: list[tuple[int, bool]], bits: Bits, dtype: torch.dtype) -> None:
     """Vectors are exact, matrices within half a scale, bytes as counted."""
     made = packing(given_, bits)
     rows = rows_of(sum(numel for numel, _ in given_), dtype=dtype)
     packed = made.pack(rows)
     assert packed.shape == (3, made.row_bytes(dtype))
-    assert made.row_bytes(dtype) == sum(packed_bytes(n, bits) if matrix else n * dtype.itemsize for n, matrix in given_)
+    assert made.row_bytes(dtype) == sum(
+        packed_bytes(n, bits) if matrix else n * dtype.itemsize for n, matrix in given_
+    )
     back = made.unpack(packed, dtype)
     assert back.shape == rows.shape and back.dtype == dtype
     sums = made.unpack_sum(packed, dtype)
@@ -79,10 +85,17 @@ def test_packing(given_: list[tuple[int, bool]], bits: Bits, dtype: torch.dtype)
         if not matrix:
             assert torch.equal(a, b)
         elif numel:
-            bound = a.float().abs().max() / {8: 127, 4: 7}[bits] * 0.51 + (0.01 if dtype == torch.bfloat16 else 0)
+            bound = a.float().abs().max() / {8: 127, 4: 7}[bits] * 0.51 + (
+                0.01 if dtype == torch.bfloat16 else 0
+            )
             assert ((a - b).abs() <= bound + a.abs() * 0.01 * (dtype == torch.bfloat16)).all()
         at += numel
-    torch.testing.assert_close(sums.double(), back.double().sum(0), rtol=0.02, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
+    torch.testing.assert_close(
+        sums.double(),
+        back.double().sum(0),
+        rtol=0.02,
+        atol=0.05 if dtype == torch.bfloat16 else 1e-5,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -134,7 +147,9 @@ def test_a_run_of_other_length() -> None:
     """Larger shards of the same parameters, and a run that the segments do not describe."""
     segments = [Segment(6, True), Segment(2, False)]
     assert Packing.of(segments, 8, numel=24).segments == (Segment(18, True), Segment(6, False))
-    with pytest.raises(ModelError, match=r"13 elements .* have 8 on this rank.*parallel.unused_parameters = true"):
+    with pytest.raises(
+        ModelError, match=r"13 elements .* have 8 on this rank.*parallel.unused_parameters = true"
+    ):
         Packing.of(segments, 8, numel=13)
 
 

@@ -29,7 +29,14 @@ hold()
 def test_a_process_that_cannot_run_python_writes_its_stacks(tmp_path: Path, does: str) -> None:
     (tmp_path / "victim.py").write_text(VICTIM)
     written, kept = tmp_path / "written", tmp_path / "new" / "kept"
-    command = [sys.executable, "-S", str(tmp_path / "victim.py"), str(written), str(int(stacks.SIGNAL)), does]
+    command = [
+        sys.executable,
+        "-S",
+        str(tmp_path / "victim.py"),
+        str(written),
+        str(int(stacks.SIGNAL)),
+        does,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -51,4 +58,8 @@ def test_a_process_that_cannot_run_python_writes_its_stacks(tmp_path: Path, does
 
 def test_whose_source_a_file_is() -> None:
     assert stacks.is_users("/home/me/train.py")
-    assert not stacks.is_users(os.__file__) and not stacks.is_users(stacks.__file__) and not stacks.is_users(pytest.__file__)
+    assert (
+        not stacks.is_users(os.__file__)
+        and not stacks.is_users(stacks.__file__)
+        and not stacks.is_users(pytest.__file__)
+    )

@@ -22,7 +22,9 @@ def board(tmp_path: Path) -> Iterator[Board]:
     made.close()
 
 
-def test_a_wait_that_ends_while_it_is_looked_at_is_not_as_old_as_the_machine(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_ends_while_it_is_looked_at_is_not_as_old_as_the_machine(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One in a hundred slow but healthy runs ended itself: the wait was over between two reads of when it began."""
     monkeypatch.setattr(watch, "begun_collectives", list)
     monkeypatch.setattr(watch, "end_process", lambda code: pytest.fail(f"ended with {code}"))
@@ -56,11 +58,17 @@ def test_a_rank_that_waits_on_says_so_before_it_ends(
 
 
 @pytest.mark.parametrize("set_by", [30.0, -30.0])
-def test_a_clock_that_is_set_makes_no_wait_longer(board: Board, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, set_by: float) -> None:
+def test_a_clock_that_is_set_makes_no_wait_longer(
+    board: Board, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, set_by: float
+) -> None:
     """The recorder has times of the clock that may be set, and boards those of the other."""
     watched, real = Watch(), time.time
-    first = Begun("all_reduce", "0", "default_pg", (0, 1), 1, "[1] float32", time.time_ns() - 2 * 10**9)
-    second = Begun("all_reduce", "0", "default_pg", (0, 1), 2, "[1] float32", time.time_ns() - 2 * 10**9)
+    first = Begun(
+        "all_reduce", "0", "default_pg", (0, 1), 1, "[1] float32", time.time_ns() - 2 * 10**9
+    )
+    second = Begun(
+        "all_reduce", "0", "default_pg", (0, 1), 2, "[1] float32", time.time_ns() - 2 * 10**9
+    )
     monkeypatch.setattr(watch, "begun_collectives", lambda: [first])
     (seen,) = watched._publish(board, time.monotonic(), 0.0)
     age = time.monotonic() - seen.since
@@ -71,4 +79,6 @@ def test_a_clock_that_is_set_makes_no_wait_longer(board: Board, monkeypatch: pyt
     watched._publish(board, time.monotonic(), 0.0)
     reading = read(tmp_path / "board")
     assert reading is not None and [wait.since for wait in reading.waits] == [seen.since]
-    assert all(time.monotonic() - began < age + 2 for began in watched._begun.values()), "one that is new began after the last look"
+    assert all(time.monotonic() - began < age + 2 for began in watched._begun.values()), (
+        "one that is new began after the last look"
+    )

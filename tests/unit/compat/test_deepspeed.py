@@ -25,13 +25,25 @@ CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, mpu=object()), '"parallel": {"tp": 2, "pp": 2}'),
+        (
+            lambda: deepspeed.initialize(model=MODEL, config=CONFIG, mpu=object()),
+            '"parallel": {"tp": 2, "pp": 2}',
+        ),
         (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, mesh_param=(1, 1)), "mesh_param"),
-        (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, distributed_port=29501), "MASTER_PORT"),
-        (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, dist_init_required=False), "there is none"),
+        (
+            lambda: deepspeed.initialize(model=MODEL, config=CONFIG, distributed_port=29501),
+            "MASTER_PORT",
+        ),
+        (
+            lambda: deepspeed.initialize(model=MODEL, config=CONFIG, dist_init_required=False),
+            "there is none",
+        ),
         (lambda: deepspeed.initialize(config=CONFIG), "not NoneType"),
         (lambda: deepspeed.initialize(model=MODEL), "needs a configuration"),
-        (lambda: deepspeed.initialize(model=deepspeed.PipelineModule([MODEL]), config=CONFIG), "loss_fn"),
+        (
+            lambda: deepspeed.initialize(model=deepspeed.PipelineModule([MODEL]), config=CONFIG),
+            "loss_fn",
+        ),
         (lambda: deepspeed.PipelineModule([MODEL], partition_method="random"), "predicted time"),
         (lambda: deepspeed.PipelineModule([MODEL], activation_checkpoint_interval=2), "use 1"),
         (lambda: deepspeed.PipelineModule([MODEL], topology=object()), "topology"),
@@ -44,7 +56,10 @@ CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", 
         (lambda: deepspeed.init_inference(MODEL, {"quant": {"enabled": True}}), "TorchAoConfig"),
         (lambda: deepspeed.init_inference(MODEL, dtype=torch.int8), "quantise with Transformers"),
         (lambda: deepspeed.init_inference(MODEL, tensor_parallel={"tp_size": 0}), "at least 1"),
-        (lambda: deepspeed.init_inference(MODEL, mp_size=2, tensor_parallel={"tp_size": 4}), "differ"),
+        (
+            lambda: deepspeed.init_inference(MODEL, mp_size=2, tensor_parallel={"tp_size": 4}),
+            "differ",
+        ),
         (lambda: deepspeed.init_inference(MODEL, "nowhere.json"), "cannot be read as JSON"),
         (lambda: deepspeed.init_inference(MODEL, max_tokns=3), "leave it out"),
     ],
@@ -73,7 +88,9 @@ def test_no_batch_size_and_unknown_keys() -> None:
 def test_parts_of_sequences_and_experts(axis: str) -> None:
     """Before the first forward, whose error would name calls that this engine has not."""
     with pytest.raises(ConfigError, match=rf"parallel\.{axis}.*engine.train_batch"), launched(0, 2):
-        deepspeed.initialize(model=MODEL, config={**CONFIG, "train_batch_size": 2, "parallel": {axis: 2}})
+        deepspeed.initialize(
+            model=MODEL, config={**CONFIG, "train_batch_size": 2, "parallel": {axis: 2}}
+        )
 
 
 def test_which_configuration() -> None:
@@ -91,7 +108,11 @@ def test_missing_names() -> None:
     """`hasattr` answers, and the error says what to use."""
     assert not hasattr(deepspeed, "moe") and not hasattr(deepspeed, "whatever")
     error = missing("engine", "to", METHODS)
-    assert isinstance(error, AttributeError) and isinstance(error, InputError) and "engine.device" in str(error)
+    assert (
+        isinstance(error, AttributeError)
+        and isinstance(error, InputError)
+        and "engine.device" in str(error)
+    )
 
 
 def test_parameters_without_an_engine_are_left_alone() -> None:
@@ -141,7 +162,9 @@ def test_arguments_of_scripts() -> None:
 
 
 def test_a_pipeline_module_changes_the_configuration() -> None:
-    resolved = _resolved(CONFIG, deepspeed.PipelineModule([MODEL], num_stages=1, activation_checkpoint_interval=1))
+    resolved = _resolved(
+        CONFIG, deepspeed.PipelineModule([MODEL], num_stages=1, activation_checkpoint_interval=1)
+    )
     assert (resolved.layout.pp, resolved.recompute.mode) == (1, "full")
 
 
@@ -151,7 +174,11 @@ def test_what_scripts_import() -> None:
     from plait.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from plait.compat.deepspeed.utils import RepeatingLoader, log_dist
 
-    assert comm.get_local_rank() == 0 and not comm.is_initialized() and get_accelerator() is deepspeed.get_accelerator()
+    assert (
+        comm.get_local_rank() == 0
+        and not comm.is_initialized()
+        and get_accelerator() is deepspeed.get_accelerator()
+    )
     assert torch.device(get_accelerator().device_name(0)).type == get_accelerator().device_name()
     with pytest.raises(InputError, match="torch.Stream"):
         get_accelerator().Stream()

@@ -30,7 +30,9 @@ def test_refused(arguments: dict[str, Any], words: str) -> None:
 
 
 def test_calls() -> None:
-    model = DistributedDataParallel(nn.Linear(2, 1), device_ids=None, find_unused_parameters=True, bucket_cap_mb=10)
+    model = DistributedDataParallel(
+        nn.Linear(2, 1), device_ids=None, find_unused_parameters=True, bucket_cap_mb=10
+    )
     for call in (lambda: model.register_comm_hook(None, len), model.join):
         with pytest.raises(InputError):
             call()

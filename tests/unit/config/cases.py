@@ -10,7 +10,9 @@ from plait.config.resolving.resolve import load as load
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 
 
-def resolved(tree: dict[str, Any], *overrides: str, world_size: int = 4, **context: Any) -> Resolved:
+def resolved(
+    tree: dict[str, Any], *overrides: str, world_size: int = 4, **context: Any
+) -> Resolved:
     """`tree` with a micro batch of 2 where it gives none, for 4 processes."""
     return resolve(load({**BATCH, **tree}, overrides), world_size=world_size, **context)
 

@@ -14,7 +14,10 @@ TRAINED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_optimization": {"stage": 2},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
-    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": "auto", "warmup_num_steps": 2},
+    },
     "parallel": {"tp": 1, "recompute": {"mode": "none"}, "pipeline": {"schedule": "1f1b"}},
     "model": {
         "config": {
@@ -28,7 +31,13 @@ TRAINED: dict[str, Any] = {
         }
     },
     "data": {"source": "python-stdlib", "vocab_size": 1024, "sequence_length": 32},
-    "run": {"folder": "runs/mutated", "steps": 4, "seed": 0, "processes": 1, "sample": {"prompt": "x", "tokens": 4}},
+    "run": {
+        "folder": "runs/mutated",
+        "steps": 4,
+        "seed": 0,
+        "processes": 1,
+        "sample": {"prompt": "x", "tokens": 4},
+    },
 }
 BASES = [TRAINED, *(tree for tree, _ in ACCEPTED.values()), *(tree for tree, _ in REFUSED.values())]
 
@@ -46,7 +55,13 @@ def places(tree: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths of everything inside, not deeper than a file goes."""
     if len(at) > 8:
         return []
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    inside = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     return [path for key, value in inside for path in ((*at, key), *places(value, (*at, key)))]
 
 
@@ -62,16 +77,26 @@ def change(draw: random.Random, tree: dict[str, Any]) -> None:
     elif kind == 4 and isinstance(here, dict):
         name = str(key)
         at = draw.randrange(len(name) + 1)
-        here[name[:at] + draw.choice(["", "x", "_", ".", " ", "\ud800", "\x00", "-"]) + name[at + 1 :]] = here.pop(key)
+        here[
+            name[:at]
+            + draw.choice(["", "x", "_", ".", " ", "\ud800", "\x00", "-"])
+            + name[at + 1 :]
+        ] = here.pop(key)
     elif kind == 5:
         del here[key]
     elif kind == 6:
-        here[key] = {"a": {"b": {"c": here[key]}}} if draw.random() < 0.5 else [here[key], here[key]]
+        here[key] = (
+            {"a": {"b": {"c": here[key]}}} if draw.random() < 0.5 else [here[key], here[key]]
+        )
     elif isinstance(here, dict):
         deep: Any = draw.choice(VALUES)
         for _ in range(draw.choice([3, 70, 400])):
             deep = {"x": deep}
-        here[draw.choice(["model", "parallel", "zero_optimization", "optimizer", "run", "data", "fp16", "x"])] = deep
+        here[
+            draw.choice(
+                ["model", "parallel", "zero_optimization", "optimizer", "run", "data", "fp16", "x"]
+            )
+        ] = deep
 
 
 def mutated(seed: int, *, trained: bool = False) -> tuple[str, bytes, list[str]]:
@@ -87,10 +112,18 @@ def mutated(seed: int, *, trained: bool = False) -> tuple[str, bytes, list[str]]
             text = text[:at] + draw.choice(TEXTS) + text[at + draw.choice([0, 0, 1, 9]) :]
     content = text.encode("utf-8", "surrogatepass")
     if draw.random() < 0.03:
-        content = content[: len(content) // 2] + bytes([draw.randrange(256) for _ in range(3)]) + content[len(content) // 2 :]
+        content = (
+            content[: len(content) // 2]
+            + bytes([draw.randrange(256) for _ in range(3)])
+            + content[len(content) // 2 :]
+        )
     overrides = []
     if draw.random() < 0.3:
-        path = ".".join(str(key) for key in draw.choice(places(tree) or [("x",)]) if isinstance(key, str))
-        value = draw.choice([*map(str, VALUES[:40]), *TEXTS, "[" * 2000, "{a: " * 800, '{"stage": 3}', "null"])
+        path = ".".join(
+            str(key) for key in draw.choice(places(tree) or [("x",)]) if isinstance(key, str)
+        )
+        value = draw.choice(
+            [*map(str, VALUES[:40]), *TEXTS, "[" * 2000, "{a: " * 800, '{"stage": 3}', "null"]
+        )
         overrides.append(f"{path}={value}".replace("\x00", draw.choice(["", "\udc80"])))
     return draw.choice([".json", ".json", ".yaml"]), content, overrides

@@ -25,13 +25,24 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
         {"transport": "torch"},
     ],
     "run": [{}, {"steps": 7}, {"log_every": 3}, {"folder": "elsewhere"}],
-    "model": [{"config": {"model_type": "llama", "hidden_size": 64}}, {"path": "somewhere", "dtype": "bfloat16"}],
-    "data": [{"source": "python-stdlib"}, {"source": "files", "paths": ["corpus"], "sequence_length": 64}],
+    "model": [
+        {"config": {"model_type": "llama", "hidden_size": 64}},
+        {"path": "somewhere", "dtype": "bfloat16"},
+    ],
+    "data": [
+        {"source": "python-stdlib"},
+        {"source": "files", "paths": ["corpus"], "sequence_length": 64},
+    ],
     "experts": [{}, {"z_loss": 0.001}],
     "faults": [{}, {"timeout_seconds": 60}, {"non_finite": "raise"}],
 }
 SIZES = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
-LAYOUT = (*SIZES, "parallel.dp_replicate", "parallel.dp_shard", "parallel.secondary_partition")  # the last is off over all of dp_shard
+LAYOUT = (
+    *SIZES,
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.secondary_partition",
+)  # the last is off over all of dp_shard
 FOLLOWS = {
     "tp": LAYOUT,
     "pp": (*LAYOUT, "parallel.pipeline."),
@@ -51,7 +62,9 @@ def values(tree: dict[str, Any]) -> dict[str, Any]:
 def additions(draw: st.DrawFn) -> tuple[str, dict[str, dict[str, Any]]]:
     """The name of a file, and sections for it."""
     chosen = draw(st.sets(st.sampled_from(sorted(SECTIONS)), min_size=1))
-    return draw(st.sampled_from(sorted(ACCEPTED))), {name: draw(st.sampled_from(SECTIONS[name])) for name in sorted(chosen)}
+    return draw(st.sampled_from(sorted(ACCEPTED))), {
+        name: draw(st.sampled_from(SECTIONS[name])) for name in sorted(chosen)
+    }
 
 
 @given(additions())
@@ -59,15 +72,25 @@ def test_no_other_number_changes(addition: tuple[str, dict[str, dict[str, Any]]]
     name, added = addition
     file = ACCEPTED[name][0]
     before = values(file)
-    together = {**file, **{section: {**file.get(section, {}), **keys} for section, keys in added.items()}}
+    together = {
+        **file,
+        **{section: {**file.get(section, {}), **keys} for section, keys in added.items()},
+    }
     try:
         after = values(together)
     except ConfigError as error:  # said, and not changed
         assert all(problem.rule and problem.remedy for problem in error.problems)
         return
     given_keys = [(section, key) for section, keys in added.items() for key in keys]
-    may = (*(f"{section}.{key}" for section, key in given_keys), *(name for _, key in given_keys for name in FOLLOWS.get(key, ())))
-    changed = [key for key, (value, _) in before.items() if after[key][0] != value and not key.startswith(may)]
+    may = (
+        *(f"{section}.{key}" for section, key in given_keys),
+        *(name for _, key in given_keys for name in FOLLOWS.get(key, ())),
+    )
+    changed = [
+        key
+        for key, (value, _) in before.items()
+        if after[key][0] != value and not key.startswith(may)
+    ]
     assert not changed, {key: (before[key], after[key]) for key in changed}
 
 
@@ -78,4 +101,6 @@ def test_an_empty_section_changes_nothing_at_all(name: str, section: str) -> Non
     if section in file:
         return
     before, after = values(file), values({**file, section: {}})
-    assert {key: value for key, (value, _) in before.items()} == {key: value for key, (value, _) in after.items()}
+    assert {key: value for key, (value, _) in before.items()} == {
+        key: value for key, (value, _) in after.items()
+    }

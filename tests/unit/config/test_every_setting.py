@@ -87,8 +87,16 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "compile.enabled": ({}, False, True),
     "compile.backend": ({}, "inductor", "aot_eager"),
     "compile.mode": ({}, "default", "max-autotune"),
-    "activation_checkpointing.partition_activations": ({"parallel.recompute.mode": "full", "parallel.tp": 2}, False, True),
-    "activation_checkpointing.cpu_checkpointing": ({"parallel.recompute.mode": "full"}, False, True),
+    "activation_checkpointing.partition_activations": (
+        {"parallel.recompute.mode": "full", "parallel.tp": 2},
+        False,
+        True,
+    ),
+    "activation_checkpointing.cpu_checkpointing": (
+        {"parallel.recompute.mode": "full"},
+        False,
+        True,
+    ),
     "parallel.activation_offload.fraction": ({}, 0, 0.5),
     "parallel.activation_offload.device": (
         {"parallel.activation_offload.fraction": 1, "parallel.activation_offload.path": "a"},
@@ -104,7 +112,11 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.mlp_tile_tokens": ({}, 0, 128),
     "parallel.recompute.mode": ({}, "none", "full"),
     "parallel.recompute.every": ({"parallel.recompute.mode": "full"}, 1, 2),
-    "parallel.recompute.keep": ({"parallel.recompute.mode": "selective"}, ["attention"], ["matmul"]),
+    "parallel.recompute.keep": (
+        {"parallel.recompute.mode": "selective"},
+        ["attention"],
+        ["matmul"],
+    ),
     "parallel.recompute.budget_gib": ({"parallel.recompute.sequence_length": 8}, 1, 2),
     "parallel.recompute.sequence_length": ({"parallel.recompute.budget_gib": 1}, 8, 16),
     "parallel.pp": ({}, 1, 2),
@@ -132,7 +144,11 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.powersgd_rank": ({"parallel.compress_gradients": "powersgd"}, 4, 8),
     "parallel.nccl_algorithm": ({}, "Tree", "Ring"),
     "parallel.nccl_protocol": ({}, "LL", "Simple"),
-    "parallel.optimizer_in_backward": ({"zero_optimization.stage": 2, "parallel.unused_parameters": False}, False, True),
+    "parallel.optimizer_in_backward": (
+        {"zero_optimization.stage": 2, "parallel.unused_parameters": False},
+        False,
+        True,
+    ),
     "parallel.secondary_partition": ({"zero_optimization.stage": 3}, 0, 2),
     "faults.timeout_seconds": ({}, 60, 120),
     "faults.check_collectives": ({}, False, True),
@@ -253,7 +269,9 @@ def test_truth_values_are_true_and_false_alone() -> None:
     """pydantic takes "yes" and 1 for true, where DeepSpeed takes "no" for it."""
     tolerant, count = [], 0
     for path, field in flags_of(Config):
-        reads = TypeAdapter(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
+        reads = TypeAdapter(
+            Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        )
         try:
             reads.validate_python(True)
             reads.validate_python(False)
@@ -273,7 +291,10 @@ def test_truth_values_are_true_and_false_alone() -> None:
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled = 'yes': must be true or false"),
         ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": "no"}}}, "adam_w_mode"),
         ({"flops_profiler": {"enabled": "yes"}}, "flops_profiler"),
-        ({"sparse_attention": {"mode": "fixed"}, "compression_training": {"enabled": "yes"}}, "compression_training"),
+        (
+            {"sparse_attention": {"mode": "fixed"}, "compression_training": {"enabled": "yes"}},
+            "compression_training",
+        ),
     ],
 )
 def test_a_text_for_a_truth_value(tree: dict[str, Any], said: str) -> None:
@@ -286,7 +307,12 @@ def test_a_text_for_a_truth_value(tree: dict[str, Any], said: str) -> None:
     [
         {"run": {"folder": "s3://bucket/run"}},
         {"data": {"cache": "gs://bucket/cache"}},
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "s3://bucket"}}},
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "s3://bucket"},
+            }
+        },
         {"parallel": {"activation_offload": {"device": "disk", "path": "s3:/bucket"}}},
     ],
 )

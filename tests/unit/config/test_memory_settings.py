@@ -13,16 +13,27 @@ FULL = {"recompute": {"mode": "full"}}
 
 
 def test_a_budget_is_a_mode() -> None:
-    made = resolved({"parallel": {"recompute": {"budget_gib": 1.5}}, "data": {"sequence_length": 64}})
-    assert (made.recompute.mode, made.recompute.budget_bytes, made.recompute.sequence_length) == ("budget", 3 * 2**29, 64)
-    assert made.sources["parallel.recompute.mode"] == "derived: parallel.recompute.budget_gib is given"
+    made = resolved(
+        {"parallel": {"recompute": {"budget_gib": 1.5}}, "data": {"sequence_length": 64}}
+    )
+    assert (made.recompute.mode, made.recompute.budget_bytes, made.recompute.sequence_length) == (
+        "budget",
+        3 * 2**29,
+        64,
+    )
+    assert (
+        made.sources["parallel.recompute.mode"] == "derived: parallel.recompute.budget_gib is given"
+    )
     assert made.sources["parallel.recompute.sequence_length"] == "derived: data.sequence_length"
 
 
 def test_cpu_checkpointing_is_offload_of_inputs() -> None:
     made = resolved({"activation_checkpointing": {"cpu_checkpointing": True}, "parallel": FULL})
     assert (made.activation_offload.fraction, made.activation_offload.device) == (1.0, "cpu")
-    assert made.sources["parallel.activation_offload.fraction"] == "file: activation_checkpointing.cpu_checkpointing"
+    assert (
+        made.sources["parallel.activation_offload.fraction"]
+        == "file: activation_checkpointing.cpu_checkpointing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,24 +41,69 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
     [
         ({"parallel": {"recompute": {"mode": "budget"}}}, "no budget is given"),
         ({"parallel": {"recompute": {"mode": "full", "budget_gib": 1}}}, "the mode is full"),
-        ({"parallel": {"recompute": {"budget_gib": 1}}}, "neither it nor data.sequence_length is given"),
         (
-            {"activation_checkpointing": {"cpu_checkpointing": True}, "parallel": {**FULL, "activation_offload": {"fraction": 0.5}}},
+            {"parallel": {"recompute": {"budget_gib": 1}}},
+            "neither it nor data.sequence_length is given",
+        ),
+        (
+            {
+                "activation_checkpointing": {"cpu_checkpointing": True},
+                "parallel": {**FULL, "activation_offload": {"fraction": 0.5}},
+            },
             "the file sets 0.5 on cpu",
         ),
-        ({"parallel": {"activation_offload": {"fraction": 0.5, "device": "disk"}}}, "no folder is given"),
-        ({"parallel": {"activation_offload": {"fraction": 1.5}}}, "1.5"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "stage 0 keeps full optimizer states"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "no folder is given"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "a"}}}, "stage 0 keeps full optimizer states"),
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_count": 3}}},
+            {"parallel": {"activation_offload": {"fraction": 0.5, "device": "disk"}}},
+            "no folder is given",
+        ),
+        ({"parallel": {"activation_offload": {"fraction": 1.5}}}, "1.5"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "stage 0 keeps full optimizer states",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "no folder is given",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "a"}}},
+            "stage 0 keeps full optimizer states",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_count": 3},
+                }
+            },
             "buffer_count",
         ),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "no folder is given"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "a", "buffer_count": 1}}}, "buffer_count"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "a"}}}, "stage 2 keeps parameters unsharded"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "and those are on the device"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "no folder is given",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "nvme", "nvme_path": "a", "buffer_count": 1},
+                }
+            },
+            "buffer_count",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_param": {"device": "nvme", "nvme_path": "a"},
+                }
+            },
+            "stage 2 keeps parameters unsharded",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "and those are on the device",
+        ),
         (
             {
                 "zero_optimization": {
@@ -68,22 +124,53 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
             },
             "takes them into host memory",
         ),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0}}}, "offload_optimizer.ratio"),
         (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0}}},
+            "offload_optimizer.ratio",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "cpu"},
+                    "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+                }
+            },
             "offload_optimizer.ratio leaves part of them on the device",
         ),
         (
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_param": {"device": "cpu"},
+                    "offload_optimizer": {"device": "cpu"},
+                }
+            },
             "stage 2 keeps parameters unsharded",
         ),
         ({"pipeline": {"activation_checkpoint_interval": 2}}, "not in groups"),
-        ({"optimizer": {"type": "SGD", "states": "int8"}}, "written for Adam and AdamW, and this is SGD"),
-        ({"optimizer": {"states": "int4"}}, "int4"),
-        ({"optimizer": {"states": "float8", "params": {"amsgrad": True}}}, "`amsgrad` is a parameter of torch's kernels"),
-        ({"optimizer": {"states": "int8"}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "device is cpu"),
         (
-            {"optimizer": {"states": "bf16"}, "zero_optimization": {"stage": 2}, "parallel": {"optimizer_in_backward": True}},
+            {"optimizer": {"type": "SGD", "states": "int8"}},
+            "written for Adam and AdamW, and this is SGD",
+        ),
+        ({"optimizer": {"states": "int4"}}, "int4"),
+        (
+            {"optimizer": {"states": "float8", "params": {"amsgrad": True}}},
+            "`amsgrad` is a parameter of torch's kernels",
+        ),
+        (
+            {
+                "optimizer": {"states": "int8"},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            },
+            "device is cpu",
+        ),
+        (
+            {
+                "optimizer": {"states": "bf16"},
+                "zero_optimization": {"stage": 2},
+                "parallel": {"optimizer_in_backward": True},
+            },
             "optimizer_in_backward is true",
         ),
     ],
@@ -113,7 +200,12 @@ ON_HOST = {"device": "cpu"}
         ({"stage": 1, "offload_optimizer": IN_FILES}, "nvme", True, "nvme, with the states"),
         ({"stage": 2, "offload_optimizer": IN_FILES}, "nvme", True, "nvme, with the states"),
         ({"stage": 3, "offload_param": IN_FILES}, "nvme", False, "nvme"),
-        ({"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}, "nvme", False, "nvme"),
+        (
+            {"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES},
+            "nvme",
+            False,
+            "nvme",
+        ),
         ({"stage": 2, "offload_optimizer": ON_HOST}, "cpu", True, "cpu, with the states"),
         ({"stage": 3, "offload_optimizer": ON_HOST}, "cpu", True, "cpu, with the states"),
         ({"stage": 3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST}, "cpu", False, "cpu"),
@@ -127,7 +219,10 @@ def test_where_shards_are(zero: dict[str, Any], device: str, with_states: bool, 
     assert (offload.device, offload.with_states) == (device, with_states)
     if device == "nvme" and not with_states:
         assert (offload.path, offload.pool_bytes) == ("a", 5 * 9 * 4)
-    values = {value.name: value.value for value in explain({**BATCH, "zero_optimization": zero}, world_size=4).values}
+    values = {
+        value.name: value.value
+        for value in explain({**BATCH, "zero_optimization": zero}, world_size=4).values
+    }
     assert values["zero_optimization.offload_param.device"] == said
 
 
@@ -135,7 +230,15 @@ def test_published_keys_without_a_meaning_here_are_said_to_have_none() -> None:
     from plait.config.resolving.explain import explain
 
     section = {**IN_FILES, "max_in_cpu": 1e9, "pin_memory": True}
-    rows = {row.path: row for row in explain({**BATCH, "zero_optimization": {"stage": 3, "offload_param": section}}, world_size=4).keys}
-    for name, meaning in (("max_in_cpu", "all shards are in files"), ("pin_memory", "need no pinned memory")):
+    rows = {
+        row.path: row
+        for row in explain(
+            {**BATCH, "zero_optimization": {"stage": 3, "offload_param": section}}, world_size=4
+        ).keys
+    }
+    for name, meaning in (
+        ("max_in_cpu", "all shards are in files"),
+        ("pin_memory", "need no pinned memory"),
+    ):
         row = rows[f"zero_optimization.offload_param.{name}"]
         assert row.status == "ignored" and meaning in row.meaning

@@ -19,7 +19,9 @@ LINE = re.compile(r"^plait: \S.*: .+")
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., int]:
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., int]:
     """A verb on a mutated file, up to where processes would start; text and tokenizer stand ready."""
     from plait.cli import launch, train
     from plait.train import session
@@ -37,7 +39,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         def get_vocab(self) -> dict[str, int]:
             return {str(index): index for index in range(1024)}
 
-    prepared: Any = SimpleNamespace(tokenizer=Tokenizer(), train=[0] * 4096, validation=[0], validation_note="", identity={})
+    prepared: Any = SimpleNamespace(
+        tokenizer=Tokenizer(), train=[0] * 4096, validation=[0], validation_note="", identity={}
+    )
     monkeypatch.setattr(session, "prepare", lambda *_, **__: prepared)
     monkeypatch.setattr(launch, "run", lambda *_, **__: 0)
     monkeypatch.setattr(train, "_train", lambda *_, **__: 0)
@@ -56,13 +60,17 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             code = int(end.code or 0)
         except BaseException as error:
             what = f"{type(error).__name__}: {str(error)[:300]}"
-            raise AssertionError(f"seed {seed}, {verb} {overrides}: {what}\n{content[:2000]!r}") from error
+            raise AssertionError(
+                f"seed {seed}, {verb} {overrides}: {what}\n{content[:2000]!r}"
+            ) from error
         said = capsys.readouterr().err
         assert "Traceback" not in said
         if code:
             lines = [line for line in said.splitlines() if line.startswith("plait: ")]
             assert code in (1, 2) and lines, f"seed {seed}: exit code {code} and {said[:300]!r}"
-            assert all(LINE.match(line) and len(line) < 5000 for line in lines), f"seed {seed}: {lines}"
+            assert all(LINE.match(line) and len(line) < 5000 for line in lines), (
+                f"seed {seed}: {lines}"
+            )
         return code
 
     return run
@@ -90,7 +98,10 @@ def test_two_thousand_mutated_files(command: Callable[..., int], part: int) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"train_batch_size": ' + "9" * 5000 + "}", "train_batch_size = '999999999999...': is a number of about 300 digits or more"),
+        (
+            '{"train_batch_size": ' + "9" * 5000 + "}",
+            "train_batch_size = '999999999999...': is a number of about 300 digits or more",
+        ),
         ('{"run": {"folder": "a\\ud800"}}', "run.folder = 'a\\ud800': holds half of a character"),
         ('{"run": {"folder": "a\\u0000"}}', "run.folder = 'a\\x00': holds a zero byte"),
         ('{"a": ' * 2000 + "1" + "}" * 2000, "is nested"),
@@ -98,11 +109,16 @@ def test_two_thousand_mutated_files(command: Callable[..., int], part: int) -> N
         ('{"communication_data_type": [0.9]}', "communication_data_type = [0.9]: must be"),
         ('{"run": {"steps": true}}', "run.steps = True: must be a number"),
         ('{"run": {"seed": 1e29}}', "run.seed = 1e+29: must be"),
-        ('{"parallel": {"tp": 9007199254740993}}', "parallel.tp = 9007199254740993: must be at most 1048576"),
+        (
+            '{"parallel": {"tp": 9007199254740993}}',
+            "parallel.tp = 9007199254740993: must be at most 1048576",
+        ),
     ],
 )
 @pytest.mark.parametrize("ending", [".json", ".yaml"])
-def test_what_no_setting_can_use_is_named(text: str, words: str, ending: str, tmp_path: Path) -> None:
+def test_what_no_setting_can_use_is_named(
+    text: str, words: str, ending: str, tmp_path: Path
+) -> None:
     file = tmp_path / f"x{ending}"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -112,7 +128,10 @@ def test_what_no_setting_can_use_is_named(text: str, words: str, ending: str, tm
 
 def test_references_of_yaml_do_not_multiply(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
-    nines = "".join(f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True))
+    nines = "".join(
+        f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]\n"
+        for p, n in zip("abcdefgh", "bcdefghi", strict=True)
+    )
     file.write_text("a: &a [1,1,1,1,1,1,1,1,1]\n" + nines)
     with pytest.raises(ConfigError, match="holds more than 200,000 values"):
         load(file)
@@ -121,7 +140,15 @@ def test_references_of_yaml_do_not_multiply(tmp_path: Path) -> None:
         load(file)
 
 
-@pytest.mark.parametrize("override", ["a=" + "[" * 5000, "train_batch_size=" + "9" * 5000, "run.folder=\ud800", ".".join("a" * 100) + "=1"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a=" + "[" * 5000,
+        "train_batch_size=" + "9" * 5000,
+        "run.folder=\ud800",
+        ".".join("a" * 100) + "=1",
+    ],
+)
 def test_overrides_too(override: str) -> None:
     with pytest.raises(ConfigError):
         load(TRAINED, [override])

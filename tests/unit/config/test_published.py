@@ -18,7 +18,10 @@ def test_accepted(name: str) -> None:
     tree, expected = ACCEPTED[name]
     config = load(tree)
     assert config.is_deepspeed
-    values = {value.name: value.value for value in values_of(resolve(config, world_size=4, total_steps=50, auto=CALLER))}
+    values = {
+        value.name: value.value
+        for value in values_of(resolve(config, world_size=4, total_steps=50, auto=CALLER))
+    }
     assert {key: values[key] for key in expected} == expected
 
 

@@ -13,9 +13,13 @@ TEMPLATE = (
 )
 
 
-def tokenizer(template: str | None = TEMPLATE, *, merges: list[str] | None = None) -> PreTrainedTokenizerFast:
+def tokenizer(
+    template: str | None = TEMPLATE, *, merges: list[str] | None = None
+) -> PreTrainedTokenizerFast:
     """One token a byte, and one for each of `merges`, two letters with a space between."""
-    alphabet = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    alphabet = {
+        letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     pairs = [tuple(merge.split()) for merge in merges or []]
     merged = {"".join(pair): 257 + number for number, pair in enumerate(pairs)}
     made = Tokenizer(models.BPE(vocab={**alphabet, "</s>": 256, **merged}, merges=pairs))

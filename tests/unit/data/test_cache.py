@@ -32,8 +32,12 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError):
         built_once(tmp_path, "kind", "key", build)
-    assert [path.name for path in (tmp_path / "kind").iterdir() if not path.name.endswith(".lock")] == []
-    assert built_once(tmp_path, "kind", "key", lambda folder: None).is_dir(), "the next one may try again"
+    assert [
+        path.name for path in (tmp_path / "kind").iterdir() if not path.name.endswith(".lock")
+    ] == []
+    assert built_once(tmp_path, "kind", "key", lambda folder: None).is_dir(), (
+        "the next one may try again"
+    )
 
 
 def _slow(folder: Path) -> None:
@@ -44,7 +48,9 @@ def _slow(folder: Path) -> None:
 
 def test_processes_wait_for_the_first(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=built_once, args=(tmp_path, "kind", "key", _slow)) for _ in range(3)]
+    processes = [
+        context.Process(target=built_once, args=(tmp_path, "kind", "key", _slow)) for _ in range(3)
+    ]
     for process in processes:
         process.start()
     for process in processes:

@@ -21,15 +21,30 @@ def documents(lengths: list[int], room: int, *, scored: list[int] | None = None)
 
 def test_a_row() -> None:
     batch = documents([3, 5, 2], 6).take(np.array([0, 1, -1]))
-    assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8, PADDING], [1, 2, 3, 9, 10, PADDING], [PADDING] * 6]
-    assert batch["labels"].tolist() == [[IGNORED, 5, 6, 7, 8, IGNORED], [IGNORED, 2, 3, IGNORED, 10, IGNORED], [IGNORED] * 6]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+    assert batch["input_ids"].tolist() == [
+        [4, 5, 6, 7, 8, PADDING],
+        [1, 2, 3, 9, 10, PADDING],
+        [PADDING] * 6,
+    ]
+    assert batch["labels"].tolist() == [
+        [IGNORED, 5, 6, 7, 8, IGNORED],
+        [IGNORED, 2, 3, IGNORED, 10, IGNORED],
+        [IGNORED] * 6,
+    ]
+    assert batch["position_ids"].tolist() == [
+        [0, 1, 2, 3, 4, 0],
+        [0, 1, 2, 0, 1, 0],
+        [0, 1, 2, 3, 4, 5],
+    ]
     assert all(entry.dtype == torch.int64 for entry in batch.values())
 
 
 def test_what_is_not_scored_is_seen_and_not_predicted() -> None:
     batch = documents([4], 4, scored=[0, 0, 1, 1]).take(np.array([0]))
-    assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == ([[1, 2, 3, 4]], [[IGNORED, IGNORED, 3, 4]])
+    assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == (
+        [[1, 2, 3, 4]],
+        [[IGNORED, IGNORED, 3, 4]],
+    )
 
 
 @given(st.lists(st.integers(1, 25), max_size=40), st.integers(2, 12))
@@ -38,7 +53,9 @@ def test_every_document_is_there_once(lengths: list[int], room: int) -> None:
     made = documents(lengths, room)
     batch = made.take(np.arange(len(made)))
     found = []
-    for ids, labels, positions in zip(*(batch[name].tolist() for name in ("input_ids", "labels", "position_ids")), strict=True):
+    for ids, labels, positions in zip(
+        *(batch[name].tolist() for name in ("input_ids", "labels", "position_ids")), strict=True
+    ):
         starts = [at for at, position in enumerate(positions) if position == 0]
         for first, last in zip(starts, [*starts[1:], room], strict=True):
             part = [token for token in ids[first:last] if token != PADDING]
@@ -48,7 +65,11 @@ def test_every_document_is_there_once(lengths: list[int], room: int) -> None:
     wanted, at = [], 1
     for length in lengths:
         tokens = list(range(at, at + length))
-        wanted += [part for first in range(0, length, room) if len(part := tokens[first : first + room]) >= 2]
+        wanted += [
+            part
+            for first in range(0, length, room)
+            if len(part := tokens[first : first + room]) >= 2
+        ]
         at += length
     assert sorted(found) == sorted(wanted)
 

@@ -48,10 +48,14 @@ def test_held_out_documents_are_whole_and_only_there(tmp_path: Path) -> None:
     held = [document for document in documents if is_held_out(document, 0.25)]
     assert 20 < len(held) < 80
     assert validation.tokens.tolist() == _stream(*held)
-    assert train.tokens.tolist() == _stream(*(document for document in documents if document not in held))
+    assert train.tokens.tolist() == _stream(
+        *(document for document in documents if document not in held)
+    )
 
 
-def test_a_long_document_is_cut_at_lines_and_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_document_is_cut_at_lines_and_stays_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "_BATCH_CHARACTERS", 10)
     documents = ["one\ntwo\nthree\n", "without any end of a line", "x"]
     assert list(packing._pieces(documents[0])) == ["one\ntwo\n", "three\n"]
@@ -83,11 +87,15 @@ def test_sequences_hold_every_token_once(count: int, length: int) -> None:
     scored = batch["labels"][batch["labels"] != IGNORED].tolist()
     lost = 1 if count % length == 1 else 0  # a single token that is left has nothing to predict
     assert scored == tokens.tolist()[: count - lost]
-    assert batch["input_ids"][batch["labels"] == IGNORED].tolist() == [0] * (len(sequences) * length - len(scored))
+    assert batch["input_ids"][batch["labels"] == IGNORED].tolist() == [0] * (
+        len(sequences) * length - len(scored)
+    )
     assert batch["input_ids"].shape == (len(sequences), length)
 
 
 def test_a_sequence_of_padding_is_scored_nowhere() -> None:
-    batch = Sequences(Stream(np.arange(8, dtype=np.uint16), np.array([8])), 4, padding=7).take(np.array([1, -1]))
+    batch = Sequences(Stream(np.arange(8, dtype=np.uint16), np.array([8])), 4, padding=7).take(
+        np.array([1, -1])
+    )
     assert batch["input_ids"].tolist() == [[4, 5, 6, 7], [7, 7, 7, 7]]
     assert batch["labels"].tolist() == [[4, 5, 6, 7], [IGNORED] * 4]

@@ -28,7 +28,10 @@ KINDS = ["disk", "parquet", "jsonl"]
 def texts(count: int = 150) -> list[str]:
     """Of 1 to 40 letters, all different."""
     draw = np.random.default_rng(3)
-    return [f"{number}" + "abcdefghij"[number % 10] * int(draw.integers(0, 38)) for number in range(count)]
+    return [
+        f"{number}" + "abcdefghij"[number % 10] * int(draw.integers(0, 38))
+        for number in range(count)
+    ]
 
 
 def conversations(count: int = 60) -> list[dict[str, Any]]:
@@ -60,10 +63,16 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     tokenizer().save_pretrained(tmp_path / "tokenizer")
     places: dict[str, str] = {}
 
-    def opens(rows: list[dict[str, Any]], *, kind: str = "disk", fraction: float = 0.1, **settings: Any) -> Prepared:
+    def opens(
+        rows: list[dict[str, Any]], *, kind: str = "disk", fraction: float = 0.1, **settings: Any
+    ) -> Prepared:
         if kind not in places:
             places[kind] = written(tmp_path, rows, kind)
-        given: dict[str, Any] = {"validation_fraction": fraction, "tokenizer": str(tmp_path / "tokenizer"), "sequence_length": LENGTH}
+        given: dict[str, Any] = {
+            "validation_fraction": fraction,
+            "tokenizer": str(tmp_path / "tokenizer"),
+            "sequence_length": LENGTH,
+        }
         section = DataSection(source="datasets", paths=(places[kind],), **{**given, **settings})
         return prepare(section, cache=tmp_path / "cache", own_tokenizer=None, say=lambda _: None)
 
@@ -82,7 +91,9 @@ def batches(loader: Batches, first: int, last: int) -> list[dict[str, torch.Tens
     return [loader.at(step * BATCH) for step in range(first, last)]
 
 
-def assert_equal(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> None:
+def assert_equal(
+    found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]
+) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -112,7 +123,12 @@ def test_every_epoch_has_each_training_document_once(opened: Any, packing: str |
     while (state := loader.state())["epoch"] < epochs and len(kept) < 10**6:
         assert state["block"] < 10
         kept += [int(token) for token in loader.at(state["position"])["input_ids"].flatten()]
-    expected = [token for text in found if not is_held_out(text, 0.1) for token in tokenizer()(text)["input_ids"]]
+    expected = [
+        token
+        for text in found
+        if not is_held_out(text, 0.1)
+        for token in tokenizer()(text)["input_ids"]
+    ]
     ends = tokenizer().eos_token_id
     seen = np.bincount([token for token in kept if token != ends], minlength=257)
     wanted = np.bincount(expected, minlength=257) * epochs
@@ -139,7 +155,10 @@ def test_it_goes_on_from_every_position_on_any_number_of_ranks(opened: Any, kind
                 again = loader_of(data, rank, ranks)
                 again.restore(exact.decode(json.loads(states[step]), where="state"))
                 parts.append(batches(again, step, step + 2))
-            together = [{name: torch.cat([part[at][name] for part in parts]) for name in wanted[0]} for at in range(2)]
+            together = [
+                {name: torch.cat([part[at][name] for part in parts]) for name in wanted[0]}
+                for at in range(2)
+            ]
             assert_equal(together, wanted[step : step + 2])
 
 
@@ -165,7 +184,10 @@ def test_a_text_that_has_changed_is_refused(opened: Any, tmp_path: Path) -> None
     assert state["block"]
     for file in (tmp_path / "jsonl").iterdir():
         file.write_text(file.read_text().replace('"text": "', '"text": "another '))
-    with pytest.raises(CheckpointError, match="the text has changed: another document is where the checkpoint goes on, after 120 seq"):
+    with pytest.raises(
+        CheckpointError,
+        match="the text has changed: another document is where the checkpoint goes on, after 120 seq",
+    ):
         loader_of(data).restore(state)
 
 
@@ -200,7 +222,9 @@ def test_a_row_that_cannot_be_read_later(opened: Any) -> None:
 
 def test_a_text_of_nothing_later_does_not_turn_for_ever(opened: Any) -> None:
     """Each document has an end-of-text token alone, and a block never has a sequence."""
-    data = opened([{"text": ""}] * 300, streaming=True, packing=None, buffer_sequences=1, fraction=0.0)
+    data = opened(
+        [{"text": ""}] * 300, streaming=True, packing=None, buffer_sequences=1, fraction=0.0
+    )
     broken = data.loader(1, 0, dp_rank=0, dp_size=1)
     assert broken.at(0)["input_ids"].shape == (1, LENGTH)  # joined, they are one
     object.__setattr__(data.train, "cut", lambda stream, length, padding: [])
@@ -209,17 +233,30 @@ def test_a_text_of_nothing_later_does_not_turn_for_ever(opened: Any) -> None:
 
 
 def test_it_needs_a_tokenizer(tmp_path: Path) -> None:
-    section = DataSection(source="datasets", paths=(written(tmp_path, rows_of(texts()), "disk"),), streaming=True)
-    with pytest.raises(InputError, match=r"none is trained on a text that is not kept; set data.tokenizer"):
+    section = DataSection(
+        source="datasets", paths=(written(tmp_path, rows_of(texts()), "disk"),), streaming=True
+    )
+    with pytest.raises(
+        InputError, match=r"none is trained on a text that is not kept; set data.tokenizer"
+    ):
         prepare(section, cache=tmp_path, own_tokenizer=None, say=lambda _: None)
 
 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"source": "jsonl", "paths": ["a"], "streaming": True}, '`streaming` belongs to source "datasets", not "jsonl"'),
-        ({"source": "datasets", "paths": ["a"], "buffer_sequences": 7}, "`buffer_sequences` is read with `streaming` alone"),
-        ({"source": "datasets", "paths": ["a"], "streaming": True, "buffer_sequences": 0}, "buffer_sequences"),
+        (
+            {"source": "jsonl", "paths": ["a"], "streaming": True},
+            '`streaming` belongs to source "datasets", not "jsonl"',
+        ),
+        (
+            {"source": "datasets", "paths": ["a"], "buffer_sequences": 7},
+            "`buffer_sequences` is read with `streaming` alone",
+        ),
+        (
+            {"source": "datasets", "paths": ["a"], "streaming": True, "buffer_sequences": 0},
+            "buffer_sequences",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(section: dict[str, Any], said: str) -> None:

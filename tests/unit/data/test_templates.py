@@ -27,27 +27,47 @@ CHAT = [
 ]
 
 
-def answers(encode: Callable[[str], tuple[list[int], list[bool]]], row: dict[str, Any], form: str = "chat") -> str:
+def answers(
+    encode: Callable[[str], tuple[list[int], list[bool]]], row: dict[str, Any], form: str = "chat"
+) -> str:
     ids, scored = encode(row_text(row, form, where="row"))
-    return str(tokenizer().decode([token for token, counts in zip(ids, scored, strict=True) if counts]))
+    return str(
+        tokenizer().decode([token for token, counts in zip(ids, scored, strict=True) if counts])
+    )
 
 
 def test_what_is_scored_is_what_transformers_says() -> None:
     made = tokenizer()
-    ids, scored = encoder(made, "chat", scored="answers")(row_text({"messages": CHAT}, "chat", where="row"))
-    theirs = made.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    ids, scored = encoder(made, "chat", scored="answers")(
+        row_text({"messages": CHAT}, "chat", where="row")
+    )
+    theirs = made.apply_chat_template(
+        CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     assert (ids, [int(one) for one in scored]) == (theirs["input_ids"], theirs["assistant_masks"])
-    everything = encoder(made, "chat", scored="all")(row_text({"messages": CHAT}, "chat", where="row"))
+    everything = encoder(made, "chat", scored="all")(
+        row_text({"messages": CHAT}, "chat", where="row")
+    )
     assert everything == (ids, [True] * len(ids))
 
 
 def test_instructions() -> None:
-    in_template, plain = encoder(tokenizer(), "instruct", scored="answers"), encoder(tokenizer(None), "instruct", scored="answers")
+    in_template, plain = (
+        encoder(tokenizer(), "instruct", scored="answers"),
+        encoder(tokenizer(None), "instruct", scored="answers"),
+    )
     pair = {"prompt": "2 + 2 = ", "completion": "4"}
-    assert (answers(in_template, pair, "instruct"), answers(plain, pair, "instruct")) == ("4</s>", "4</s>")
-    ids, _ = in_template(row_text({"instruction": "Add.", "input": "2, 2", "output": "4"}, "instruct", where="row"))
+    assert (answers(in_template, pair, "instruct"), answers(plain, pair, "instruct")) == (
+        "4</s>",
+        "4</s>",
+    )
+    ids, _ = in_template(
+        row_text({"instruction": "Add.", "input": "2, 2", "output": "4"}, "instruct", where="row")
+    )
     assert tokenizer().decode(ids) == "<user>Add.\n\n2, 2<assistant>4</s>"
-    ids, _ = plain(row_text({"instruction": "Add.", "input": "", "output": "4"}, "instruct", where="row"))
+    ids, _ = plain(
+        row_text({"instruction": "Add.", "input": "", "output": "4"}, "instruct", where="row")
+    )
     assert tokenizer().decode(ids) == "Add.4</s>"
 
 
@@ -59,16 +79,44 @@ def test_instructions() -> None:
         ("chat", {"messages": [{"role": "user"}]}, "message 1 is not an object with the texts"),
         ("chat", {"messages": [{"role": "user", "content": ["x"]}]}, "message 1"),
         ("chat", {"messages": ["x"]}, "message 1"),
-        ("instruct", {"prompt": "x"}, "has the texts prompt and completion, or instruction and output"),
+        (
+            "instruct",
+            {"prompt": "x"},
+            "has the texts prompt and completion, or instruction and output",
+        ),
         ("instruct", {"instruction": 3, "output": "x"}, "has the texts"),
         ("instruct", {"instruction": "x", "output": "x", "input": 3}, "'input' holds a int"),
-        ("chat", {"messages": CHAT, "functions": [], "tag": 1}, "nothing reads 'functions', 'tag'; a row has messages, tools"),
-        ("chat", {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "message 1 has the weight 0.5"),
+        (
+            "chat",
+            {"messages": CHAT, "functions": [], "tag": 1},
+            "nothing reads 'functions', 'tag'; a row has messages, tools",
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]},
+            "message 1 has the weight 0.5",
+        ),
         ("chat", {"messages": CHAT, "tools": "no JSON"}, "'tools' is not a list of objects"),
-        ("chat", {"messages": CHAT, "chat_template_kwargs": [1]}, "'chat_template_kwargs' is not an object"),
-        ("instruct", {"instruction": "x", "output": "x", "context": "y"}, "nothing reads 'context'"),
-        ("instruct", {"prompt": "x", "completion": "x", "instruction": "y"}, "nothing reads 'instruction'"),
-        ("instruct", {"instruction": "x", "output": "x", "history": ["y"]}, "'history' is not a list of pairs"),
+        (
+            "chat",
+            {"messages": CHAT, "chat_template_kwargs": [1]},
+            "'chat_template_kwargs' is not an object",
+        ),
+        (
+            "instruct",
+            {"instruction": "x", "output": "x", "context": "y"},
+            "nothing reads 'context'",
+        ),
+        (
+            "instruct",
+            {"prompt": "x", "completion": "x", "instruction": "y"},
+            "nothing reads 'instruction'",
+        ),
+        (
+            "instruct",
+            {"instruction": "x", "output": "x", "history": ["y"]},
+            "'history' is not a list of pairs",
+        ),
         ("instruct", {"instruction": "x", "output": "x", "system": 3}, "'system' holds a int"),
     ],
 )
@@ -80,38 +128,62 @@ def test_a_row_that_is_none(form: str, row: dict[str, Any], said: str) -> None:
 
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-WITH_TOOLS = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ '(slow)' if slowly }}" + TEMPLATE
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ '(slow)' if slowly }}"
+    + TEMPLATE
+)
 
 
 def encoded(made: Any, row: dict[str, Any], form: str = "chat", **settings: Any) -> tuple[str, str]:
     """The text of a row's tokens, and of those that are scored."""
-    ids, scored = encoder(made, form, scored=settings.pop("scored", "answers"), **settings)(row_text(row, form, where="row"))
-    return made.decode(ids), made.decode([token for token, counts in zip(ids, scored, strict=True) if counts])
+    ids, scored = encoder(made, form, scored=settings.pop("scored", "answers"), **settings)(
+        row_text(row, form, where="row")
+    )
+    return made.decode(ids), made.decode(
+        [token for token, counts in zip(ids, scored, strict=True) if counts]
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_tools_and_settings_of_a_row_are_used(packed: bool) -> None:
     made = tokenizer(WITH_TOOLS)
-    row: dict[str, Any] = {"messages": CHAT[1:3], "tools": TOOLS, "chat_template_kwargs": {"slowly": True}}
+    row: dict[str, Any] = {
+        "messages": CHAT[1:3],
+        "tools": TOOLS,
+        "chat_template_kwargs": {"slowly": True},
+    }
     if packed:  # as columns of objects are stored in Arrow, where what other rows have is null
-        row = {**row, "tools": json.dumps(TOOLS), "chat_template_kwargs": {"slowly": True, "other": None}, "id": None}
+        row = {
+            **row,
+            "tools": json.dumps(TOOLS),
+            "chat_template_kwargs": {"slowly": True, "other": None},
+            "id": None,
+        }
     text, scored = encoded(made, row)
     assert text.startswith("[weather](slow)<user>") and scored == "Yes.</s>"
-    ids = made.apply_chat_template(CHAT[1:3], tools=TOOLS, slowly=True, tokenize=True, return_dict=True)["input_ids"]
+    ids = made.apply_chat_template(
+        CHAT[1:3], tools=TOOLS, slowly=True, tokenize=True, return_dict=True
+    )["input_ids"]
     assert text == made.decode(ids)
 
 
 def test_calls_of_tools_need_no_content() -> None:
     calls = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
-    template = (
-        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if 'tool_calls' in message %}*{% endif %}{% endfor %}"
-    )
-    row = {"messages": [{"role": "user", "content": "?", "tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": calls}]}
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if 'tool_calls' in message %}*{% endif %}{% endfor %}"
+    row = {
+        "messages": [
+            {"role": "user", "content": "?", "tool_calls": None},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+        ]
+    }
     assert encoded(tokenizer(template), row)[0] == "<user>?<assistant>*"
 
 
 def test_what_a_template_does_not_read_is_refused() -> None:
-    for more, said in (({"tools": TOOLS}, "does not read `tools`"), ({"chat_template_kwargs": {"slowly": 1}}, "does not read 'slowly'")):
+    for more, said in (
+        ({"tools": TOOLS}, "does not read `tools`"),
+        ({"chat_template_kwargs": {"slowly": 1}}, "does not read 'slowly'"),
+    ):
         with pytest.raises(InputError, match=said):
             encoded(tokenizer(), {"messages": CHAT, **more})
 
@@ -126,20 +198,29 @@ def test_an_answer_of_weight_0_is_not_scored(marks: bool) -> None:
 
 def test_system_and_history_of_an_instruction() -> None:
     row = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}
-    assert encoded(tokenizer(), row, "instruct") == ("<system>s<user>a<assistant>b</s><user>c<assistant>d</s>", "b</s>d</s>")
+    assert encoded(tokenizer(), row, "instruct") == (
+        "<system>s<user>a<assistant>b</s><user>c<assistant>d</s>",
+        "b</s>d</s>",
+    )
     with pytest.raises(InputError, match="has no place for 'system'"):
         encoded(tokenizer(None), row, "instruct")
     empty = {"instruction": "c", "output": "d", "system": "", "history": []}
     assert encoded(tokenizer(None), empty, "instruct")[0] == "cd</s>"
 
 
-@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}"])
+@pytest.mark.parametrize(
+    "template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}"]
+)
 def test_a_merge_over_the_edge_of_an_answer(template: str | None) -> None:
     made = tokenizer(template, merges=["= 4"])
     text, scored = encoded(made, {"prompt": "2+2=", "completion": "4"}, "instruct")
     assert text.startswith("2+2=4") and scored.startswith("4")
-    ids, _ = encoder(made, "instruct", scored="answers")(row_text({"prompt": "2+2=", "completion": "4"}, "instruct", where="row"))
-    assert ids[:4] == made("2+2=", add_special_tokens=False)["input_ids"], "the prompt's tokens are those that it has alone"
+    ids, _ = encoder(made, "instruct", scored="answers")(
+        row_text({"prompt": "2+2=", "completion": "4"}, "instruct", where="row")
+    )
+    assert ids[:4] == made("2+2=", add_special_tokens=False)["input_ids"], (
+        "the prompt's tokens are those that it has alone"
+    )
 
 
 THINKS = (
@@ -170,19 +251,33 @@ def test_templates_with_a_clock() -> None:
     (caution,) = cautions_of(tokenizer(dated), append_end_of_text=False)
     assert "every row has 26 Jul 2024" in caution
     with pytest.raises(InputError, match="reads the clock"):
-        encoded(tokenizer("{% set form = '%H' %}{{ strftime_now(form) }}" + TEMPLATE), {"messages": CHAT})
+        encoded(
+            tokenizer("{% set form = '%H' %}{{ strftime_now(form) }}" + TEMPLATE),
+            {"messages": CHAT},
+        )
 
 
 def test_a_template_that_ends_no_turn(tmp_path: Path) -> None:
     endless = TEMPLATE.replace("</s>", "\n")
     (caution,) = cautions_of(tokenizer(endless), append_end_of_text=False)
-    assert "the chat template of the tokenizer ends an answer without" in caution and "data.append_end_of_text" in caution
-    assert not cautions_of(tokenizer(), append_end_of_text=False) and not cautions_of(tokenizer(endless), append_end_of_text=True)
+    assert (
+        "the chat template of the tokenizer ends an answer without" in caution
+        and "data.append_end_of_text" in caution
+    )
+    assert not cautions_of(tokenizer(), append_end_of_text=False) and not cautions_of(
+        tokenizer(endless), append_end_of_text=True
+    )
     text, scored = encoded(tokenizer(endless), {"messages": CHAT}, append_end_of_text=True)
     assert text.endswith("night.\n</s>") and scored.endswith("night.\n</s>")
-    assert encoded(tokenizer(), {"messages": CHAT}, append_end_of_text=True) == encoded(tokenizer(), {"messages": CHAT})
+    assert encoded(tokenizer(), {"messages": CHAT}, append_end_of_text=True) == encoded(
+        tokenizer(), {"messages": CHAT}
+    )
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
-    section: dict[str, Any] = {"source": "jsonl", "paths": (str(tmp_path / "a.jsonl"),), "format": "chat"}
+    section: dict[str, Any] = {
+        "source": "jsonl",
+        "paths": (str(tmp_path / "a.jsonl"),),
+        "format": "chat",
+    }
     assert not prepared(tmp_path, **section).cautions
 
 
@@ -200,7 +295,9 @@ def test_templates_that_cannot_be_used() -> None:
 
 def prepared(folder: Path, **section: Any) -> Prepared:
     tokenizer().save_pretrained(folder / "tokenizer")
-    data = DataSection(tokenizer=str(folder / "tokenizer"), validation_fraction=0, sequence_length=128, **section)
+    data = DataSection(
+        tokenizer=str(folder / "tokenizer"), validation_fraction=0, sequence_length=128, **section
+    )
     return prepare(data, cache=folder / "cache", own_tokenizer=None, say=lambda _: None)
 
 
@@ -210,8 +307,22 @@ def test_jsonl_and_data_sets_give_the_same(tmp_path: Path, packing: str | None) 
     ignored = ("id",)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "set"))
-    found = prepared(tmp_path, source="jsonl", paths=(str(tmp_path / "a.jsonl"),), format="chat", packing=packing, ignored_columns=ignored)
-    other = prepared(tmp_path, source="datasets", paths=(str(tmp_path / "set"),), format="chat", packing=packing, ignored_columns=ignored)
+    found = prepared(
+        tmp_path,
+        source="jsonl",
+        paths=(str(tmp_path / "a.jsonl"),),
+        format="chat",
+        packing=packing,
+        ignored_columns=ignored,
+    )
+    other = prepared(
+        tmp_path,
+        source="datasets",
+        paths=(str(tmp_path / "set"),),
+        format="chat",
+        packing=packing,
+        ignored_columns=ignored,
+    )
     everything = list(range(len(found.train)))
     ours, theirs = found.train.take(everything), other.train.take(everything)  # type: ignore[arg-type]
     assert all((ours[name] == theirs[name]).all() for name in ours)
@@ -220,22 +331,36 @@ def test_jsonl_and_data_sets_give_the_same(tmp_path: Path, packing: str | None) 
     text = found.tokenizer.decode(scored)
     assert text.count("Yes.</s>") == 6 and text.count("No, it is night.</s>") == 3
     assert len(text) == 6 * 8 + 3 * 20
-    assert found.identity["data.format"].startswith("chat, scored: answers") and found.identity["data.packing"] == (packing or "left out")
+    assert found.identity["data.format"].startswith("chat, scored: answers") and found.identity[
+        "data.packing"
+    ] == (packing or "left out")
 
 
 def test_what_the_loss_is_of_has_a_cache_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "2 + 2 = ", "completion": "4"}) + "\n")
     section = {"source": "jsonl", "paths": (str(tmp_path / "a.jsonl"),), "format": "instruct"}
-    counted = [int((prepared(tmp_path, **section, scored=what).train.take([0])["labels"] != IGNORED).sum()) for what in ("answers", "all")]  # type: ignore[list-item]
+    counted = [
+        int((prepared(tmp_path, **section, scored=what).train.take([0])["labels"] != IGNORED).sum())
+        for what in ("answers", "all")
+    ]  # type: ignore[list-item]
     assert counted[0] < counted[1]
 
 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"source": "files", "paths": ["x"], "format": "chat"}, 'set `source` to "jsonl" or "datasets"'),
-        ({"source": "jsonl", "paths": ["x"], "format": "chat", "field": "talk"}, "columns have fixed names"),
-        ({"source": "jsonl", "paths": ["x"], "format": "preference"}, "use TRL's DPOTrainer, wrapped by plait.hf.wrap"),
+        (
+            {"source": "files", "paths": ["x"], "format": "chat"},
+            'set `source` to "jsonl" or "datasets"',
+        ),
+        (
+            {"source": "jsonl", "paths": ["x"], "format": "chat", "field": "talk"},
+            "columns have fixed names",
+        ),
+        (
+            {"source": "jsonl", "paths": ["x"], "format": "preference"},
+            "use TRL's DPOTrainer, wrapped by plait.hf.wrap",
+        ),
     ],
 )
 def test_sections_that_contradict_themselves(section: dict[str, Any], said: str) -> None:
@@ -258,5 +383,7 @@ def test_a_model_from_scratch_needs_a_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_half_of_a_character_is_refused(form: str, row: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"rows.jsonl, line 3: holds '\\udfff', half of a character"):
+    with pytest.raises(
+        InputError, match=r"rows.jsonl, line 3: holds '\\udfff', half of a character"
+    ):
         row_text(row, form, where="rows.jsonl, line 3")

@@ -30,7 +30,9 @@ def test_files_are_sorted_and_each_counts_once(tmp_path: Path) -> None:
     names = "hdbgecaf"
     _write(tmp_path, **{name: f"text {name}" for name in names})
     paths = (f"{tmp_path}/*.txt", f"{tmp_path}/b.txt", str(tmp_path))
-    assert _documents(tmp_path / "cache", source="files", paths=paths) == [f"text {name}" for name in sorted(names)]
+    assert _documents(tmp_path / "cache", source="files", paths=paths) == [
+        f"text {name}" for name in sorted(names)
+    ]
 
 
 def test_a_folder_means_the_text_files_below_it(tmp_path: Path) -> None:
@@ -46,7 +48,9 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
     before = _fingerprint(cache, **section)
     assert _fingerprint(cache, **section) == before
     os.utime(tmp_path / "a.txt", ns=(1, 1))
-    assert _fingerprint(cache, **section) == before, "the same bytes under another time are the same text"
+    assert _fingerprint(cache, **section) == before, (
+        "the same bytes under another time are the same text"
+    )
     _write(tmp_path, a="onf")
     assert _fingerprint(cache, **section) != before
     _write(tmp_path, a="onet", b="wo")
@@ -57,7 +61,9 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
 def test_a_path_that_names_nothing_is_refused_by_name(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"data\.paths"):
-        open_corpus(DataSection(source="files", paths=(str(tmp_path / path),)), cache=tmp_path / "cache")
+        open_corpus(
+            DataSection(source="files", paths=(str(tmp_path / path),)), cache=tmp_path / "cache"
+        )
 
 
 def test_bytes_that_are_not_utf8_name_file_and_place(tmp_path: Path) -> None:
@@ -68,7 +74,10 @@ def test_bytes_that_are_not_utf8_name_file_and_place(tmp_path: Path) -> None:
 
 def test_json_lines_give_their_field(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two", "text": "no"}\n')
-    assert _documents(tmp_path / "cache", source="jsonl", paths=(str(tmp_path),), field="body") == ["one", "two"]
+    assert _documents(tmp_path / "cache", source="jsonl", paths=(str(tmp_path),), field="body") == [
+        "one",
+        "two",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +108,9 @@ def test_the_standard_library_is_the_same_every_time(tmp_path: Path) -> None:
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
     datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict({"text": ["one", "two"], "title": ["1", "2"], "other": [1, 2]})
+    rows = datasets.Dataset.from_dict(
+        {"text": ["one", "two"], "title": ["1", "2"], "other": [1, 2]}
+    )
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "set")
     return tmp_path / "set"
 
@@ -108,7 +119,15 @@ def test_a_data_set_from_disk(tmp_path: Path, dataset: Path) -> None:
     assert _documents(tmp_path, source="datasets", paths=(str(dataset),)) == ["one", "two"]
     assert _documents(tmp_path, source="datasets", paths=(str(dataset),), split="test") == ["two"]
     which = ({}, {"split": "test"}, {"field": "title"})
-    assert len({_fingerprint(tmp_path, source="datasets", paths=(str(dataset),), **changes) for changes in which}) == 3
+    assert (
+        len(
+            {
+                _fingerprint(tmp_path, source="datasets", paths=(str(dataset),), **changes)
+                for changes in which
+            }
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,6 +138,8 @@ def test_a_data_set_from_disk(tmp_path: Path, dataset: Path) -> None:
         ({"field": "other"}, r"row 0: 'other' holds a int"),
     ],
 )
-def test_what_a_data_set_lacks_is_named(tmp_path: Path, dataset: Path, changes: dict[str, str], said: str) -> None:
+def test_what_a_data_set_lacks_is_named(
+    tmp_path: Path, dataset: Path, changes: dict[str, str], said: str
+) -> None:
     with pytest.raises(InputError, match=said):
         _documents(tmp_path, source="datasets", paths=(str(dataset),), **changes)

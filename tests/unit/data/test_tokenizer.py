@@ -9,7 +9,13 @@ import pytest
 from plait.config.schema.sections import DataSection
 from plait.data.prepare import prepare
 from plait.data.text import Corpus, open_corpus
-from plait.data.tokenizer import END_OF_TEXT, load_tokenizer, name_of, trained_tokenizer, vocabulary_size
+from plait.data.tokenizer import (
+    END_OF_TEXT,
+    load_tokenizer,
+    name_of,
+    trained_tokenizer,
+    vocabulary_size,
+)
 from plait.errors import InputError
 
 pytest.importorskip("tokenizers")
@@ -21,7 +27,13 @@ TEXT = "def add(a, b):\n    return a + b  # größer, 你好 🙂\n\n\nclass Num
 def files(tmp_path: Path) -> DataSection:
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text(TEXT * 3 + str(number))
-    return DataSection(source="files", paths=(f"{tmp_path}/*.txt",), vocab_size=300, sequence_length=16, validation_fraction=0.2)
+    return DataSection(
+        source="files",
+        paths=(f"{tmp_path}/*.txt",),
+        vocab_size=300,
+        sequence_length=16,
+        validation_fraction=0.2,
+    )
 
 
 def _silent(_: str) -> None:
@@ -39,19 +51,32 @@ def test_a_trained_tokenizer_gives_every_text_back(tmp_path: Path, files: DataSe
 
 def test_training_twice_gives_the_same(tmp_path: Path, files: DataSection) -> None:
     corpus = open_corpus(files, cache=tmp_path)
-    names = {name_of(load_tokenizer(trained_tokenizer(corpus, files, cache=tmp_path / side, say=_silent))) for side in ("a", "b")}
+    names = {
+        name_of(
+            load_tokenizer(trained_tokenizer(corpus, files, cache=tmp_path / side, say=_silent))
+        )
+        for side in ("a", "b")
+    }
     assert len(names) == 1
 
 
 def test_held_out_text_does_not_train_the_tokenizer(tmp_path: Path) -> None:
-    section = DataSection(source="files", paths=("unused",), vocab_size=400, validation_fraction=0.5)
+    section = DataSection(
+        source="files", paths=("unused",), vocab_size=400, validation_fraction=0.5
+    )
     documents = [f"{number} " + "zebra" * 50 for number in range(40)]
     from plait.data.tokenizer import is_held_out
 
-    held = [document.replace("zebra", "quokka") for document in documents if is_held_out(document.replace("zebra", "quokka"), 0.5)]
+    held = [
+        document.replace("zebra", "quokka")
+        for document in documents
+        if is_held_out(document.replace("zebra", "quokka"), 0.5)
+    ]
     seen = [document for document in documents if not is_held_out(document, 0.5)]
     corpus = Corpus("made up", "1", "data.paths", lambda: iter([*seen, *held]))
-    words = load_tokenizer(trained_tokenizer(corpus, section, cache=tmp_path, say=_silent)).get_vocab()
+    words = load_tokenizer(
+        trained_tokenizer(corpus, section, cache=tmp_path, say=_silent)
+    ).get_vocab()
     assert any("zebra" in word for word in words)
     assert not any("quokka" in word for word in words)
 
@@ -63,7 +88,10 @@ def test_text_without_a_letter_is_refused(tmp_path: Path) -> None:
         prepare(section, cache=tmp_path / "cache", own_tokenizer=None, say=_silent)
 
 
-@pytest.mark.parametrize(("place", "said"), [("missing", "there is no such file or folder"), ("broken", "no tokenizer can be read")])
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("missing", "there is no such file or folder"), ("broken", "no tokenizer can be read")],
+)
 def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, place: str, said: str) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
@@ -93,10 +121,25 @@ def test_work_is_told_once_and_cached(tmp_path: Path, files: DataSection) -> Non
 
 
 def test_a_tokenizer_of_ones_own_is_used(tmp_path: Path, files: DataSection) -> None:
-    other = trained_tokenizer(open_corpus(files, cache=tmp_path), files.model_copy(update={"vocab_size": 280}), cache=tmp_path, say=_silent)
-    found = prepare(files.model_copy(update={"tokenizer": str(other)}), cache=tmp_path, own_tokenizer="/nowhere", say=_silent)
+    other = trained_tokenizer(
+        open_corpus(files, cache=tmp_path),
+        files.model_copy(update={"vocab_size": 280}),
+        cache=tmp_path,
+        say=_silent,
+    )
+    found = prepare(
+        files.model_copy(update={"tokenizer": str(other)}),
+        cache=tmp_path,
+        own_tokenizer="/nowhere",
+        say=_silent,
+    )
     assert vocabulary_size(found.tokenizer) == 280
-    file = prepare(files.model_copy(update={"tokenizer": str(other / "tokenizer.json")}), cache=tmp_path, own_tokenizer=None, say=_silent)
+    file = prepare(
+        files.model_copy(update={"tokenizer": str(other / "tokenizer.json")}),
+        cache=tmp_path,
+        own_tokenizer=None,
+        say=_silent,
+    )
     assert file.identity == found.identity
     models = prepare(files, cache=tmp_path, own_tokenizer=str(other), say=_silent)
     assert models.identity == found.identity
@@ -104,9 +147,23 @@ def test_a_tokenizer_of_ones_own_is_used(tmp_path: Path, files: DataSection) -> 
 
 def test_one_long_document_gives_its_end_for_validation(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(TEXT * 200)
-    section = DataSection(source="files", paths=(str(tmp_path / "book.txt"),), vocab_size=300, sequence_length=32, validation_fraction=0.1)
-    whole = prepare(section.model_copy(update={"validation_fraction": 0.0}), cache=tmp_path, own_tokenizer=None, say=_silent)
+    section = DataSection(
+        source="files",
+        paths=(str(tmp_path / "book.txt"),),
+        vocab_size=300,
+        sequence_length=32,
+        validation_fraction=0.1,
+    )
+    whole = prepare(
+        section.model_copy(update={"validation_fraction": 0.0}),
+        cache=tmp_path,
+        own_tokenizer=None,
+        say=_silent,
+    )
     found = prepare(section, cache=tmp_path, own_tokenizer=None, say=_silent)
     assert "the last 10 % of the text" in found.validation_note
-    assert [*found.train.stream.tokens, *found.validation.stream.tokens] == whole.train.stream.tokens.tolist()
+    assert [
+        *found.train.stream.tokens,
+        *found.validation.stream.tokens,
+    ] == whole.train.stream.tokens.tolist()
     assert 0.1 <= len(found.validation.stream.tokens) / len(whole.train.stream.tokens) < 0.12

@@ -34,7 +34,9 @@ ONE = Mesh(Layout(), torch.device("cpu"), 0, None, None)  # type: ignore[arg-typ
 
 def saved_by_hooks(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
     """Bytes of the distinct storages that autograd saves for backward, as its own hooks see them, parameters and batch left out."""
-    known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *batch.values())}
+    known = {
+        t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *batch.values())
+    }
     seen: dict[int, Any] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,10 +106,14 @@ def test_by_hand() -> None:
     assert found.modes["selective"].kept == (4 * tokens * (6 + 10),) * 3, "the first product of two"
     assert found.modes["none"].outside == 0
     labels, scalars = 8 * tokens, 8
-    assert found.modes["none"].head - 4 * tokens * (6 + 7) in range(labels, labels + 4 * scalars + 8 * tokens)
+    assert found.modes["none"].head - 4 * tokens * (6 + 7) in range(
+        labels, labels + 4 * scalars + 8 * tokens
+    )
     forward = 2 * tokens * (3 * 2 * 6 * 10 + 6 * 7)
     assert found.modes["none"].flops == 3 * forward
-    assert found.modes["full"].flops - 3 * forward == 2 * tokens * 3 * 6 * 10, "the second product is not needed again"
+    assert found.modes["full"].flops - 3 * forward == 2 * tokens * 3 * 6 * 10, (
+        "the second product is not needed again"
+    )
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -123,7 +129,9 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
 def test_other_losses_and_batches() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     loss = per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))
-    found = stage(model, blocks=("0", "1", "2"), batch=(torch.ones(2, 4), torch.ones(2, 4)), loss_fn=loss)
+    found = stage(
+        model, blocks=("0", "1", "2"), batch=(torch.ones(2, 4), torch.ones(2, 4)), loss_fn=loss
+    )
     assert found.modes["none"].kept == (0, 32, 32), "the first block's input is the batch"
 
 
@@ -137,13 +145,17 @@ def test_a_budget_in_the_engine() -> None:
     budget = rank.most(("none", "none")) - 1
     section = {"budget_gib": budget / 2**30, "sequence_length": 12}
     engine = plait.initialize(
-        model, {"train_micro_batch_size_per_gpu": 2, "parallel": {"recompute": section}}, loss_fn=plait.causal_lm_loss
+        model,
+        {"train_micro_batch_size_per_gpu": 2, "parallel": {"recompute": section}},
+        loss_fn=plait.causal_lm_loss,
     )
     try:
         modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
         assert set(modes) != {"none"}
         assert rank.most(modes) <= budget
-        batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
+        batch = {
+            name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()
+        }
         held = measure_activations(engine, batch)
         assert held["activations"] == facts.kept(modes)
         assert held["activations"] + held["logits"] + facts.returning(modes) <= budget
@@ -159,12 +171,19 @@ def test_the_published_formulas_of_llama() -> None:
 
     h, f, a, kv, layers, tokens = 512, 1792, 8, 2, 2, 256
     config = LlamaConfig(
-        vocab_size=64, hidden_size=h, intermediate_size=f, num_hidden_layers=layers, num_attention_heads=a, num_key_value_heads=kv
+        vocab_size=64,
+        hidden_size=h,
+        intermediate_size=f,
+        num_hidden_layers=layers,
+        num_attention_heads=a,
+        num_key_value_heads=kv,
     )
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = stage(model, blocks=find_blocks(model), batch=token_batch(1, tokens), compute_dtype=torch.bfloat16).modes
+    found = stage(
+        model, blocks=find_blocks(model), batch=token_batch(1, tokens), compute_dtype=torch.bfloat16
+    ).modes
     selective = 8 * h + 2 * h * kv // a + 2 * f + 4 * a
     assert found["selective"].kept == (tokens * selective,) * layers
     assert found["full"].kept == (tokens * 2 * h,) * layers
@@ -204,7 +223,9 @@ def test_triton_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = JITFunction.run
     model = CallsTriton()
     batch = token_batch(2, 12)
-    with pytest.raises(ModelError, match="CallsTriton cannot be run without data: the Triton kernel norm_kernel"):
+    with pytest.raises(
+        ModelError, match="CallsTriton cannot be run without data: the Triton kernel norm_kernel"
+    ):
         stage(model, blocks=("layers.0", "layers.1"), batch=batch)
     assert JITFunction.run is launch
     model(torch.zeros(2, 12, dtype=torch.int64))  # a real tensor has memory

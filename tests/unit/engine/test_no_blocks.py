@@ -14,7 +14,10 @@ from plait.sharded.misuse import warn_of_no_blocks
 def test_a_large_model_without_blocks_is_warned_of() -> None:
     with torch.device("meta"):
         model = nn.Linear(8192, 8192)
-    with pytest.warns(UserWarning, match=r"stage = 3: Linear has no list of repeated layers, so all of its 67,117,056 parameters"):
+    with pytest.warns(
+        UserWarning,
+        match=r"stage = 3: Linear has no list of repeated layers, so all of its 67,117,056 parameters",
+    ):
         warn_of_no_blocks(model, (), stage=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -65,7 +65,9 @@ def test_csv_files_of_a_deepspeed_script(tmp_path: Path) -> None:
 def test_csv_files_of_full_steps(tmp_path: Path) -> None:
     config = {**CONFIG, "csv_monitor": {"enabled": True, "output_path": "", "job_name": "job"}}
     loss_fn = plait.per_sample(lambda output, batch: output.square().sum())
-    engine = plait.initialize(nn.Linear(3, 1), config, loss_fn=loss_fn, forward=lambda model, batch: model(batch))
+    engine = plait.initialize(
+        nn.Linear(3, 1), config, loss_fn=loss_fn, forward=lambda model, batch: model(batch)
+    )
     losses = [float(engine.train_batch(torch.ones(4, 3)).loss) for _ in range(2)]
     engine.close()
     with open(tmp_path / "job" / "train_loss.csv", newline="") as stream:
@@ -79,7 +81,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with launched_alone():
-        losses = train({**CONFIG, "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "job"}})
+        losses = train(
+            {**CONFIG, "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "job"}}
+        )
     events = EventAccumulator(str(tmp_path / "logs" / "job"))
     events.Reload()
     scalars = events.Scalars("train/loss")
@@ -98,7 +102,10 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"train/loss" in content and b"train_batch_size" in content
 
 
-@pytest.mark.parametrize(("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")])
+@pytest.mark.parametrize(
+    ("section", "package"),
+    [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")],
+)
 def test_a_missing_library(section: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library may be installed here, so its absence is simulated."""
 
@@ -134,11 +141,16 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
 def test_a_tracker_that_cannot_start() -> None:
     Path("job").touch()
     with pytest.raises(InputError, match=r"starting the trackers: .*job"):
-        plait.initialize(nn.Linear(3, 1), {**CONFIG, "csv_monitor": {"enabled": True, "job_name": "job"}})
+        plait.initialize(
+            nn.Linear(3, 1), {**CONFIG, "csv_monitor": {"enabled": True, "job_name": "job"}}
+        )
 
 
 def test_run_trackers_and_sections() -> None:
-    tree = {**CONFIG, "run": {"folder": "f", "trackers": ["csv_monitor", {"wandb": {"project": "x"}}]}}
+    tree = {
+        **CONFIG,
+        "run": {"folder": "f", "trackers": ["csv_monitor", {"wandb": {"project": "x"}}]},
+    }
     resolved = resolve(load(tree), world_size=1)
     settings = {spec.name: spec.settings for spec in resolved.trackers}
     assert settings["csv_monitor"] == {"output_path": "f", "job_name": "csv_monitor"}
@@ -152,7 +164,10 @@ def test_run_trackers_and_sections() -> None:
 
 
 def test_explain_lists_what_is_honoured() -> None:
-    tree: dict[str, Any] = {"wandb": {"enabled": True, "project": "x"}, "comet": {"api_key": "hunter2", "samples_log_interval": 5}}
+    tree: dict[str, Any] = {
+        "wandb": {"enabled": True, "project": "x"},
+        "comet": {"api_key": "hunter2", "samples_log_interval": 5},
+    }
     tree |= {"train_batch_size": 1, "tensorboard": {"enabled": False, "job_name": "x"}}
     found = explain(tree)
     rows = {row.key: (row.status.value, row.meaning) for row in found.keys}

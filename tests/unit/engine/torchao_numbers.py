@@ -26,7 +26,12 @@ CLASSES = {"int8": "AdamW8bit", "float8": "AdamWFp8", "int8, decay in gradients"
 
 def waves(count: int, *, phase: float = 0.0) -> torch.Tensor:
     """float32 [count] between -1 and 1, the same wherever it is computed."""
-    return torch.tensor([round(math.sin(0.7 * index + phase) * math.cos(0.013 * index * (1 + phase)), 5) for index in range(count)])
+    return torch.tensor(
+        [
+            round(math.sin(0.7 * index + phase) * math.cos(0.013 * index * (1 + phase)), 5)
+            for index in range(count)
+        ]
+    )
 
 
 def numbers(*, signed: bool) -> torch.Tensor:
@@ -49,7 +54,9 @@ def trained(optimizer: Any, *, dtype: torch.dtype = torch.float32) -> nn.Paramet
 
 def packed(tensor: torch.Tensor) -> str:
     """Its bytes as text."""
-    return base64.b64encode(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).decode()
+    return base64.b64encode(
+        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).decode()
 
 
 def unpacked(text: str, dtype: torch.dtype) -> torch.Tensor:
@@ -78,18 +85,39 @@ def _main() -> None:
     found: dict[str, str] = {}
     for name, signed in (("average", True), ("squares", False)):
         given = numbers(signed=signed)
-        found[f"levels {name}"] = packed(torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned()))
+        found[f"levels {name}"] = packed(
+            torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned())
+        )
         for kind in ("int8", "float8"):
-            state = OptimState8bit.zeros(given.shape, signed, BLOCK) if kind == "int8" else OptimStateFp8.zeros(given.shape, BLOCK)
+            state = (
+                OptimState8bit.zeros(given.shape, signed, BLOCK)
+                if kind == "int8"
+                else OptimStateFp8.zeros(given.shape, BLOCK)
+            )
             state.copy_(given)
-            found[f"codes {kind} {name}"], found[f"scales {kind} {name}"] = packed(state.codes), packed(state.scale)
+            found[f"codes {kind} {name}"], found[f"scales {kind} {name}"] = (
+                packed(state.codes),
+                packed(state.scale),
+            )
     with torch.compiler.set_stance("force_eager"):
         for name, kind in CLASSES.items():
-            found[f"trained {name}"] = packed(trained(lambda parameters, kind=kind: getattr(torchao.optim, kind)(parameters, **PARAMS)))
+            found[f"trained {name}"] = packed(
+                trained(
+                    lambda parameters, kind=kind: getattr(torchao.optim, kind)(parameters, **PARAMS)
+                )
+            )
     if "--check" in sys.argv:
         recorded = json.loads(FILE.read_text())
-        different = sorted(name for name in {*found, *recorded} if not _agree(name, found.get(name), recorded.get(name)))
-        sys.exit(f"torchao makes other numbers than {FILE.name} has: {', '.join(different)}" if different else 0)
+        different = sorted(
+            name
+            for name in {*found, *recorded}
+            if not _agree(name, found.get(name), recorded.get(name))
+        )
+        sys.exit(
+            f"torchao makes other numbers than {FILE.name} has: {', '.join(different)}"
+            if different
+            else 0
+        )
     FILE.write_text(json.dumps(found, indent=0) + "\n")
 
 

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import DataLoaderConfiguration
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradScalerKwargs, ProjectConfiguration
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    ProjectConfiguration,
+)
 from torch import nn
 
 from plait.errors import ConfigError, InputError
@@ -33,11 +38,20 @@ def _alone() -> Iterator[None]:
         ({"rng_types": ["torch"]}, "rng_types"),
         ({"dynamo_backend": "inductor"}, '"compile": {"enabled": true}'),
         ({"mixed_precision": "fp8"}, "no, bf16, fp16"),
-        ({"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches=True"),
+        (
+            {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
+            "dispatch_batches=True",
+        ),
         ({"dataloader_config": DataLoaderConfiguration(even_batches=False)}, "each sample once"),
-        ({"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)}, "save_state(folder)"),
+        (
+            {"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)},
+            "save_state(folder)",
+        ),
         ({"kwargs_handlers": [GradScalerKwargs(init_scale=4.0)]}, '"fp16"'),
-        ({"plait_config": {"parallel": {"pp": 1}}, "deepspeed_plugin": object()}, "leave one of them out"),
+        (
+            {"plait_config": {"parallel": {"pp": 1}}, "deepspeed_plugin": object()},
+            "leave one of them out",
+        ),
     ],
 )
 def test_arguments(arguments: dict[str, Any], words: str) -> None:
@@ -59,15 +73,25 @@ def test_plugins_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("config", "arguments", "field"),
     [
         ({"bf16": {"enabled": True}}, {"mixed_precision": "fp16"}, "bf16.enabled"),
-        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
+        (
+            {"gradient_accumulation_steps": 4},
+            {"gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps",
+        ),
         ({"optimizer": {"type": "AdamW", "params": {}}}, {}, "optimizer"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}, {}, "scheduler"),
         ({"parallel": {"loss_chunk_tokens": 8}}, {}, "parallel.loss_chunk_tokens"),
         ({"experts": {"z_loss": 0.1}}, {}, "experts.z_loss"),
-        ({"parallel": {"optimizer_in_backward": True}, "gradient_clipping": 0}, {}, "parallel.optimizer_in_backward"),
+        (
+            {"parallel": {"optimizer_in_backward": True}, "gradient_clipping": 0},
+            {},
+            "parallel.optimizer_in_backward",
+        ),
     ],
 )
-def test_a_file_that_contradicts(config: dict[str, Any], arguments: dict[str, Any], field: str) -> None:
+def test_a_file_that_contradicts(
+    config: dict[str, Any], arguments: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         Accelerator(cpu=True, plait_config=config, **arguments)
     assert field in {problem.field for problem in error.value.problems}
@@ -84,9 +108,17 @@ def test_layouts_without_a_loss_to_call(monkeypatch: pytest.MonkeyPatch, axis: s
 def test_the_file_of_a_deepspeed_plugin() -> None:
     """DeepSpeed need not be installed."""
     plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=3)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, deepspeed_plugin=plugin, mixed_precision="bf16")
-    assert accelerator.resolved.data_parallel.stage == 2 and accelerator.resolved.batch.accumulation == 3
-    assert accelerator.resolved.precision.compute == "bfloat16" and accelerator.mixed_precision == "bf16"
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=3, deepspeed_plugin=plugin, mixed_precision="bf16"
+    )
+    assert (
+        accelerator.resolved.data_parallel.stage == 2
+        and accelerator.resolved.batch.accumulation == 3
+    )
+    assert (
+        accelerator.resolved.precision.compute == "bfloat16"
+        and accelerator.mixed_precision == "bf16"
+    )
 
 
 def test_what_is_prepared() -> None:
@@ -117,7 +149,10 @@ def test_what_is_prepared() -> None:
             accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
         with pytest.raises(InputError, match="Euclidean"):
             accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
-        for call, given in ((accelerator.clip_grad_value_, (model.parameters(), 1.0)), (accelerator.unscale_gradients, ())):
+        for call, given in (
+            (accelerator.clip_grad_value_, (model.parameters(), 1.0)),
+            (accelerator.unscale_gradients, ()),
+        ):
             with pytest.raises(InputError, match="clip_grad_norm_"):
                 call(*given)
         with pytest.warns(UserWarning, match="drops the gradients of 2 micro-batches"):
@@ -143,5 +178,7 @@ def test_a_norm_that_contradicts_the_file() -> None:
         accelerator.backward(model(torch.ones(1, 2)).sum())
     before = model.weight.detach().clone()
     optimizer.step()
-    assert float((model.weight.detach() - before).norm()) == pytest.approx(0.1 * 0.3 * (2 / 3) ** 0.5, rel=1e-4)
+    assert float((model.weight.detach() - before).norm()) == pytest.approx(
+        0.1 * 0.3 * (2 / 3) ** 0.5, rel=1e-4
+    )
     accelerator.free_memory()

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from plait.data.stream_part import StreamPart
 from plait.hf.batches import EpochOrder, Rounds
@@ -24,7 +30,11 @@ def test_every_sample_once(samples: int, ranks: int) -> None:
     every = [rounds(samples, 2, ranks, index) for index in range(ranks)]
     read = [list(one) for one in every]
     assert {len(one) for one in read} == {len(every[0])}
-    own = [read[index][position] for position in range(len(read[0])) for index in range(every[0].present(position))]
+    own = [
+        read[index][position]
+        for position in range(len(read[0]))
+        for index in range(every[0].present(position))
+    ]
     assert own == list(BatchSampler(SequentialSampler(range(samples)), 2, False))
 
 
@@ -48,17 +58,28 @@ class Numbers(IterableDataset[int]):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_sample_of_a_stream_once(samples: int, ranks: int) -> None:
     size = 2
-    parts = [StreamPart(Numbers(samples), batch_size=size, ranks=ranks, index=index, drop_last=False) for index in range(ranks)]
+    parts = [
+        StreamPart(Numbers(samples), batch_size=size, ranks=ranks, index=index, drop_last=False)
+        for index in range(ranks)
+    ]
     read = [list(part) for part in parts]
     batches = [[one[begin : begin + size] for begin in range(0, len(one), size)] for one in read]
     assert len({len(one) for one in batches}) == 1
-    own = [batches[index][position] for position in range(len(batches[0])) for index in range(parts[0].present(position))]
+    own = [
+        batches[index][position]
+        for position in range(len(batches[0]))
+        for index in range(parts[0].present(position))
+    ]
     assert [number for batch in own for number in batch] == list(range(samples))
 
 
 def test_a_worker_of_the_only_rank_repeats_nothing() -> None:
     part = StreamPart(Numbers(7), batch_size=2, ranks=1, index=0, drop_last=False)
-    assert [number for batch in DataLoader(part, batch_size=2, num_workers=1) for number in batch.tolist()] == list(range(7))
+    assert [
+        number
+        for batch in DataLoader(part, batch_size=2, num_workers=1)
+        for number in batch.tolist()
+    ] == list(range(7))
 
 
 def test_an_order_for_every_epoch() -> None:

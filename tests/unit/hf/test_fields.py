@@ -63,11 +63,19 @@ REFUSED: dict[str, Any] = {
 def test_fsdp_in_a_file(tmp_path: Path) -> None:
     """As Transformers reads it; what is no such file is refused by name."""
     (tmp_path / "fsdp.json").write_text('{"fsdp_reshard_after_forward": false}')
-    args = arguments(TrainingArguments, str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / "fsdp.json"))
+    args = arguments(
+        TrainingArguments, str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / "fsdp.json")
+    )
     assert (args.fsdp, args.fsdp_config) == (True, {"fsdp_reshard_after_forward": False})
-    assert settings_of(fsdp_config_of(args), args, world_size=2, hidden_size=32)[1].data_parallel.stage == 2
+    assert (
+        settings_of(fsdp_config_of(args), args, world_size=2, hidden_size=32)[1].data_parallel.stage
+        == 2
+    )
     (tmp_path / "fsdp.json").write_text("[1]")
-    for name, said in (("fsdp.json", "holds a list and not an object"), ("none.json", "is not a JSON file that can be read")):
+    for name, said in (
+        ("fsdp.json", "holds a list and not an object"),
+        ("none.json", "is not a JSON file that can be read"),
+    ):
         with pytest.raises(InputError, match=f"{name}.*{said}"):
             arguments(TrainingArguments, str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / name))
 
@@ -81,8 +89,12 @@ def test_fsdp_in_a_file(tmp_path: Path) -> None:
         (True, {"activation_checkpointing": True}, RECOMPUTE),
     ],
 )
-def test_fsdp_that_cannot_be_honoured(tmp_path: Path, fsdp: Any, section: dict[str, Any], said: str) -> None:
-    args = arguments(TrainingArguments, str(tmp_path), fsdp=fsdp, fsdp_config=section, **{RECOMPUTE: True})
+def test_fsdp_that_cannot_be_honoured(
+    tmp_path: Path, fsdp: Any, section: dict[str, Any], said: str
+) -> None:
+    args = arguments(
+        TrainingArguments, str(tmp_path), fsdp=fsdp, fsdp_config=section, **{RECOMPUTE: True}
+    )
     with pytest.raises(ConfigError, match=said):
         settings_of(fsdp_config_of(args), args, world_size=2, hidden_size=32)
 
@@ -98,11 +110,21 @@ def test_fsdp_of_another_trainer(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path) -> None:
     """All at once, each with its reason, before there is a process group."""
     for name, value in REFUSED.items():
-        problems, _ = examined(arguments(TrainingArguments, str(tmp_path), **{name: value}), Layout())
+        problems, _ = examined(
+            arguments(TrainingArguments, str(tmp_path), **{name: value}), Layout()
+        )
         assert [problem.field for problem in problems] == [f"TrainingArguments.{name}"]
         assert problems[0].rule and problems[0].remedy
-    with pytest.raises(ConfigError, match=r"use_liger_kernel.*\n?.*save_on_each_node|save_on_each_node.*\n?.*use_liger_kernel"):
-        Trainer(model(), arguments(TrainingArguments, str(tmp_path), use_liger_kernel=True, save_on_each_node=True))
+    with pytest.raises(
+        ConfigError,
+        match=r"use_liger_kernel.*\n?.*save_on_each_node|save_on_each_node.*\n?.*use_liger_kernel",
+    ):
+        Trainer(
+            model(),
+            arguments(
+                TrainingArguments, str(tmp_path), use_liger_kernel=True, save_on_each_node=True
+            ),
+        )
 
 
 def test_plain_arguments_are_taken(tmp_path: Path) -> None:
@@ -111,7 +133,12 @@ def test_plain_arguments_are_taken(tmp_path: Path) -> None:
 
 
 def test_only_where_processes_share_a_batch(tmp_path: Path) -> None:
-    args = arguments(TrainingArguments, str(tmp_path), neftune_noise_alpha=5.0, train_sampling_strategy="batch_rebalance")
+    args = arguments(
+        TrainingArguments,
+        str(tmp_path),
+        neftune_noise_alpha=5.0,
+        train_sampling_strategy="batch_rebalance",
+    )
     assert {problem.field.rpartition(".")[2] for problem in examined(args, Layout(tp=2))[0]} == {
         "neftune_noise_alpha",
         "train_sampling_strategy",
@@ -124,31 +151,62 @@ def test_noted(tmp_path: Path) -> None:
 
 
 def settings(source: Any, folder: Path, *, world: int = 2, **given: Any) -> Any:
-    return settings_of(source, arguments(TrainingArguments, str(folder), **given), world_size=world, hidden_size=32)[1]
+    return settings_of(
+        source, arguments(TrainingArguments, str(folder), **given), world_size=world, hidden_size=32
+    )[1]
 
 
 def test_auto_is_filled(tmp_path: Path) -> None:
     """By Transformers' rule, with the data-parallel ranks in place of all processes; what the file leaves out too."""
-    text: Any = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    text: Any = dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        "auto",
+    )
     text |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "parallel": {"tp": 2}}
-    text |= {"optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}}
+    text |= {
+        "optimizer": {
+            "type": "AdamW",
+            "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+        }
+    }
     found = settings(text, tmp_path, world=4, bf16=True, adam_beta2=0.95)
-    assert (found.batch.train_batch_size, found.batch.micro_batch_size, found.batch.accumulation) == (8, 2, 2)
+    assert (
+        found.batch.train_batch_size,
+        found.batch.micro_batch_size,
+        found.batch.accumulation,
+    ) == (8, 2, 2)
     assert found.gradient_clipping == 0.5 and found.precision.compute is not None
-    assert found.optimizer.params == {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    assert found.optimizer.params == {
+        "lr": 1e-2,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    }
     bare = settings({}, tmp_path, bf16=True)
-    assert (bare.batch.train_batch_size, bare.gradient_clipping, bare.seed) == (8, 0.5, 42) and bare.precision.compute is not None
+    assert (bare.batch.train_batch_size, bare.gradient_clipping, bare.seed) == (
+        8,
+        0.5,
+        42,
+    ) and bare.precision.compute is not None
     for name in recompute_fields(TrainingArguments):
-        recompute = settings({}, tmp_path, **{name: True, f"{name}_kwargs": {"every_n_layers": 2}}).recompute
+        recompute = settings(
+            {}, tmp_path, **{name: True, f"{name}_kwargs": {"every_n_layers": 2}}
+        ).recompute
         assert (recompute.mode, recompute.every) == ("full", 2)
-        with pytest.raises(ConfigError, match=rf"TrainingArguments.{RECOMPUTE} .*parallel.recompute.mode"):
+        with pytest.raises(
+            ConfigError, match=rf"TrainingArguments.{RECOMPUTE} .*parallel.recompute.mode"
+        ):
             settings({"parallel": {"recompute": {"mode": "full"}}}, tmp_path, **{name: True})
     assert settings({}, tmp_path, torch_compile=True).compile.enabled
 
 
 def test_contradictions(tmp_path: Path) -> None:
     """All of them at once."""
-    text = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    text = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+    }
     with pytest.raises(ConfigError) as raised:
         settings(text, tmp_path)
     assert {problem.field for problem in raised.value.problems} == {
@@ -157,7 +215,12 @@ def test_contradictions(tmp_path: Path) -> None:
         "bf16.enabled",
     }
     with pytest.raises(ConfigError, match=r"parallel.optimizer_in_backward"):
-        settings({"parallel": {"optimizer_in_backward": True}}, tmp_path, gradient_accumulation_steps=1, max_grad_norm=0)
+        settings(
+            {"parallel": {"optimizer_in_backward": True}},
+            tmp_path,
+            gradient_accumulation_steps=1,
+            max_grad_norm=0,
+        )
 
 
 def test_parts_of_sequences(tmp_path: Path) -> None:
@@ -169,8 +232,16 @@ def test_parts_of_sequences(tmp_path: Path) -> None:
 def test_what_the_loss_of_the_model_has_not(tmp_path: Path) -> None:
     """It would change nothing."""
     with pytest.raises(ConfigError) as raised:
-        settings({"experts": {"z_loss": 0.001, "balance": "global"}, "parallel": {"ep": 2, "tp": 2}}, tmp_path, world=4)
-    assert [problem.field for problem in raised.value.problems] == ["parallel.ep", "experts.z_loss", "experts.balance"]
+        settings(
+            {"experts": {"z_loss": 0.001, "balance": "global"}, "parallel": {"ep": 2, "tp": 2}},
+            tmp_path,
+            world=4,
+        )
+    assert [problem.field for problem in raised.value.problems] == [
+        "parallel.ep",
+        "experts.z_loss",
+        "experts.balance",
+    ]
 
 
 def test_schedule(tmp_path: Path) -> None:
@@ -180,15 +251,24 @@ def test_schedule(tmp_path: Path) -> None:
     config, _ = settings_of(text, args, world_size=2, hidden_size=32)
     found = schedule_of(config, args, world_size=2, max_steps=17)
     assert found is not None
-    assert found.params == {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "total_num_steps": 17}
+    assert found.params == {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 1e-2,
+        "warmup_num_steps": 3,
+        "total_num_steps": 17,
+    }
 
 
 def test_deepspeed_is_left_to_plait(tmp_path: Path) -> None:
     """Without DeepSpeed installed; what the field said survives a copy of the arguments; a Trainer that is not Plait's refuses it."""
     import transformers
 
-    args = arguments(transformers.TrainingArguments, str(tmp_path), deepspeed={"zero_optimization": {"stage": 1}})
-    assert args.deepspeed_plugin is None and args.to_dict()["deepspeed"] == {"zero_optimization": {"stage": 1}}
+    args = arguments(
+        transformers.TrainingArguments, str(tmp_path), deepspeed={"zero_optimization": {"stage": 1}}
+    )
+    assert args.deepspeed_plugin is None and args.to_dict()["deepspeed"] == {
+        "zero_optimization": {"stage": 1}
+    }
     with pytest.raises(InputError, match=r"plait.hf.Trainer"):
         transformers.Trainer(model(), args)
     with pytest.raises(ConfigError, match="give one of them"):
@@ -202,7 +282,12 @@ def test_wrap() -> None:
         pass
 
     found = wrap(Mine)
-    assert found.__name__ == "Mine" and issubclass(found, Mine) and wrap(found) is found and wrap(Trainer) is Trainer
+    assert (
+        found.__name__ == "Mine"
+        and issubclass(found, Mine)
+        and wrap(found) is found
+        and wrap(Trainer) is Trainer
+    )
     assert issubclass(Seq2SeqTrainer, transformers.Seq2SeqTrainer)
     with pytest.raises(InputError, match="a subclass of transformers.Trainer"):
         wrap(dict)
@@ -210,7 +295,9 @@ def test_wrap() -> None:
 
 def test_generation_that_no_layout_can_is_refused(tmp_path: Path) -> None:
     """Before training."""
-    beams = arguments(Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True, generation_num_beams=4)
+    beams = arguments(
+        Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True, generation_num_beams=4
+    )
     with pytest.raises(ConfigError, match=r"generation_num_beams.*without beams"):
         Seq2SeqTrainer(model(), beams)
     args = arguments(Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True)
@@ -220,9 +307,15 @@ def test_generation_that_no_layout_can_is_refused(tmp_path: Path) -> None:
         trainer.evaluate()
 
     def problems(kind: Any, **config: Any) -> list[str]:
-        return [problem.field for problem in problems_of(kind, args, settings(config, tmp_path, world=4))]
+        return [
+            problem.field
+            for problem in problems_of(kind, args, settings(config, tmp_path, world=4))
+        ]
 
-    field, encoder = ["TrainingArguments.predict_with_generate"], SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True))
+    field, encoder = (
+        ["TrainingArguments.predict_with_generate"],
+        SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True)),
+    )
     assert problems(model(), parallel={"tp": 2, "pp": 2}) == problems(encoder) == []
     assert problems(encoder, parallel={"tp": 2}) == field
     assert problems(encoder, zero_optimization={"stage": 1}) == []

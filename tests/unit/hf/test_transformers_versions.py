@@ -44,7 +44,10 @@ def test_overridden_methods_exist() -> None:
 @pytest.mark.parametrize("installed", ["5.0.0", "5.16.1"])
 def test_an_older_trainer_is_refused(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.hf.transformers_versions.version", lambda name: installed)
-    with pytest.raises(InputError, match=rf"Transformers {installed} .*pip install 'transformers>={OLDEST_TRAINER}'"):
+    with pytest.raises(
+        InputError,
+        match=rf"Transformers {installed} .*pip install 'transformers>={OLDEST_TRAINER}'",
+    ):
         Trainer()
 
 
@@ -64,7 +67,9 @@ assert TrainingArguments.__post_init__ is own
 
 def test_a_loss_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rule of the installed release: before 5.19 it reads no `loss_is_scaled_for_ga`."""
-    rule = SimpleNamespace(loss_is_scaled_for_ga=None, model_accepts_loss_kwargs=True, compute_loss_func=None)
+    rule = SimpleNamespace(
+        loss_is_scaled_for_ga=None, model_accepts_loss_kwargs=True, compute_loss_func=None
+    )
     assert loss_is_scaled(rule, 3) and not loss_is_scaled(rule, None)
     rule.model_accepts_loss_kwargs = False
     assert not loss_is_scaled(rule, 3)

@@ -45,7 +45,14 @@ LINEAR = {
     "num_experts": 4,
     "shared_expert_intermediate_size": 16,
 }
-GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "eos_token_id": None}
+GPT2 = {
+    "vocab_size": 40,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+    "eos_token_id": None,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", GROUPED),
     "mistral": ("mistral", WINDOW),
@@ -63,7 +70,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, new": ("falcon", {**WIDTHS, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "deepseek_v2": ("deepseek_v2", {**LATENT, "topk_method": "greedy"}),
     "deepseek_v3": ("deepseek_v3", LATENT),
-    "jamba": ("jamba", {**GROUPED, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
+    "jamba": (
+        "jamba",
+        {
+            **GROUPED,
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "use_mamba_kernels": False,
+        },
+    ),
     "jetmoe": ("jetmoe", {**GROUPED, "kv_channels": 8, "num_local_experts": 4}),
 }
 

@@ -21,7 +21,14 @@ def built(kind: str = "llama", *, layers: int = 3, **fields: Any) -> nn.Module:
             "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
             "max_position_embeddings": 128,
         }  # fmt: skip
-    config = AutoConfig.for_model(kind, vocab_size=96, initializer_range=0.3, bos_token_id=0, eos_token_id=None, **{**shape, **fields})
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=96,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=None,
+        **{**shape, **fields},
+    )
     return AutoModelForCausalLM.from_config(config).eval()
 
 

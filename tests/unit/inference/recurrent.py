@@ -32,7 +32,9 @@ def built(kind: str) -> nn.Module:
         "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": None,
     }  # fmt: skip
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**shape, **FIELDS[kind]})).eval()
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**shape, **FIELDS[kind]})
+    ).eval()
 
 
 def by_transformers(model: Any) -> list[list[int]]:
@@ -40,6 +42,12 @@ def by_transformers(model: Any) -> list[list[int]]:
     found = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        made = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+        )
         found.append(made[0, len(prompt) :].tolist())
     return found

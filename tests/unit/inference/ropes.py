@@ -29,7 +29,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 LENGTHS = (5, 24, 25, 26, 31, 32, 33, 60, 26, 40)
 """Of prompts: with NEW tokens they stay within the original length, or get past it, or begin past it."""
-PROMPTS = [[1 + (7 * index + 3 * at) % 90 for at in range(length)] for index, length in enumerate(LENGTHS)]
+PROMPTS = [
+    [1 + (7 * index + 3 * at) % 90 for at in range(length)] for index, length in enumerate(LENGTHS)
+]
 
 
 def transformers_tokens(model: Any, prompt: list[int], **settings: Any) -> list[int]:

@@ -26,7 +26,12 @@ SMALL, OTHER = 280 << 10, 10 << 10
 """A budget that streams layers of the small model, and the part of it for other things than weights."""
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 8},
-    "ranks and scales": {"r": 2, "rank_pattern": {"o_proj": 5}, "alpha_pattern": {"up_proj": 32}, "use_rslora": True},
+    "ranks and scales": {
+        "r": 2,
+        "rank_pattern": {"o_proj": 5},
+        "alpha_pattern": {"up_proj": 32},
+        "use_rslora": True,
+    },
     "dora": {"r": 3, "use_dora": True},
     "some layers": {"r": 2, "layers_to_transform": [1, 4]},
     "in full": {"r": 2, "modules_to_save": ["lm_head"]},
@@ -67,14 +72,23 @@ def by_peft(base: Path, adapter: Path | None, *, dtype: Any = None) -> Found:
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
     model.generation_config.eos_token_id = None
-    options = {"max_new_tokens": 10, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     made = model.eval().generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **options)
     tokens = made.sequences[:, longest:]
-    return tokens.tolist(), torch.log_softmax(torch.stack(made.logits, 1).float(), -1).gather(2, tokens.unsqueeze(2))[..., 0]
+    return tokens.tolist(), torch.log_softmax(torch.stack(made.logits, 1).float(), -1).gather(
+        2, tokens.unsqueeze(2)
+    )[..., 0]
 
 
 def of(sharded: ShardedModel) -> Found:
-    made = plait.generate(sharded, PROMPTS, max_new_tokens=10, temperature=0, eos_token_id=[10**6], pad_token_id=0)
+    made = plait.generate(
+        sharded, PROMPTS, max_new_tokens=10, temperature=0, eos_token_id=[10**6], pad_token_id=0
+    )
     sharded.close()
     return [one.token_ids for one in made], torch.tensor([one.logprobs for one in made])
 
@@ -107,14 +121,22 @@ def test_16_bits(base: Path, tmp_path: Path) -> None:
 
 def test_the_adapter_is_counted(base: Path, tmp_path: Path) -> None:
     """What it takes stays in memory, so more layers are streamed."""
-    small, large = (open_source(base, saved(base, tmp_path / str(rank), r=rank)) for rank in (1, 24))
-    plans = [load_streamed(one, budget_bytes=450 << 10, other_bytes=OTHER) for one in (small, large)]
+    small, large = (
+        open_source(base, saved(base, tmp_path / str(rank), r=rank)) for rank in (1, 24)
+    )
+    plans = [
+        load_streamed(one, budget_bytes=450 << 10, other_bytes=OTHER) for one in (small, large)
+    ]
     for sharded, _ in plans:
         sharded.close()
     assert len(plans[0][1].streamed) < len(plans[1][1].streamed)
     assert all(plan.resident_bytes + plan.slot_bytes + OTHER <= 450 << 10 for _, plan in plans)
     with pytest.raises(InputError, match=r"give at least"):
-        load_streamed(open_source(base, saved(base, tmp_path / "96", r=96)), budget_bytes=SMALL, other_bytes=OTHER)
+        load_streamed(
+            open_source(base, saved(base, tmp_path / "96", r=96)),
+            budget_bytes=SMALL,
+            other_bytes=OTHER,
+        )
 
 
 def test_a_folder_of_the_adapter_names_its_base(base: Path, tmp_path: Path) -> None:
@@ -123,7 +145,10 @@ def test_a_folder_of_the_adapter_names_its_base(base: Path, tmp_path: Path) -> N
     with pytest.raises(InputError, match="is an adapter itself"):
         open_source(adapter, adapter)
     changed(adapter, base_model_name_or_path="someone/model")
-    with pytest.raises(InputError, match="'someone/model', which it names as its base, is no folder here; give --model BASE --adapter"):
+    with pytest.raises(
+        InputError,
+        match="'someone/model', which it names as its base, is no folder here; give --model BASE --adapter",
+    ):
         open_source(adapter)
 
 
@@ -141,18 +166,26 @@ def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("fields", "words"),
     [
         ({"peft_type": "IA3"}, "is of the kind IA3, and LORA is supported"),
-        ({"alora_invocation_tokens": [3, 4]}, r"alora_invocation_tokens = \[3, 4\] is not supported"),
+        (
+            {"alora_invocation_tokens": [3, 4]},
+            r"alora_invocation_tokens = \[3, 4\] is not supported",
+        ),
         ({"layer_replication": [[0, 4], [2, 6]]}, "layer_replication"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
         ({"a_later_field": {"x": 1}}, "a_later_field"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' has changed the base model's weights, too"),
+        (
+            {"init_lora_weights": "pissa"},
+            "init_lora_weights = 'pissa' has changed the base model's weights, too",
+        ),
         ({"target_modules": ["no_such"]}, "PEFT cannot put it on the model"),
         ({"target_modules": ["q_proj"]}, "which the model does not have; is it another model's"),
         ({"r": 5}, r"the model's is \[5, 64\]"),
         ({"lora_bias": True}, "lacks .* of its tensors, first model.layers.0"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], words: str, base: Path, plain: Path, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_refused_by_name(
+    fields: dict[str, Any], words: str, base: Path, plain: Path, tmp_path: Path
+) -> None:
     adapter = Path(shutil.copytree(plain, tmp_path / "adapter"))
     changed(adapter, **fields)
     with pytest.raises(InputError, match=words):
@@ -183,7 +216,9 @@ def test_what_tied_weights_exclude(base: Path, tmp_path: Path) -> None:
     made = saved(tmp_path / "tied", tmp_path / "head", **KINDS["in full"])
     with pytest.raises(InputError, match=r"has trained .* in full, and the model ties it"):
         open_source(tmp_path / "tied", made).model()
-    assert of(load_model(open_source(tmp_path / "tied", saved(tmp_path / "tied", tmp_path / "lora", r=3))))[0]
+    assert of(
+        load_model(open_source(tmp_path / "tied", saved(tmp_path / "tied", tmp_path / "lora", r=3)))
+    )[0]
 
 
 def test_gpt2(tmp_path: Path) -> None:
@@ -191,9 +226,23 @@ def test_gpt2(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=120, n_embd=32, n_layer=4, n_head=4, n_positions=64, initializer_range=0.3, eos_token_id=None)
+    config = GPT2Config(
+        vocab_size=120,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=64,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
-    adapter = saved(tmp_path / "base", tmp_path / "adapter", r=3, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    adapter = saved(
+        tmp_path / "base",
+        tmp_path / "adapter",
+        r=3,
+        target_modules=["c_attn", "c_fc"],
+        fan_in_fan_out=True,
+    )
     tokens, _ = by_peft(tmp_path / "base", adapter)
     assert tokens != by_peft(tmp_path / "base", None)[0]
     source = open_source(tmp_path / "base", adapter)

@@ -16,11 +16,19 @@ from plait.inference.vocabulary import tokens_of_tokenizer
 
 
 def requests(*prompts: tuple[int, ...], new: int = 4, seed: int | None = None) -> list[Request]:
-    return [Request(prompt, new, None if seed is None else seed + index) for index, prompt in enumerate(prompts)]
+    return [
+        Request(prompt, new, None if seed is None else seed + index)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def logits(rows: int, vocabulary: int = 50, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    return (
+        torch.randn(
+            rows, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        * 3
+    )
 
 
 def test_greedy_with_its_probability() -> None:
@@ -34,7 +42,11 @@ def test_greedy_with_its_probability() -> None:
 def test_a_request_ends_at_its_token_its_limit_or_never_again() -> None:
     scores = torch.zeros(2, 8)
     scores[0, 3], scores[1, 5] = 1, 1
-    chooser = Chooser([Request((1,), 9, None), Request((1,), 2, None)], Settings(eos_token_id=(3, 4), pad_token_id=7), None)
+    chooser = Chooser(
+        [Request((1,), 9, None), Request((1,), 2, None)],
+        Settings(eos_token_id=(3, 4), pad_token_id=7),
+        None,
+    )
     assert chooser(scores, [0, 1])[2].tolist() == [STOP, GOES_ON]
     tokens, logprobs, last = chooser(scores, [0, 1])
     assert tokens.tolist() == [7, 5] and last.tolist() == [STOP, LENGTH] and logprobs[0] == 0
@@ -56,7 +68,13 @@ def test_draws_have_the_distribution() -> None:
     scores = torch.log(torch.tensor([[0.5, 0.0, 0.3, 0.2]]))
     drawn = torch.zeros(4)
     for seed in range(2000):
-        drawn[int(Chooser([Request((1,), 1, seed)], Settings(do_sample=True, top_k=0), None)(scores, [0])[0, 0])] += 1
+        drawn[
+            int(
+                Chooser([Request((1,), 1, seed)], Settings(do_sample=True, top_k=0), None)(
+                    scores, [0]
+                )[0, 0]
+            )
+        ] += 1
     assert drawn[1] == 0 and (drawn / 2000 - scores.exp()[0]).abs().max() < 0.04
 
 
@@ -78,19 +96,40 @@ def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None
     transformers = pytest.importorskip("transformers")
     table = logits(12, 12, seed=4)
     prompt = (2, 9, 2)
-    config = transformers.LlamaConfig(vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    config = transformers.LlamaConfig(
+        vocab_size=12,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+    )
 
     class Table(transformers.LlamaForCausalLM):
         def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
             return transformers.modeling_outputs.CausalLMOutputWithPast(logits=table[input_ids])
 
     given = {
-        key: list(map(list, value)) if key == "bad_words_ids" else list(value) if isinstance(value, tuple) else value
+        key: list(map(list, value))
+        if key == "bad_words_ids"
+        else list(value)
+        if isinstance(value, tuple)
+        else value
         for key, value in chosen.items()
     }
     config.eos_token_id = None
-    expected = Table(config).generate(torch.tensor([prompt]), max_new_tokens=6, use_cache=False, do_sample=False, pad_token_id=0, **given)
-    chooser, last, found = Chooser([Request(prompt, 6, None)], Settings(**chosen), None), prompt[-1], []
+    expected = Table(config).generate(
+        torch.tensor([prompt]),
+        max_new_tokens=6,
+        use_cache=False,
+        do_sample=False,
+        pad_token_id=0,
+        **given,
+    )
+    chooser, last, found = (
+        Chooser([Request(prompt, 6, None)], Settings(**chosen), None),
+        prompt[-1],
+        [],
+    )
     while not all(chooser.ends):
         last = int(chooser(table[last : last + 1], [0])[0, 0])
         found.append(last)
@@ -98,8 +137,12 @@ def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None
 
 
 def test_not_a_number() -> None:
-    with pytest.raises(InputError, match="request 0 has no token left to choose, or its logits are not finite"):
-        Chooser(requests((1,), seed=1), Settings(do_sample=True), None)(torch.full((1, 60), torch.nan), [0])
+    with pytest.raises(
+        InputError, match="request 0 has no token left to choose, or its logits are not finite"
+    ):
+        Chooser(requests((1,), seed=1), Settings(do_sample=True), None)(
+            torch.full((1, 60), torch.nan), [0]
+        )
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
@@ -107,7 +150,9 @@ def test_no_number_is_the_likeliest(value: float) -> None:
     """In greedy decoding, too: token 0 would be a choice of nobody."""
     scores = logits(2)
     scores[1] = value
-    with pytest.raises(InputError, match="request 1 has no token left to choose, or its logits are not finite"):
+    with pytest.raises(
+        InputError, match="request 1 has no token left to choose, or its logits are not finite"
+    ):
         Chooser(requests((1,), (2,)), Settings(), None)(scores, [0, 1])
     ended = Chooser(requests((1,), (2,)), Settings(eos_token_id=(3,)), None)
     first = logits(2)
@@ -142,7 +187,11 @@ def test_a_vocabulary_with_gaps() -> None:
     assert text_of(Sparse(), [0, 3, 9]) == "ac"
     stream = TextStream(Sparse())
     assert [stream.add(token) for token in (5, 3, 0)] == ["b", "", "a"] and stream.rest() == ""
-    assert tokens_of_tokenizer(Sparse()) == 10 and tokens_of_tokenizer(Words()) == 26 and tokens_of_tokenizer(None) is None
+    assert (
+        tokens_of_tokenizer(Sparse()) == 10
+        and tokens_of_tokenizer(Words()) == 26
+        and tokens_of_tokenizer(None) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,8 +204,14 @@ def test_a_vocabulary_with_gaps() -> None:
         {"bad_words_ids": ((11,), (3, 11), (4,))},
         {"suppress_tokens": (11, 3), "begin_suppress_tokens": (10,)},
         {"min_new_tokens": 3, "min_length": 8, "eos_token_id": (11, 3)},
-        *({"do_sample": True, "temperature": 5.0, **more} for more in ({"top_k": 11}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9})),
-        *({"do_sample": True, "top_k": 0, **more} for more in ({"epsilon_cutoff": 0.01}, {"eta_cutoff": 0.01})),
+        *(
+            {"do_sample": True, "temperature": 5.0, **more}
+            for more in ({"top_k": 11}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9})
+        ),
+        *(
+            {"do_sample": True, "top_k": 0, **more}
+            for more in ({"epsilon_cutoff": 0.01}, {"eta_cutoff": 0.01})
+        ),
     ],
 )
 def test_a_prompt_of_tokens_that_the_tokenizer_lacks(chosen: dict[str, Any]) -> None:

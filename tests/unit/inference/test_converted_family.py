@@ -43,20 +43,30 @@ def test_python_loads_it(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with pytest.warns(UserWarning, match="in full in every process, because it converts or adds weights"):
+    with pytest.warns(
+        UserWarning, match="in full in every process, because it converts or adds weights"
+    ):
         model: Any = plait.from_pretrained(folder).eval()
-    assert all(torch.equal(model.get_parameter(name), parameter) for name, parameter in own.named_parameters())
+    assert all(
+        torch.equal(model.get_parameter(name), parameter)
+        for name, parameter in own.named_parameters()
+    )
     ids = torch.tensor([[5, 6, 7]])
-    expected = own.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)[0, 3:].tolist()
+    expected = own.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False
+    )[0, 3:].tolist()
     sharded = plait.parallelize(model, {"train_micro_batch_size_per_gpu": 1})
     try:
-        assert generate(sharded, [[5, 6, 7]], max_new_tokens=5, temperature=0)[0].token_ids == expected
+        assert (
+            generate(sharded, [[5, 6, 7]], max_new_tokens=5, temperature=0)[0].token_ids == expected
+        )
     finally:
         sharded.close()
 
 
 def test_the_command_says_how_to_load_it(folder: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r'check "model_type" in its config.json; where Transformers converts .* plait.from_pretrained'
+        CheckpointError,
+        match=r'check "model_type" in its config.json; where Transformers converts .* plait.from_pretrained',
     ):
         load_model(open_source(folder))

@@ -30,7 +30,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
 
     folder = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     source = open_source(folder)
@@ -41,10 +46,18 @@ def test_what_no_layout_holds_is_streamed(work: Work, monkeypatch: pytest.Monkey
     assert deploy(work, tp=None, pp=None, devices=None).budget_bytes is None
     monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
     found = deploy(work, tp=None, pp=None, devices=None)
-    assert found.why.startswith("no layout of the devices here holds it: ") and found.budget_bytes == int(0.92 * 5 * MIB)
-    assert found.tp == found.pp == 1 and 0 < found.other_bytes < found.budget_bytes and found.host_bytes == 0
+    assert found.why.startswith(
+        "no layout of the devices here holds it: "
+    ) and found.budget_bytes == int(0.92 * 5 * MIB)
+    assert (
+        found.tp == found.pp == 1
+        and 0 < found.other_bytes < found.budget_bytes
+        and found.host_bytes == 0
+    )
     for chosen in ({"tp": 1}, {"pp": 1}, {"devices": 1}):
-        with pytest.raises(DoesNotFit, match="the model does not fit: at tp = 1, pp = 1 a device would hold"):
+        with pytest.raises(
+            DoesNotFit, match="the model does not fit: at tp = 1, pp = 1 a device would hold"
+        ):
             deploy(work, **{"tp": None, "pp": None, "devices": None, **chosen})  # type: ignore[arg-type]
 
 
@@ -52,11 +65,17 @@ def test_a_cache_that_is_guessed_is_told(work: Work, monkeypatch: pytest.MonkeyP
     """In the line that `plait generate` and `plait plan infer` print."""
     kept = kept_of(work.model)
     for guess, words in (
-        (replace(kept, guessed="ValueError: no"), "by the heads of the configuration, and may take more"),
+        (
+            replace(kept, guessed="ValueError: no"),
+            "by the heads of the configuration, and may take more",
+        ),
         (Kept(guessed="ValueError: no"), "not at all, as the configuration says no heads"),
     ):
         monkeypatch.setattr(deployment, "kept_of", lambda *_, guess=guess: guess)
-        for found in (deploy(work, tp=None, pp=None, devices=None), deploy_streamed(work, cpu_budget=1 << 30)):
+        for found in (
+            deploy(work, tp=None, pp=None, devices=None),
+            deploy_streamed(work, cpu_budget=1 << 30),
+        ):
             told = f"; keys and values are counted {words}: the model could not be run without weights (ValueError: no)"
             assert found.why.endswith(told)
 
@@ -64,7 +83,9 @@ def test_a_cache_that_is_guessed_is_told(work: Work, monkeypatch: pytest.MonkeyP
 def test_budgets(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="--gpu-budget: no GPU is visible here"):
         deploy_streamed(work, gpu_budget=4 * MIB)
-    assert deploy_streamed(work, cpu_budget=1 << 30).why.startswith("5.7 MiB of weights stay in memory, all of them fit; ")
+    assert deploy_streamed(work, cpu_budget=1 << 30).why.startswith(
+        "5.7 MiB of weights stay in memory, all of them fit; "
+    )
     monkeypatch.setattr(deployment, "device_count", lambda: 1)
     monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
     found = deploy_streamed(work, gpu_budget=4 * MIB, cpu_budget=3 * MIB)
@@ -73,7 +94,10 @@ def test_budgets(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     assert deploy_streamed(work, cpu_budget=9 * MIB).budget_bytes == int(0.92 * 5 * MIB)
     monkeypatch.setattr(deployment, "free_host_bytes", lambda: 100 * MIB)
     assert deploy_streamed(work, gpu_budget=4 * MIB).host_bytes == 80 * MIB
-    assert "are copied to it for every token, 0 B of them from files" in deploy_streamed(work, gpu_budget=4 * MIB).why
+    assert (
+        "are copied to it for every token, 0 B of them from files"
+        in deploy_streamed(work, gpu_budget=4 * MIB).why
+    )
 
 
 def test_the_least_budget_suffices(work: Work) -> None:
@@ -81,7 +105,9 @@ def test_the_least_budget_suffices(work: Work) -> None:
     several = replace(work, requests=3)
     with pytest.raises(InputError) as raised:
         deploy_in_budget(several, cpu_budget=MIB)
-    told = re.search(r"a budget of 1.0 MiB is too small: .*; give at least (\S+ MiB)", str(raised.value))
+    told = re.search(
+        r"a budget of 1.0 MiB is too small: .*; give at least (\S+ MiB)", str(raised.value)
+    )
     assert told is not None
     least = bytes_of(told[1], "--cpu-budget")
     with pytest.raises(InputError, match="too small"):
@@ -96,7 +122,9 @@ def test_keys_and_values_on_the_host(work: Work) -> None:
     from dataclasses import replace
 
     on = Devices(on_gpu=True, count=2, memory_bytes=7 * MIB, host_bytes=1 << 30)
-    many = replace(work, requests=64)  # 6 layers x 2 x 2 heads x 32 x 4 bytes for each of 2,048 tokens: 6 MiB
+    many = replace(
+        work, requests=64
+    )  # 6 layers x 2 x 2 heads x 32 x 4 bytes for each of 2,048 tokens: 6 MiB
     kept = replace(many, offload_cache=True)
     with pytest.raises(InputError, match="does not fit"):
         deploy(many, tp=1, pp=1, devices=None, on=on)
@@ -104,13 +132,18 @@ def test_keys_and_values_on_the_host(work: Work) -> None:
     assert (found.cache, found.cache_copied, found.cache_on_host) == (3 * MIB, 6 * MIB, 7 * MIB)
     streamed = deploy_streamed(kept, gpu_budget=24 * MIB, cpu_budget=20 * MIB, on=on)
     assert streamed.account.cache == 3 * MIB and streamed.host_bytes == 13 * MIB
-    assert streamed.why.endswith("for keys, values and activations; 7.0 MiB of keys and values in host memory")
+    assert streamed.why.endswith(
+        "for keys, values and activations; 7.0 MiB of keys and values in host memory"
+    )
     for wrong, words in (
         (
             {"gpu_budget": 24 * MIB, "cpu_budget": 6 * MIB, "on": on},
             "keys and values take 7.0 MiB of pinned host memory, and 6.0 MiB may be",
         ),
-        ({"cpu_budget": 1 << 30}, "--offload-cache: on the CPU keys and values are in host memory already"),
+        (
+            {"cpu_budget": 1 << 30},
+            "--offload-cache: on the CPU keys and values are in host memory already",
+        ),
     ):
         with pytest.raises(InputError, match=words):
             deploy_streamed(kept, **wrong)
@@ -119,23 +152,40 @@ def test_keys_and_values_on_the_host(work: Work) -> None:
 
 
 def test_how_much_is_kept_on_the_host(work: Work) -> None:
-    stored = {name: Stored(Path(), 0, p.numel() * 4, torch.float32, tuple(p.shape)) for name, p in work.model.named_parameters()}
+    stored = {
+        name: Stored(Path(), 0, p.numel() * 4, torch.float32, tuple(p.shape))
+        for name, p in work.model.named_parameters()
+    }
     numbers = {"budget_bytes": 2 * MIB, "other_bytes": 0}
     every = plan(work.model, stored, **numbers, host_bytes=1 << 30)
     assert every.on_host == every.streamed and every.read_bytes == 0 and len(every.streamed) == 6
     one = pinned_bytes(every.slot_bytes // 2)
     assert one == MIB
     assert plan(work.model, stored, **numbers, host_bytes=6 * one).on_host == every.streamed
-    some = plan(work.model, stored, **numbers, host_bytes=6 * one - 1)  # two are for reading the others
-    assert len(some.on_host) == 3 and set(some.on_host) < set(every.streamed) and some.read_bytes == every.streamed_bytes // 2
+    some = plan(
+        work.model, stored, **numbers, host_bytes=6 * one - 1
+    )  # two are for reading the others
+    assert (
+        len(some.on_host) == 3
+        and set(some.on_host) < set(every.streamed)
+        and some.read_bytes == every.streamed_bytes // 2
+    )
     assert plan(work.model, stored, **numbers, host_bytes=2 * one).on_host == ()
-    with pytest.raises(InputError, match="1.0 MiB of host memory are too little: 2 layers that are read from files take 2.0 MiB"):
+    with pytest.raises(
+        InputError,
+        match="1.0 MiB of host memory are too little: 2 layers that are read from files take 2.0 MiB",
+    ):
         plan(work.model, stored, **numbers, host_bytes=one)
 
 
 def test_memory_in_stretches() -> None:
-    memory = HostMemory([torch.arange(4, dtype=torch.uint8), torch.arange(4, 12, dtype=torch.uint8)])
+    memory = HostMemory(
+        [torch.arange(4, dtype=torch.uint8), torch.arange(4, 12, dtype=torch.uint8)]
+    )
     assert memory.size == 12
-    assert [(start, piece.tolist()) for start, piece in memory.pieces(2, 5)] == [(2, [2, 3]), (4, [4, 5, 6])]
+    assert [(start, piece.tolist()) for start, piece in memory.pieces(2, 5)] == [
+        (2, [2, 3]),
+        (4, [4, 5, 6]),
+    ]
     assert [(start, piece.tolist()) for start, piece in memory.pieces(5, 2)] == [(5, [5, 6])]
     assert list(memory.pieces(4, 0)) == []

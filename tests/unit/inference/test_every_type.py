@@ -23,10 +23,14 @@ from tests.unit.inference.kept_models import tensors
 
 TYPES = {
     name: found
-    for name, found in json.loads((Path(__file__).parents[3] / "docs" / "model_types.json").read_text(encoding="utf-8"))["types"].items()
+    for name, found in json.loads(
+        (Path(__file__).parents[3] / "docs" / "model_types.json").read_text(encoding="utf-8")
+    )["types"].items()
     if "cells" in found
 }
-BY_HEADS = {"cpmant": "its forward looks at values, which meta has not; it keeps 32 tokens of its own besides"}
+BY_HEADS = {
+    "cpmant": "its forward looks at values, which meta has not; it keeps 32 tokens of its own besides"
+}
 """Counted of what the configuration says of heads, which a generation says."""
 AT_MOST = {"deepseek_v4": "it adds to what it keeps once in many tokens"}
 """No more than what is counted is held."""
@@ -44,10 +48,14 @@ def small(name: str) -> dict[str, Any]:
 def model_of(fields: dict[str, Any], device: str = "cpu") -> Any:
     """Of a configuration, with weights that are drawn."""
     kind = fields["model_type"]
-    config = transformers.AutoConfig.for_model(kind, **{key: value for key, value in fields.items() if key != "model_type"})
+    config = transformers.AutoConfig.for_model(
+        kind, **{key: value for key, value in fields.items() if key != "model_type"}
+    )
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
     return model.eval()
 
 
@@ -64,7 +72,9 @@ def test_a_cache_has_the_bytes_that_are_counted(name: str) -> None:
     for prompt, new in ((3, 2), (11, 5)):
         held = held_by(model, prompt, new)
         counted = cache_bytes(keeps, Asked(requests=2, tokens=prompt + new - 1, itemsize=4))
-        assert counted == held or (name in AT_MOST and counted > held), f"{prompt} tokens and {new}: {counted} counted, {held} held"
+        assert counted == held or (name in AT_MOST and counted > held), (
+            f"{prompt} tokens and {new}: {counted} counted, {held} held"
+        )
 
 
 def held_by(model: Any, prompt: int, new: int) -> int:
@@ -72,7 +82,12 @@ def held_by(model: Any, prompt: int, new: int) -> int:
     ids = torch.arange(3, 3 + prompt).expand(2, -1)
     try:
         made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0, return_dict_in_generate=True
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
         )
     except Exception as error:  # of the model's code or of the cache that it is given
         pytest.skip(f"Transformers' generate raises {type(error).__name__}: {error}")
@@ -89,4 +104,6 @@ def test_a_plan_has_the_models_parameters(name: str) -> None:
     except PlaitError as error:
         pytest.skip(f"no plan: {error}")
     planned = as_built(described, fields)
-    assert planned.parameters == sum(parameter.numel() for parameter in model_of(fields, "meta").parameters())
+    assert planned.parameters == sum(
+        parameter.numel() for parameter in model_of(fields, "meta").parameters()
+    )

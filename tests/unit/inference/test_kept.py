@@ -14,7 +14,15 @@ from plait.inference.kept import Asked, cache_bytes, growing_bytes, offloaded_ca
 from plait.sharded.cache import new_cache
 from tests.unit.inference.kept_models import KINDS, model_of, tensors
 
-DIVIDED = {"llama": 2, "mistral": 2, "gpt2": 1, "falcon": 1, "falcon, every head": 4, "gpt_oss": 1, "deepseek_v3": 1}
+DIVIDED = {
+    "llama": 2,
+    "mistral": 2,
+    "gpt2": 1,
+    "falcon": 1,
+    "falcon, every head": 4,
+    "gpt_oss": 1,
+    "deepseek_v3": 1,
+}
 """Ranks that a layer's keys and values are shared between at most. GPT-2's, Falcon's and GPT-OSS's compute all heads, DeepSeek's keep what
 all heads are made of."""
 
@@ -27,7 +35,12 @@ def test_bytes_are_those_that_are_held(name: str) -> None:
     for prompt, new in ((3, 1), (3, 3), (3, 9), (11, 5)):
         ids = torch.arange(3, 3 + prompt).expand(2, -1)
         made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0, return_dict_in_generate=True
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
         )
         held = sum(one.nbytes for one in tensors(made.past_key_values))
         assert cache_bytes(keeps, Asked(requests=2, tokens=prompt + new - 1, itemsize=4)) == held
@@ -42,8 +55,13 @@ def test_a_window_holds_no_more_memory_than_itself(name: str) -> None:
         for length in (20, 1, 7):
             model(input_ids=torch.full((2, length), 5), past_key_values=cache)
             seen = cache.get_seq_length()
-            stored = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors(cache)}
-            assert sum(stored.values()) == cache_bytes(keeps, Asked(requests=2, tokens=seen, itemsize=4))
+            stored = {
+                one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+                for one in tensors(cache)
+            }
+            assert sum(stored.values()) == cache_bytes(
+                keeps, Asked(requests=2, tokens=seen, itemsize=4)
+            )
 
 
 @pytest.mark.parametrize("name", list(DIVIDED))
@@ -73,7 +91,11 @@ def test_states_stay_on_the_device() -> None:
     keeps, asked = kept_of(model_of("qwen3_next", "meta")), Asked(requests=1, tokens=32, itemsize=4)
     found = offloaded_cache(keeps, asked)
     moved = 2 * 2 * 8 * 4 * 32  # one layer in four
-    assert found.copied == moved and found.device == cache_bytes(keeps, asked) and found.pinned == 2 * moved
+    assert (
+        found.copied == moved
+        and found.device == cache_bytes(keeps, asked)
+        and found.pinned == 2 * moved
+    )
 
 
 class Own(nn.Module):
@@ -89,23 +111,42 @@ class Own(nn.Module):
 
 def test_a_users_own_class_keeps_every_head_on_every_rank() -> None:
     keeps, asked = kept_of(Own()), Asked(requests=2, tokens=7, itemsize=4)
-    assert cache_bytes(keeps, asked) == cache_bytes(keeps, asked, tp=2, pp=2) == cache_bytes(kept_of(model_of("llama", "meta")), asked)
+    assert (
+        cache_bytes(keeps, asked)
+        == cache_bytes(keeps, asked, tp=2, pp=2)
+        == cache_bytes(kept_of(model_of("llama", "meta")), asked)
+    )
 
 
 def test_a_users_own_plan_divides_other_heads() -> None:
     """`parallel.plan`, used alone: attention that it does not name has all heads on every rank."""
     model, asked = model_of("llama", "meta"), Asked(requests=2, tokens=7, itemsize=4)
-    mlp = {f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")} | {"model.layers.*.mlp.down_proj": "rowwise"}
-    heads = {f"model.layers.*.self_attn.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
+    mlp = {f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")} | {
+        "model.layers.*.mlp.down_proj": "rowwise"
+    }
+    heads = {
+        f"model.layers.*.self_attn.{name}_proj": "rowwise" if name == "o" else "colwise"
+        for name in "qkvo"
+    }
     full = cache_bytes(kept_of(model), asked)
     assert cache_bytes(kept_of(model, plan=mlp), asked, tp=2) == full
-    assert cache_bytes(kept_of(model, plan=heads), asked, tp=2) == full // 2 == cache_bytes(kept_of(model), asked, tp=2)
+    assert (
+        cache_bytes(kept_of(model, plan=heads), asked, tp=2)
+        == full // 2
+        == cache_bytes(kept_of(model), asked, tp=2)
+    )
 
 
 def test_sizes_that_are_guessed_say_why() -> None:
     assert kept_of(model_of("llama", "meta")).guessed == ""
-    assert kept_of(Own()).guessed == "AttributeError: type object 'Own' has no attribute '_from_config'"
+    assert (
+        kept_of(Own()).guessed
+        == "AttributeError: type object 'Own' has no attribute '_from_config'"
+    )
 
 
 def test_what_keeps_nothing_takes_nothing() -> None:
-    assert cache_bytes(kept_of(nn.Linear(2, 2)), Asked(requests=4, tokens=100, itemsize=4), tp=2, pp=2) == 0
+    assert (
+        cache_bytes(kept_of(nn.Linear(2, 2)), Asked(requests=4, tokens=100, itemsize=4), tp=2, pp=2)
+        == 0
+    )

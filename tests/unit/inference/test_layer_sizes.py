@@ -28,7 +28,12 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "global_head_dim": 16,
     "sliding_window": 64,
-    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "layer_types": [
+        "sliding_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
     "initializer_range": 0.3,
     "pad_token_id": 0,
     "bos_token_id": 2,
@@ -55,7 +60,9 @@ def built(kind: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split(",")[0], **KINDS[kind])).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind.split(",")[0], **KINDS[kind])
+    ).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -67,7 +74,11 @@ def kept(model: Any) -> list[int]:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.arange(3, 3 + SEEN).unsqueeze(0), past_key_values=cache)
-    return [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    return [
+        layer.keys.nbytes + layer.values.nbytes
+        for layer in cache.layers
+        if getattr(layer, "keys", None) is not None
+    ]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -76,11 +87,24 @@ def test_bytes_of_a_real_cache(kind: str) -> None:
     sizes = kept(model)
     assert len(set(sizes)) > 1
     keeps, asked = kept_of(model), Asked(requests=1, tokens=SEEN, itemsize=4)
-    assert cache_bytes(keeps, asked) == needs_of(model, requests=1, tokens=SEEN).cache(1, 1) == sum(sizes)
-    assert cache_bytes(keeps, asked, tp=2) in (sum(sizes) // 2, sum(sizes))  # as its plan divides heads, or not
-    assert sum(sizes) // 2 <= cache_bytes(keeps, asked, pp=2) <= sum(sizes)  # of the stage that keeps the most
+    assert (
+        cache_bytes(keeps, asked)
+        == needs_of(model, requests=1, tokens=SEEN).cache(1, 1)
+        == sum(sizes)
+    )
+    assert cache_bytes(keeps, asked, tp=2) in (
+        sum(sizes) // 2,
+        sum(sizes),
+    )  # as its plan divides heads, or not
+    assert (
+        sum(sizes) // 2 <= cache_bytes(keeps, asked, pp=2) <= sum(sizes)
+    )  # of the stage that keeps the most
     found = offloaded_cache(keeps, asked)
-    assert found.device == sum(sorted(sizes)[-LAYERS_THERE:]) and found.pinned >= sum(sizes) + max(sizes) and found.copied == sum(sizes)
+    assert (
+        found.device == sum(sorted(sizes)[-LAYERS_THERE:])
+        and found.pinned >= sum(sizes) + max(sizes)
+        and found.copied == sum(sizes)
+    )
     facts = attention_facts(model)
     assert facts is None or facts.head_dim == facts.value_dim == KINDS[kind]["global_head_dim"]
 
@@ -91,7 +115,13 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     expected = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+        )  # type: ignore[operator]
         expected.append(made[0, len(prompt) :].tolist())
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     sharded = load_model(open_source(tmp_path))

@@ -16,7 +16,13 @@ from plait.inference.source import open_source
 @pytest.mark.parametrize("tied", [False, True])
 def test_large_weights_are_on_huge_pages(tmp_path: Path, tied: bool) -> None:
     torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 4096}
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 4096,
+    }
     saved = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=tied, **shape))
     saved.save_pretrained(tmp_path)
     sharded = load_model(open_source(tmp_path))

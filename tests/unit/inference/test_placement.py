@@ -18,7 +18,14 @@ def shared(size: int, heads: int) -> Callable[[int, int], int]:
     return lambda tp, pp: -(-size // (min(tp, heads) * pp))
 
 
-LLAMA_70B = Needs(weight_bytes=131 * GIB, split_bytes=131 * GIB, cache=shared(10 * GIB, 8), heads=64, key_value_heads=8, layers=80)
+LLAMA_70B = Needs(
+    weight_bytes=131 * GIB,
+    split_bytes=131 * GIB,
+    cache=shared(10 * GIB, 8),
+    heads=64,
+    key_value_heads=8,
+    layers=80,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,16 +46,37 @@ LLAMA_70B = Needs(weight_bytes=131 * GIB, split_bytes=131 * GIB, cache=shared(10
         (1, 6, 60, True, 3, (3, 1)),
     ],
 )
-def test_a_layout(machines: int, per_machine: int, memory: int, fast: bool, key_value_heads: int, expected: tuple[int, int]) -> None:
+def test_a_layout(
+    machines: int,
+    per_machine: int,
+    memory: int,
+    fast: bool,
+    key_value_heads: int,
+    expected: tuple[int, int],
+) -> None:
     cache = shared(10 * GIB * key_value_heads // 8, key_value_heads)
-    needs = replace(LLAMA_70B, key_value_heads=key_value_heads, heads=48 if key_value_heads == 3 else 64, cache=cache)
-    found = place_model(needs, machines=machines, per_machine=per_machine, device_bytes=memory * GIB, fast_links=fast)
+    needs = replace(
+        LLAMA_70B,
+        key_value_heads=key_value_heads,
+        heads=48 if key_value_heads == 3 else 64,
+        cache=cache,
+    )
+    found = place_model(
+        needs,
+        machines=machines,
+        per_machine=per_machine,
+        device_bytes=memory * GIB,
+        fast_links=fast,
+    )
     assert (found.tp, found.pp) == expected
     assert found.weight_bytes + found.cache_bytes <= memory * GIB
 
 
 def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
-    with pytest.raises(InputError, match=r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 x 8 devices"):
+    with pytest.raises(
+        InputError,
+        match=r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 x 8 devices",
+    ):
         place_model(LLAMA_70B, machines=1, per_machine=8, device_bytes=16 * GIB)
 
 

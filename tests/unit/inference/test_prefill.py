@@ -33,21 +33,32 @@ def test_pieces(kind: str, tmp_path: Path) -> None:
         found = generate(kept, PROMPTS, max_new_tokens=8, temperature=0, prefill_tokens=pieces)
         for one, other in zip(found, whole, strict=True):
             assert one.token_ids == other.token_ids
-            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5
+            )
     kept.close()
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     streamed, _ = load_streamed(source, budget_bytes=total - 1, other_bytes=0)
     passes: list[int] = []
     streamed.model.register_forward_pre_hook(lambda *_: passes.append(1))
-    for pieces, expected in ((None, 2), (4, 4)):  # the longest prompt has 11 tokens; and a pass for the second token
+    for pieces, expected in (
+        (None, 2),
+        (4, 4),
+    ):  # the longest prompt has 11 tokens; and a pass for the second token
         passes.clear()
         found = generate(streamed, PROMPTS, max_new_tokens=2, temperature=0, prefill_tokens=pieces)
-        assert [one.token_ids for one in found] == [one.token_ids[:2] for one in whole] and len(passes) == expected
+        assert [one.token_ids for one in found] == [one.token_ids[:2] for one in whole] and len(
+            passes
+        ) == expected
     streamed.close()
 
 
-@pytest.mark.parametrize(("kind", "is_decoder"), [("bert", False), ("rembert", False), ("bert", True)])
-def test_a_model_that_attends_in_both_directions(kind: str, is_decoder: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_decoder"), [("bert", False), ("rembert", False), ("bert", True)]
+)
+def test_a_model_that_attends_in_both_directions(
+    kind: str, is_decoder: bool, tmp_path: Path
+) -> None:
     """Its prompts are read whole. GPT-NeoX is causal, whatever `is_decoder` says."""
     saved(tmp_path / "model", kind, layers=1, is_decoder=is_decoder, num_key_value_heads=4)
     kept = load_model(open_source(tmp_path / "model"))
@@ -57,7 +68,9 @@ def test_a_model_that_attends_in_both_directions(kind: str, is_decoder: bool, tm
     assert len(passes) == (3 if is_decoder else 1)
     assert not reads_prompts_whole(built("gpt_neox", is_decoder=False))
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5
+        )
     kept.close()
 
 
@@ -86,7 +99,9 @@ class Short(Words):
 def test_a_sequence_that_the_tokenizer_lacks(tmp_path: Path) -> None:
     saved(tmp_path / "model", layers=1)
     kept = load_model(open_source(tmp_path / "model"))
-    with pytest.raises(InputError, match="sequence 1 has token 80, and the tokenizer's tokens are 0 to 49"):
+    with pytest.raises(
+        InputError, match="sequence 1 has token 80, and the tokenizer's tokens are 0 to 49"
+    ):
         score(kept, [[5], [5, 80]], tokenizer=Short())
     with pytest.raises(InputError, match="batch_size = 1.5 must be"):
         score(kept, [[5, 6]], batch_size=1.5)  # type: ignore[arg-type]

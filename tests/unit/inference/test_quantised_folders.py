@@ -18,7 +18,10 @@ from plait.inference.source import open_source
 from tests.integration.model_folder import model_folder
 
 PAGE = (Path(__file__).parents[3] / "docs/generation.md").read_text(encoding="utf-8")
-TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
+}
 
 
 @pytest.fixture
@@ -26,7 +29,9 @@ def quantised(tmp_path: Path) -> Path:
     """A folder that says its weights are quantised."""
     folder = model_folder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": TORCHAO}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": TORCHAO}), encoding="utf-8"
+    )
     return folder
 
 
@@ -38,12 +43,17 @@ def quantised(tmp_path: Path) -> Path:
         ["plan", "infer"],
     ],
 )
-def test_commands_refuse_it_with_a_remedy(command: list[str], quantised: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_it_with_a_remedy(
+    command: list[str], quantised: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command, "--model", str(quantised)])
     shown = capsys.readouterr().err
     assert ended.value.code == 2
-    assert "its weights are quantised (torchao)" in shown and f"plait.from_pretrained('{quantised}')" in shown
+    assert (
+        "its weights are quantised (torchao)" in shown
+        and f"plait.from_pretrained('{quantised}')" in shown
+    )
 
 
 def test_a_library_that_is_not_installed(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,20 +61,29 @@ def test_a_library_that_is_not_installed(quantised: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(quantizer_torchao, "is_torchao_available", lambda: False)
     with (
-        pytest.warns(UserWarning, match=r"in full in every process, because its weights are quantised \(torchao\)"),
+        pytest.warns(
+            UserWarning,
+            match=r"in full in every process, because its weights are quantised \(torchao\)",
+        ),
         pytest.raises(InputError, match=r"plait\.from_pretrained\(.*torchao"),
     ):
         plait.from_pretrained(quantised)
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The page's program, and the remedy of the refusal."""
     pytest.importorskip("torchao", reason="torchao is not installed; `make torchao` runs this")
     from transformers import AutoModelForCausalLM
 
     monkeypatch.chdir(tmp_path)
     model_folder(tmp_path / "FOLDER")
-    (program,) = (block for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) if "torchao" in block)
+    (program,) = (
+        block
+        for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+        if "torchao" in block
+    )
     with pytest.warns(UserWarning, match="its weights are quantised"):
         exec(program, {"plait": plait})
     tokens = json.loads(capsys.readouterr().out)

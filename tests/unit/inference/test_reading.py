@@ -31,7 +31,13 @@ def make(tmp_path: Path) -> Iterator[Callable[[bool], Made]]:
         parts, at = [], 123
         for number, size in enumerate(SIZES):
             at += 290_000 * (number == len(SIZES) - 1)
-            parts.append(Part(Stored(path, at, size, torch.uint8, (size,)), 0, torch.zeros(size, dtype=torch.uint8)))
+            parts.append(
+                Part(
+                    Stored(path, at, size, torch.uint8, (size,)),
+                    0,
+                    torch.zeros(size, dtype=torch.uint8),
+                )
+            )
             at += size
         readers.append(FileReader([path], largest=LEAST, keeps=keeps))
         return readers[-1], parts, content
@@ -50,11 +56,15 @@ def dropped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_the_same_bytes_from_the_cache_and_past_it(make: Callable[[bool], Made], keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bytes_from_the_cache_and_past_it(
+    make: Callable[[bool], Made], keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, parts, content = make(keeps)
     path, through = parts[0].stored.path, []
     read = reading.read_into
-    monkeypatch.setattr(reading, "read_into", lambda *given, **options: (through.append(1), read(*given, **options)))
+    monkeypatch.setattr(
+        reading, "read_into", lambda *given, **options: (through.append(1), read(*given, **options))
+    )
     used = []
     for is_cold in (True, True, False):
         through.clear()
@@ -73,13 +83,26 @@ def test_the_same_bytes_from_the_cache_and_past_it(make: Callable[[bool], Made],
 
 def test_reads_are_blocks_of_one_file() -> None:
     def part(name: str, offset: int, size: int) -> Part:
-        return Part(Stored(Path(name), offset, size, torch.uint8, (size,)), 0, torch.empty(size, dtype=torch.uint8))
+        return Part(
+            Stored(Path(name), offset, size, torch.uint8, (size,)),
+            0,
+            torch.empty(size, dtype=torch.uint8),
+        )
 
-    found = list(blocks_of([part("b", 5000, 10), part("a", 9000, BLOCK), part("a", 8, 16), part("a", 30 << 20, 8)]))
+    found = list(
+        blocks_of(
+            [part("b", 5000, 10), part("a", 9000, BLOCK), part("a", 8, 16), part("a", 30 << 20, 8)]
+        )
+    )
     assert [(str(block.path), block.low, block.size) for block in found] == [
         ("a", 0, BLOCK), ("a", BLOCK, 9000), ("a", 30 << 20, 8), ("b", 4096, 914),
     ]  # fmt: skip
-    assert [[one.memory.numel() for one in block.parts] for block in found] == [[16, BLOCK - 9000], [9000], [8], [10]]
+    assert [[one.memory.numel() for one in block.parts] for block in found] == [
+        [16, BLOCK - 9000],
+        [9000],
+        [8],
+        [10],
+    ]
 
 
 def test_reads_into_an_image_are_large_and_even() -> None:
@@ -95,7 +118,9 @@ def test_reads_into_an_image_are_large_and_even() -> None:
     assert max(block.size for block in found) - min(block.size for block in found) <= 3 * PAGE
 
 
-def test_a_file_that_ends_early_and_a_disk_that_fails(make: Callable[[bool], Made], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_ends_early_and_a_disk_that_fails(
+    make: Callable[[bool], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, parts, _ = make(False)
     path = parts[0].stored.path
     os.truncate(path, 5000)
@@ -126,6 +151,11 @@ def test_a_file_that_is_written_to(make: Callable[[bool], Made], keeps: bool) ->
     with open(path.with_name("first"), "r+b") as file:
         file.seek(parts[-1].offset)
         file.write(b"1")
-    os.utime(path.with_name("first"), ns=(0, 1))  # the kernel's clock may not have gone on since it was made
-    with pytest.raises(CheckpointError, match=f"^{path} was written to while its layers were read .*; wait until it is complete"):
+    os.utime(
+        path.with_name("first"), ns=(0, 1)
+    )  # the kernel's clock may not have gone on since it was made
+    with pytest.raises(
+        CheckpointError,
+        match=f"^{path} was written to while its layers were read .*; wait until it is complete",
+    ):
         reader.read(parts[:1])

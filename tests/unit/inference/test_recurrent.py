@@ -19,7 +19,9 @@ def test_tokens(kind: str) -> None:
     for ways in ({}, {"prefill_tokens": 3}, {"use_cache": False}, {"batch_size": 2}):
         made = plait.generate(sharded, PROMPTS, max_new_tokens=NEW, temperature=0, **ways)
         assert [one.token_ids for one in made] == expected, ways
-    end = next(token for token in expected[1][:3] if all(token not in expected[at][:4] for at in (0, 2)))
+    end = next(
+        token for token in expected[1][:3] if all(token not in expected[at][:4] for at in (0, 2))
+    )
     made = plait.generate(sharded, PROMPTS, max_new_tokens=NEW, temperature=0, eos_token_id=end)
     for one, row in zip(made, expected, strict=True):
         assert one.token_ids == (row[: row.index(end) + 1] if end in row else row)

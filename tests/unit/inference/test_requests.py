@@ -28,12 +28,27 @@ class Tokenizer:
 
 def test_one_or_several() -> None:
     tokenizer = Tokenizer()
-    assert token_ids("ab", tokenizer) == [(97, 98)] and token_ids(["a", "b"], tokenizer) == [(97,), (98,)]
-    assert token_ids([3, 4], None) == [(3, 4)] == token_ids(torch.tensor([3, 4]), None) == token_ids([torch.tensor([3, 4])], None)
-    assert token_ids(torch.tensor([[3, 4], [5, 6]]), None) == [(3, 4), (5, 6)] == token_ids(([3, 4], (5, 6)), None)
+    assert token_ids("ab", tokenizer) == [(97, 98)] and token_ids(["a", "b"], tokenizer) == [
+        (97,),
+        (98,),
+    ]
+    assert (
+        token_ids([3, 4], None)
+        == [(3, 4)]
+        == token_ids(torch.tensor([3, 4]), None)
+        == token_ids([torch.tensor([3, 4])], None)
+    )
+    assert (
+        token_ids(torch.tensor([[3, 4], [5, 6]]), None)
+        == [(3, 4), (5, 6)]
+        == token_ids(([3, 4], (5, 6)), None)
+    )
     assert token_ids([], None) == []
     turns = [{"role": "user", "content": "a"}]
-    assert token_ids(turns, tokenizer) == [(1, 97, 2)] and token_ids([turns, [4]], tokenizer) == [(1, 97, 2), (4,)]
+    assert token_ids(turns, tokenizer) == [(1, 97, 2)] and token_ids([turns, [4]], tokenizer) == [
+        (1, 97, 2),
+        (4,),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +60,10 @@ def test_one_or_several() -> None:
         ([[True, False]], "prompt 0 is a list, and not a text"),
         (torch.tensor([[True]]), "prompt 0 is a list, and not a text"),
         ([torch.tensor([1.5])], "prompt 0 is a Tensor, and not a text"),
-        ([{"role": "user"}], r"prompt 0 is a dict, and not a text, a conversation \(role and content\)"),
+        (
+            [{"role": "user"}],
+            r"prompt 0 is a dict, and not a text, a conversation \(role and content\)",
+        ),
         ({"input_ids": [1]}, "takes texts, conversations or token ids, one or a list, not dict"),
         (torch.zeros(1, 1, 1), "not Tensor"),
     ],
@@ -70,11 +88,20 @@ def test_half_of_a_character_is_refused(prompt: Any) -> None:
 
 def test_tools_and_settings_of_a_conversation(tmp_path: Path) -> None:
     """A line's `tools` and `chat_template_kwargs` reach the template; what it does not read is refused."""
-    made = tokenizer("{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}{{ '(slow)' if slowly }}" + TEMPLATE)
-    row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "b"}], "chat_template_kwargs": {"slowly": True}}
+    made = tokenizer(
+        "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}{{ '(slow)' if slowly }}"
+        + TEMPLATE
+    )
+    row = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"name": "b"}],
+        "chat_template_kwargs": {"slowly": True},
+    }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (line,) = read_prompts(tmp_path / "rows.jsonl")
     (ids,) = token_ids([line.prompt], made)
     assert made.decode(ids) == "[b](slow)<user>a<assistant>" and line.fields == row
-    with pytest.raises(InputError, match="prompt 0: the chat template of the tokenizer does not read `tools`"):
+    with pytest.raises(
+        InputError, match="prompt 0: the chat template of the tokenizer does not read `tools`"
+    ):
         token_ids([line.prompt], tokenizer())

@@ -34,7 +34,9 @@ from tests.unit.inference.ropes import (
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
     found = Case(request.param, tmp_path_factory.mktemp("rope") / "model")
     yield found
     found.sharded.close()
@@ -49,7 +51,9 @@ class Case:
         self.tokens = [expected_tokens(copy.deepcopy(self.model), prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("ways", [{}, {"prefill_tokens": 7}, {"batch_size": 3}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize(
+    "ways", [{}, {"prefill_tokens": 7}, {"batch_size": 3}, {"use_cache": False}], ids=str
+)
 def test_a_batch_has_the_tokens_of_transformers_alone(case: Case, ways: dict[str, Any]) -> None:
     expected = case.tokens
     if "use_cache" in ways and case.kind == "dynamic":
@@ -60,7 +64,12 @@ def test_a_batch_has_the_tokens_of_transformers_alone(case: Case, ways: dict[str
         assert expected != case.tokens
     told: list[list[int]] = [[] for _ in PROMPTS]
     made = generate(
-        case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0, on_token=lambda request, token: told[request].append(token), **ways
+        case.sharded,
+        PROMPTS,
+        max_new_tokens=NEW,
+        temperature=0,
+        on_token=lambda request, token: told[request].append(token),
+        **ways,
     )
     assert [one.token_ids for one in made] == expected == told
 
@@ -77,7 +86,9 @@ def test_expected_longrope_tokens_are_those_with_a_cache() -> None:
             assert transformers_tokens(copy.deepcopy(model), prompt) == expected
 
 
-def test_requests_within_the_original_length_are_one_batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_within_the_original_length_are_one_batch(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last new token is never seen: 25 and 8 are within. One that has ended stays behind where the cache keeps all rows."""
     passes: list[int] = []
     handle = case.sharded.model.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -85,14 +96,20 @@ def test_requests_within_the_original_length_are_one_batch(case: Case, monkeypat
     handle.remove()
     assert [one.token_ids for one in made] == case.tokens[:3] and len(passes) <= NEW + 1
     monkeypatch.setattr("plait.inference.decode.keep_rows", lambda *_: False)
-    (_, longest) = generate(case.sharded, [PROMPTS[4], PROMPTS[0]], max_length=ORIGINAL, temperature=0)
+    (_, longest) = generate(
+        case.sharded, [PROMPTS[4], PROMPTS[0]], max_length=ORIGINAL, temperature=0
+    )
     assert longest.token_ids[:NEW] == case.tokens[0] and len(longest.token_ids) == ORIGINAL - 5
     (alone,) = generate(case.sharded, [PROMPTS[0]], max_length=ORIGINAL, temperature=0)
     assert longest.token_ids == alone.token_ids
 
 
 def test_a_model_in_training_that_has_seen_longer_inputs(case: Case) -> None:
-    engine = plait.initialize(copy.deepcopy(case.model), {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        copy.deepcopy(case.model),
+        {"train_micro_batch_size_per_gpu": 1},
+        loss_fn=plait.causal_lm_loss,
+    )
     with torch.no_grad():
         engine.module(torch.tensor([PROMPTS[7]]))
     before = [buffer.clone() for buffer in engine.module.buffers()]
@@ -107,16 +124,23 @@ def test_scores_are_those_of_a_sequence_alone(case: Case) -> None:
     for prompt, found in zip(PROMPTS, together, strict=True):
         with torch.no_grad():
             logits = copy.deepcopy(case.model)(torch.tensor([prompt])).logits[0, :-1]
-        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(prompt[1:]).unsqueeze(1))[:, 0]
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(prompt[1:]).unsqueeze(1))[
+            :, 0
+        ]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_without_a_cache_that_transformers_has(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_module, "takes_cache", lambda model: False)
     if case.kind == "longrope":  # computed anew or kept, the numbers are the same
-        assert [one.token_ids for one in generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)] == case.tokens
+        assert [
+            one.token_ids
+            for one in generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
+        ] == case.tokens
         return
-    with pytest.raises(InputError, match="keeps no keys and values here.* may have 67; .*use_cache=False"):
+    with pytest.raises(
+        InputError, match="keeps no keys and values here.* may have 67; .*use_cache=False"
+    ):
         generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
 
 
@@ -126,23 +150,46 @@ def test_what_a_configuration_says() -> None:
             return getattr(self, "text_config", self)
 
     long = {"rope_type": "longrope", "original_max_position_embeddings": 9}
-    inner = Given(max_position_embeddings=64, rope_parameters={"full": long, "sliding": {"rope_type": "default"}})
+    inner = Given(
+        max_position_embeddings=64,
+        rope_parameters={"full": long, "sliding": {"rope_type": "default"}},
+    )
     assert rope_of_config(Given(text_config=inner)) == RopeByLength("longrope", 9)
-    assert rope_of_config(SimpleNamespace(max_position_embeddings=64, rope_scaling={"type": "dynamic"})) == RopeByLength("dynamic", 64)
+    assert rope_of_config(
+        SimpleNamespace(max_position_embeddings=64, rope_scaling={"type": "dynamic"})
+    ) == RopeByLength("dynamic", 64)
     inner.rope_parameters["sliding"] = {"rope_type": "dynamic"}
     found = rope_of_config(inner)
     assert found == RopeByLength("several (dynamic and longrope)", 9) and not found.is_one
-    for other in (None, object(), SimpleNamespace(rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 9})):
+    for other in (
+        None,
+        object(),
+        SimpleNamespace(
+            rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 9}
+        ),
+    ):
         assert rope_of_config(other) is None
 
 
-def test_several_types_are_refused_past_the_original_length(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_types_are_refused_past_the_original_length(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: nn.Module = case.sharded.model
     config: Any = model.config
-    monkeypatch.setattr(config, "rope_parameters", {"a": {"rope_type": "dynamic"}, "b": config.rope_parameters | LONG})
+    monkeypatch.setattr(
+        config,
+        "rope_parameters",
+        {"a": {"rope_type": "dynamic"}, "b": config.rope_parameters | LONG},
+    )
     monkeypatch.setattr(config, "max_position_embeddings", 40)
-    for call in (lambda: generate(case.sharded, [PROMPTS[5]], max_new_tokens=2), lambda: score(case.sharded, [PROMPTS[6]])):
-        with pytest.raises(InputError, match=r"several \(dynamic and longrope\)\) follow the length of the input past 32 tokens"):
+    for call in (
+        lambda: generate(case.sharded, [PROMPTS[5]], max_new_tokens=2),
+        lambda: score(case.sharded, [PROMPTS[6]]),
+    ):
+        with pytest.raises(
+            InputError,
+            match=r"several \(dynamic and longrope\)\) follow the length of the input past 32 tokens",
+        ):
             call()
 
 
@@ -158,8 +205,16 @@ def test_longrope_of_a_class_whose_keys_transformers_mixes(tmp_path: Path) -> No
     model: Any = built("llama", layers=2, rope_parameters=LONG)
     model.save_pretrained(tmp_path / "model")
     sharded = load_model(open_source(tmp_path / "model"))
-    found = [one.token_ids for one in generate(sharded, PROMPTS[:6], max_new_tokens=NEW, temperature=0)]
+    found = [
+        one.token_ids for one in generate(sharded, PROMPTS[:6], max_new_tokens=NEW, temperature=0)
+    ]
     for prompt, one in zip(PROMPTS, found, strict=False):
-        made = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0, use_cache=False)
+        made = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+            use_cache=False,
+        )
         assert made[0, len(prompt) :].tolist() == one
     sharded.close()

@@ -15,15 +15,21 @@ from tests.unit.inference.kept_models import model_of
 from tests.unit.inference.models import saved
 
 
-def test_a_run_has_the_settings_of_the_model_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_the_settings_of_the_model_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside its tokenizer. Without them they are those that its configuration has."""
     monkeypatch.setattr(source, "described_model", lambda *_, **__: model_of("llama", "meta"))
-    run = Source(tmp_path, mock.Mock(path=tmp_path / "checkpoints" / "step-1"), tmp_path / "tokenizer")
+    run = Source(
+        tmp_path, mock.Mock(path=tmp_path / "checkpoints" / "step-1"), tmp_path / "tokenizer"
+    )
     assert run.model().generation_config.eos_token_id is None
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4], "top_k": 7}')
     assert (found := run.model().generation_config).eos_token_id == [3, 4] and found.top_k == 7
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(InputError, match="generation settings of generation_config.json.* cannot be read"):
+    with pytest.raises(
+        InputError, match="generation settings of generation_config.json.* cannot be read"
+    ):
         run.model()
 
 
@@ -40,7 +46,13 @@ def test_a_stamp_follows_the_files(tmp_path: Path) -> None:
     assert open_source(folder).stamp() != before
 
 
-@pytest.mark.parametrize(("kind", "said"), [("t5", "t5 has an encoder and a decoder"), ("vit", "no causal language model of the type vit")])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("t5", "t5 has an encoder and a decoder"),
+        ("vit", "no causal language model of the type vit"),
+    ],
+)
 def test_a_model_of_another_kind(tmp_path: Path, kind: str, said: str) -> None:
     """In a sentence, and not with the names of all classes of Transformers."""
     from transformers import AutoConfig

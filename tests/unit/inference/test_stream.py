@@ -26,7 +26,10 @@ from plait.inference.streamed import plan
 class Chain(nn.Module):
     def __init__(self, blocks: int = 5) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8, bias=False)) for _ in range(blocks))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8, bias=False))
+            for _ in range(blocks)
+        )
         self.order = list(range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,10 +57,15 @@ def streamed(saved: tuple[Chain, Path]) -> Iterator[tuple[Chain, WeightStream]]:
 
 
 @torch.no_grad()
-def test_the_same_bits_pass_after_pass(saved: tuple[Chain, Path], streamed: tuple[Chain, WeightStream]) -> None:
+def test_the_same_bits_pass_after_pass(
+    saved: tuple[Chain, Path], streamed: tuple[Chain, WeightStream]
+) -> None:
     model, made = streamed
     one = 4 * (8 * 24 + 24 + 8 * 24)
-    assert all(p.numel() == 0 for p in model.layers[2].parameters()) and model.layers[1][0].weight.numel() == 8 * 24
+    assert (
+        all(p.numel() == 0 for p in model.layers[2].parameters())
+        and model.layers[1][0].weight.numel() == 8 * 24
+    )
     for step in range(4):
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
         assert torch.equal(model(x), saved[0](x))
@@ -67,10 +75,14 @@ def test_the_same_bits_pass_after_pass(saved: tuple[Chain, Path], streamed: tupl
 
 @pytest.mark.parametrize("shift", [0, 8])
 @torch.no_grad()
-def test_large_layers_past_the_cache(tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_layers_past_the_cache(
+    tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They lie as in the file where that keeps the bits of a product of one row, and are copied where it does not."""
     torch.manual_seed(0)
-    whole = nn.ModuleList(nn.Sequential(nn.Linear(1030, 3100), nn.Linear(3100, 1030, bias=False)) for _ in range(3)).requires_grad_(False)
+    whole = nn.ModuleList(
+        nn.Sequential(nn.Linear(1030, 3100), nn.Linear(3100, 1030, bias=False)) for _ in range(3)
+    ).requires_grad_(False)
     path = tmp_path / "model.safetensors"
     for more in range(0, 64, 8):  # the header is filled up to a multiple of 8 bytes
         save_file(whole.state_dict(), path, metadata={"": "x" * more})
@@ -83,7 +95,14 @@ def test_large_layers_past_the_cache(tmp_path: Path, shift: int, monkeypatch: py
     made = WeightStream(model, ["0", "1", "2"], stored)
     reads: list[bool] = []
     filled = reading._filled
-    monkeypatch.setattr(reading, "_filled", lambda file, block, view: (reads.append(block.image is not None), filled(file, block, view))[1])
+    monkeypatch.setattr(
+        reading,
+        "_filled",
+        lambda file, block, view: (
+            reads.append(block.image is not None),
+            filled(file, block, view),
+        )[1],
+    )
     monkeypatch.setattr(made._files, "_keeps", False)
     monkeypatch.setattr(reading._File, "has_in_cache", lambda *_: False)
     for step in range(3):
@@ -98,7 +117,9 @@ def test_large_layers_past_the_cache(tmp_path: Path, shift: int, monkeypatch: py
 
 
 @torch.no_grad()
-def test_another_order_and_a_failed_forward(saved: tuple[Chain, Path], streamed: tuple[Chain, WeightStream]) -> None:
+def test_another_order_and_a_failed_forward(
+    saved: tuple[Chain, Path], streamed: tuple[Chain, WeightStream]
+) -> None:
     model, _ = streamed
     x = torch.randn(2, 8)
     for order in ([4, 2, 0], [2, 2], [0, 1, 2, 3, 4], [4]):
@@ -124,8 +145,14 @@ def test_headers_that_are_not_what_they_say(tmp_path: Path, saved: tuple[Chain, 
         (whole[:20], "header would"),
         (_with_header(b'["a"]'), "no readable"),
         (_with_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "no readable.*data_offsets"),
-        (_with_header(b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', 8), "a is F32 .3. in bytes 0 to 8"),
-        (_with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', 8), "in bytes 8 to 0"),
+        (
+            _with_header(b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', 8),
+            "a is F32 .3. in bytes 0 to 8",
+        ),
+        (
+            _with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', 8),
+            "in bytes 8 to 0",
+        ),
         (_with_header(b"[" * 100_000), "no readable"),
     ):
         path.write_bytes(content)
@@ -141,7 +168,9 @@ def test_a_file_that_shrinks_and_a_disk_that_fails(
     x = torch.zeros(1, 8)
     model(x)
     saved[1].write_bytes(saved[1].read_bytes()[:400])
-    with pytest.raises(CheckpointError, match=r"model.safetensors ends at byte .* the file was cut off"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors ends at byte .* the file was cut off"
+    ):
         [model(x) for _ in range(3)]
 
     def failing(*_: Any) -> int:
@@ -154,7 +183,9 @@ def test_a_file_that_shrinks_and_a_disk_that_fails(
 
 
 @torch.no_grad()
-def test_a_disk_that_does_not_answer(streamed: tuple[Chain, WeightStream], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_answer(
+    streamed: tuple[Chain, WeightStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, made = streamed
     model(torch.zeros(1, 8))
     for future, _ in made._coming.values():
@@ -204,12 +235,21 @@ def test_what_stays_in_memory(tmp_path: Path, saved: tuple[Chain, Path]) -> None
     block = total // 5
     assert plan(model, stored, budget_bytes=total + 100, other_bytes=100).streamed == ()
     found = plan(model, stored, budget_bytes=total - 1 + 100, other_bytes=100)
-    assert len(found.streamed) == 3 and found.resident_bytes == 2 * block and found.streamed_bytes == 3 * block
-    assert found.streamed == ("layers.0", "layers.2", "layers.4")  # two places of blocks have to fit besides
+    assert (
+        len(found.streamed) == 3
+        and found.resident_bytes == 2 * block
+        and found.streamed_bytes == 3 * block
+    )
+    assert found.streamed == (
+        "layers.0",
+        "layers.2",
+        "layers.4",
+    )  # two places of blocks have to fit besides
     least = found.slot_bytes + 100
     assert len(plan(model, stored, budget_bytes=least, other_bytes=100).streamed) == 5
     with pytest.raises(
-        InputError, match="is too small: weights outside of the repeated layers and adapters take 0 B, 2 layers .* give at least"
+        InputError,
+        match="is too small: weights outside of the repeated layers and adapters take 0 B, 2 layers .* give at least",
     ):
         plan(model, stored, budget_bytes=least - 1, other_bytes=100)
 
@@ -220,5 +260,7 @@ def test_a_header_is_read_as_safetensors_does(saved: tuple[Chain, Path]) -> None
     found = stored_tensors(saved[1])
     assert found.keys() == header.keys() - {"__metadata__"}
     one = found["layers.3.0.weight"]
-    values = torch.frombuffer(bytearray(raw[one.offset : one.offset + one.size]), dtype=torch.float32).view(24, 8)
+    values = torch.frombuffer(
+        bytearray(raw[one.offset : one.offset + one.size]), dtype=torch.float32
+    ).view(24, 8)
     assert torch.equal(values, saved[0].layers[3][0].weight)

@@ -13,15 +13,42 @@ from plait.inference.requests import Request
 from plait.inference.settings import Settings
 from plait.inference.text_stream import TextStream, text_after
 
-WORDS = ["[UNK]", "[PAD]", "do", "n", "'", "t", ".", "it", "s", "n't", "'s", "hello", "v", "##e", "ve", "?", ",", "##n"]
+WORDS = [
+    "[UNK]",
+    "[PAD]",
+    "do",
+    "n",
+    "'",
+    "t",
+    ".",
+    "it",
+    "s",
+    "n't",
+    "'s",
+    "hello",
+    "v",
+    "##e",
+    "ve",
+    "?",
+    ",",
+    "##n",
+]
 
 
 def word_pieces() -> Any:
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    transformers, tokenizers = (
+        pytest.importorskip("transformers"),
+        pytest.importorskip("tokenizers"),
+    )
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     made.decoder = tokenizers.decoders.WordPiece()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", clean_up_tokenization_spaces=True
+        tokenizer_object=made,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        clean_up_tokenization_spaces=True,
     )
 
 
@@ -60,7 +87,10 @@ class Changing:
         (("a bcd", "a b"), ["a bcd", "", ""]),
         (("say", "pray to"), ["say", "", " to"]),
         (("x" * 300, "y" * 300 + "z"), ["x" * 300, "", "z"]),
-        (("ab", *("a" + "c" * n for n in range(1, 10)), "acccccccccd"), ["ab", *[""] * 7, "c" * 8, "c", "d", ""]),  # it stays changed
+        (
+            ("ab", *("a" + "c" * n for n in range(1, 10)), "acccccccccd"),
+            ["ab", *[""] * 7, "c" * 8, "c", "d", ""],
+        ),  # it stays changed
         (("\ufffd", "\ufffd\ufffd", "é"), ["", "", "é", ""]),
         (("a", "a\ufffd"), ["a", "", "\ufffd"]),
     ],
@@ -71,10 +101,28 @@ def test_a_text_that_changes(texts: tuple[str, ...], expected: list[str]) -> Non
 
 def marks_spaces() -> Any:
     """A tokenizer that marks a space before each word, and leaves the first one out, as Llama 2's."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    pieces = ["<unk>", "</s>", "▁The", "▁quick", "▁lazy", "▁dog", "s", ".", *(f"<0x{byte:02X}>" for byte in "é".encode())]
+    transformers, tokenizers = (
+        pytest.importorskip("transformers"),
+        pytest.importorskip("tokenizers"),
+    )
+    pieces = [
+        "<unk>",
+        "</s>",
+        "▁The",
+        "▁quick",
+        "▁lazy",
+        "▁dog",
+        "s",
+        ".",
+        *(f"<0x{byte:02X}>" for byte in "é".encode()),
+    ]
     made = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={piece: at for at, piece in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
+        tokenizers.models.BPE(
+            vocab={piece: at for at, piece in enumerate(pieces)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
     )
     made.decoder = tokenizers.decoders.Sequence(
         [
@@ -84,7 +132,9 @@ def marks_spaces() -> Any:
             tokenizers.decoders.Strip(" ", 1, 0),
         ]
     )
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="</s>"
+    )
 
 
 def test_the_space_between_prompt_and_answer_stays() -> None:
@@ -92,9 +142,18 @@ def test_the_space_between_prompt_and_answer_stays() -> None:
     assert tokenizer.decode(new, skip_special_tokens=True) == "lazy dogs."
     assert text_after(tokenizer, prompt, new, skip_special_tokens=True) == " lazy dogs."
     stream = TextStream(tokenizer, prompt)
-    assert [*(stream.add(token) for token in new), stream.rest()] == [" lazy", " dog", "s", ".", "", ""]
+    assert [*(stream.add(token) for token in new), stream.rest()] == [
+        " lazy",
+        " dog",
+        "s",
+        ".",
+        "",
+        "",
+    ]
     assert text_after(tokenizer, [], new, skip_special_tokens=True) == "lazy dogs."
-    assert text_after(tokenizer, [2, 8], [9, 6], skip_special_tokens=True) == "és", "a character of both is the answer's"
+    assert text_after(tokenizer, [2, 8], [9, 6], skip_special_tokens=True) == "és", (
+        "a character of both is the answer's"
+    )
 
 
 def test_a_stop_string_is_seen_in_the_first_word() -> None:

@@ -55,7 +55,9 @@ def test_dynamic_rotary_frequencies() -> None:
         before = model(ids).logits
         with untouched(model, torch.device("cpu")):
             model(longer)
-        assert torch.equal(model.model.rotary_emb.inv_freq, LlamaForCausalLM(config).model.rotary_emb.inv_freq)
+        assert torch.equal(
+            model.model.rotary_emb.inv_freq, LlamaForCausalLM(config).model.rotary_emb.inv_freq
+        )
         assert torch.equal(model(ids).logits, before)
 
 
@@ -65,9 +67,14 @@ def test_a_second_thread_is_refused_and_a_call_within_a_call_is_not() -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.5
-    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        model, {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss
+    )
     engine.module.train()
-    (expected,), inner = engine.generate([[1, 2]], max_new_tokens=8), engine.generate([[3]], max_new_tokens=2)
+    (expected,), inner = (
+        engine.generate([[1, 2]], max_new_tokens=8),
+        engine.generate([[3]], max_new_tokens=2),
+    )
     heard: list[str] = []
 
     def beside(call: Callable[[], Any]) -> None:
@@ -76,7 +83,10 @@ def test_a_second_thread_is_refused_and_a_call_within_a_call_is_not() -> None:
         heard.append(str(found.value))
 
     def note(_: int, token: int) -> None:
-        for call in (lambda: engine.generate([[1, 2]], max_new_tokens=8), lambda: engine.score([[1, 2]])):
+        for call in (
+            lambda: engine.generate([[1, 2]], max_new_tokens=8),
+            lambda: engine.score([[1, 2]]),
+        ):
             thread = threading.Thread(target=beside, args=(call,))
             thread.start()
             thread.join(20)
@@ -84,7 +94,9 @@ def test_a_second_thread_is_refused_and_a_call_within_a_call_is_not() -> None:
 
     (made,) = engine.generate([[1, 2]], max_new_tokens=8, on_token=note)
     assert made == expected and len(heard) == 16 and engine.module.training
-    assert all("another thread evaluates this model or generates with it" in words for words in heard)
+    assert all(
+        "another thread evaluates this model or generates with it" in words for words in heard
+    )
     with ThreadPoolExecutor(1) as other:
         assert other.submit(engine.generate, [[1, 2]], max_new_tokens=8).result() == [expected]
     engine.close()

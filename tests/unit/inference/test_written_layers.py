@@ -23,14 +23,19 @@ PROMPTS = [[5, 8, 2, 61, 7], [70, 7]]
 
 
 def answers(sharded: ShardedModel) -> list[tuple[list[int], list[float]]]:
-    made = [(one.token_ids, one.logprobs) for one in generate(sharded, PROMPTS, max_new_tokens=8, temperature=1.0, seed=2)]
+    made = [
+        (one.token_ids, one.logprobs)
+        for one in generate(sharded, PROMPTS, max_new_tokens=8, temperature=1.0, seed=2)
+    ]
     sharded.close()
     return made
 
 
 def streamed(source: Source, scratch: Path, **asked: Any) -> list[tuple[list[int], list[float]]]:
     total = sum(p.numel() * p.element_size() for p in source.model(asked.get("dtype")).parameters())
-    sharded, planned = load_streamed(source, budget_bytes=total - 1, other_bytes=0, scratch=scratch, **asked)
+    sharded, planned = load_streamed(
+        source, budget_bytes=total - 1, other_bytes=0, scratch=scratch, **asked
+    )
     (stream,) = [hook.stream for hook in sharded.hooks.all if isinstance(hook, Streaming)]
     assert planned.streamed and not list(scratch.iterdir()), "its files have no name any more"
     found = answers(sharded)
@@ -64,5 +69,8 @@ def test_files_of_another_model(tmp_path: Path) -> None:
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(127, 64)
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"model.layers.1.mlp.up_proj.weight is \[127, 64\], and the model's is \[128, 64\]"):
+    with pytest.raises(
+        InputError,
+        match=r"model.layers.1.mlp.up_proj.weight is \[127, 64\], and the model's is \[128, 64\]",
+    ):
         load_streamed(open_source(tmp_path / "model"), budget_bytes=1 << 20, other_bytes=0)

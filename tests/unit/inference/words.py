@@ -23,4 +23,7 @@ class Words:
     def apply_chat_template(self, turns: list[dict[str, Any]], **_: Any) -> list[int]:
         if turns[0]["role"] not in ("user", "system"):
             raise ValueError(f"no role {turns[0]['role']}")
-        return [*self("".join(f"{turn['role']}: {turn['content']}\n" for turn in turns))["input_ids"], 27]
+        return [
+            *self("".join(f"{turn['role']}: {turn['content']}\n" for turn in turns))["input_ids"],
+            27,
+        ]

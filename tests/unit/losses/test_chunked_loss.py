@@ -33,7 +33,9 @@ def data(*, seed: int = 0, ragged: bool = True) -> tuple[torch.Tensor, torch.Ten
     return hidden, labels
 
 
-def both(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, size: int) -> list[list[torch.Tensor]]:
+def both(
+    head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, size: int
+) -> list[list[torch.Tensor]]:
     """[loss, weight, gradients ...] of the plain loss and of the one in pieces."""
     found = []
     for pieces in (False, True):
@@ -42,7 +44,15 @@ def both(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, size: int)
             total, weight = plait.chunked_causal_lm_loss(leaf, head, labels, chunk_tokens=size)
         else:
             total, weight = causal_lm_loss(cases.Output(head(leaf)), {"labels": labels})
-        found.append([total, weight, *torch.autograd.grad(total * 0.37, [leaf, *(p for p in head.parameters() if p.requires_grad)])])
+        found.append(
+            [
+                total,
+                weight,
+                *torch.autograd.grad(
+                    total * 0.37, [leaf, *(p for p in head.parameters() if p.requires_grad)]
+                ),
+            ]
+        )
     return found
 
 
@@ -72,7 +82,12 @@ def test_frozen_heads_and_frozen_models() -> None:
     head.requires_grad_(True)
     total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=4)
     wanted, _ = causal_lm_loss(cases.Output(head(hidden)), {"labels": labels})
-    torch.testing.assert_close(torch.autograd.grad(total, head.weight), torch.autograd.grad(wanted, head.weight), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(total, head.weight),
+        torch.autograd.grad(wanted, head.weight),
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 class Products(TorchDispatchMode):
@@ -115,7 +130,9 @@ def test_a_graph_that_is_used_twice() -> None:
     total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=4)
     wanted, _ = causal_lm_loss(cases.Output(head(hidden)), {"labels": labels})
     for factor, keep in ((0.25, True), (3.0, True), (2.0, False)):
-        found = torch.autograd.grad(total, leaves, torch.tensor(factor, dtype=torch.float64), retain_graph=keep)
+        found = torch.autograd.grad(
+            total, leaves, torch.tensor(factor, dtype=torch.float64), retain_graph=keep
+        )
         expected = torch.autograd.grad(wanted * factor, leaves, retain_graph=True)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(RuntimeError, match="second time"):
@@ -182,8 +199,12 @@ class SumOfWeights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=torch.float64)) for _ in range(2))
-        self.shift, self.idle = (nn.Parameter(torch.ones(VOCABULARY, dtype=torch.float64)) for _ in range(2))
+        self.first, self.second = (
+            nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=torch.float64)) for _ in range(2)
+        )
+        self.shift, self.idle = (
+            nn.Parameter(torch.ones(VOCABULARY, dtype=torch.float64)) for _ in range(2)
+        )
         self.gain = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -213,7 +234,9 @@ def test_float16_gradients_are_made_with_the_loss_scale(size: int) -> None:
     for kind, value, factor in (("overflows", 2000.0, 1 / 128), ("vanishes", 1e-4, 4096.0)):
         head = nn.Linear(WIDTH, 2, bias=False)
         with torch.no_grad():
-            head.weight.copy_(torch.tensor([[0.0] * WIDTH, [1e-4 if kind == "overflows" else 1.0] * WIDTH]))
+            head.weight.copy_(
+                torch.tensor([[0.0] * WIDTH, [1e-4 if kind == "overflows" else 1.0] * WIDTH])
+            )
         hidden = torch.full((2, 64, WIDTH), value).half().requires_grad_()
         labels = torch.zeros(2, 64, dtype=torch.int64)
         head = head.half()
@@ -272,7 +295,10 @@ def test_compiled() -> None:
         return plait.chunked_causal_lm_loss(states.tanh(), head, labels, chunk_tokens=4)[0] * 0.5
 
     leaves = [hidden.requires_grad_(), *head.parameters()]
-    found = [torch.autograd.grad(run(hidden), leaves) for run in (torch.compile(total, backend="aot_eager"), total)]
+    found = [
+        torch.autograd.grad(run(hidden), leaves)
+        for run in (torch.compile(total, backend="aot_eager"), total)
+    ]
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
@@ -290,7 +316,12 @@ def test_a_split_backward() -> None:
     assert received.grad is not None and all(weight.grad is None for weight in weights)
     assert products.count == 1  # of the first layer
     backward_weights(deferred_half)
-    torch.testing.assert_close([received.grad, *(weight.grad for weight in weights)], list(expected), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        [received.grad, *(weight.grad for weight in weights)],
+        list(expected),
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
@@ -302,7 +333,9 @@ def test_gradients_have_the_parameters_dtype(kind: str) -> None:
     leaf = hidden.to(dtype).requires_grad_()
     total, _ = plait.chunked_causal_lm_loss(leaf, head, labels, chunk_tokens=4)
     total.backward()
-    assert {tensor.grad.dtype for tensor in (leaf, head.weight, head.bias) if tensor.grad is not None} == {dtype}
+    assert {
+        tensor.grad.dtype for tensor in (leaf, head.weight, head.bias) if tensor.grad is not None
+    } == {dtype}
     wide = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
     wide.load_state_dict(head.state_dict())
     wanted, _ = causal_lm_loss(cases.Output(wide(leaf.detach().double())), {"labels": labels})
@@ -317,12 +350,18 @@ def test_halves_are_added_up_in_float32() -> None:
     torch.manual_seed(0)
     head = nn.Linear(64, 16, bias=False)
     hidden, labels = torch.randn(8, 256, 64), torch.randint(0, 16, (8, 256))
-    exact = torch.autograd.grad(causal_lm_loss(cases.Output(head(hidden)), {"labels": labels})[0], head.weight)[0]
+    exact = torch.autograd.grad(
+        causal_lm_loss(cases.Output(head(hidden)), {"labels": labels})[0], head.weight
+    )[0]
     half = head.to(torch.bfloat16)
     errors = []
     for size in (10**6, 16):
         total, _ = plait.chunked_causal_lm_loss(hidden.bfloat16(), half, labels, chunk_tokens=size)
-        errors.append(float((torch.autograd.grad(total, half.weight)[0].float() - exact).norm() / exact.norm()))
+        errors.append(
+            float(
+                (torch.autograd.grad(total, half.weight)[0].float() - exact).norm() / exact.norm()
+            )
+        )
     assert errors[1] < 1.5 * errors[0]
 
 
@@ -364,7 +403,9 @@ class Cut(Capped):
         return logits[..., :-1]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "capped", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "qwen3", "capped", "gemma2", "cohere", "granite"]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_models_head_is_left_to_the_loss(kind: str, tied: bool) -> None:
     """Also one that is tied to the embedding, and logits that are capped or scaled afterwards (B8); the model is as it was afterwards."""
@@ -372,15 +413,23 @@ def test_a_models_head_is_left_to_the_loss(kind: str, tied: bool) -> None:
         model: nn.Module = family(kind, vocab_size=cases.VOCABULARY, tie_word_embeddings=tied)
         model.config.logits_scaling = 3.0
     else:
-        model = Capped(tied=tied).double() if kind == "capped" else cases.build(kind, tied=tied, device="cpu")
+        model = (
+            Capped(tied=tied).double()
+            if kind == "capped"
+            else cases.build(kind, tied=tied, device="cpu")
+        )
     batch = (cases.ragged_steps(1, keys=()) if kind == "capped" else cases.ragged_steps(1))[0][0]
     wanted, weight = causal_lm_loss(default_forward(model, batch), batch)
-    gradients = torch.autograd.grad(wanted, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        wanted, list(model.parameters()), allow_unused=True, materialize_grads=True
+    )
     loss = ChunkedCausalLMLoss(chunk_tokens=5)
     total, found_weight = loss(deferred(default_forward, model)(model, batch), batch)
     torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
     assert torch.equal(weight, found_weight)
-    found = torch.autograd.grad(total, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        total, list(model.parameters()), allow_unused=True, materialize_grads=True
+    )
     for a, b in zip(gradients, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert default_forward(model, batch).logits.shape[-1] == cases.VOCABULARY

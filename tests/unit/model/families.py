@@ -48,7 +48,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "mpt": {"n_heads": 4, "d_model": 32, "n_layers": 2, "max_seq_len": 64},
     "falcon": {"head_dim": None, "num_kv_heads": 4, "new_decoder_architecture": True},
     "mixtral": {"num_local_experts": 2},
-    "deepseek_v2": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    "deepseek_v2": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    },
 }
 
 
@@ -58,8 +64,14 @@ def family(kind: str, *, device: str = "cpu", **changes: Any) -> nn.Module:
 
     fields = {**_SMALL, **dict.fromkeys(_NO_DROPOUT, 0.0)}
     known = AutoConfig.for_model(kind)
-    wanted = {name: value for name, value in fields.items() if hasattr(known, name)} | _OWN.get(kind, {}) | changes
-    config = AutoConfig.for_model(kind, **{name: value for name, value in wanted.items() if value is not None})
+    wanted = (
+        {name: value for name, value in fields.items() if hasattr(known, name)}
+        | _OWN.get(kind, {})
+        | changes
+    )
+    config = AutoConfig.for_model(
+        kind, **{name: value for name, value in wanted.items() if value is not None}
+    )
     config._attn_implementation = "eager"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config).double()

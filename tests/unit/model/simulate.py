@@ -61,7 +61,10 @@ def own(ranks: Ranks, rank: int, x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.narrow(dim, *bounds(x.shape[dim], ranks.size, rank)).clone()
 
 
-def function(forward: Callable[[torch.Tensor], torch.Tensor], backward: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+def function(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor], torch.Tensor],
+) -> Call:
     """An autograd function from two plain ones."""
 
     class Made(torch.autograd.Function):
@@ -92,7 +95,9 @@ class Rank:
         self.leave_scatter = lambda x, dim: function(lambda y: take(dim)(add(y)), join(dim))(x)
 
 
-def split_model(model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: bool, blocks: tuple[str, ...]) -> nn.Module:
+def split_model(
+    model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: bool, blocks: tuple[str, ...]
+) -> nn.Module:
     """This rank's copy of `model`, computing under `plan`."""
     made = copy.deepcopy(model)
     parameters = dict(made.named_parameters(remove_duplicate=False))
@@ -102,7 +107,9 @@ def split_model(model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: boo
         if dim is None:
             continue
         start, size = bounds(parameter.shape[dim], rank.size, rank.rank)
-        part = local.setdefault(id(parameter), nn.Parameter(parameter.detach().narrow(dim, start, size).clone()))
+        part = local.setdefault(
+            id(parameter), nn.Parameter(parameter.detach().narrow(dim, start, size).clone())
+        )
         owner, _, leaf = name.rpartition(".")
         made.get_submodule(owner)._parameters[leaf] = part
     for entry in plan.modules:
@@ -110,7 +117,13 @@ def split_model(model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: boo
         gathers = inside and not any(entry.name.startswith(f"{region}.") for region in plan.regions)
         module, whole = made.get_submodule(entry.name), model.get_submodule(entry.name)
         module.forward = styled_forward(
-            module, whole, entry.style, rank, kv_heads=plan.kv_heads.get(entry.name), inside=inside, gathers=gathers
+            module,
+            whole,
+            entry.style,
+            rank,
+            kv_heads=plan.kv_heads.get(entry.name),
+            inside=inside,
+            gathers=gathers,
         )
     for name, attribute, value in plan.attributes:
         setattr(made.get_submodule(name), attribute, value)
@@ -120,7 +133,14 @@ def split_model(model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: boo
 
 
 def styled_forward(
-    module: nn.Module, whole: nn.Module, style: str, rank: Rank, *, kv_heads: int | None, inside: bool, gathers: bool
+    module: nn.Module,
+    whole: nn.Module,
+    style: str,
+    rank: Rank,
+    *,
+    kv_heads: int | None,
+    inside: bool,
+    gathers: bool,
 ) -> Callable[..., Any]:
     """`inside` a block whose hidden states are sequence shards; `gathers`: and not inside a region, which gathers for its layers."""
 
@@ -150,8 +170,12 @@ def styled_forward(
         start, size = bounds(whole.weight.shape[0], rank.size, rank.rank)
         mine = (ids >= start) & (ids < start + size)
         padding = whole.padding_idx
-        local_padding = padding - start if padding is not None and start <= padding < start + size else None
-        found = F.embedding((ids - start).masked_fill(~mine, 0), module.weight, local_padding) * mine.unsqueeze(-1)
+        local_padding = (
+            padding - start if padding is not None and start <= padding < start + size else None
+        )
+        found = F.embedding(
+            (ids - start).masked_fill(~mine, 0), module.weight, local_padding
+        ) * mine.unsqueeze(-1)
         scale = embedding_scale(module)
         return rank.leave(found if scale is None else found * scale)
 
@@ -159,10 +183,21 @@ def styled_forward(
         assert kv_heads is not None
         width, head = out_features(whole) // kv_heads, rank.rank * kv_heads // rank.size
         rows = slice(head * width, (head + 1) * width)
-        return linear(enter(x), module.weight[rows], None if module.bias is None else module.bias[rows])
+        return linear(
+            enter(x), module.weight[rows], None if module.bias is None else module.bias[rows]
+        )
 
-    forwards = {"colwise": columns, "colwise_gather_output": gathered, "vocab_head": gathered, "rowwise": rows}
-    forwards |= {"rowwise_split_input": split_rows, "embedding_rowwise": embedding, "kv_replicated": keys}
+    forwards = {
+        "colwise": columns,
+        "colwise_gather_output": gathered,
+        "vocab_head": gathered,
+        "rowwise": rows,
+    }
+    forwards |= {
+        "rowwise_split_input": split_rows,
+        "embedding_rowwise": embedding,
+        "kv_replicated": keys,
+    }
     return forwards.get(style, module.forward)
 
 
@@ -180,13 +215,19 @@ def shard_sequence(model: nn.Module, plan: TensorPlan, rank: Rank, blocks: tuple
         whole = rank.gather(first, 1)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
-    model.get_submodule(blocks[0]).register_forward_pre_hook(replace(lambda x: rank.split(x, 1)), with_kwargs=True)
+    model.get_submodule(blocks[0]).register_forward_pre_hook(
+        replace(lambda x: rank.split(x, 1)), with_kwargs=True
+    )
     for region in plan.regions:
-        model.get_submodule(region).register_forward_pre_hook(replace(lambda x: rank.gather_sum(x, 1)), with_kwargs=True)
+        model.get_submodule(region).register_forward_pre_hook(
+            replace(lambda x: rank.gather_sum(x, 1)), with_kwargs=True
+        )
     model.get_submodule(plan.final_norm or blocks[-1]).register_forward_hook(gather_output)
 
 
-def partial_gradients(model: nn.Module, plan: TensorPlan, *, sequence: bool, blocks: tuple[str, ...]) -> set[str]:
+def partial_gradients(
+    model: nn.Module, plan: TensorPlan, *, sequence: bool, blocks: tuple[str, ...]
+) -> set[str]:
     """Whole parameters whose gradients the ranks must sum."""
     styles = plan.styles
     names = set()
@@ -196,7 +237,10 @@ def partial_gradients(model: nn.Module, plan: TensorPlan, *, sequence: bool, blo
         if style in ("replicated_with_grad_allreduce", "kv_replicated"):
             names.add(name)
         in_block = any(owner.startswith(f"{block}.") for block in blocks)
-        if sequence and (owner in plan.norms or (in_block and leaf == "bias" and style in ("rowwise", "rowwise_split_input"))):
+        if sequence and (
+            owner in plan.norms
+            or (in_block and leaf == "bias" and style in ("rowwise", "rowwise_split_input"))
+        ):
             names.add(name)
     return names
 
@@ -211,7 +255,13 @@ def threads_fail_together(ranks: Ranks, failures: list[BaseException]) -> Iterat
 
 
 def check(
-    model: nn.Module, plan: TensorPlan, call: Call, *, blocks: tuple[str, ...], sequence: bool = False, tolerance: float = 1e-6
+    model: nn.Module,
+    plan: TensorPlan,
+    call: Call,
+    *,
+    blocks: tuple[str, ...],
+    sequence: bool = False,
+    tolerance: float = 1e-6,
 ) -> None:
     """Assert that `call(model)`, and gradients of a fixed weighting of it, are the same under `plan` on threads as without."""
     expected, gradients = run(model, call)
@@ -230,7 +280,9 @@ def check(
     for thread in threads:
         thread.join()
     if failures:
-        raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
+        raise next(
+            (f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0]
+        )
     partial = partial_gradients(model, plan, sequence=sequence, blocks=blocks)
     for index, (output, found) in enumerate(results):
         close(output, expected, "the output", tolerance)
@@ -250,13 +302,17 @@ def check(
 def run(model: nn.Module, call: Call) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     model.zero_grad()
     output = call(model)
-    weighting = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(3))
+    weighting = torch.randn(
+        output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(3)
+    )
     (output * weighting).sum().backward()
     return output.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, name: str, tolerance: float) -> None:
-    assert found.shape == expected.shape, f"{name}: {tuple(found.shape)} for {tuple(expected.shape)}"
+    assert found.shape == expected.shape, (
+        f"{name}: {tuple(found.shape)} for {tuple(expected.shape)}"
+    )
     difference, size = (found - expected).abs().max(), expected.abs().max()
     assert difference <= tolerance * (1 + size), f"{name} differs by {difference:.3g} of {size:.3g}"
 
@@ -267,5 +323,7 @@ def randomise(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.5 if parameter.ndim < 2 else min(parameter.shape) ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * scale)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * scale
+            )
     return model.eval()

@@ -27,7 +27,9 @@ class Lora(nn.Module):
             self.add_module(extra, nn.ModuleDict({"default": nn.Linear(2, 2)}))
 
 
-def adapted(names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"), **given: Any) -> tuple[Any, list[str]]:
+def adapted(
+    names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"), **given: Any
+) -> tuple[Any, list[str]]:
     with torch.device("meta"):
         model = trainers.model()
     for layer in model.model.layers:
@@ -43,18 +45,39 @@ def test_the_sides_of_an_adapter() -> None:
         bare = trainers.model()
     model, blocks = adapted()
     wanted, found = make_plan(bare, tp=2, blocks=blocks), make_plan(model, tp=2, blocks=blocks)
-    assert set(found.dims) == {name for name, _ in model.named_parameters()} and len(adapted_layers(model)) == 6
+    assert (
+        set(found.dims) == {name for name, _ in model.named_parameters()}
+        and len(adapted_layers(model)) == 6
+    )
     here = "model.layers.1.self_attn"
-    assert (found.dims[f"{here}.q_proj.lora_A.default.weight"], found.dims[f"{here}.q_proj.lora_B.default.weight"]) == (None, 0)
-    assert (found.dims[f"{here}.o_proj.lora_A.default.weight"], found.dims[f"{here}.o_proj.lora_B.default.weight"]) == (1, None)
+    assert (
+        found.dims[f"{here}.q_proj.lora_A.default.weight"],
+        found.dims[f"{here}.q_proj.lora_B.default.weight"],
+    ) == (None, 0)
+    assert (
+        found.dims[f"{here}.o_proj.lora_A.default.weight"],
+        found.dims[f"{here}.o_proj.lora_B.default.weight"],
+    ) == (1, None)
     for name, dim in wanted.dims.items():
         owner, _, leaf = name.rpartition(".")
         assert found.dims.get(name, found.dims.get(f"{owner}.base_layer.{leaf}")) == dim
-    assert found.styles[f"{here}.q_proj.base_layer"] == "colwise" and f"{here}.q_proj" not in found.styles
-    assert (found.heads, found.attributes, found.kv_heads) == (wanted.heads, wanted.attributes, wanted.kv_heads)
+    assert (
+        found.styles[f"{here}.q_proj.base_layer"] == "colwise"
+        and f"{here}.q_proj" not in found.styles
+    )
+    assert (found.heads, found.attributes, found.kv_heads) == (
+        wanted.heads,
+        wanted.attributes,
+        wanted.kv_heads,
+    )
     assert isinstance(model.get_submodule(f"{here}.q_proj"), Lora)  # it is as it was
     user = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
-    assert make_plan(model, tp=2, user=user, blocks=blocks).dims["model.layers.0.mlp.down_proj.lora_A.default.weight"] == 1
+    assert (
+        make_plan(model, tp=2, user=user, blocks=blocks).dims[
+            "model.layers.0.mlp.down_proj.lora_A.default.weight"
+        ]
+        == 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 import plait
 from plait.model.experts import balance_coefficient, wants_balance_loss
@@ -24,13 +29,27 @@ TEXT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.7,
 }
-VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+}
 
 
 def vision(asks: bool) -> Any:
     """A Qwen 3 VL MoE, whose routers' settings are those of its text part."""
-    config = AutoConfig.for_model("qwen3_vl_moe", text_config={**TEXT, "output_router_logits": asks}, vision_config=VISION)
-    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    config = AutoConfig.for_model(
+        "qwen3_vl_moe", text_config={**TEXT, "output_router_logits": asks}, vision_config=VISION
+    )
+    config.text_config.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
     model.set_experts_implementation("eager")
@@ -47,15 +66,22 @@ def test_of_the_text_part(asks: bool) -> None:
     expected = (0.7, asks) if adds else (None, False)
     assert (balance_coefficient(model), wants_balance_loss(model)) == expected
     wanted = model(**batch).loss.item()
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     try:
-        assert engine.train_batch([batch]).loss == pytest.approx(wanted, rel=1e-6)  # of float32 in both
+        assert engine.train_batch([batch]).loss == pytest.approx(
+            wanted, rel=1e-6
+        )  # of float32 in both
     finally:
         engine.close()
 
 
 def test_classes_that_add_none() -> None:
-    config = AutoConfig.for_model("mixtral", **{**TEXT, "num_local_experts": 4}, output_router_logits=True, pad_token_id=0)
+    config = AutoConfig.for_model(
+        "mixtral", **{**TEXT, "num_local_experts": 4}, output_router_logits=True, pad_token_id=0
+    )
     assert balance_coefficient(AutoModelForSequenceClassification.from_config(config)) is None
     assert wants_balance_loss(AutoModelForCausalLM.from_config(config))

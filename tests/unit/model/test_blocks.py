@@ -41,19 +41,44 @@ def test_outermost_lists_of_one_class() -> None:
 @pytest.mark.parametrize(
     ("kind", "blocks", "own"),
     [
-        ("gemma3", "model.language_model.layers", {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"}),
-        ("got_ocr2", "model.language_model.layers", {"text_config": "qwen2", "vision_config": "got_ocr2_vision"}),
+        (
+            "gemma3",
+            "model.language_model.layers",
+            {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"},
+        ),
+        (
+            "got_ocr2",
+            "model.language_model.layers",
+            {"text_config": "qwen2", "vision_config": "got_ocr2_vision"},
+        ),
         ("git", "git.encoder.layer", {"vision_config": "git_vision_model"}),
     ],
 )
-def test_the_blocks_are_those_of_the_language_model(kind: str, blocks: str, own: dict[str, str]) -> None:
+def test_the_blocks_are_those_of_the_language_model(
+    kind: str, blocks: str, own: dict[str, str]
+) -> None:
     """A tower's list was taken for blocks too, or (a large tower, a small model) alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+    }
     text |= {"num_key_value_heads": 2, "head_dim": 8}
-    vision = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4, "mlp_dim": 1024}
-    parts = {name: {"model_type": type_, **(text if name == "text_config" else vision)} for name, type_ in own.items()}
+    vision = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "mlp_dim": 1024,
+    }
+    parts = {
+        name: {"model_type": type_, **(text if name == "text_config" else vision)}
+        for name, type_ in own.items()
+    }
     config = AutoConfig.for_model(kind, **({} if "text_config" in own else text), **parts)
     with torch.device("meta"):
         found = find_blocks(AutoModelForCausalLM.from_config(config))
@@ -64,7 +89,8 @@ def test_patterns() -> None:
     """Every pattern must match; of nested matches the outermost counts."""
     assert find_blocks(model(), ["decoder.*"]) == ("decoder.0", "decoder.1", "decoder.2")
     with pytest.raises(
-        ModelError, match=r"parallel\.blocks = 'layers\.\*': no module has such a name; modules of that depth are .*encoder\.0"
+        ModelError,
+        match=r"parallel\.blocks = 'layers\.\*': no module has such a name; modules of that depth are .*encoder\.0",
     ):
         find_blocks(model(), ["layers.*"])
 

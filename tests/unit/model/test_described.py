@@ -16,7 +16,10 @@ pytest.importorskip("transformers")
 
 
 def test_written_fields_win_over_those_that_follow() -> None:
-    config = described_config({"model_type": "llama", "vocab_size": 7}, follow={"vocab_size": 9, "bos_token_id": 3, "no_such_field": 1})
+    config = described_config(
+        {"model_type": "llama", "vocab_size": 7},
+        follow={"vocab_size": 9, "bos_token_id": 3, "no_such_field": 1},
+    )
     assert (config.vocab_size, config.bos_token_id) == (7, 3)
     assert not hasattr(config, "no_such_field")
 
@@ -35,19 +38,28 @@ def test_older_names_are_read() -> None:
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = util.find_spec
-    monkeypatch.setattr("plait.importing.find_spec", lambda name: None if name == "transformers" else found(name))
-    with pytest.raises(MissingExtraError, match=r"model\.config: .*not installed; run pip install '.*\[hf\]'"):
+    monkeypatch.setattr(
+        "plait.importing.find_spec", lambda name: None if name == "transformers" else found(name)
+    )
+    with pytest.raises(
+        MissingExtraError, match=r"model\.config: .*not installed; run pip install '.*\[hf\]'"
+    ):
         check_fields({"model_type": "llama"})
 
 
 def test_a_transformers_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_fields({"model_type": "llama"})
     monkeypatch.setattr("plait.model.described.version", lambda name: "5.1.0")
-    with pytest.raises(InputError, match=rf"Transformers 5.1.0 is installed.*run pip install 'transformers>={OLDEST_TRANSFORMERS}'"):
+    with pytest.raises(
+        InputError,
+        match=rf"Transformers 5.1.0 is installed.*run pip install 'transformers>={OLDEST_TRANSFORMERS}'",
+    ):
         check_fields({"model_type": "llama"})
 
 
 def test_the_declared_bound_is_the_one_that_is_checked() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(
+        (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    )["project"]
     declared = project["optional-dependencies"]["hf"]
     assert f"transformers>={OLDEST_TRANSFORMERS},<6" in declared

@@ -37,7 +37,9 @@ class Separate(nn.Module):
         self.norm = nn.LayerNorm(WIDTH // HEADS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (heads_of(layer(x), self.n_heads) for layer in (self.alpha, self.beta, self.gamma))
+        q, k, v = (
+            heads_of(layer(x), self.n_heads) for layer in (self.alpha, self.beta, self.gamma)
+        )
         return self.delta(attend(self.norm(q), self.norm(k), v))
 
 
@@ -46,7 +48,11 @@ class Fused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n_head, self.c_attn, self.c_proj = HEADS, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.n_head, self.c_attn, self.c_proj = (
+            HEADS,
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (heads_of(part, self.n_head) for part in self.c_attn(x).chunk(3, -1))
@@ -102,7 +108,12 @@ class Block(nn.Module):
 
     def __init__(self, attention: type[nn.Module], mlp: type[nn.Module]) -> None:
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(WIDTH), attention(), nn.LayerNorm(WIDTH), mlp()
+        self.norm1, self.attn, self.norm2, self.mlp = (
+            nn.LayerNorm(WIDTH),
+            attention(),
+            nn.LayerNorm(WIDTH),
+            mlp(),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.norm1(x))
@@ -113,7 +124,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A language model with learned positions, whose head may be tied."""
 
-    def __init__(self, attention: type[nn.Module], mlp: type[nn.Module], *, tied: bool = False) -> None:
+    def __init__(
+        self, attention: type[nn.Module], mlp: type[nn.Module], *, tied: bool = False
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(16, WIDTH)
         self.blocks = nn.ModuleList(Block(attention, mlp) for _ in range(2))
@@ -171,8 +184,12 @@ def test_a_weight_that_is_read_and_not_called_stays_whole() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("attention", "mlp"), [(Separate, Gated), (Fused, Mixing), (Fused, Two), (Separate, Functional)])
-def test_a_guessed_plan_computes_what_the_whole_model_does(attention: type[nn.Module], mlp: type[nn.Module], tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("attention", "mlp"), [(Separate, Gated), (Fused, Mixing), (Fused, Two), (Separate, Functional)]
+)
+def test_a_guessed_plan_computes_what_the_whole_model_does(
+    attention: type[nn.Module], mlp: type[nn.Module], tied: bool
+) -> None:
     model = randomise(Model(attention, mlp, tied=tied).double())
     blocks = find_blocks(model)
     for tp in (2, 4):
@@ -214,14 +231,27 @@ def test_blocks_that_differ_are_named_one_by_one() -> None:
     model = Model(Fused, Gated)
     model.blocks[1].mlp = Softened()
     rules = guess_rules(model, find_blocks(model))
-    assert {Rule("blocks.0.mlp.a", "colwise"), Rule("blocks.1.mlp.a", "colwise_gather_output")} <= set(rules)
+    assert {
+        Rule("blocks.0.mlp.a", "colwise"),
+        Rule("blocks.1.mlp.a", "colwise_gather_output"),
+    } <= set(rules)
     assert Rule("blocks.*.attn.c_attn", "colwise_gather_output") in rules
 
 
 def test_without_blocks_the_whole_model_is_looked_at() -> None:
-    model = randomise(nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Gated(), nn.Linear(WIDTH, VOCABULARY)).double())
+    model = randomise(
+        nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH), Gated(), nn.Linear(WIDTH, VOCABULARY)
+        ).double()
+    )
     plan = make_plan(model, tp=2, blocks=())
-    assert plan.styles == {"0": "embedding_rowwise", "1.a": "colwise", "1.b": "rowwise", "1.c": "colwise", "2": "vocab_head"}
+    assert plan.styles == {
+        "0": "embedding_rowwise",
+        "1.a": "colwise",
+        "1.b": "rowwise",
+        "1.c": "colwise",
+        "2": "vocab_head",
+    }
     check(model, plan, lambda m: m(IDS), blocks=())
 
 
@@ -233,6 +263,11 @@ def test_a_vocabulary_of_two_possible_embeddings_stays_whole() -> None:
 
 def test_what_torch_computes_past_its_modules_is_not_split() -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32)
-    model = nn.ModuleDict({"layers": nn.ModuleList([layer, nn.TransformerEncoderLayer(WIDTH, HEADS, 32)])})
-    with pytest.raises(ModelError, match=r"no plan is known for ModuleDict, and in layers.0 to layers.1 there is no nn.Linear"):
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([layer, nn.TransformerEncoderLayer(WIDTH, HEADS, 32)])}
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"no plan is known for ModuleDict, and in layers.0 to layers.1 there is no nn.Linear",
+    ):
         make_plan(model, tp=2, blocks=("layers.0", "layers.1"))

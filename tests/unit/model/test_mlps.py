@@ -30,7 +30,9 @@ def test_families(family: str) -> None:
     one = found(model)
     assert one.experts == tuple(name for name in names if name.endswith(".mlp.experts"))
     shared = tuple(name for name in names if name.endswith(("shared_expert", "shared_experts")))
-    dense = tuple(name for name in names if name.endswith(".mlp") and f"{name}.experts" not in names)
+    dense = tuple(
+        name for name in names if name.endswith(".mlp") and f"{name}.experts" not in names
+    )
     assert set(one.mlps) == {*shared, *dense}
 
 
@@ -38,7 +40,13 @@ def test_a_wide_one_is_tried_narrower() -> None:
     """8192 x 28672: 5 GiB in float64; on meta, without memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64, vocab_size=128)
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=2,
+        num_attention_heads=64,
+        vocab_size=128,
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     assert found(model).mlps == ("model.layers.0.mlp", "model.layers.1.mlp")
@@ -78,7 +86,12 @@ class Model(nn.Module):
 def capacity(_: Mlp, x: torch.Tensor) -> torch.Tensor:
     """Of every eight tokens that would go to one place, four are dropped: the first eight alike."""
     flat = x.flatten(0, -2)
-    place = torch.cumsum((flat[:, None] == flat[None]).all(-1).tril().long().sum(1, keepdim=True) > 4, 0) > 0
+    place = (
+        torch.cumsum(
+            (flat[:, None] == flat[None]).all(-1).tril().long().sum(1, keepdim=True) > 4, 0
+        )
+        > 0
+    )
     return torch.where(place, 0, flat).view_as(x)
 
 
@@ -125,9 +138,16 @@ def test_a_block_without_one() -> None:
     """OPT's layers stand in the block itself."""
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+    }
     with pytest.raises(
-        ModelError, match=r"model.decoder.layers.0.fc1 is not computed in tiles, .* \(OPTDecoderLayer\): the block computes"
+        ModelError,
+        match=r"model.decoder.layers.0.fc1 is not computed in tiles, .* \(OPTDecoderLayer\): the block computes",
     ):
         found(OPTForCausalLM(OPTConfig(vocab_size=64, **sizes)))
 
@@ -138,5 +158,8 @@ def test_hooks_inside() -> None:
     model.blocks[1].mlp.register_forward_hook(lambda *_: None)
     found(model)
     model.blocks[1].mlp.up.register_forward_hook(lambda *_: None)
-    with pytest.raises(ModelError, match="blocks.1.mlp.up has a hook, which would be given a tile of the tokens; put it on blocks.1.mlp"):
+    with pytest.raises(
+        ModelError,
+        match="blocks.1.mlp.up has a hook, which would be given a tile of the tokens; put it on blocks.1.mlp",
+    ):
         found(model)

@@ -10,12 +10,21 @@ from plait.errors import ModelError
 
 
 def test_all_named_attributes_are_tied() -> None:
-    specs = [plait.TiedLayerSpec("twice", nn.Linear, 4, 4, tied_weight_attr=("weight", "bias")) for _ in range(2)]
-    first, second = (layer for layer in plait.PipelineModule(specs).modules() if isinstance(layer, nn.Linear))
+    specs = [
+        plait.TiedLayerSpec("twice", nn.Linear, 4, 4, tied_weight_attr=("weight", "bias"))
+        for _ in range(2)
+    ]
+    first, second = (
+        layer for layer in plait.PipelineModule(specs).modules() if isinstance(layer, nn.Linear)
+    )
     assert first is not second
     assert first.weight is second.weight and first.bias is second.bias
-    alone = [plait.TiedLayerSpec("once", nn.Linear, 4, 4, tied_weight_attr="weight") for _ in range(2)]
-    first, second = (layer for layer in plait.PipelineModule(alone).modules() if isinstance(layer, nn.Linear))
+    alone = [
+        plait.TiedLayerSpec("once", nn.Linear, 4, 4, tied_weight_attr="weight") for _ in range(2)
+    ]
+    first, second = (
+        layer for layer in plait.PipelineModule(alone).modules() if isinstance(layer, nn.Linear)
+    )
     assert first.weight is second.weight and first.bias is not second.bias
 
 

@@ -47,7 +47,15 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("falcon", {}),
     ("falcon", {"alibi": True}),
     ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
-    ("falcon", {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "bias": True}),
+    (
+        "falcon",
+        {
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+        },
+    ),
     ("stablelm", {}),
     ("stablelm", {"qk_layernorm": True}),
     ("persimmon", {}),
@@ -61,8 +69,14 @@ def plan_of(model: nn.Module, tp: int, user: dict[str, str] | None = None) -> Te
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize(("kind", "changes"), FAMILIES, ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain")
-def test_a_family_s_plan_computes_what_the_whole_model_does(kind: str, changes: dict[str, Any], tp: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    FAMILIES,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+)
+def test_a_family_s_plan_computes_what_the_whole_model_does(
+    kind: str, changes: dict[str, Any], tp: int
+) -> None:
     model = family(kind, **changes)
     blocks = find_blocks(model)
     plan = make_plan(model, tp=tp, blocks=blocks)
@@ -98,7 +112,11 @@ def test_llama_s_plan_in_full() -> None:
         "model.norm.weight": None,
         "lm_head.weight": 0,
     }
-    assert (plan.embedding, plan.head, plan.source) == ("model.embed_tokens", "lm_head", "transformers' plan of llama")
+    assert (plan.embedding, plan.head, plan.source) == (
+        "model.embed_tokens",
+        "lm_head",
+        "transformers' plan of llama",
+    )
     assert plan.styles["lm_head"] == "vocab_head"
     assert plan.attributes == () and plan.kv_heads == {}
 
@@ -108,16 +126,23 @@ def test_llama_s_sequence_facts() -> None:
     assert plan.sequence_parallel is True
     assert plan.final_norm == "model.norm"
     assert plan.norms == (
-        *(f"model.layers.{i}.{norm}" for i in range(2) for norm in ("input_layernorm", "post_attention_layernorm")),
+        *(
+            f"model.layers.{i}.{norm}"
+            for i in range(2)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        ),
         "model.norm",
     )
-    assert plan.regions == tuple(f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn", "mlp"))
+    assert plan.regions == tuple(
+        f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn", "mlp")
+    )
 
 
 def test_conv1d_is_split_the_other_way_round() -> None:
     dims = plan_of(family("gpt2"), 2).dims
     assert {
-        name: dims[f"transformer.h.0.{name}"] for name in ("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias")
+        name: dims[f"transformer.h.0.{name}"]
+        for name in ("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias")
     } == {
         "mlp.c_fc.weight": 1,
         "mlp.c_fc.bias": 0,
@@ -127,15 +152,22 @@ def test_conv1d_is_split_the_other_way_round() -> None:
 
 
 def test_counts_of_heads_become_this_rank_s() -> None:
-    assert plan_of(family("opt"), 4).attributes == tuple((f"model.decoder.layers.{i}.self_attn", "num_heads", 1) for i in range(2))
+    assert plan_of(family("opt"), 4).attributes == tuple(
+        (f"model.decoder.layers.{i}.self_attn", "num_heads", 1) for i in range(2)
+    )
     stablelm = plan_of(family("stablelm", num_hidden_layers=1), 4)
     assert stablelm.attributes == (
         ("model.layers.0.self_attn", "num_heads", 1),
         ("model.layers.0.self_attn", "num_key_value_heads", 1),
         ("model.layers.0.self_attn", "num_key_value_groups", 1),
     )
-    several = plan_of(family("stablelm", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4), 2)
-    assert several.attributes == (("model.layers.0.self_attn", "num_heads", 4), ("model.layers.0.self_attn", "num_key_value_heads", 2))
+    several = plan_of(
+        family("stablelm", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4), 2
+    )
+    assert several.attributes == (
+        ("model.layers.0.self_attn", "num_heads", 4),
+        ("model.layers.0.self_attn", "num_key_value_heads", 2),
+    )
 
 
 def test_fewer_key_heads_than_ranks_stay_whole() -> None:
@@ -151,7 +183,10 @@ def test_fewer_key_heads_than_ranks_stay_whole() -> None:
 def test_one_linear_layer_by_columns_and_by_rows() -> None:
     with torch.device("meta"):
         model = nn.ModuleDict({"columns": nn.Linear(4096, 4096), "rows": nn.Linear(4096, 4096)})
-    rows = {row.parameter: row for row in describe(plan_of(model, 4, {"columns": "colwise", "rows": "rowwise"}), model)}
+    rows = {
+        row.parameter: row
+        for row in describe(plan_of(model, 4, {"columns": "colwise", "rows": "rowwise"}), model)
+    }
     assert rows["columns.weight"].local_shape == (1024, 4096)
     assert rows["columns.bias"].local_shape == (1024,)
     assert rows["rows.weight"].local_shape == (4096, 1024)
@@ -162,12 +197,21 @@ def test_every_parameter_is_described() -> None:
     model = family("llama", tie_word_embeddings=True)
     plan = plan_of(model, 4)
     rows = describe(plan, model)
-    assert [row.parameter for row in rows] == [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert [row.parameter for row in rows] == [
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    ]
     by_name = {row.parameter: row for row in rows}
     down = by_name["model.layers.0.mlp.down_proj.weight"]
-    assert (down.style, down.local_shape, down.note) == ("rowwise", (32, 14), "uneven: 14 to 11 of 53, 5.7 % above an equal share")
+    assert (down.style, down.local_shape, down.note) == (
+        "rowwise",
+        (32, 14),
+        "uneven: 14 to 11 of 53, 5.7 % above an equal share",
+    )
     assert by_name["model.norm.weight"].style == "replicated"
-    assert by_name["model.layers.1.self_attn.v_proj.weight"].note == "2 heads for 4 ranks: each computes one"
+    assert (
+        by_name["model.layers.1.self_attn.v_proj.weight"].note
+        == "2 heads for 4 ranks: each computes one"
+    )
     assert by_name["lm_head.weight"].note.endswith("tied to model.embed_tokens.weight")
 
 
@@ -231,11 +275,23 @@ def test_a_container_s_style_goes_to_the_owners_of_parameters() -> None:
             {"num_kv_heads": 2},
             "parallel.tp = 4: num_kv_heads is 2 and 2 % 4 != 0, and query_key_value computes keys together with queries; use 1 or 2",
         ),
-        ("gpt2", 120, {}, "parallel.tp = 120: transformer.wte has 101 rows, of which only 101 ranks would get some; use 11"),
-        ("phi3", 16, {"vocab_size": 17}, "parallel.tp = 16: model.embed_tokens has 17 rows, of which only 9 ranks would get some; use 6"),
+        (
+            "gpt2",
+            120,
+            {},
+            "parallel.tp = 120: transformer.wte has 101 rows, of which only 101 ranks would get some; use 11",
+        ),
+        (
+            "phi3",
+            16,
+            {"vocab_size": 17},
+            "parallel.tp = 16: model.embed_tokens has 17 rows, of which only 9 ranks would get some; use 6",
+        ),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused_with_the_numbers(kind: str, tp: int, changes: dict[str, Any], message: str) -> None:
+def test_degrees_that_do_not_fit_are_refused_with_the_numbers(
+    kind: str, tp: int, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of(family(kind, device="meta", **changes), tp)
     assert message in str(caught.value).splitlines()
@@ -256,7 +312,10 @@ def test_a_cut_through_a_head_is_refused() -> None:
             self.q_proj, self.o_proj = nn.Linear(10, 10), nn.Linear(10, 10)
 
     model = nn.ModuleDict({"attn": Attention()})
-    with pytest.raises(ConfigError, match=r"attn.q_proj has 10 outputs and 10 % 4 != 0, so a head would be cut; use 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"attn.q_proj has 10 outputs and 10 % 4 != 0, so a head would be cut; use 2",
+    ):
         plan_of(model, 4, {"attn.q_proj": "colwise", "attn.o_proj": "rowwise"})
 
 
@@ -264,10 +323,19 @@ def test_a_cut_through_a_head_is_refused() -> None:
     ("user", "message"),
     [
         ({"model.layers.*.mlp.gate": "colwise"}, "names no module; near it are model.layers.*.mlp"),
-        ({"model.layers.*.input_layernorm": "colwise"}, r"input_layernorm \(LlamaRMSNorm\) cannot be 'colwise': it must be an nn.Linear"),
-        ({"model.layers.*.mlp.up_proj": "embedding_rowwise"}, r"cannot be 'embedding_rowwise': it must be an nn.Embedding"),
+        (
+            {"model.layers.*.input_layernorm": "colwise"},
+            r"input_layernorm \(LlamaRMSNorm\) cannot be 'colwise': it must be an nn.Linear",
+        ),
+        (
+            {"model.layers.*.mlp.up_proj": "embedding_rowwise"},
+            r"cannot be 'embedding_rowwise': it must be an nn.Embedding",
+        ),
         ({"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}, "has no parameters"),
-        ({"model.layers.*.self_attn.k_proj": "kv_replicated"}, "its 2 heads are not fewer than the ranks; use the style 'colwise'"),
+        (
+            {"model.layers.*.self_attn.k_proj": "kv_replicated"},
+            "its 2 heads are not fewer than the ranks; use the style 'colwise'",
+        ),
         ({"model.layers.*.mlp.up_proj": "kv_replicated"}, "its number of heads is not known"),
         (
             {"model.norm": "replicated_with_grad_allreduce"},
@@ -302,9 +370,12 @@ def test_layers_that_are_not_called_or_not_plain_are_refused() -> None:
 
 
 def test_a_norm_with_weights_for_every_head_is_refused_in_a_user_s_plan() -> None:
-    user = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"model.layers.*.self_attn.o_proj": "rowwise"}
+    user = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+        "model.layers.*.self_attn.o_proj": "rowwise"
+    }
     with pytest.raises(
-        ModelError, match=r"q_norm has weights for each of 4 heads, .* use 'colwise_gather_output' and 'rowwise_split_input'"
+        ModelError,
+        match=r"q_norm has weights for each of 4 heads, .* use 'colwise_gather_output' and 'rowwise_split_input'",
     ):
         plan_of(family("cohere", device="meta", use_qk_norm=True), 2, user)
 
@@ -314,15 +385,25 @@ def test_a_norm_with_weights_for_every_head_is_refused_in_a_user_s_plan() -> Non
     [
         ("opt", {}, "OPT's blocks flatten batch and sequence"),
         ("gpt2", {"resid_pdrop": 0.1}, r"resid_dropout drops with p = 0.1"),
-        ("bloom", {"hidden_dropout": 0.2}, "hidden_dropout = 0.2, and a part of transformer.h.0 is computed on every rank"),
-        ("mixtral", {"attention_dropout": 0.1}, "attention_dropout = 0.1, and a part of model.layers.0 is computed on every rank"),
+        (
+            "bloom",
+            {"hidden_dropout": 0.2},
+            "hidden_dropout = 0.2, and a part of transformer.h.0 is computed on every rank",
+        ),
+        (
+            "mixtral",
+            {"attention_dropout": 0.1},
+            "attention_dropout = 0.1, and a part of model.layers.0 is computed on every rank",
+        ),
         ("gpt2", {"add_cross_attention": True}, "cross-attention reads a second sequence"),
         ("bert", {}, r"attention holds output.LayerNorm \(LayerNorm\)"),
         ("doge", {}, "has a parameter of its own"),
         ("ctrl", {}, "multi_head_attention takes a second input, k"),
     ],
 )
-def test_sequence_parallelism_is_refused_with_the_reason(kind: str, changes: dict[str, Any], reason: str) -> None:
+def test_sequence_parallelism_is_refused_with_the_reason(
+    kind: str, changes: dict[str, Any], reason: str
+) -> None:
     possible = plan_of(family(kind, device="meta", **changes), 2).sequence_parallel
     assert possible is not True
     assert re.search(reason, possible)
@@ -330,7 +411,12 @@ def test_sequence_parallelism_is_refused_with_the_reason(kind: str, changes: dic
 
 def test_dropout_between_layers_that_stay_split_is_no_reason() -> None:
     """A19: ranks draw their own numbers on sequence shards."""
-    assert plan_of(family("gpt_neox", device="meta", hidden_dropout=0.1, attention_dropout=0.1), 2).sequence_parallel is True
+    assert (
+        plan_of(
+            family("gpt_neox", device="meta", hidden_dropout=0.1, attention_dropout=0.1), 2
+        ).sequence_parallel
+        is True
+    )
 
 
 def test_sequence_parallelism_needs_blocks_whose_parts_are_all_known() -> None:
@@ -338,7 +424,9 @@ def test_sequence_parallelism_needs_blocks_whose_parts_are_all_known() -> None:
     user = {"up": "colwise", "down": "rowwise"}
     assert "no list of repeated blocks" in str(plan_of(model, 2, user).sequence_parallel)
     mixed = nn.ModuleList(nn.ModuleDict({**model, "mixer": nn.Conv1d(4, 4, 3)}) for _ in range(2))
-    plan = make_plan(mixed, tp=2, user={f"*.{name}": style for name, style in user.items()}, blocks=("0", "1"))
+    plan = make_plan(
+        mixed, tp=2, user={f"*.{name}": style for name, style in user.items()}, blocks=("0", "1")
+    )
     assert plan.sequence_parallel == "0.mixer (Conv1d) is neither a norm nor split over tp"
 
 
@@ -348,14 +436,21 @@ def test_sequence_parallelism_needs_blocks_whose_parts_are_all_known() -> None:
 def wrong(plan: TensorPlan, **styles: str) -> TensorPlan:
     """`plan` with other styles for modules whose names end so."""
     changed = tuple(
-        replace(entry, style=next((style for end, style in styles.items() if entry.name.endswith(end)), entry.style))
+        replace(
+            entry,
+            style=next(
+                (style for end, style in styles.items() if entry.name.endswith(end)), entry.style
+            ),
+        )
         for entry in plan.modules
     )
     return replace(plan, modules=changed)
 
 
 def test_the_judge_finds_a_fused_weight_that_is_split_as_if_it_were_not() -> None:
-    model = family("phi3", intermediate_size=52)  # half of [gate | up] has an even width too, so nothing fails aloud
+    model = family(
+        "phi3", intermediate_size=52
+    )  # half of [gate | up] has an even width too, so nothing fails aloud
     plan = wrong(plan_of(model, 2), **{"mlp.gate_up_proj": "colwise", "mlp.down_proj": "rowwise"})
     with pytest.raises(AssertionError, match="the output differs"):
         check(model, plan, logits, blocks=find_blocks(model))
@@ -364,7 +459,9 @@ def test_the_judge_finds_a_fused_weight_that_is_split_as_if_it_were_not() -> Non
 def test_the_judge_finds_a_partial_gradient_that_is_not_summed() -> None:
     model = family("qwen3")
     plan = plan_of(model, 2)
-    forgotten = replace(plan, modules=tuple(entry for entry in plan.modules if not entry.name.endswith("q_norm")))
+    forgotten = replace(
+        plan, modules=tuple(entry for entry in plan.modules if not entry.name.endswith("q_norm"))
+    )
     with pytest.raises(AssertionError, match="q_norm.weight differs"):
         check(model, forgotten, logits, blocks=find_blocks(model))
 
@@ -373,7 +470,13 @@ def test_the_judge_finds_a_whole_gradient_that_is_summed() -> None:
     model = family("llama")
     plan = plan_of(model, 2)
     doubled = wrong(plan)
-    doubled = replace(plan, modules=(*plan.modules, replace(plan.modules[0], name="model.norm", style="replicated_with_grad_allreduce")))
+    doubled = replace(
+        plan,
+        modules=(
+            *plan.modules,
+            replace(plan.modules[0], name="model.norm", style="replicated_with_grad_allreduce"),
+        ),
+    )
     with pytest.raises(AssertionError, match="model.norm.weight differs"):
         check(model, doubled, logits, blocks=find_blocks(model))
 
@@ -393,7 +496,12 @@ def test_a_user_s_plan_for_a_plain_model() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.n_heads, self.n_kv_heads = 4, 2
-            self.wq, self.wk, self.wv, self.wo = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 16)
+            self.wq, self.wk, self.wv, self.wo = (
+                nn.Linear(16, 16),
+                nn.Linear(16, 8),
+                nn.Linear(16, 8),
+                nn.Linear(16, 16),
+            )
 
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             q, k, v = self.wq(x), self.wk(x), self.wv(x)
@@ -407,7 +515,10 @@ def test_a_user_s_plan_for_a_plain_model() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-            self.norms, self.layers = nn.ModuleList(nn.LayerNorm(16) for _ in range(2)), nn.ModuleList(Attention() for _ in range(2))
+            self.norms, self.layers = (
+                nn.ModuleList(nn.LayerNorm(16) for _ in range(2)),
+                nn.ModuleList(Attention() for _ in range(2)),
+            )
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             hidden, mask = self.embed(ids), torch.full((ids.shape[1],) * 2, -torch.inf).triu(1)
@@ -416,25 +527,37 @@ def test_a_user_s_plan_for_a_plain_model() -> None:
             return self.head(hidden)
 
     model = randomise(Model().double())
-    user = {"layers.*.wq": "colwise", "layers.*.wk": "colwise", "layers.*.wv": "colwise", "layers.*.wo": "rowwise"}
+    user = {
+        "layers.*.wq": "colwise",
+        "layers.*.wk": "colwise",
+        "layers.*.wv": "colwise",
+        "layers.*.wo": "rowwise",
+    }
     user |= {"embed": "embedding_rowwise", "head": "vocab_head"}
     ids = torch.randint(0, VOCABULARY, (2, 5))
     for tp, counts in ((2, {"n_heads": 2, "n_kv_heads": 1}), (4, {"n_heads": 1, "n_kv_heads": 1})):
         plan = make_plan(model, tp=tp, user=user, blocks=())
-        assert {name: value for owner, name, value in plan.attributes if owner == "layers.0"} == counts
+        assert {
+            name: value for owner, name, value in plan.attributes if owner == "layers.0"
+        } == counts
         assert (plan.head, plan.embedding) == ("head", "embed")
         check(model, plan, lambda m: m(ids), blocks=())
 
 
 def test_a_plan_that_splits_little_is_told_of() -> None:
     """B10: with its largest layers by name."""
-    model = nn.ModuleDict({"tower": nn.Linear(100, 100), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+    model = nn.ModuleDict(
+        {"tower": nn.Linear(100, 100), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+    )
     plan = plan_of(model, 2, {"up": "colwise", "down": "rowwise"})
     words = little_is_split(plan, model)
     assert words is not None
     assert "splits 2.6% of the parameters" in words
     assert "tower.weight" in words
-    assert little_is_split(plan_of(family("llama", device="meta"), 2), family("llama", device="meta")) is None
+    assert (
+        little_is_split(plan_of(family("llama", device="meta"), 2), family("llama", device="meta"))
+        is None
+    )
     words = little_is_split(plan, model, besides=("tower.weight",))  # split over ep
     assert words is None
     words = little_is_split(plan, model, besides=("up.weight", "down.weight"))
@@ -470,7 +593,10 @@ def test_adapters_that_are_not_split_are_refused_by_name() -> None:
     assert plan.styles["inner.model.layers.0.mlp.up_proj"] == "colwise"
     attention = model.get_submodule("model.layers.1.self_attn")
     attention.q_proj = Adapter(attention.q_proj)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=r"inner.model.layers.1.self_attn.q_proj is Adapter, an adapter around a layer"):
+    with pytest.raises(
+        ModelError,
+        match=r"inner.model.layers.1.self_attn.q_proj is Adapter, an adapter around a layer",
+    ):
         make_plan(Wrapper(model), tp=2, blocks=())
 
 

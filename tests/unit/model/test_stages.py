@@ -22,7 +22,10 @@ from tests.unit.model.families import TOKENS, family
 
 def staged(model: nn.Module, cut: StageCut) -> list[StagedModel]:
     """A copy of the model for each stage."""
-    return [stage_model(copy.deepcopy(model), cut, [index], region=None, device=torch.device("cpu")) for index in range(cut.stages)]
+    return [
+        stage_model(copy.deepcopy(model), cut, [index], region=None, device=torch.device("cpu"))
+        for index in range(cut.stages)
+    ]
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -47,29 +50,49 @@ def check(model: nn.Module, bounds: Sequence[int] | None = None) -> StageCut:
         found = torch.zeros_like(parameter)
         names = {name} | {other for other, first in cut.first_names.items() if first == name}
         for one in stages:
-            own = {id(p): p for other, p in one.model.named_parameters(remove_duplicate=False) if other in names}
+            own = {
+                id(p): p
+                for other, p in one.model.named_parameters(remove_duplicate=False)
+                if other in names
+            }
             found += sum(p.grad for p in own.values() if p.grad is not None)
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found, expected, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
     return cut
 
 
 @pytest.mark.parametrize("kind", ["bart", "mbart", "mvp", "plbart"])
 def test_a_norm_that_is_registered_after_the_blocks(kind: str) -> None:
     """A3: `layernorm_embedding` runs before the blocks; it was on the last stage, and the first trained without its weight."""
-    cut = check(family(kind, decoder_layers=2, decoder_attention_heads=4, d_model=32, decoder_ffn_dim=53))
+    cut = check(
+        family(kind, decoder_layers=2, decoder_attention_heads=4, d_model=32, decoder_ffn_dim=53)
+    )
     assert cut.owners["model.decoder.layernorm_embedding.weight"] == {0}
 
 
-@pytest.mark.parametrize("kind", ["blenderbot", "marian", "pegasus", "prophetnet", "roformer", "ctrl", "big_bird"])
+@pytest.mark.parametrize(
+    "kind", ["blenderbot", "marian", "pegasus", "prophetnet", "roformer", "ctrl", "big_bird"]
+)
 def test_tables_of_positions(kind: str) -> None:
     """B7: they take a shape, not token ids; roformer's is read by every block; ctrl writes to its embeddings."""
-    small = {"decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 32, "decoder_ffn_dim": 52}
+    small = {
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "d_model": 32,
+        "decoder_ffn_dim": 52,
+    }
     own: dict[str, dict[str, Any]] = {
         "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 53},
         "roformer": {"is_decoder": True, "embedding_size": 32},
         "big_bird": {"is_decoder": True, "attention_type": "original_full"},
-        "prophetnet": {"num_hidden_layers": None, "num_decoder_layers": 2, "num_decoder_attention_heads": 4, "decoder_ffn_dim": 53},
+        "prophetnet": {
+            "num_hidden_layers": None,
+            "num_decoder_layers": 2,
+            "num_decoder_attention_heads": 4,
+            "decoder_ffn_dim": 53,
+        },
     }
     check(family(kind, **own.get(kind, small)))
 
@@ -78,10 +101,26 @@ def test_tables_of_positions(kind: str) -> None:
 def test_layers_of_several_classes(kind: str) -> None:
     """B9: lists of attention layers and state space layers are blocks. Zamba's read the embedding again and share one transformer."""
     own: dict[str, dict[str, Any]] = {
-        "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4}
+        "jamba": {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 4,
+        }
         | {"mamba_dt_rank": 4, "use_mamba_kernels": False},
-        "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 2}
-        | {"mamba_dt_rank": 4, "mamba_d_state": 4, "use_mamba_kernels": False, "attention_hidden_size": 64, "attention_head_dim": 16},
+        "zamba": {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "n_mamba_heads": 2,
+        }
+        | {
+            "mamba_dt_rank": 4,
+            "mamba_d_state": 4,
+            "use_mamba_kernels": False,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+        },
         "olmo_hybrid": {"num_hidden_layers": 4},
     }
     model = family(kind, **own[kind])
@@ -190,7 +229,11 @@ class Asks(Net):
                 block.set_way("fast")
         for block in self.blocks:
             assert isinstance(block, Layer) and block.training == self.training
-            hidden = block(hidden) * block.width if block.kind == "full" and block.way == "fast" and block.inner.bias.shape == (8,) else 0
+            hidden = (
+                block(hidden) * block.width
+                if block.kind == "full" and block.way == "fast" and block.inner.bias.shape == (8,)
+                else 0
+            )
         return Result(self.end(hidden, input_ids))
 
 
@@ -206,11 +249,18 @@ def test_a_model_reads_more_of_its_blocks_than_their_output() -> None:
         one.run(one.stages[stage], lambda model: model(input_ids=TOKENS), value)
     assert [block.way for block in one.model.blocks] == ["fast"] * 4
     held = one.model.state_dict()
-    assert not [name for name in (*held, *dict(one.model.named_modules())) if name.startswith(("blocks.1.", "blocks.2."))]
-    assert {"blocks.0.inner.weight", "blocks.3.inner.table"} <= set(held) and one.model.eval().blocks[1].training is False
+    assert not [
+        name
+        for name in (*held, *dict(one.model.named_modules()))
+        if name.startswith(("blocks.1.", "blocks.2."))
+    ]
+    assert {"blocks.0.inner.weight", "blocks.3.inner.table"} <= set(
+        held
+    ) and one.model.eval().blocks[1].training is False
     absent = one.model.blocks[1]
     with pytest.raises(
-        ModelError, match=r"reads blocks\.1\.inner\.weight outside of that block, which belongs to stage 1 and another rank"
+        ModelError,
+        match=r"reads blocks\.1\.inner\.weight outside of that block, which belongs to stage 1 and another rank",
     ):
         absent.inner(arrived)
     with pytest.raises(ModelError, match=r"blocks\.1\.inner\.table"):
@@ -239,11 +289,14 @@ def test_what_is_refused() -> None:
     """With the stage, the block and the rule."""
     model = Looks()
     with pytest.raises(
-        ModelError, match=r"on stage 1, which begins with blocks\.2, a decision of Looks uses a value computed inside blocks\.1"
+        ModelError,
+        match=r"on stage 1, which begins with blocks\.2, a decision of Looks uses a value computed inside blocks\.1",
     ):
         cut_model(model, find_blocks(model), (0, 2, 4))
     model = Skips(dropout=0.1)
-    with pytest.raises(ModelError, match="on stage 1, the output `logits` of Skips follows from random numbers"):
+    with pytest.raises(
+        ModelError, match="on stage 1, the output `logits` of Skips follows from random numbers"
+    ):
         cut_model(model, find_blocks(model), (0, 2, 4))
     cut_model(model.eval(), find_blocks(model), (0, 2, 4))
 
@@ -254,18 +307,32 @@ def test_a_parameter_of_another_stage_cannot_be_used() -> None:
     first = staged(model, cut_model(model, find_blocks(model), (0, 2, 4)))[0].model
     norm = first.norm
     assert isinstance(norm, nn.LayerNorm) and norm.weight.shape == (8,) and norm.weight is not None
-    for use in (lambda: norm(torch.ones(2, 8)), lambda: norm.weight + 1, lambda: bool(norm.weight), lambda: torch.ones(8) * norm.weight):
-        with pytest.raises(ModelError, match=r"uses norm\.weight on stage 0, and it belongs to stage 1"):
+    for use in (
+        lambda: norm(torch.ones(2, 8)),
+        lambda: norm.weight + 1,
+        lambda: bool(norm.weight),
+        lambda: torch.ones(8) * norm.weight,
+    ):
+        with pytest.raises(
+            ModelError, match=r"uses norm\.weight on stage 0, and it belongs to stage 1"
+        ):
             use()
     assert "norm.weight" not in dict(first.named_parameters())
 
 
 def test_entries_of_an_output() -> None:
     """Of the classes that models return; what is missing says so when it is used."""
-    for output in ({"a": torch.ones(2), "b": (torch.ones(1),)}, Result(torch.ones(3)), (torch.ones(1), None), torch.ones(2)):
+    for output in (
+        {"a": torch.ones(2), "b": (torch.ones(1),)},
+        Result(torch.ones(3)),
+        (torch.ones(1), None),
+        torch.ones(2),
+    ):
         names = list(output_fields(output))
         changed = without(output, {names[0]: "it is elsewhere"})
-        entry = changed if isinstance(output, torch.Tensor) else dict(_entries_of(changed))[names[0]]
+        entry = (
+            changed if isinstance(output, torch.Tensor) else dict(_entries_of(changed))[names[0]]
+        )
         assert isinstance(entry, Unavailable)
         with pytest.raises(ModelError, match="it is elsewhere"):
             torch.sum(entry)  # type: ignore[call-overload]
@@ -273,7 +340,13 @@ def test_entries_of_an_output() -> None:
 
 
 def _entries_of(output: Any) -> Any:
-    return output.items() if isinstance(output, dict) else enumerate(output) if isinstance(output, tuple) else vars(output).items()
+    return (
+        output.items()
+        if isinstance(output, dict)
+        else enumerate(output)
+        if isinstance(output, tuple)
+        else vars(output).items()
+    )
 
 
 class Kernel(nn.Module):

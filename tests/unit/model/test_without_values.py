@@ -38,18 +38,27 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
 
 def facts(result: Any) -> list[Any]:
     leaves = tree_leaves(result)
-    return [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in leaves
+    ]
 
 
 def test_kept_shapes_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     fresh = without_values._on_meta
-    monkeypatch.setattr(without_values, "_on_meta", lambda func, *rest: asked.append(func) or fresh(func, *rest))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        without_values, "_on_meta", lambda func, *rest: asked.append(func) or fresh(func, *rest)
+    )  # type: ignore[func-returns-value]
     shapes = Shapes()
     for _ in range(2):
         for func, args, kwargs in CALLS:
             assert facts(shapes.of(func, args, kwargs)) == facts(fresh(func, args, kwargs)), func
-    assert len(asked) == len(CALLS) + 1, "all were asked once; views, which share memory with what they are of, every time"
+    assert len(asked) == len(CALLS) + 1, (
+        "all were asked once; views, which share memory with what they are of, every time"
+    )
 
 
 def test_results_are_tensors_of_their_own() -> None:

@@ -20,12 +20,20 @@ FIELDS = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "
 
 def planned(folder: Path, fixed: dict[str, int]) -> tuple[Path, Plan]:
     """A plan for two processes on CPU cores, written."""
-    request = Request(Model(from_config(FIELDS, source="test"), {"config": FIELDS}), cluster("cpu", 2), 8, 64, "fp32")
+    request = Request(
+        Model(from_config(FIELDS, source="test"), {"config": FIELDS}),
+        cluster("cpu", 2),
+        8,
+        64,
+        "fp32",
+    )
     found = plan(request, fixed=fixed)
     return output.write(found, folder / "run.json", {"optimizer": {"type": "AdamW"}})[0], found
 
 
-def checked(file: Path, found: Plan, *overrides: str, parameters: int | None = None, length: int = 64) -> Any:
+def checked(
+    file: Path, found: Plan, *overrides: str, parameters: int | None = None, length: int = 64
+) -> Any:
     """What `plait train` has checked."""
     resolved = resolve(load(file, list(overrides)), world_size=2)
     own = int(found.request.model.architecture.parameters)

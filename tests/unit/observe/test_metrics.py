@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from plait.errors import InputError
-from plait.events import CheckpointSaved, CommunicationDecided, Event, RunEnded, RunStarted, StepDone, Validated
+from plait.events import (
+    CheckpointSaved,
+    CommunicationDecided,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Validated,
+)
 from plait.observe.metrics import MetricsFile, read
 
 
@@ -29,15 +37,32 @@ def _write(path: Path, *events: Event) -> None:
 
 
 def _told(path: Path) -> list[tuple[str, int]]:
-    return [(row["event"], row["first_step"] if row["event"] == "start" else row["step"]) for row in read(path)]
+    return [
+        (row["event"], row["first_step"] if row["event"] == "start" else row["step"])
+        for row in read(path)
+    ]
 
 
 def test_each_event_is_a_line(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    _write(path, _start(0), _step(1), Validated(1, 2.0, 5.0, 0.1), CheckpointSaved(1, "c", 0.2), RunEnded(1, "finished", 3.0, "runs/x"))
+    _write(
+        path,
+        _start(0),
+        _step(1),
+        Validated(1, 2.0, 5.0, 0.1),
+        CheckpointSaved(1, "c", 0.2),
+        RunEnded(1, "finished", 3.0, "runs/x"),
+    )
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["event"] for row in rows] == ["start", "step", "validation", "checkpoint", "end"]
-    assert rows[1] == {"event": "step", "step": 1, "loss": 1.0, "grad_norm": 0.1, "learning_rate": 1e-3, "loss_scale": 1.0} | {
+    assert rows[1] == {
+        "event": "step",
+        "step": 1,
+        "loss": 1.0,
+        "grad_norm": 0.1,
+        "learning_rate": 1e-3,
+        "loss_scale": 1.0,
+    } | {
         "skipped": False,
         "weight": 10.0,
         "tokens": 12,
@@ -47,19 +72,41 @@ def test_each_event_is_a_line(tmp_path: Path) -> None:
     }
 
 
-def test_a_decision_about_communication_is_a_line_and_is_repeated_like_its_step(tmp_path: Path) -> None:
+def test_a_decision_about_communication_is_a_line_and_is_repeated_like_its_step(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, _start(0), _step(1), _step(2), CommunicationDecided(2, "int8 from here on"))
-    assert list(read(path))[-1] == {"event": "communication", "step": 2, "communication": "int8 from here on"}
+    assert list(read(path))[-1] == {
+        "event": "communication",
+        "step": 2,
+        "communication": "int8 from here on",
+    }
     _write(path, _start(1), _step(2))
     assert _told(path) == [("start", 0), ("step", 1), ("start", 1), ("step", 2)]
 
 
 def test_a_resume_drops_what_it_will_repeat(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    _write(path, _start(0), _step(1), _step(2), CheckpointSaved(2, "c", 0.1), _step(3, loss=9.0), _step(4, loss=9.0))
+    _write(
+        path,
+        _start(0),
+        _step(1),
+        _step(2),
+        CheckpointSaved(2, "c", 0.1),
+        _step(3, loss=9.0),
+        _step(4, loss=9.0),
+    )
     _write(path, _start(2), _step(3), _step(4))
-    assert _told(path) == [("start", 0), ("step", 1), ("step", 2), ("checkpoint", 2), ("start", 2), ("step", 3), ("step", 4)]
+    assert _told(path) == [
+        ("start", 0),
+        ("step", 1),
+        ("step", 2),
+        ("checkpoint", 2),
+        ("start", 2),
+        ("step", 3),
+        ("step", 4),
+    ]
     assert all(row["loss"] == 1.0 for row in read(path) if row["event"] == "step")
 
 

@@ -7,11 +7,27 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from plait.events import CheckpointSaved, CommunicationDecided, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.events import (
+    CheckpointSaved,
+    CommunicationDecided,
+    Event,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    StepDone,
+    Validated,
+)
 from plait.observe.progress import ProgressLines, Window
 
 
-def _step(step: int, *, loss: float = 3.25, tokens: int = 1000, seconds: float = 0.5, skipped: bool = False) -> StepDone:
+def _step(
+    step: int,
+    *,
+    loss: float = 3.25,
+    tokens: int = 1000,
+    seconds: float = 0.5,
+    skipped: bool = False,
+) -> StepDone:
     return StepDone(step, loss, 0.5, 1e-3, 64.0, skipped, 10.0, tokens, seconds, 300 * 1024**2)
 
 
@@ -26,7 +42,14 @@ def _shown(*events: Event, terminal: bool = False, every: int = 2) -> str:
 
 
 def test_lines_in_a_pipe_have_no_control_characters() -> None:
-    text = _shown(_step(1), _step(2), Validated(2, 1.0, 4096.0, 0.1), _step(3), CheckpointSaved(3, "c/step-3", 0.25), _step(5))
+    text = _shown(
+        _step(1),
+        _step(2),
+        Validated(2, 1.0, 4096.0, 0.1),
+        _step(3),
+        CheckpointSaved(3, "c/step-3", 0.25),
+        _step(5),
+    )
     assert "\x1b" not in text
     assert "\r" not in text
     assert text.splitlines() == [
@@ -47,9 +70,19 @@ def test_a_terminal_shows_every_step_in_place_and_keeps_the_same_lines() -> None
 
 
 def test_a_line_has_the_mean_since_the_line_before() -> None:
-    steps = [_step(1, loss=9.0), _step(2, loss=5.0), _step(3, loss=2.0), _step(4, loss=1.0), _step(5, loss=4.0)]
+    steps = [
+        _step(1, loss=9.0),
+        _step(2, loss=5.0),
+        _step(3, loss=2.0),
+        _step(4, loss=1.0),
+        _step(5, loss=4.0),
+    ]
     lines = _shown(*steps, every=4).splitlines()
-    assert [line.split()[1:4] for line in lines] == [["1", "loss", "9.0000"], ["4", "loss", "2.6667"], ["5", "loss", "4.0000"]]
+    assert [line.split()[1:4] for line in lines] == [
+        ["1", "loss", "9.0000"],
+        ["4", "loss", "2.6667"],
+        ["5", "loss", "4.0000"],
+    ]
 
 
 def test_a_skipped_step_is_always_told() -> None:
@@ -57,16 +90,29 @@ def test_a_skipped_step_is_always_told() -> None:
 
 
 def test_brackets_in_a_text_are_not_markup() -> None:
-    text = _shown(Sampled(5, "def ", "def f(x: list[int]) -> [bold]x:\n    return x[0]"), RunEnded(5, "finished", 61.0, "runs/x"))
+    text = _shown(
+        Sampled(5, "def ", "def f(x: list[int]) -> [bold]x:\n    return x[0]"),
+        RunEnded(5, "finished", 61.0, "runs/x"),
+    )
     assert "    def f(x: list[int]) -> [bold]x:\n        return x[0]\n" in text
     assert text.endswith("step 5  finished after 1:01\n")
 
 
 def test_communication_has_lines_where_it_is_not_the_default() -> None:
     assert "step 2  int8 from here on\n" in _shown(CommunicationDecided(2, "int8 from here on"))
-    started = RunStarted(0, 5, 2, 10, "dp_replicate=2", "runs/x", communication="gradients are reduced by torch: the backend is nccl")
+    started = RunStarted(
+        0,
+        5,
+        2,
+        10,
+        "dp_replicate=2",
+        "runs/x",
+        communication="gradients are reduced by torch: the backend is nccl",
+    )
     assert "gradients" not in _shown(started)
-    assert "ranks   sent as int8\n" in _shown(replace(started, notable_communication="sent as int8"))
+    assert "ranks   sent as int8\n" in _shown(
+        replace(started, notable_communication="sent as int8")
+    )
 
 
 def test_rates_are_those_of_the_last_steps() -> None:

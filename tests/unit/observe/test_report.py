@@ -66,7 +66,13 @@ class Page(HTMLParser):
 
 
 @cache
-def planned(model: str = "llama-3-8b", gpus: int = 32, batch: int = 128, sequence: int = 4096, fixed: str = "pp=4") -> Plan:
+def planned(
+    model: str = "llama-3-8b",
+    gpus: int = 32,
+    batch: int = 128,
+    sequence: int = 4096,
+    fixed: str = "pp=4",
+) -> Plan:
     """A plan with a pipeline."""
     name, _, value = fixed.partition("=")
     request = Request(find_model(model, sequence=sequence), cluster("h100", gpus), batch, sequence)
@@ -78,8 +84,14 @@ def told() -> tuple[Story, str, Page]:
     """A story with everything that can be asked, its page, and what is on it."""
     found = planned("llama-3-70b", 64, 72)
     other = 4 if found.best[0].layout["tp"] == 8 else 8  # one that the plan did not choose
-    reasons = [explain.why(found, {"tp": other}, f"tp={other}"), explain.why(found, {"tp": 3}, "tp=3")]
-    changes = [explain.Change("twice the <memory>", 1.25, 4e6, "dp 32"), explain.Change("half the links", None, None, "", "nothing fits")]
+    reasons = [
+        explain.why(found, {"tp": other}, f"tp={other}"),
+        explain.why(found, {"tp": 3}, "tp=3"),
+    ]
+    changes = [
+        explain.Change("twice the <memory>", 1.25, 4e6, "dp 32"),
+        explain.Change("half the links", None, None, "", "nothing fits"),
+    ]
     story = Story(found, ["batch 72: a note"], reasons, changes, {"pp": 4})
     text = plan_page(story)
     return story, text, Page(text)
@@ -88,9 +100,21 @@ def told() -> tuple[Story, str, Page]:
 def test_every_section_is_there_and_every_tag_closed() -> None:
     """And the links lead to them."""
     _, _, shown = told()
-    assert list(shown.sections) == ["chosen", "memory", "step", "timeline", "ranks", "candidates", "why", "sensitivity", "left-out"]
+    assert list(shown.sections) == [
+        "chosen",
+        "memory",
+        "step",
+        "timeline",
+        "ranks",
+        "candidates",
+        "why",
+        "sensitivity",
+        "left-out",
+    ]
     assert shown.open == []
-    assert [a["href"] for tag, a in shown.tags if tag == "a"] == [f"#{name}" for name in shown.sections]
+    assert [a["href"] for tag, a in shown.tags if tag == "a"] == [
+        f"#{name}" for name in shown.sections
+    ]
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
@@ -136,9 +160,17 @@ def test_memory_bars_are_the_planners_bytes() -> None:
         assert sum(sizes) == pytest.approx(rank.needed)
         assert sizes == [size for size in rank.terms.values() if size > 0]
         widths = [float(part["style"].removeprefix("width:").removesuffix("%")) for part in parts]
-        assert [w / sum(widths) for w in widths] == pytest.approx([s / sum(sizes) for s in sizes], abs=1e-3)
-    assert max(sum(float(part["data-size"]) for part in parts) for parts in found) == pytest.approx(story.plan.best[0].needed)
-    assert all(MEMORY_TERMS[name] in shown.sections["memory"] for name, size in story.plan.best[0].memory_terms.items() if size > 0)
+        assert [w / sum(widths) for w in widths] == pytest.approx(
+            [s / sum(sizes) for s in sizes], abs=1e-3
+        )
+    assert max(sum(float(part["data-size"]) for part in parts) for parts in found) == pytest.approx(
+        story.plan.best[0].needed
+    )
+    assert all(
+        MEMORY_TERMS[name] in shown.sections["memory"]
+        for name, size in story.plan.best[0].memory_terms.items()
+        if size > 0
+    )
     limits = [a["title"] for tag, a in shown.tags if tag == "span" and a.get("class") == "limit"]
     assert limits == ["the device has 79.1 GiB"] * len(ranks)
 
@@ -149,38 +181,57 @@ def test_step_bars_are_the_planners_seconds() -> None:
     found = shown.parts["step"]
     assert len(found) == len(story.plan.best)
     for parts, choice in zip(found, story.plan.best, strict=True):
-        assert [float(part["data-size"]) for part in parts] == [choice.terms[name] for name in TERMS if choice.terms[name] > 0]
+        assert [float(part["data-size"]) for part in parts] == [
+            choice.terms[name] for name in TERMS if choice.terms[name] > 0
+        ]
         assert sum(float(part["data-size"]) for part in parts) == pytest.approx(choice.seconds)
     best = story.plan.best[0]
     for name, size in best.terms.items():
-        assert size == 0 or (TERMS[name] in shown.sections["step"] and f"{size:.4g} s" in shown.sections["step"])
+        assert size == 0 or (
+            TERMS[name] in shown.sections["step"] and f"{size:.4g} s" in shown.sections["step"]
+        )
 
 
 def test_the_timeline_is_drawn_or_its_ends_are() -> None:
     """Every computation where they are few, with its seconds."""
     story, _, _ = told()
     (fewest,) = _fewest(story.plan)
-    few = replace(story.plan, best=(replace(fewest, layout={**fewest.layout, "accumulation": 2 * fewest.layout["pp"]}),))
+    few = replace(
+        story.plan,
+        best=(replace(fewest, layout={**fewest.layout, "accumulation": 2 * fewest.layout["pp"]}),),
+    )
     whole = Page(plan_page(Story(few)))
     actions = [a for tag, a in whole.tags if tag == "rect" and a.get("class") == "action"]
     walked = detail.timeline(few.request, few.best[0])
     assert len(actions) == sum(len(row) for row in walked.ranks)
-    assert f"The {walked.total:.4g} s of a step" in whole.sections["timeline"] and "too many to draw" not in whole.sections["timeline"]
+    assert (
+        f"The {walked.total:.4g} s of a step" in whole.sections["timeline"]
+        and "too many to draw" not in whole.sections["timeline"]
+    )
 
     longer = replace(few.best[0], layout={**few.best[0].layout, "accumulation": 512})
     ends = Page(plan_page(Story(replace(few, best=(longer,)))))
     actions = [a for tag, a in ends.tags if tag == "rect" and a.get("class") == "action"]
-    assert "computations are too many to draw" in ends.sections["timeline"] and 300 < len(actions) < 2600
+    assert (
+        "computations are too many to draw" in ends.sections["timeline"]
+        and 300 < len(actions) < 2600
+    )
 
 
 def _fewest(found: Plan) -> list[object]:
-    return sorted(found.best, key=lambda choice: choice.layout["accumulation"] * choice.layout["vpp"])[:1]
+    return sorted(
+        found.best, key=lambda choice: choice.layout["accumulation"] * choice.layout["vpp"]
+    )[:1]
 
 
 def test_no_pipeline_no_timeline() -> None:
     """The section is left out, and so is its link."""
     shown = Page(plan_page(Story(planned(fixed="pp=1"))))
-    assert "timeline" not in shown.sections and "why" not in shown.sections and "memory" in shown.sections
+    assert (
+        "timeline" not in shown.sections
+        and "why" not in shown.sections
+        and "memory" in shown.sections
+    )
 
 
 def test_candidates_are_a_point_each_and_the_chosen_are_discs() -> None:
@@ -208,17 +259,28 @@ def test_why_and_what_was_left_out() -> None:
     assert f"{story.reasons[0].differences[0][2]:.3g} s" in shown.sections["why"]
     assert story.plan.excluded
     for excluded in story.plan.excluded:
-        assert excluded.region in shown.sections["left-out"] and excluded.rule in shown.sections["left-out"]
+        assert (
+            excluded.region in shown.sections["left-out"]
+            and excluded.rule in shown.sections["left-out"]
+        )
     assert story.plan.shortages
     for shortage in story.plan.shortages:
-        assert f"{shortage.needed / GIB:.1f}" in shown.sections["left-out"] and shortage.region in shown.sections["left-out"]
+        assert (
+            f"{shortage.needed / GIB:.1f}" in shown.sections["left-out"]
+            and shortage.region in shown.sections["left-out"]
+        )
 
 
 def test_nothing_from_a_file_becomes_a_tag() -> None:
     """A model may be called anything."""
     found = planned()
-    model = replace(found.request.model, architecture=replace(found.request.model.architecture, name="<script>alert(1)</script>"))
-    text = plan_page(Story(replace(found, request=replace(found.request, model=model)), ["<b>note</b>"]))
+    model = replace(
+        found.request.model,
+        architecture=replace(found.request.model.architecture, name="<script>alert(1)</script>"),
+    )
+    text = plan_page(
+        Story(replace(found, request=replace(found.request, model=model)), ["<b>note</b>"])
+    )
     assert "<script" not in text and "&lt;script&gt;" in text and "<b>note" not in text
     assert "twice the &lt;memory&gt;" in told()[1]
 
@@ -230,7 +292,9 @@ def test_nothing_fits_has_a_page_too() -> None:
     assert not found.best
     shown = Page(plan_page(Story(found)))
     assert next(iter(shown.sections)) == "chosen" and "None of" in shown.sections["chosen"]
-    assert "memory" not in shown.sections and found.shortages[0].region in shown.sections["left-out"]
+    assert (
+        "memory" not in shown.sections and found.shortages[0].region in shown.sections["left-out"]
+    )
 
 
 def test_16384_gpus_are_a_small_page() -> None:
@@ -253,10 +317,17 @@ def machines(count: int, devices: int = 8) -> Topology:
 def test_runs_of_machines() -> None:
     """Few machines are drawn one by one, many are joined where they hold the same stages."""
     layout = Layout(pp=2, dp_shard=8, tp=4)
-    assert [(run.first_node, run.last_node) for run in runs(layout, machines(8))] == [(index, index) for index in range(8)]
+    assert [(run.first_node, run.last_node) for run in runs(layout, machines(8))] == [
+        (index, index) for index in range(8)
+    ]
     layout = Layout(pp=4, dp_shard=64, tp=2)
     found = runs(layout, machines(64))
-    assert [(run.first_node, run.last_node) for run in found] == [(0, 15), (16, 31), (32, 47), (48, 63)]
+    assert [(run.first_node, run.last_node) for run in found] == [
+        (0, 15),
+        (16, 31),
+        (32, 47),
+        (48, 63),
+    ]
     assert [run.ranks.start for run in found] == [0, 128, 256, 384]
     inside = runs(Layout(pp=8, dp_shard=20), machines(20))  # a stage ends inside a machine
     assert inside[0].last_node == 1 and inside[1] == replace(inside[1], first_node=2, last_node=2)
@@ -265,9 +336,15 @@ def test_runs_of_machines() -> None:
 
 def test_the_grid_names_every_rank_and_frames_tensor_groups() -> None:
     """16 ranks on two machines, tp 4 inside them."""
-    shown = Page(f'<section id="r">{rank_grid(Layout(pp=2, dp_shard=2, tp=4), machines(2))}</section>')
+    shown = Page(
+        f'<section id="r">{rank_grid(Layout(pp=2, dp_shard=2, tp=4), machines(2))}</section>'
+    )
     titles = [a["title"] for _, a in shown.tags if a.get("class", "").startswith("rank ")]
-    assert titles[0] == "rank 0: pp 0, shard 0, tp 0" and titles[13] == "rank 13: pp 1, shard 1, tp 1" and len(titles) == 16
+    assert (
+        titles[0] == "rank 0: pp 0, shard 0, tp 0"
+        and titles[13] == "rank 13: pp 1, shard 1, tp 1"
+        and len(titles) == 16
+    )
     assert sum(a.get("class") == "group framed" for _, a in shown.tags) == 4
     assert "pp (8 of 8 groups); all others stay inside one" in shown.sections["r"]
 
@@ -280,16 +357,29 @@ def test_tensor_groups_over_machines_are_warned_of() -> None:
 
 def test_marked_points_never_lie_over_each_other() -> None:
     """Discs of points in one place move apart, inside the picture."""
-    dots = [charts.Dot(70.0, 5.0, "c", "t", str(index)) for index in range(12)] + [charts.Dot(1.0, 9.0, "c", "t")]
+    dots = [charts.Dot(70.0, 5.0, "c", "t", str(index)) for index in range(12)] + [
+        charts.Dot(1.0, 9.0, "c", "t")
+    ]
     shown = Page(charts.plane(dots, x_name="x", y_name="y", x_limit=(80.0, "limit"), title="t"))
-    at = [(float(a["cx"]), float(a["cy"])) for tag, a in shown.tags if tag == "circle" and a["r"] == "10"]
+    at = [
+        (float(a["cx"]), float(a["cy"]))
+        for tag, a in shown.tags
+        if tag == "circle" and a["r"] == "10"
+    ]
     assert len(at) == 12
-    assert all((x - p) ** 2 + (y - q) ** 2 >= 20.5**2 for i, (x, y) in enumerate(at) for p, q in at[:i])
+    assert all(
+        (x - p) ** 2 + (y - q) ** 2 >= 20.5**2 for i, (x, y) in enumerate(at) for p, q in at[:i]
+    )
     assert all(70 < x < 1000 and 0 < y < 460 for x, y in at)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"), [(0.9, 120.0, [1, 2, 5, 10, 20, 50, 100]), (7, 30, [7, 10, 15, 20, 30]), (40, 60, [40, 50, 60])]
+    ("low", "high", "expected"),
+    [
+        (0.9, 120.0, [1, 2, 5, 10, 20, 50, 100]),
+        (7, 30, [7, 10, 15, 20, 30]),
+        (40, 60, [40, 50, 60]),
+    ],
 )
 def test_ticks(low: float, high: float, expected: list[float]) -> None:
     """Round, inside, not crowded."""
@@ -307,5 +397,7 @@ def test_sections_without_content_are_left_out() -> None:
 def test_every_colour_of_a_chart_has_a_rule() -> None:
     """E12: a class without one is a white gap in a bar."""
     css = Path(page.__file__).with_name("page.css").read_text(encoding="utf-8")
-    named = [f".m-{name} " for name in (*MEMORY_TERMS, "slack", "context")] + [f".t-{name} " for name in TERMS]
+    named = [f".m-{name} " for name in (*MEMORY_TERMS, "slack", "context")] + [
+        f".t-{name} " for name in TERMS
+    ]
     assert [name for name in named if name not in css] == []

@@ -16,7 +16,13 @@ from tests.unit.observe.planned import checked, planned, step
 
 
 def listened(
-    file: Path, found: Plan, said: list[str], *overrides: str, gpu: str = "cpu", per_node: int = 2, **changes: Any
+    file: Path,
+    found: Plan,
+    said: list[str],
+    *overrides: str,
+    gpu: str = "cpu",
+    per_node: int = 2,
+    **changes: Any,
 ) -> Residual | None:
     """The listener of a run with some overrides."""
     run = checked(file, found, *overrides, **changes)
@@ -24,7 +30,9 @@ def listened(
     return residual_of(file, run, config, gpu=gpu, per_node=per_node, say=said.append)
 
 
-@pytest.mark.parametrize("fixed", [{"tp": 2}, {"pp": 2, "recompute": 2}, {"stage": 3, "micro_batch": 2}, {"stage": 0}])
+@pytest.mark.parametrize(
+    "fixed", [{"tp": 2}, {"pp": 2, "recompute": 2}, {"stage": 3, "micro_batch": 2}, {"stage": 0}]
+)
 def test_a_planned_run_is_compared(tmp_path: Path, fixed: dict[str, int]) -> None:
     file, found = planned(tmp_path, fixed)
     said: list[str] = []
@@ -37,7 +45,10 @@ def test_a_planned_run_is_compared(tmp_path: Path, fixed: dict[str, int]) -> Non
     listener(step(21, 99.0))
     best = found.best[0]
     assert len(said) == 1
-    assert f"step predicted {best.seconds:.4g} s, measured 0.55 s, x {0.55 / best.seconds:.2f}" in said[0]
+    assert (
+        f"step predicted {best.seconds:.4g} s, measured 0.55 s, x {0.55 / best.seconds:.2f}"
+        in said[0]
+    )
     assert "memory predicted" in said[0] and "measured 300.0 MiB" in said[0]
     assert said[0].endswith("; 8 steps")
 
@@ -55,7 +66,11 @@ def test_a_short_run_is_compared_at_its_end_and_a_very_short_one_is_not(tmp_path
 
 
 OTHER_RUNS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
-    (("train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4"), {}, "micro_batch was planned as 4 and is 1"),
+    (
+        ("train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4"),
+        {},
+        "micro_batch was planned as 4 and is 1",
+    ),
     (("zero_optimization.stage=2",), {}, "stage was planned as 3 and is 2"),
     (("parallel.recompute.mode=full",), {}, "recompute was planned as none and is full"),
     ((), {"parameters": 7}, "and is 7"),
@@ -67,7 +82,11 @@ OTHER_RUNS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("communication_data_type=bf16",), {}, "reduction was planned as fp32 and is bf16"),
     (("optimizer.states=int8",), {}, "optimizer.states was planned as None and is int8"),
     (("optimizer.type=SGD", "optimizer.params.lr=1"), {}, "no plan prices optimizer.type = SGD"),
-    (("parallel.compress_gradients=int8",), {}, "no plan prices parallel.compress_gradients = int8"),
+    (
+        ("parallel.compress_gradients=int8",),
+        {},
+        "no plan prices parallel.compress_gradients = int8",
+    ),
     (("model.dtype=bfloat16",), {}, "the model was planned as"),
 ]
 """Overrides, changes of what was checked, and what the line says."""

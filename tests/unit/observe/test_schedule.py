@@ -31,7 +31,10 @@ def plain(timeline: Timeline, width: int = 200) -> list[str]:
 def test_one_stage_a_rank() -> None:
     """Names of kind and micro-batch; a backward is twice as long as a forward; dots where a rank is idle."""
     timeline = timeline_of(make_schedule("1f1b", pp=2, microbatches=2))
-    assert summary(timeline) == "1f1b, 2 stages, 2 micro-batches: step 9, bubble 33.3 %, at most 2 in flight"
+    assert (
+        summary(timeline)
+        == "1f1b, 2 stages, 2 micro-batches: step 9, bubble 33.3 %, at most 2 in flight"
+    )
     assert plain(timeline) == [
         "rank  stages    idle  in flight",
         "   0       0  33.3 %          2  F0 F1 .  .  B0--- .  B1---",
@@ -72,15 +75,23 @@ def test_the_drawing_is_the_timeline(schedule: Schedule, width: int, coloured: b
             if schedule.stages > 2 * schedule.pp:
                 assert shown == [str(span.action) for span in spans]
             else:
-                assert [word.upper() for word in shown] == [f"{span.action.kind}{span.action.microbatch}" for span in spans]
-                assert [word.islower() for word in shown] == [span.action.stage >= schedule.pp for span in spans]
+                assert [word.upper() for word in shown] == [
+                    f"{span.action.kind}{span.action.microbatch}" for span in spans
+                ]
+                assert [word.islower() for word in shown] == [
+                    span.action.stage >= schedule.pp for span in spans
+                ]
         else:
             assert legend[1].startswith("one column: ")
             for column, letter in enumerate(body):
                 time = (column + 0.5) * timeline.total / len(body)
                 running = [span.action for span in spans if span.start <= time < span.end]
                 if running:
-                    assert letter == (str(running[0].kind).lower() if running[0].stage >= schedule.pp else running[0].kind)
+                    assert letter == (
+                        str(running[0].kind).lower()
+                        if running[0].stage >= schedule.pp
+                        else running[0].kind
+                    )
                 else:
                     assert letter == (" " if coloured else ".")
         assert bool(line.spans) == coloured
@@ -111,7 +122,10 @@ def test_svg(schedule: Schedule) -> None:
     assert summary(timeline) in text
     for rank in range(schedule.pp):
         assert f"rank {rank}" in text
-        assert f"idle {100 * timeline.bubble(rank):.1f} %, {peak_in_flight(schedule)[rank]:.4g} in flight" in text
+        assert (
+            f"idle {100 * timeline.bubble(rank):.1f} %, {peak_in_flight(schedule)[rank]:.4g} in flight"
+            in text
+        )
 
 
 def test_a_window_draws_what_runs_in_it() -> None:
@@ -122,9 +136,15 @@ def test_a_window_draws_what_runs_in_it() -> None:
     inside = [span for row in timeline.ranks for span in row if span.end > 4 and span.start < 10]
     assert len(actions) == len(inside) < 32
     for rect, span in zip(actions, inside, strict=True):
-        assert float(rect.attrib["x"]) - 96 == pytest.approx((max(span.start, 4) - 4) * 200, abs=0.001)
-        assert float(rect.attrib["width"]) == pytest.approx((min(span.end, 10) - max(span.start, 4)) * 200, abs=0.001)
-        assert (rect.findtext(f"{SVG}title") or "").endswith(f"{span.start:.6g} to {span.end:.6g} s")
+        assert float(rect.attrib["x"]) - 96 == pytest.approx(
+            (max(span.start, 4) - 4) * 200, abs=0.001
+        )
+        assert float(rect.attrib["width"]) == pytest.approx(
+            (min(span.end, 10) - max(span.start, 4)) * 200, abs=0.001
+        )
+        assert (rect.findtext(f"{SVG}title") or "").endswith(
+            f"{span.start:.6g} to {span.end:.6g} s"
+        )
     text = [element.text or "" for element in root.iter(f"{SVG}text")]
     assert text[0] == summary(timeline, unit=" s") + "; from 4 to 10 s" and "step 27 s" in text[0]
     assert "4 s" in text and "10 s" in text and "27 s" not in text
@@ -132,9 +152,13 @@ def test_a_window_draws_what_runs_in_it() -> None:
 
 def test_kinds_and_later_stages_have_their_own_colours() -> None:
     """As the key says."""
-    root = ElementTree.fromstring(svg(timeline_of(make_schedule("dualpipev", pp=2, microbatches=4))))
+    root = ElementTree.fromstring(
+        svg(timeline_of(make_schedule("dualpipev", pp=2, microbatches=4)))
+    )
     fills = {
-        (rect.findtext(f"{SVG}title") or "")[:2]: rect.get("fill") for rect in root.iter(f"{SVG}rect") if rect.get("class") == "action"
+        (rect.findtext(f"{SVG}title") or "")[:2]: rect.get("fill")
+        for rect in root.iter(f"{SVG}rect")
+        if rect.get("class") == "action"
     }
     assert len({fills[name] for name in ("0F", "0B", "0I", "0W", "3F", "3B", "3I", "3W")}) == 8
     keys = {rect.get("fill") for rect in root.iter(f"{SVG}rect") if rect.get("class") == "key"}
@@ -147,19 +171,29 @@ def test_json_says_everything() -> None:
     durations = even(schedule, send=0.5)
     found = json.loads(json.dumps(as_json(simulate(schedule, durations), durations)))
     assert found["schedule"] == "1f1b" and found["stage_ranks"] == [0, 1] and found["total"] == 7
-    assert found["durations"] == {"forward": [1, 1], "input": [1, 1], "weight": [1, 1], "send": [0.5]}
+    assert found["durations"] == {
+        "forward": [1, 1],
+        "input": [1, 1],
+        "weight": [1, 1],
+        "send": [0.5],
+    }
     assert found["bubble"] == pytest.approx(4 / 7) == found["ranks"][1]["bubble"]
     assert found["ranks"][0] == {
         "stages": [0],
         "bubble": pytest.approx(4 / 7),
         "peak_in_flight": 1,
-        "actions": [{"action": "0F0", "start": 0, "end": 1}, {"action": "0B0", "start": 5, "end": 7}],
+        "actions": [
+            {"action": "0F0", "start": 0, "end": 1},
+            {"action": "0B0", "start": 5, "end": 7},
+        ],
     }
 
 
 def test_nothing_to_draw() -> None:
     """All durations 0."""
-    timeline = timeline_of(make_schedule("1f1b", pp=2, microbatches=1), forward=0, input=0, weight=0)
+    timeline = timeline_of(
+        make_schedule("1f1b", pp=2, microbatches=1), forward=0, input=0, weight=0
+    )
     for draw in (lambda: lines(timeline, width=80, coloured=False), lambda: svg(timeline)):
         with pytest.raises(InputError, match="every duration is 0"):
             draw()
@@ -174,4 +208,8 @@ def test_names() -> None:
     """One line each."""
     assert [name for name, _, _ in names()] == list(SCHEDULES)
     stages = {name: stages for name, stages, _ in names()}
-    assert stages["1f1b"] == "1 a rank" and stages["zbv"] == "2 a rank" and stages["interleaved-1f1b"] == "2 or more a rank"
+    assert (
+        stages["1f1b"] == "1 a rank"
+        and stages["zbv"] == "2 a rank"
+        and stages["interleaved-1f1b"] == "2 or more a rank"
+    )

@@ -41,23 +41,36 @@ def test_the_trace_is_the_timeline(schedule: Schedule) -> None:
         computed = [e for e in events if e["cat"].startswith(("forward", "backward"))]
         assert len(computed) == len(schedule.ranks[rank])
         for event, span in zip(computed, timeline.ranks[rank], strict=True):
-            assert event["ts"] == pytest.approx(span.start * 1e6) and event["dur"] == pytest.approx((span.end - span.start) * 1e6)
+            assert event["ts"] == pytest.approx(span.start * 1e6) and event["dur"] == pytest.approx(
+                (span.end - span.start) * 1e6
+            )
             assert event["args"] == {
                 "stage": span.action.stage,
                 "micro_batch": span.action.microbatch,
                 "seconds": pytest.approx(span.end - span.start),
             }
             kinds = {"F": "forward", "B": "backward", "I": "backward-input", "W": "backward-weight"}
-            assert event["cat"] == kinds[span.action.kind] and event["name"] == f"{event['cat']} {span.action.microbatch}"
+            assert (
+                event["cat"] == kinds[span.action.kind]
+                and event["name"] == f"{event['cat']} {span.action.microbatch}"
+            )
         for first, second in pairwise(events):
-            assert first["ts"] + first["dur"] == pytest.approx(second["ts"])  # neither a gap nor an overlap
-        assert events[0]["ts"] == 0 and [e["name"] for e in events if e["cat"] == "rest of the step"] == ["optimizer step"]
+            assert first["ts"] + first["dur"] == pytest.approx(
+                second["ts"]
+            )  # neither a gap nor an overlap
+        assert events[0]["ts"] == 0 and [
+            e["name"] for e in events if e["cat"] == "rest of the step"
+        ] == ["optimizer step"]
         assert sum(e["dur"] for e in events) == pytest.approx((timeline.total + 2) * 1e6)
         idle = sum(e["dur"] for e in events if e["cat"] == "idle")
         assert idle == pytest.approx(timeline.bubble(rank) * timeline.total * 1e6, abs=1e-3)
     assert trace["otherData"]["step_seconds"] == pytest.approx(timeline.total + 2)
     assert trace["otherData"]["pipeline_seconds"] == timeline.total
-    named = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 2}
+    named = {
+        e["tid"]: e["args"]["name"]
+        for e in trace["traceEvents"]
+        if e["name"] == "thread_name" and e["pid"] == 2
+    }
     expected = {f"rank {a} to rank {b}": len(found) for (a, b), found in messages(schedule).items()}
     assert {named[row]: len(events) for row, events in sent.items()} == expected
     for events in sent.values():
@@ -68,8 +81,15 @@ def test_the_trace_is_the_timeline(schedule: Schedule) -> None:
 def test_rows_have_names() -> None:
     """A rank with its stages, processes for ranks and messages."""
     trace = chrome_trace(timeline_of(make_schedule("zbv", pp=2, microbatches=2)), title="t")
-    named = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    assert named["process_name", 1, 1] == "pipeline ranks" and named["process_name", 2, 3] == "messages"
+    named = {
+        (e["name"], e["pid"], e["tid"]): e["args"]["name"]
+        for e in trace["traceEvents"]
+        if e["ph"] == "M"
+    }
+    assert (
+        named["process_name", 1, 1] == "pipeline ranks"
+        and named["process_name", 2, 3] == "messages"
+    )
     assert named["thread_name", 1, 2] == "rank 1 (stages 1, 2)"
     assert trace["otherData"]["schedule"] == "zbv" and trace["otherData"]["title"] == "t"
 
@@ -77,5 +97,7 @@ def test_rows_have_names() -> None:
 def test_one_rank_sends_nothing() -> None:
     """A row of micro-batches one after another."""
     trace = chrome_trace(timeline_of(make_schedule("1f1b", pp=1, microbatches=3)), title="t")
-    assert [e["name"] for e in rows_of(trace, 1)[1]] == [f"{kind} {m}" for m in range(3) for kind in ("forward", "backward")]
+    assert [e["name"] for e in rows_of(trace, 1)[1]] == [
+        f"{kind} {m}" for m in range(3) for kind in ("forward", "backward")
+    ]
     assert rows_of(trace, 2) == {}

@@ -26,7 +26,10 @@ def model() -> nn.Module:
 
 
 def train(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: int = 3, before: Callable[[], None] = lambda: None
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    steps: int = 3,
+    before: Callable[[], None] = lambda: None,
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -108,7 +111,9 @@ class KeepsPacked(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter.detach()).as_subclass(Packed)
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter.detach()).as_subclass(
+                    Packed
+                )
 
 
 def test_states_of_another_form_are_refused(tmp_path: Path) -> None:
@@ -147,7 +152,10 @@ class Interlocked(Arena):
             if piece:
                 self.met.append(self.computed[piece - 1].wait(SECONDS))
         else:
-            piece, self.written = self.written // (self.tensors - 1), self.written + 1  # a gradient is not written
+            piece, self.written = (
+                self.written // (self.tensors - 1),
+                self.written + 1,
+            )  # a gradient is not written
             if piece < len(self.computed) - 2:
                 self.met.append(self.computed[piece + 1].wait(SECONDS))
 
@@ -158,7 +166,9 @@ def test_reading_computing_and_writing_at_the_same_time(tmp_path: Path) -> None:
     pieces = 8
     parameters = nn.ParameterList(nn.Parameter(torch.zeros(ALIGNED)) for _ in range(pieces))
     arena = Interlocked(tmp_path, pieces=pieces, tensors=3)
-    tier = DiskTier(arena, buffer_bytes=ALIGNED * 16, buffer_count=3 * pieces)  # room for pieces that a late thread still writes
+    tier = DiskTier(
+        arena, buffer_bytes=ALIGNED * 16, buffer_count=3 * pieces
+    )  # room for pieces that a late thread still writes
     tier.adopt(parameters, states=2)
     optimizer = torch.optim.AdamW(parameters.parameters(), fused=True)
     tier.drive(optimizer)

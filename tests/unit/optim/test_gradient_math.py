@@ -18,9 +18,15 @@ HALVES = [torch.float16, torch.bfloat16]
 def test_norms_of_16_bits_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A21: float16's own norm of these is inf, bfloat16's is wrong in the third digit. Also in pieces, of any stride."""
     monkeypatch.setattr(gradient_math, "_PIECE", 7)
-    for tensor in (torch.full((30, 20), 5000.0, dtype=dtype), torch.randn(5, 40).to(dtype).t(), torch.zeros(0, dtype=dtype)):
+    for tensor in (
+        torch.full((30, 20), 5000.0, dtype=dtype),
+        torch.randn(5, 40).to(dtype).t(),
+        torch.zeros(0, dtype=dtype),
+    ):
         (found,) = norms_of([tensor])
-        assert found.dtype == torch.float32 and float(found) == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+        assert found.dtype == torch.float32 and float(found) == pytest.approx(
+            float(tensor.double().norm()), rel=1e-6
+        )
 
 
 def test_a_long_tensor_is_not_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +34,11 @@ def test_a_long_tensor_is_not_copied_at_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gradient_math, "_PIECE", 100)
     seen: list[int] = []
     original = torch.linalg.vector_norm
-    monkeypatch.setattr(torch.linalg, "vector_norm", lambda x, *a, **k: (seen.append(x.numel()), original(x, *a, **k))[1])
+    monkeypatch.setattr(
+        torch.linalg,
+        "vector_norm",
+        lambda x, *a, **k: (seen.append(x.numel()), original(x, *a, **k))[1],
+    )
     norms_of([torch.ones(1000, dtype=torch.bfloat16)])
     assert max(seen) == 100
 
@@ -37,10 +47,15 @@ def test_a_long_tensor_is_not_copied_at_once(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_factor_is_not_rounded_to_the_gradients(dtype: torch.dtype, as_tensor: bool) -> None:
     """A21: 1 / 3 in bfloat16 is off by 0.2 %, and a small one is 0 in float16. Mixed dtypes."""
-    tensor, wide = torch.full((4,), 30000.0, dtype=dtype), torch.full((2,), 3.0, dtype=torch.float64)
+    tensor, wide = (
+        torch.full((4,), 30000.0, dtype=dtype),
+        torch.full((2,), 3.0, dtype=torch.float64),
+    )
     factor = torch.tensor(2.0**-26 / 3, dtype=torch.float64)
     multiply_all([tensor, wide], factor if as_tensor else float(factor))
-    assert torch.equal(tensor, torch.full((4,), 30000 * 2.0**-26 / 3, dtype=torch.float64).to(dtype))
+    assert torch.equal(
+        tensor, torch.full((4,), 30000 * 2.0**-26 / 3, dtype=torch.float64).to(dtype)
+    )
     assert float(wide[0]) == pytest.approx(2.0**-26, rel=1e-15)
 
 
@@ -58,7 +73,11 @@ def test_a_factor_where_another_dtype_is_the_default(dtype: torch.dtype) -> None
 
 def test_other_kinds_of_tensors() -> None:
     """float64 keeps its digits beside halves, and complex gradients have real norms."""
-    tensors = [torch.full((3,), 1 / 3, dtype=torch.float64), torch.ones(4, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64) * 1j]
+    tensors = [
+        torch.full((3,), 1 / 3, dtype=torch.float64),
+        torch.ones(4, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.complex64) * 1j,
+    ]
     found = norms_of(tensors)
     assert [norm.dtype for norm in found] == [torch.float64, torch.float32, torch.float32]
     assert [float(norm) for norm in found] == pytest.approx([3**-0.5, 2, 2**0.5], rel=1e-7)
@@ -66,7 +85,12 @@ def test_other_kinds_of_tensors() -> None:
 
 def test_a_joined_norm_is_that_of_all_elements() -> None:
     """Also of norms with different digits, and of elements that are not finite."""
-    tensors = [torch.randn(50), torch.randn(7, 3, dtype=torch.float64), torch.zeros(0), torch.randn(9)]
+    tensors = [
+        torch.randn(50),
+        torch.randn(7, 3, dtype=torch.float64),
+        torch.zeros(0),
+        torch.randn(9),
+    ]
     expected = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).norm()
     found = joined_norm(norms_of(tensors))
     assert found.dtype == torch.float64 and float(found) == pytest.approx(float(expected), rel=1e-6)
@@ -75,7 +99,9 @@ def test_a_joined_norm_is_that_of_all_elements() -> None:
 
 def test_operators_of_a_norm_do_not_grow_with_the_tensors() -> None:
     class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             names.append(func._schema.name)
             return func(*args, **(kwargs or {}))
 

@@ -13,12 +13,22 @@ from plait.config.schema.optimization import OptimizerSpec
 from plait.errors import InputError
 from plait.optim import low_bit_adam
 from plait.optim.optimizer import build_optimizer
-from tests.unit.engine.torchao_numbers import FILE, PARAMS, SHAPE, STEPS, rounds_alike, trained, unpacked, waves
+from tests.unit.engine.torchao_numbers import (
+    FILE,
+    PARAMS,
+    SHAPE,
+    STEPS,
+    rounds_alike,
+    trained,
+    unpacked,
+    waves,
+)
 
 
 def small(states: str | None, kind: str = "AdamW", **params: Any) -> Any:
     return lambda parameters: build_optimizer(
-        OptimizerSpec(type=kind, states=states, params={**PARAMS, **params}), [(str(i), p) for i, p in enumerate(parameters)]
+        OptimizerSpec(type=kind, states=states, params={**PARAMS, **params}),
+        [(str(i), p) for i, p in enumerate(parameters)],
     )
 
 
@@ -37,9 +47,14 @@ def test_torchaos_numbers(name: str, states: str, kind: str, params: dict[str, A
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("kind", "params"), [("AdamW", {}), ("Adam", {"adam_w_mode": False}), ("AdamW", {"torch_adam": True})])
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [("AdamW", {}), ("Adam", {"adam_w_mode": False}), ("AdamW", {"torch_adam": True})],
+)
 @pytest.mark.parametrize(("states", "bar"), [("bf16", 0.02), ("int8", 0.05), ("float8", 0.1)])
-def test_close_to_torch(states: str, bar: float, kind: str, params: dict[str, Any], dtype: torch.dtype) -> None:
+def test_close_to_torch(
+    states: str, bar: float, kind: str, params: dict[str, Any], dtype: torch.dtype
+) -> None:
     """Of the way that torch's optimizer went."""
     start = waves(4 * 2048).view(SHAPE).to(dtype)
     wanted, found = (trained(small(form, kind, **params), dtype=dtype) for form in (None, states))
@@ -71,7 +86,9 @@ def test_where_another_dtype_is_the_default(states: str) -> None:
 def test_decay_of_torch_adam() -> None:
     """torch's default decay, 0.01, where nothing else is said."""
     zero = nn.Parameter(torch.ones(8, 2048))
-    made = build_optimizer(OptimizerSpec(states="int8", params={"torch_adam": True, "lr": 1.0}), [("a", zero)])
+    made = build_optimizer(
+        OptimizerSpec(states="int8", params={"torch_adam": True, "lr": 1.0}), [("a", zero)]
+    )
     zero.grad = torch.zeros_like(zero)
     made.step()
     torch.testing.assert_close(zero, torch.full_like(zero, 0.99))
@@ -132,7 +149,9 @@ def test_states_survive_their_own_dictionary() -> None:
     for p in (parameter, vector):
         assert set(first.state[p]) == set(second.state[p])
         for name, value in first.state[p].items():
-            assert second.state[p][name].dtype == value.dtype and torch.equal(second.state[p][name], value), name
+            assert second.state[p][name].dtype == value.dtype and torch.equal(
+                second.state[p][name], value
+            ), name
     assert first.state[vector]["exp_avg"].dtype == torch.float32
 
 

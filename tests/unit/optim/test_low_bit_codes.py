@@ -29,7 +29,10 @@ def test_levels_are_torchaos(signed: bool) -> None:
 def test_codes_are_torchaos(kind: str, signed: bool) -> None:
     name = f"{kind} {'average' if signed else 'squares'}"
     codes, scales = codec(kind, signed=signed).encode(numbers(signed=signed), BLOCK)
-    their_codes, their_scales = unpacked(THEIRS[f"codes {name}"], torch.uint8), unpacked(THEIRS[f"scales {name}"], torch.float32)
+    their_codes, their_scales = (
+        unpacked(THEIRS[f"codes {name}"], torch.uint8),
+        unpacked(THEIRS[f"scales {name}"], torch.float32),
+    )
     assert len(set(their_codes.tolist())) > 60
     if not signed:
         assert (their_codes == 0).any() and (codes[their_codes == 0] == 1).all()
@@ -44,9 +47,20 @@ def test_every_border_between_two_levels(signed: bool) -> None:
     """The look-up is a search: at every border, and one step of a float beside it."""
     table = levels(signed=signed)
     borders = (table[1:] + table[:-1]) / 2
-    at = torch.cat([torch.nextafter(borders, torch.tensor(-2.0)), borders, torch.nextafter(borders, torch.tensor(2.0)), table])
-    at = torch.cat([at, torch.ones(16 - at.numel() % 16)]).view(-1, 15 if at.numel() % 15 == 0 else 1)
-    blocks = torch.cat([torch.ones(at.shape[0], 1), at], dim=1)  # the largest of every block is 1, so that scales are 1
+    at = torch.cat(
+        [
+            torch.nextafter(borders, torch.tensor(-2.0)),
+            borders,
+            torch.nextafter(borders, torch.tensor(2.0)),
+            table,
+        ]
+    )
+    at = torch.cat([at, torch.ones(16 - at.numel() % 16)]).view(
+        -1, 15 if at.numel() % 15 == 0 else 1
+    )
+    blocks = torch.cat(
+        [torch.ones(at.shape[0], 1), at], dim=1
+    )  # the largest of every block is 1, so that scales are 1
     codes, scales = DynamicInt8(signed=signed, device=CPU).encode(blocks.view(-1), blocks.shape[1])
     assert (scales == 1).all()
     wanted = torch.bucketize(blocks.view(-1), borders, right=True).clamp(min=0 if signed else 1)

@@ -25,7 +25,15 @@ from plait.optim.optimizer import build_optimizer
 
 
 class TheirWarmupLR:
-    def __init__(self, own, *, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log"):
+    def __init__(
+        self,
+        own,
+        *,
+        warmup_min_lr=0.0,
+        warmup_max_lr=None,
+        warmup_num_steps=1000,
+        warmup_type="log",
+    ):
         self.min_lr = warmup_min_lr
         self.max_lr = own if warmup_max_lr is None else warmup_max_lr
         self.delta_lr = self.max_lr - self.min_lr
@@ -66,7 +74,16 @@ class TheirWarmupDecayLR(TheirWarmupLR):
 
 
 class TheirWarmupCosineLR:
-    def __init__(self, own, *, total_num_steps, warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, warmup_type="log"):
+    def __init__(
+        self,
+        own,
+        *,
+        total_num_steps,
+        warmup_min_ratio=0.0,
+        warmup_num_steps=1000,
+        cos_min_ratio=0.0001,
+        warmup_type="log",
+    ):
         self.own, self.total_num_steps = own, total_num_steps
         self.cos_min_ratio, self.warmup_min_ratio = cos_min_ratio, warmup_min_ratio
         self.warmup_type = warmup_type
@@ -104,7 +121,11 @@ class TheirLRRangeTest:
         lr_range_test_step_rate=1.0,
         lr_range_test_staircase=False,
     ):
-        self.min_lr, self.step_size, self.step_rate = lr_range_test_min_lr, lr_range_test_step_size, lr_range_test_step_rate
+        self.min_lr, self.step_size, self.step_rate = (
+            lr_range_test_min_lr,
+            lr_range_test_step_size,
+            lr_range_test_step_rate,
+        )
         self.staircase = lr_range_test_staircase
         self.last, self.mom, self.lr = -1, None, lr_range_test_min_lr
 
@@ -139,12 +160,20 @@ class TheirOneCycle:
         self.step_ratio = first / self.total_size
         self.first_step_size, self.second_step_size = first, second
         self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.second_stair_count = (
+            cycle_first_stair_count
+            if cycle_second_stair_count is None
+            else cycle_second_stair_count
+        )
         self.decay_step_size = decay_step_size
         self.skip_lr_decay = self.skip_mom_decay = math.isclose(decay_step_size, 0)
         self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
         self.skip_lr_decay = self.skip_lr_decay or math.isclose(decay_lr_rate, 0)
-        self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        self.min_mom, self.max_mom, self.decay_mom_rate = (
+            cycle_min_mom,
+            cycle_max_mom,
+            decay_mom_rate,
+        )
         self.skip_mom_decay = self.skip_mom_decay or math.isclose(decay_mom_rate, 0)
         self.last, self.lr, self.mom = -1, cycle_min_lr, cycle_min_mom
 
@@ -163,7 +192,9 @@ class TheirOneCycle:
             if cycle_iteration <= self.first_step_size:
                 stair_position = cycle_iteration * stair_count / self.first_step_size
             else:
-                stair_position = (self.total_size - cycle_iteration) * stair_count / self.second_step_size
+                stair_position = (
+                    (self.total_size - cycle_iteration) * stair_count / self.second_step_size
+                )
             scale_factor = math.floor(stair_position) / stair_count
         return scale_factor
 
@@ -176,9 +207,13 @@ class TheirOneCycle:
         decay_batch_iteration = self.last - self.total_size + 1
         self.lr, self.mom = self.min_lr, self.max_mom
         if not self.skip_lr_decay:
-            self.lr = self.min_lr / (1 + self.decay_lr_rate * (decay_batch_iteration / self.decay_step_size))
+            self.lr = self.min_lr / (
+                1 + self.decay_lr_rate * (decay_batch_iteration / self.decay_step_size)
+            )
         if not self.skip_mom_decay:
-            self.mom = self.max_mom * (1 + self.decay_mom_rate * (decay_batch_iteration / self.decay_step_size))
+            self.mom = self.max_mom * (
+                1 + self.decay_mom_rate * (decay_batch_iteration / self.decay_step_size)
+            )
 
 
 THEIRS = {
@@ -190,13 +225,19 @@ THEIRS = {
 }
 
 RATE, RATIO, MOMENTUM = st.floats(0, 0.2), st.floats(0, 1), st.floats(0, 0.95)
-WARMUP = {"warmup_num_steps": st.integers(1, 150), "warmup_type": st.sampled_from(["log", "linear"])}
+WARMUP = {
+    "warmup_num_steps": st.integers(1, 150),
+    "warmup_type": st.sampled_from(["log", "linear"]),
+}
 RATES = {"warmup_min_lr": RATE, "warmup_max_lr": RATE}
 PARAMS = {
     "WarmupLR": st.fixed_dictionaries({}, optional={**WARMUP, **RATES}),
-    "WarmupDecayLR": st.fixed_dictionaries({"total_num_steps": st.integers(1, 300)}, optional={**WARMUP, **RATES}),
+    "WarmupDecayLR": st.fixed_dictionaries(
+        {"total_num_steps": st.integers(1, 300)}, optional={**WARMUP, **RATES}
+    ),
     "WarmupCosineLR": st.fixed_dictionaries(
-        {"total_num_steps": st.integers(1, 300)}, optional={**WARMUP, "warmup_min_ratio": RATIO, "cos_min_ratio": RATIO}
+        {"total_num_steps": st.integers(1, 300)},
+        optional={**WARMUP, "warmup_min_ratio": RATIO, "cos_min_ratio": RATIO},
     ),
     "LRRangeTest": st.fixed_dictionaries(
         {},
@@ -227,7 +268,13 @@ def make(kind, params=None, *, lr=0.05, total_steps=None, type="AdamW"):
     """(parameter, optimizer, schedule)"""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = build_optimizer(OptimizerSpec(type=type, params={"lr": lr}), [("p", parameter)])
-    return parameter, optimizer, build_scheduler(SchedulerSpec(type=kind, params=params or {}), optimizer, total_steps=total_steps)
+    return (
+        parameter,
+        optimizer,
+        build_scheduler(
+            SchedulerSpec(type=kind, params=params or {}), optimizer, total_steps=total_steps
+        ),
+    )
 
 
 def run(made, steps):
@@ -258,31 +305,55 @@ def test_every_rate_is_deepspeeds_to_the_last_bit(kind, data):
 
 
 def test_the_first_two_steps_of_a_warmup_have_its_lowest_rate():
-    seen = run(make("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 4, "warmup_type": "linear"}), 7)
+    seen = run(
+        make(
+            "WarmupLR",
+            {
+                "warmup_min_lr": 0.01,
+                "warmup_max_lr": 0.05,
+                "warmup_num_steps": 4,
+                "warmup_type": "linear",
+            },
+        ),
+        7,
+    )
     assert [lr for lr, _ in seen] == pytest.approx([0.01, 0.01, 0.02, 0.03, 0.04, 0.05, 0.05])
 
 
 def test_defaults_are_deepspeeds():
-    assert [lr for lr, _ in run(make("WarmupLR", lr=0.05), 1003)][-1] == 0.05  # the optimizer's own rate
-    assert [lr for lr, _ in run(make("WarmupDecayLR", {"total_num_steps": 2000}, lr=0.05), 1002)][-1] == 0.001
+    assert [lr for lr, _ in run(make("WarmupLR", lr=0.05), 1003)][
+        -1
+    ] == 0.05  # the optimizer's own rate
+    assert [lr for lr, _ in run(make("WarmupDecayLR", {"total_num_steps": 2000}, lr=0.05), 1002)][
+        -1
+    ] == 0.001
     assert known.deepspeed_schedule("WarmupCosineLR", {}).cos_min_ratio == 0.0001
 
 
 def test_each_group_has_its_own_rates():
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    optimizer = torch.optim.AdamW([{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.2), strict=True)])
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.2), strict=True)]
+    )
     params = {"warmup_num_steps": 2, "warmup_type": "linear", "warmup_min_lr": [0.0, 0.1]}
-    scheduler = build_scheduler(SchedulerSpec(type="WarmupLR", params=params), optimizer, total_steps=None)
+    scheduler = build_scheduler(
+        SchedulerSpec(type="WarmupLR", params=params), optimizer, total_steps=None
+    )
     optimizer.step()
     rates = [scheduler.get_last_lr()]
     for _ in range(3):
         scheduler.step()
         rates.append(scheduler.get_last_lr())
-    assert rates == [pytest.approx(expected) for expected in ([0, 0.1], [0, 0.1], [0.05, 0.15], [0.1, 0.2])]
+    assert rates == [
+        pytest.approx(expected) for expected in ([0, 0.1], [0, 0.1], [0.05, 0.15], [0.1, 0.2])
+    ]
 
 
 def test_a_list_of_another_length_than_the_groups_is_refused():
-    with pytest.raises(ConfigError, match=r"warmup_min_lr = \[?.*: it has 2 values and the optimizer has 1 parameter group; give one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"warmup_min_lr = \[?.*: it has 2 values and the optimizer has 1 parameter group; give one",
+    ):
         make("WarmupLR", {"warmup_min_lr": [0.0, 0.1]})
 
 
@@ -306,14 +377,31 @@ def test_the_length_of_the_run_is_filled_in_where_the_file_leaves_it(kind, name)
     assert run(make(kind, {**warm, name: 40}, total_steps=99), 45) == written
     assert run(make(kind, warm, total_steps=30), 45) != written
     for params in (warm, {**warm, name: "auto"}):
-        with pytest.raises(ConfigError, match=f"scheduler.params.{name}.*{kind} needs the length of the run.*set {name}"):
+        with pytest.raises(
+            ConfigError,
+            match=f"scheduler.params.{name}.*{kind} needs the length of the run.*set {name}",
+        ):
             make(kind, params)
 
 
 def test_auto_takes_hugging_faces_values():
-    auto = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    auto = {
+        "warmup_min_lr": "auto",
+        "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto",
+        "total_num_steps": "auto",
+    }
     assert run(make("WarmupDecayLR", auto, lr=0.03, total_steps=20), 25) == run(
-        make("WarmupDecayLR", {"warmup_min_lr": 0, "warmup_max_lr": 0.03, "warmup_num_steps": 1, "total_num_steps": 20}), 25
+        make(
+            "WarmupDecayLR",
+            {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": 0.03,
+                "warmup_num_steps": 1,
+                "total_num_steps": 20,
+            },
+        ),
+        25,
     )
 
 
@@ -337,7 +425,9 @@ def test_momentum_is_cycled_only_where_there_is_one():
 
 def test_a_momentum_that_would_reach_one_is_refused_as_soon_as_it_is_known():
     rising = {**CYCLE, "decay_step_size": 1, "decay_mom_rate": 0.05}
-    with pytest.raises(ConfigError, match=r"decay_mom_rate = 0.05: the momentum is 1\.\d+ at step 20"):
+    with pytest.raises(
+        ConfigError, match=r"decay_mom_rate = 0.05: the momentum is 1\.\d+ at step 20"
+    ):
         make("OneCycle", rising, total_steps=20)
     unknown_length = make("OneCycle", rising)
     with pytest.raises(ConfigError, match="outside 0 to 1"):
@@ -370,7 +460,11 @@ def test_every_schedule_goes_on_after_a_round_trip_through_json(kind):
     first = run(stopped, 11)
     resumed = make(kind, NEEDED.get(kind), total_steps=30)
     resumed[1].load_state_dict(stopped[1].state_dict())
-    resumed[2].load_state_dict(exact.decode(json.loads(json.dumps(exact.encode(stopped[2].state_dict()))), resumed[2].state_dict()))
+    resumed[2].load_state_dict(
+        exact.decode(
+            json.loads(json.dumps(exact.encode(stopped[2].state_dict()))), resumed[2].state_dict()
+        )
+    )
     assert first + run(resumed, 14) == whole
     assert len(set(whole)) > 1 or kind.startswith(("constant", "warmup_stable"))
 
@@ -392,7 +486,9 @@ def test_torch_schedules_are_torchs():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter], lr=0.05)
     theirs = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 9, 15])
-    assert run((parameter, optimizer, theirs), 20) == run(make("MultiStepLR", NEEDED["MultiStepLR"]), 20)
+    assert run((parameter, optimizer, theirs), 20) == run(
+        make("MultiStepLR", NEEDED["MultiStepLR"]), 20
+    )
 
 
 def test_transformers_schedules_are_its_own():
@@ -400,7 +496,11 @@ def test_transformers_schedules_are_its_own():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter], lr=0.05)
     theirs = transformers.get_scheduler(
-        "cosine", optimizer, num_warmup_steps=4, num_training_steps=30, scheduler_specific_kwargs={"num_cycles": 1.5}
+        "cosine",
+        optimizer,
+        num_warmup_steps=4,
+        num_training_steps=30,
+        scheduler_specific_kwargs={"num_cycles": 1.5},
     )
     ours = make("cosine", {"num_warmup_steps": 4, "num_cycles": 1.5}, total_steps=30)
     assert run(ours, 30) == run((parameter, optimizer, theirs), 30)
@@ -413,17 +513,23 @@ def test_the_table_of_transformers_schedules_is_complete():
     theirs = {kind.value: build for kind, build in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()}
     assert set(theirs) - set(known.REFUSED) == set(known.TRANSFORMERS)
     for kind, names in known.TRANSFORMERS.items():
-        assert set(inspect.signature(theirs[kind]).parameters) - {"optimizer", "last_epoch"} == set(names), kind
+        assert set(inspect.signature(theirs[kind]).parameters) - {"optimizer", "last_epoch"} == set(
+            names
+        ), kind
 
 
 def test_without_transformers_the_message_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match="scheduler.type = 'cosine': .*not installed; pip install transformers"):
+    with pytest.raises(
+        ConfigError, match="scheduler.type = 'cosine': .*not installed; pip install transformers"
+    ):
         make("cosine", total_steps=10)
 
 
 def test_what_a_schedule_itself_refuses_is_a_config_error():
-    with pytest.raises(ConfigError, match="LinearLR says: Starting multiplicative factor.*; correct the value"):
+    with pytest.raises(
+        ConfigError, match="LinearLR says: Starting multiplicative factor.*; correct the value"
+    ):
         make("LinearLR", {"start_factor": 7})
     with pytest.raises(ConfigError, match="cosine_with_min_lr says: .*min_lr"):
         make("cosine_with_min_lr", total_steps=10)
@@ -452,10 +558,23 @@ def megatron(done, *, samples, high, low, warm, total, style, init):
 @pytest.mark.parametrize("warm", [0, 7])
 def test_every_rate_is_megatrons(style, warm):
     """D6, E8: by its own formula, which counts samples, past the end of the decay."""
-    params = {"decay_style": style, "warmup_num_steps": warm, "min_lr": 0.004, "init_lr": 0.001, "total_num_steps": 40}
-    samples = 1 if style == "inverse-square-root" and not warm else 16  # without a warm-up that style depends on the batch
+    params = {
+        "decay_style": style,
+        "warmup_num_steps": warm,
+        "min_lr": 0.004,
+        "init_lr": 0.001,
+        "total_num_steps": 40,
+    }
+    samples = (
+        1 if style == "inverse-square-root" and not warm else 16
+    )  # without a warm-up that style depends on the batch
     seen = [lr for lr, _ in run(make("MegatronLR", params, lr=0.05), 50)]
-    expected = [megatron(n, samples=samples, high=0.05, low=0.004, warm=warm, total=40, style=style, init=0.001) for n in range(50)]
+    expected = [
+        megatron(
+            n, samples=samples, high=0.05, low=0.004, warm=warm, total=40, style=style, init=0.001
+        )
+        for n in range(50)
+    ]
     assert seen == pytest.approx(expected, rel=1e-12)
     share = {"decay_style": "cosine", "warmup_fraction": 0.25}
     assert run(make("MegatronLR", share, total_steps=40), 11)[10][0] == 0.05
@@ -497,8 +616,19 @@ def test_wsd_is_megatrons(style: str) -> None:
             }[style]
         return lowest + coeff * (highest - lowest)
 
-    params = {"decay_style": "WSD", "wsd_decay_style": style, "wsd_decay_steps": falls, "total_num_steps": total}
-    seen = [lr for lr, _ in run(make("MegatronLR", {**params, "min_lr": lowest, "warmup_num_steps": warm}, lr=highest), 45)]
+    params = {
+        "decay_style": "WSD",
+        "wsd_decay_style": style,
+        "wsd_decay_steps": falls,
+        "total_num_steps": total,
+    }
+    seen = [
+        lr
+        for lr, _ in run(
+            make("MegatronLR", {**params, "min_lr": lowest, "warmup_num_steps": warm}, lr=highest),
+            45,
+        )
+    ]
     assert seen == [get_lr(step) for step in range(45)]
     for wrong in ({"wsd_decay_steps": 36}, {"wsd_decay_steps": None}):
         given = {name: value for name, value in {**params, **wrong}.items() if value is not None}

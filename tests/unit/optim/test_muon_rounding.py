@@ -20,7 +20,9 @@ def test_of_full_and_of_low_rank(rank: int, least: float, most: float) -> None:
     found = []
     for seed in range(12):
         torch.manual_seed(seed)
-        gradient = torch.randn(64, rank, dtype=torch.float64) @ torch.randn(rank, 96, dtype=torch.float64)
+        gradient = torch.randn(64, rank, dtype=torch.float64) @ torch.randn(
+            rank, 96, dtype=torch.float64
+        )
         rounding = torch.randn_like(gradient) * gradient.norm() / gradient.numel() ** 0.5 * 1e-7
         one, other = update(gradient), update(gradient + rounding)
         found.append(float((one - other).norm() / one.norm()))

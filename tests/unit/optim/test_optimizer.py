@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -42,7 +46,9 @@ def net(dtype=torch.float64):
 
 
 def build(type, params=None, model=None):
-    return build_optimizer(OptimizerSpec(type=type, params=params or {}), (model or net()).named_parameters())
+    return build_optimizer(
+        OptimizerSpec(type=type, params=params or {}), (model or net()).named_parameters()
+    )
 
 
 def train(model, optimizer, steps=4, seed=3):
@@ -53,13 +59,22 @@ def train(model, optimizer, steps=4, seed=3):
         model(tokens).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    values = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in model.named_parameters()
+    }
     return {name: value.detach().double() for name, value in values.items()}
 
 
 def assert_equal(ours, theirs, tolerance=1e-12):
     for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[name],
+            theirs[name],
+            rtol=0,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.fixture
@@ -99,11 +114,15 @@ MEANINGS = [
 
 
 @pytest.mark.parametrize(("type", "params", "torch_class", "torch_params"), MEANINGS)
-def test_a_name_means_torchs_optimizer_with_deepspeeds_defaults(type, params, torch_class, torch_params):
+def test_a_name_means_torchs_optimizer_with_deepspeeds_defaults(
+    type, params, torch_class, torch_params
+):
     ours, theirs = net(), net()
     optimizer = build(type, params, ours)
     assert optimizer.__class__ is torch_class
-    assert_equal(train(ours, optimizer), train(theirs, torch_class(theirs.parameters(), **torch_params)))
+    assert_equal(
+        train(ours, optimizer), train(theirs, torch_class(theirs.parameters(), **torch_params))
+    )
 
 
 def test_the_two_adams_differ_in_the_test_above():
@@ -139,18 +158,24 @@ def test_frozen_parameters_are_left_out_and_tied_ones_updated_once():
     named = list(model.named_parameters(remove_duplicate=False))
     optimizer = build_optimizer(OptimizerSpec(), named)
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert [id(p) for p in held] == [id(p) for p in (model.embed.weight, model.down.weight, model.down.bias)]
+    assert [id(p) for p in held] == [
+        id(p) for p in (model.embed.weight, model.down.weight, model.down.bias)
+    ]
 
 
 def test_a_model_with_nothing_to_train_is_refused():
-    with pytest.raises(ModelError, match="no parameter of the model requires a gradient.*requires_grad_"):
+    with pytest.raises(
+        ModelError, match="no parameter of the model requires a gradient.*requires_grad_"
+    ):
         refuse_nothing_to_train(net().requires_grad_(False))
 
 
 def test_a_pipeline_stage_may_have_nothing_to_train():
     """B4: the other stages have."""
     for kind in ("AdamW", "SGD", "Muon"):
-        optimizer = build_optimizer(OptimizerSpec(type=kind), net().requires_grad_(False).named_parameters())
+        optimizer = build_optimizer(
+            OptimizerSpec(type=kind), net().requires_grad_(False).named_parameters()
+        )
         optimizer.step()
         assert optimizer.state_dict()["state"] == {}
 
@@ -179,12 +204,17 @@ def test_the_fused_kernel_is_used_where_it_is_right(type, dtype):
     torch.testing.assert_close(parameter.double(), exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("more", [{}, {"nesterov": True}, {"dampening": 0.4}, {"maximize": True, "dampening": 0.3}])
+@pytest.mark.parametrize(
+    "more", [{}, {"nesterov": True}, {"dampening": 0.4}, {"maximize": True, "dampening": 0.3}]
+)
 def test_momentum_of_a_late_gradient(more):
     """Parameters whose first gradient comes after the first step, and one that misses a step, are those of torch's plain SGD."""
     params = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, **more}
     ours, theirs = net(), net()
-    optimizer, plain = build("SGD", params, ours), torch.optim.SGD(theirs.parameters(), **params, foreach=False, fused=False)
+    optimizer, plain = (
+        build("SGD", params, ours),
+        torch.optim.SGD(theirs.parameters(), **params, foreach=False, fused=False),
+    )
     assert optimizer.param_groups[0]["fused"]
     generator = torch.Generator().manual_seed(4)
     for used in (["embed"], ["embed", "up"], ["down"], ["embed", "up", "down", "lm_head"]):
@@ -196,19 +226,26 @@ def test_momentum_of_a_late_gradient(more):
             each.step()
             each.zero_grad()
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-15, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=1e-15, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_what_the_user_says_about_the_kernel_is_kept_or_refused():
     assert not build("AdamW", {"fused": False}).param_groups[0]["fused"]
     assert build("AdamW", {"foreach": True}).param_groups[0]["fused"] is None
     low = net(torch.bfloat16)
-    with pytest.raises(ConfigError, match="optimizer.params.fused = True: .*unchanged on CPU .*191763.*; leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match="optimizer.params.fused = True: .*unchanged on CPU .*191763.*; leave it out",
+    ):
         build("SGD", {"fused": True}, low)
 
 
 def test_a_parameter_that_is_not_on_a_device_with_a_fused_kernel_gets_torchs_default():
-    assert "fused" not in {k: v for k, v in build("AdamW", model=net().to("meta")).param_groups[0].items() if v}
+    assert "fused" not in {
+        k: v for k, v in build("AdamW", model=net().to("meta")).param_groups[0].items() if v
+    }
 
 
 # ---- sharded parameters ---------------------------------------------------------------------------------------------------------------
@@ -239,7 +276,9 @@ def test_plain_and_sharded_parameters_stand_beside_each_other(mesh, type):
     optimizer, other = build(type, {"lr": 0.01}, mixed), build(type, {"lr": 0.01}, plain)
     assert_equal(train(mixed, optimizer), train(plain, other))
     # A schedule has one rate per group, and has to be loaded on any layout.
-    assert [len(group["params"]) for group in optimizer.param_groups] == [len(group["params"]) for group in other.param_groups]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [
+        len(group["params"]) for group in other.param_groups
+    ]
 
 
 def test_groups_are_whole_again_after_a_failed_step(mesh):
@@ -261,7 +300,10 @@ def test_groups_are_whole_again_after_a_failed_step(mesh):
 def test_what_torch_cannot_do_on_shards_is_refused_before_the_first_step(mesh):
     model = sharded(net(), mesh)
     for name in ("Adafactor", "Rprop"):
-        with pytest.raises(ModelError, match=f"the optimizer {name}: .*sharded parameters \\(6 here, first `embed.weight`\\); use AdamW"):
+        with pytest.raises(
+            ModelError,
+            match=f"the optimizer {name}: .*sharded parameters \\(6 here, first `embed.weight`\\); use AdamW",
+        ):
             build(name, model=model)
     with pytest.raises(ConfigError, match="fused SGD does not run on sharded parameters"):
         build("SGD", {"fused": True}, model)
@@ -272,12 +314,21 @@ def test_what_torch_cannot_do_on_shards_is_refused_before_the_first_step(mesh):
 
 def test_muon_takes_the_matrices_inside_and_leaves_the_rest_to_adamw():
     model = net()
-    muon, adam = build("Muon", {"lr": 0.01, "adam_lr": 0.002, "momentum": 0.8, "eps": 1e-9}, model).parts
-    assert [id(p) for p in muon.param_groups[0]["params"]] == [id(model.up.weight), id(model.down.weight)]
+    muon, adam = build(
+        "Muon", {"lr": 0.01, "adam_lr": 0.002, "momentum": 0.8, "eps": 1e-9}, model
+    ).parts
+    assert [id(p) for p in muon.param_groups[0]["params"]] == [
+        id(model.up.weight),
+        id(model.down.weight),
+    ]
     rest = [model.embed.weight, model.up.bias, model.down.bias, model.lm_head.weight]
     assert [id(p) for p in adam.param_groups[0]["params"]] == [id(p) for p in rest]
     assert (muon.param_groups[0]["lr"], muon.param_groups[0]["momentum"]) == (0.01, 0.8)
-    assert (adam.param_groups[0]["lr"], adam.param_groups[0]["eps"], adam.param_groups[0]["betas"]) == (0.002, 1e-9, (0.9, 0.95))
+    assert (
+        adam.param_groups[0]["lr"],
+        adam.param_groups[0]["eps"],
+        adam.param_groups[0]["betas"],
+    ) == (0.002, 1e-9, (0.9, 0.95))
 
 
 def test_muon_is_torchs_beside_torchs_adamw():
@@ -350,9 +401,13 @@ def through_a_checkpoint(folder, model, optimizer, other_model, other_optimizer)
     set_optimizer_state_dict(other_model, other_optimizer, state, options=options)
 
 
-@pytest.mark.parametrize(("type", "fused"), [("AdamW", (True, True)), ("SGD", (True, False)), ("Muon", (False, False))])
+@pytest.mark.parametrize(
+    ("type", "fused"), [("AdamW", (True, True)), ("SGD", (True, False)), ("Muon", (False, False))]
+)
 @pytest.mark.parametrize("back", [False, True])
-def test_a_state_moves_between_plain_and_sharded_parameters_and_the_kernel_does_not(mesh, tmp_path, type, fused, back):
+def test_a_state_moves_between_plain_and_sharded_parameters_and_the_kernel_does_not(
+    mesh, tmp_path, type, fused, back
+):
     plain, shards = net(), sharded(net(), mesh)
     params = {"lr": 0.01, **({"momentum": 0.9} if type == "SGD" else {})}
     pair = [(plain, build(type, params, plain)), (shards, build(type, params, shards))]
@@ -360,7 +415,9 @@ def test_a_state_moves_between_plain_and_sharded_parameters_and_the_kernel_does_
     after = train(*first)
     with torch.no_grad():
         for name, p in second[0].named_parameters():
-            (p.to_local() if isinstance(p, DTensor) else p).copy_(after[name])  # one process: its shard is the whole
+            (p.to_local() if isinstance(p, DTensor) else p).copy_(
+                after[name]
+            )  # one process: its shard is the whole
     through_a_checkpoint(tmp_path, *first, *second)
     assert tuple(bool(optimizer.param_groups[0].get("fused")) for _, optimizer in pair) == fused
     assert_equal(train(*second, seed=9), train(*first, seed=9))
@@ -399,14 +456,25 @@ def test_lion_is_lion_pytorchs_with_deepspeeds_defaults(package):
 
 
 def test_a_class_is_named_by_its_path_and_checked_when_it_is_built(package):
-    assert build("lion_pytorch.Lion", {"bias_correction": False}).bias_correction is False  # DeepSpeed's rules are not a library's
+    assert (
+        build("lion_pytorch.Lion", {"bias_correction": False}).bias_correction is False
+    )  # DeepSpeed's rules are not a library's
     optimizer = build("lion_pytorch.Lion", {"weight_decay": 0.1})
-    assert (optimizer.__class__, optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (Library, 1e-4, 0.1)
-    with pytest.raises(ConfigError, match="optimizer.params.weight_decy = 0.1: Library has no such parameter; did you mean `weight_decay`"):
+    assert (optimizer.__class__, optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (
+        Library,
+        1e-4,
+        0.1,
+    )
+    with pytest.raises(
+        ConfigError,
+        match="optimizer.params.weight_decy = 0.1: Library has no such parameter; did you mean `weight_decay`",
+    ):
         build("lion_pytorch.Lion", {"weight_decy": 0.1})
     with pytest.raises(ConfigError, match="not a subclass of torch.optim.Optimizer"):
         build("lion_pytorch.helper")
-    with pytest.raises(ConfigError, match=r"cannot be imported .*; install the package `no_such_package`"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported .*; install the package `no_such_package`"
+    ):
         build("no_such_package.optim.Best")
 
 
@@ -417,7 +485,10 @@ def test_lion_without_its_library_says_what_to_install(monkeypatch):
 
 
 def test_what_an_optimizer_itself_refuses_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"optimizer.params: Adagrad\(lr_decay=-1.0\) says: Invalid lr_decay value: -1.0; correct"):
+    with pytest.raises(
+        ConfigError,
+        match=r"optimizer.params: Adagrad\(lr_decay=-1.0\) says: Invalid lr_decay value: -1.0; correct",
+    ):
         build("Adagrad", {"lr_decay": -1})
     with pytest.raises(ConfigError, match="fused. and .foreach. cannot be .True. together"):
         build("AdamW", {"fused": True, "foreach": True})

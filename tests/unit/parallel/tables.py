@@ -20,7 +20,9 @@ def made(name: str, pp: int, microbatches: int, stages_per_rank: int | None = No
             return make_schedule(name, pp=pp, microbatches=count, stages_per_rank=each)
         except ConfigError:
             continue
-    raise AssertionError(f"{name} does not exist for {microbatches} to {microbatches + 2 * pp} micro-batches")
+    raise AssertionError(
+        f"{name} does not exist for {microbatches} to {microbatches + 2 * pp} micro-batches"
+    )
 
 
 schedules = st.builds(made, names, st.integers(1, 6), st.integers(1, 16), st.integers(1, 4))

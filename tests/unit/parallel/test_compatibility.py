@@ -15,8 +15,15 @@ from plait.parallel.technique import Context
 def test_all_at_once() -> None:
     """Every row of the table is reached."""
     with pytest.raises(ConfigError) as caught:
-        refuse_incompatible(Context(Layout(pp=2, cp=2, tp=2), (Compile(enabled=True), DataParallel(secondary_partition=2))))
-    assert [problem.field for problem in caught.value.problems] == [refusal.field for refusal in REFUSALS]
+        refuse_incompatible(
+            Context(
+                Layout(pp=2, cp=2, tp=2),
+                (Compile(enabled=True), DataParallel(secondary_partition=2)),
+            )
+        )
+    assert [problem.field for problem in caught.value.problems] == [
+        refusal.field for refusal in REFUSALS
+    ]
 
 
 def test_what_works_passes() -> None:

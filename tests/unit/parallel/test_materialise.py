@@ -37,7 +37,10 @@ def test_uninitialised_tensors_are_named(buffer: bool, name: str) -> None:
     """Instead of training on whatever the memory held."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Computed(buffer=buffer))
-    with pytest.raises(ModelError, match=rf"{name} was not initialised: Computed computes it only in its constructor"):
+    with pytest.raises(
+        ModelError,
+        match=rf"{name} was not initialised: Computed computes it only in its constructor",
+    ):
         initialise(model)
 
 
@@ -68,7 +71,9 @@ class TiedGPT(SmallGPT):
         self.apply(self._init_weights)
 
 
-@pytest.mark.parametrize("kind", [partial(SmallGPT, scales_projection=False), TiedGPT], ids=["plain", "tied"])
+@pytest.mark.parametrize(
+    "kind", [partial(SmallGPT, scales_projection=False), TiedGPT], ids=["plain", "tied"]
+)
 def test_the_models_own_initialisation_is_repeated(kind: Callable[[], SmallGPT]) -> None:
     with torch.device("meta"):
         model = kind()

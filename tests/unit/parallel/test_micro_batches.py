@@ -14,7 +14,14 @@ from plait.errors import InputError
 from plait.losses.loss import Loss, Weighted, causal_lm_loss, per_sample
 from plait.losses.weight_check import WeightCheck
 from plait.parallel.hooks import Hooks, StepHook
-from plait.parallel.micro_batches import IGNORED, default_forward, explicit, micro_batches, to_device, with_cache
+from plait.parallel.micro_batches import (
+    IGNORED,
+    default_forward,
+    explicit,
+    micro_batches,
+    to_device,
+    with_cache,
+)
 
 
 def test_mappings_tuples_and_tensors_are_cut_in_order() -> None:
@@ -23,20 +30,27 @@ def test_mappings_tuples_and_tensors_are_cut_in_order() -> None:
     pieces = micro_batches(batch, count=3, size=2)
     assert [piece["x"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4, 5]]
     assert all(piece["flag"] is True and int(piece["scalar"]) == 3 for piece in pieces)
-    assert [x.tolist() for x, _ in micro_batches((torch.arange(4), torch.zeros(4)), count=2, size=2)] == [[0, 1], [2, 3]]
+    assert [
+        x.tolist() for x, _ in micro_batches((torch.arange(4), torch.zeros(4)), count=2, size=2)
+    ] == [[0, 1], [2, 3]]
 
 
 def test_iterables_give_ready_micro_batches() -> None:
     """Of any length; exactly as many as a step has."""
     loader = iter([torch.zeros(1), torch.zeros(5), torch.zeros(2)])
     assert [len(piece) for piece in micro_batches(loader, count=2, size=9)] == [1, 5]
-    with pytest.raises(InputError, match="got 1 micro-batches and a step has gradient_accumulation_steps 2"):
+    with pytest.raises(
+        InputError, match="got 1 micro-batches and a step has gradient_accumulation_steps 2"
+    ):
         micro_batches(loader, count=2, size=9)
 
 
 def test_a_wrong_amount_is_refused_with_the_numbers() -> None:
     """Never padded, never cut short."""
-    with pytest.raises(InputError, match=r"got 5 samples; this rank's share of a step is 6 \(train_micro_batch_size_per_gpu 2 x"):
+    with pytest.raises(
+        InputError,
+        match=r"got 5 samples; this rank's share of a step is 6 \(train_micro_batch_size_per_gpu 2 x",
+    ):
         micro_batches({"x": torch.zeros(5)}, count=3, size=2)
     with pytest.raises(InputError, match="does not have the step's 4 samples"):
         micro_batches({"x": torch.zeros(4), "y": torch.zeros(3)}, count=2, size=2)
@@ -107,10 +121,16 @@ def test_default_collation_is_one_batch(count: int, size: int | None) -> None:
     """A25: `[x, y]` is cut like `(x, y)`, also where a step has two micro-batches; what the model and the loss see is the same."""
     rows = 3 * count
     pieces = micro_batches(x_and_y(rows), count=count, size=size)
-    assert [piece[1].tolist() for piece in pieces] == [list(range(at, at + 3)) for at in range(0, rows, 3)]
-    assert [default_forward(torch.nn.Identity(), piece)[:, 0].tolist() for piece in pieces] == [p[0][:, 0].tolist() for p in pieces]
+    assert [piece[1].tolist() for piece in pieces] == [
+        list(range(at, at + 3)) for at in range(0, rows, 3)
+    ]
+    assert [default_forward(torch.nn.Identity(), piece)[:, 0].tolist() for piece in pieces] == [
+        p[0][:, 0].tolist() for p in pieces
+    ]
     nested = [{"ids": torch.arange(rows)}, torch.zeros(rows)]  # (mapping, y)
-    assert [piece[0]["ids"].tolist() for piece in micro_batches(nested, count=count, size=size)] == [p[1].tolist() for p in pieces]
+    assert [
+        piece[0]["ids"].tolist() for piece in micro_batches(nested, count=count, size=size)
+    ] == [p[1].tolist() for p in pieces]
 
 
 def test_a_short_collated_batch_is_no_list_of_micro_batches() -> None:
@@ -123,18 +143,31 @@ def test_lists_of_micro_batches_stay_lists() -> None:
     """Mappings with optional keys, tuples, collated pairs, tensors of the size of a micro-batch, ragged ones."""
     mappings = [{"ids": torch.zeros(4, 5)}, {"ids": torch.zeros(4, 7), "side": True}]
     tensors = [torch.zeros(4, 2), torch.ones(4, 2)]
-    for given in (mappings, [(x, x) for x in tensors], [x_and_y(4), x_and_y(4)], tensors, [torch.zeros(4), torch.zeros(3)]):
+    for given in (
+        mappings,
+        [(x, x) for x in tensors],
+        [x_and_y(4), x_and_y(4)],
+        tensors,
+        [torch.zeros(4), torch.zeros(3)],
+    ):
         found = micro_batches(given, count=2, size=4)
-        assert len(found) == 2 and all(one is other for one, other in zip(found, given, strict=True))
+        assert len(found) == 2 and all(
+            one is other for one, other in zip(found, given, strict=True)
+        )
     assert len(micro_batches([x_and_y(4)], count=1, size=4)[0]) == 2
-    with pytest.raises(InputError, match="got 3 micro-batches and a step has gradient_accumulation_steps 2"):
+    with pytest.raises(
+        InputError, match="got 3 micro-batches and a step has gradient_accumulation_steps 2"
+    ):
         micro_batches([(x, x) for x in (*tensors, tensors[0])], count=2, size=4)
 
 
 def test_a_list_that_could_be_either_is_refused() -> None:
     """A25: two tensors of one form and no batch size; each of the two is said in another way."""
     ids = [torch.zeros(6, 5, dtype=torch.int64), torch.ones(6, 5, dtype=torch.int64)]
-    with pytest.raises(InputError, match=r"one batch of 2 fields or 2 micro-batches; pass a tuple for one batch, or iter"):
+    with pytest.raises(
+        InputError,
+        match=r"one batch of 2 fields or 2 micro-batches; pass a tuple for one batch, or iter",
+    ):
         micro_batches(ids, count=2, size=None)
     assert [len(piece[0]) for piece in micro_batches(tuple(ids), count=2, size=None)] == [3, 3]
     assert [len(piece) for piece in micro_batches(iter(ids), count=2, size=None)] == [6, 6]
@@ -148,24 +181,42 @@ def test_containers_keep_their_class() -> None:
 
     x, y = x_and_y(4)
     for batch in (Fields(x, y), Named(x, y)):
-        pieces = [to_device(piece, torch.device("cpu")) for piece in micro_batches(batch, count=2, size=2)]
-        assert [type(piece) for piece in pieces] == [type(batch)] * 2 and [piece.y.tolist() for piece in pieces] == [[0, 1], [2, 3]]
+        pieces = [
+            to_device(piece, torch.device("cpu")) for piece in micro_batches(batch, count=2, size=2)
+        ]
+        assert [type(piece) for piece in pieces] == [type(batch)] * 2 and [
+            piece.y.tolist() for piece in pieces
+        ] == [[0, 1], [2, 3]]
         assert per_sample(lambda o, b: o).weight(pieces[0]) == 2
     encoding = BatchEncoding({"input_ids": y, "labels": y, "texts": ["a", "b", "c", "d"]})
     pieces = micro_batches(encoding, count=2, size=2)
-    assert [piece.labels.tolist() for piece in pieces] == [[0, 1], [2, 3]] and pieces[1]["texts"] == ["c", "d"]
+    assert [piece.labels.tolist() for piece in pieces] == [[0, 1], [2, 3]] and pieces[1][
+        "texts"
+    ] == ["c", "d"]
     assert encoding.labels.tolist() == [0, 1, 2, 3]
     meta = to_device(pieces[0], torch.device("meta"))
-    assert meta.labels.device.type == "meta" and pieces[0].labels.device.type == "cpu" and type(meta) is BatchEncoding
+    assert (
+        meta.labels.device.type == "meta"
+        and pieces[0].labels.device.type == "cpu"
+        and type(meta) is BatchEncoding
+    )
 
 
 def test_lists_inside_a_batch() -> None:
     """A25: one entry a sample is cut, a list of tensors too, and all of them move."""
-    batch = {"x": torch.zeros(4), "texts": list("abcd"), "levels": [torch.arange(4), torch.arange(4)], "names": ["p", "q"]}
+    batch = {
+        "x": torch.zeros(4),
+        "texts": list("abcd"),
+        "levels": [torch.arange(4), torch.arange(4)],
+        "names": ["p", "q"],
+    }
     second = to_device(micro_batches(batch, count=2, size=2)[1], torch.device("meta"))
     assert second["texts"] == ["c", "d"] and second["names"] == ["p", "q"]
     assert [(len(level), level.device.type) for level in second["levels"]] == [(2, "meta")] * 2
-    images = ([torch.zeros(3, 8 + n) for n in range(4)], [{"box": torch.zeros(n, 4)} for n in range(4)])
+    images = (
+        [torch.zeros(3, 8 + n) for n in range(4)],
+        [{"box": torch.zeros(n, 4)} for n in range(4)],
+    )
     assert [len(piece[0]) for piece in micro_batches(images, count=2, size=2)] == [2, 2]
 
 
@@ -174,8 +225,13 @@ def test_what_is_no_batch_is_said() -> None:
     loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2)
     with pytest.raises(InputError, match="got a DataLoader, which would begin anew at every step"):
         micro_batches(loader, count=2, size=2)
-    assert [piece.tolist() for piece in micro_batches(iter(loader), count=2, size=2)] == [[0, 1], [2, 3]]
-    assert [len(piece) for piece in micro_batches((torch.zeros(n) for n in (1, 2)), count=2, size=2)] == [1, 2]
+    assert [piece.tolist() for piece in micro_batches(iter(loader), count=2, size=2)] == [
+        [0, 1],
+        [2, 3],
+    ]
+    assert [
+        len(piece) for piece in micro_batches((torch.zeros(n) for n in (1, 2)), count=2, size=2)
+    ] == [1, 2]
     with pytest.raises(InputError, match="has none; lists of numbers become tensors"):
         micro_batches({"input_ids": [[1, 2], [3, 4]]}, count=1, size=2)
     with pytest.raises(InputError, match="not int"):
@@ -187,13 +243,18 @@ def test_weights_that_differ_are_found() -> None:
     loss = Weighted(lambda o, b: (o, 1), lambda b: 1)
     check, one = WeightCheck(), torch.tensor(1024.0, dtype=torch.float64)
     check(divided_by=one, returned=one, step=1)
-    with pytest.raises(InputError, match=r"step 2: the loss returned weights that add up to 1023, and its weight function .* said 1024"):
+    with pytest.raises(
+        InputError,
+        match=r"step 2: the loss returned weights that add up to 1023, and its weight function .* said 1024",
+    ):
         check(divided_by=one, returned=one - 1, step=2)
     check.note(torch.tensor(1.0, dtype=torch.bfloat16))
     check(divided_by=one, returned=one - 1, step=3)
     with pytest.raises(InputError, match="add up to nan"):
         check(divided_by=one, returned=one * float("nan"), step=4)
-    assert check.applies_to(loss) and not check.applies_to(causal_lm_loss), "the two of a loss of Plait's are one number"
+    assert check.applies_to(loss) and not check.applies_to(causal_lm_loss), (
+        "the two of a loss of Plait's are one number"
+    )
 
 
 class Half(StepHook):
@@ -222,15 +283,25 @@ class TestTransform:
 
     def test_the_parts_of_a_loss_add_up(self) -> None:
         """Sums, weights, and the model is given positions and no labels."""
-        logits = torch.randn(1, 4, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        logits = torch.randn(
+            1, 4, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        )
         full = explicit(BATCH)
-        parts = [{name: entry[:, at] for name, entry in full.items()} for at in (slice(0, 1), slice(1, 4))]
+        parts = [
+            {name: entry[:, at] for name, entry in full.items()}
+            for at in (slice(0, 1), slice(1, 4))
+        ]
         found = [
-            causal_lm_loss(SimpleNamespace(logits=logits[:, at]), part) for at, part in zip((slice(0, 1), slice(1, 4)), parts, strict=True)
+            causal_lm_loss(SimpleNamespace(logits=logits[:, at]), part)
+            for at, part in zip((slice(0, 1), slice(1, 4)), parts, strict=True)
         ]
         total, weight = causal_lm_loss(SimpleNamespace(logits=logits), BATCH)
         assert torch.allclose(sum(loss for loss, _ in found), total, rtol=1e-15)
-        assert [int(causal_lm_loss.weight(part)) for part in parts] == [int(count) for _, count in found] == [1, 1]
+        assert (
+            [int(causal_lm_loss.weight(part)) for part in parts]
+            == [int(count) for _, count in found]
+            == [1, 1]
+        )
         assert int(weight) == int(causal_lm_loss.weight(full)) == 2
 
         class Names(nn.Module):
@@ -240,11 +311,21 @@ class TestTransform:
         assert default_forward(Names(), full) == ["input_ids", "position_ids"]
 
     def test_what_is_given_stays(self) -> None:
-        given = {"input_ids": torch.zeros(1, 2), "position_ids": torch.tensor([[7, 8]]), "shift_labels": torch.tensor([[1, 2]])}
+        given = {
+            "input_ids": torch.zeros(1, 2),
+            "position_ids": torch.tensor([[7, 8]]),
+            "shift_labels": torch.tensor([[1, 2]]),
+        }
         assert explicit(given) == given
         assert explicit((1, 2)) == (1, 2)
 
     def test_a_cache_goes_by_name(self) -> None:
-        assert with_cache({"input_ids": 1}, "kept", argument="cache") == {"input_ids": 1, "cache": "kept", "use_cache": True}
-        with pytest.raises(InputError, match="the batch is a mapping|needs a mapping as batch, not Tensor"):
+        assert with_cache({"input_ids": 1}, "kept", argument="cache") == {
+            "input_ids": 1,
+            "cache": "kept",
+            "use_cache": True,
+        }
+        with pytest.raises(
+            InputError, match="the batch is a mapping|needs a mapping as batch, not Tensor"
+        ):
             with_cache(torch.zeros(1), "kept", argument="cache")

@@ -21,7 +21,9 @@ def model_with(library: str, kind: str) -> nn.Module:
 
 def test_bitsandbytes() -> None:
     model = model_with("bitsandbytes", "Params4bit")
-    with pytest.raises(ModelError, match="weight is Params4bit of bitsandbytes.*neither split nor moved"):
+    with pytest.raises(
+        ModelError, match="weight is Params4bit of bitsandbytes.*neither split nor moved"
+    ):
         refuse_quantised(model, moved=True, cast=False, several=True)
     refuse_quantised(model, moved=False, cast=True, several=True)
 

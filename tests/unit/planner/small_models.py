@@ -38,7 +38,14 @@ SMALL = {
         "vocab_size": 211,
         "head_dim": 16,
     },
-    "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 8, "n_inner": 200, "vocab_size": 211, "n_positions": 64},
+    "gpt2": {
+        "n_embd": 96,
+        "n_layer": 3,
+        "n_head": 8,
+        "n_inner": 200,
+        "vocab_size": 211,
+        "n_positions": 64,
+    },
 }
 
 
@@ -56,4 +63,6 @@ def real_facts(kind: str, tp: int) -> ModelFacts:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     blocks = find_blocks(model, None)
-    return model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
+    return model_facts(
+        model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None
+    )

@@ -8,7 +8,13 @@ from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 
 MODEL = dict(find_model("llama-3-8b", sequence=2048).section)
-TREE = {"train_batch_size": 64, "bf16": {"enabled": True}, "model": MODEL, "data": {"sequence_length": 2048}, "run": {"steps": 5}}
+TREE = {
+    "train_batch_size": 64,
+    "bf16": {"enabled": True},
+    "model": MODEL,
+    "data": {"sequence_length": 2048},
+    "run": {"steps": 5},
+}
 
 
 def complete(tree, *, cluster):
@@ -22,10 +28,22 @@ def completed(gpus=16, **changes):
 
 def test_every_auto_is_answered_and_what_is_fixed_is_kept():
     parallel = {"tp": "auto", "pp": 1, "sequence_parallel": "auto", "recompute": {"mode": "none"}}
-    changes = {"parallel": parallel, "zero_optimization": {"stage": "auto"}, "train_micro_batch_size_per_gpu": 1}
-    assert asks({**TREE, **changes}) == ("parallel.tp", "parallel.sequence_parallel", "zero_optimization.stage")
+    changes = {
+        "parallel": parallel,
+        "zero_optimization": {"stage": "auto"},
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    assert asks({**TREE, **changes}) == (
+        "parallel.tp",
+        "parallel.sequence_parallel",
+        "zero_optimization.stage",
+    )
     config, found, resolved = completed(**changes)
-    assert resolved.layout.pp == 1 and resolved.batch.micro_batch_size == 1 and resolved.recompute.mode == "none"
+    assert (
+        resolved.layout.pp == 1
+        and resolved.batch.micro_batch_size == 1
+        and resolved.recompute.mode == "none"
+    )
     assert resolved.layout.tp == found.best[0].layout["tp"]
     assert config["run"] == {"steps": 5} and asks(config) == ()
 
@@ -38,7 +56,12 @@ def test_what_is_left_out_has_its_default():
 
 def test_more_freedom_is_not_slower():
     free = {
-        "parallel": {"tp": "auto", "pp": "auto", "sequence_parallel": "auto", "recompute": {"mode": "auto"}},
+        "parallel": {
+            "tp": "auto",
+            "pp": "auto",
+            "sequence_parallel": "auto",
+            "recompute": {"mode": "auto"},
+        },
         "zero_optimization": {"stage": "auto"},
     }
     little = completed(parallel={"tp": 8}, zero_optimization={"stage": "auto"})[1].best[0]
@@ -51,6 +74,8 @@ def test_what_cannot_be_planned_says_why():
     with pytest.raises(ConfigError, match=r"model\.config or model\.path"):
         complete({"train_batch_size": 8}, cluster=cluster("h100", 8))
     with pytest.raises(ConfigError, match="not a mode that a plan can keep"):
-        complete({**TREE, "parallel": {"recompute": {"mode": "budget"}}}, cluster=cluster("h100", 8))
+        complete(
+            {**TREE, "parallel": {"recompute": {"mode": "budget"}}}, cluster=cluster("h100", 8)
+        )
     with pytest.raises(InputError, match="nothing fits on 8 x NVIDIA V100.* of 31.7 GiB"):
         complete({**TREE, "bf16": {"enabled": False}}, cluster=cluster("v100", 8))

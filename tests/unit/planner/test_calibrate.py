@@ -33,13 +33,22 @@ def truth(changes, given):
     """`given` with the step times of a machine whose constants differ by `changes`."""
     runs = read_runs(given)
     base = knowledge().rates.values
-    seconds = np.exp(time_of(runs.job)(Rates({**base, **{name: base[name] * factor for name, factor in changes.items()}})))
-    return [{**row, "step_time_s": f"{value:.6f}"} for row, value in zip(given, seconds, strict=True)]
+    seconds = np.exp(
+        time_of(runs.job)(
+            Rates({**base, **{name: base[name] * factor for name, factor in changes.items()}})
+        )
+    )
+    return [
+        {**row, "step_time_s": f"{value:.6f}"} for row, value in zip(given, seconds, strict=True)
+    ]
 
 
 def test_a_machine_that_differs_is_found_from_a_few_rows():
     measured = truth({"gemm.hopper": 0.8, "link": 0.75, "p2p": 1.5}, rows())
-    before, after = (summary(evaluate(measured, calibrate=given))["time"]["all"]["all"] for given in ((), measured[:10]))
+    before, after = (
+        summary(evaluate(measured, calibrate=given))["time"]["all"]["all"]
+        for given in ((), measured[:10])
+    )
     assert before["median"] > 0.1
     assert after["median"] < 0.03 and after["rows"] == 14
     assert after["coverage"] > 0.85
@@ -55,21 +64,28 @@ def test_other_machines_are_left_alone():
 
 def test_few_rows_move_little_and_one_wild_row_decides_nothing():
     measured = truth({}, rows())
-    wild = [{**measured[0], "step_time_s": str(50 * float(measured[0]["step_time_s"]))}, *measured[1:8]]
+    wild = [
+        {**measured[0], "step_time_s": str(50 * float(measured[0]["step_time_s"]))},
+        *measured[1:8],
+    ]
     errors = summary(evaluate(measured[8:], calibrate=wild))["time"]["all"]["all"]
     assert errors["median"] < 0.05
 
 
 def test_intervals_narrow_with_rows():
     measured = truth({"gemm.hopper": 0.9}, rows())
-    wide, narrow = (evaluate(measured[12:], calibrate=given).predictions[0] for given in ((), measured[:12]))
+    wide, narrow = (
+        evaluate(measured[12:], calibrate=given).predictions[0] for given in ((), measured[:12])
+    )
     assert narrow.seconds_high / narrow.seconds_low < wide.seconds_high / wide.seconds_low
 
 
 def test_without_rows_the_fit_is_the_priors():
     base = uncalibrated()
     assert merged(base).values == knowledge().rates.values
-    assert base.time.covariance[0, 0] == pytest.approx(knowledge().constants[base.time.names[0]].width ** 2)
+    assert base.time.covariance[0, 0] == pytest.approx(
+        knowledge().constants[base.time.names[0]].width ** 2
+    )
 
 
 def test_an_offset_of_a_group_moves_no_constant():
@@ -79,7 +95,15 @@ def test_an_offset_of_a_group_moves_no_constant():
     measured = predict(knowledge().rates) + 0.05
     groups = np.zeros(len(measured), dtype=int)
     free = fit(predict, measured, names, known=knowledge().constants, spread=0.02)
-    held, offsets = grouped_fit(predict, measured, names, known=knowledge().constants, spread=0.02, groups=groups, group_width=1.0)
+    held, offsets = grouped_fit(
+        predict,
+        measured,
+        names,
+        known=knowledge().constants,
+        spread=0.02,
+        groups=groups,
+        group_width=1.0,
+    )
     assert offsets[0] == pytest.approx(0.05, abs=0.01)
     assert abs(np.log(held.rates["overall"])) < abs(np.log(free.rates["overall"]))
 
@@ -88,9 +112,17 @@ def test_a_fit_is_the_same_from_wherever_it_begins_and_stays_in_the_physical_ran
     runs = read_runs(rows())
     names = relevant(tuple(CONSTANTS), runs.job)
     predict, known = time_of(runs.job), knowledge().constants
-    measured = np.log([float(row["step_time_s"]) for row in truth({"gemm.hopper": 0.9, "p2p": 1.3}, rows())])
+    measured = np.log(
+        [float(row["step_time_s"]) for row in truth({"gemm.hopper": 0.9, "p2p": 1.3}, rows())]
+    )
     one = fit(predict, measured, names, known=known, spread=0.02)
-    begin = Rates({**one.rates.values, "gemm.hopper": 1.2 * one.rates["gemm.hopper"], "host": 0.5 * one.rates["host"]})
+    begin = Rates(
+        {
+            **one.rates.values,
+            "gemm.hopper": 1.2 * one.rates["gemm.hopper"],
+            "host": 0.5 * one.rates["host"],
+        }
+    )
     alone = {"groups": np.zeros(len(measured), dtype=int), "group_width": 1e-6}
     other, _ = grouped_fit(predict, measured, names, known=known, spread=0.02, begin=begin, **alone)
     assert other.rates["gemm.hopper"] == pytest.approx(one.rates["gemm.hopper"], rel=0.01)

@@ -31,7 +31,9 @@ def test_a_file_gives_back_the_same_predictions(tmp_path: Path) -> None:
     assert origin == Origin("h100", "", {"rows": 4})
     request = Request(find_model("llama-3-8b"), cluster("h100", 16), 64, 2048)
     layout = {"dp_shard": 16, "stage": 3, "micro_batch": 1, "accumulation": 4}
-    assert price(request, [layout], calibration=again) == price(request, [layout], calibration=found)
+    assert price(request, [layout], calibration=again) == price(
+        request, [layout], calibration=found
+    )
     assert price(request, [layout], calibration=again) != price(request, [layout])
 
 
@@ -49,8 +51,14 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path: Path) -> None:
         ({"format": "other"}, "holds no"),
         ({"time": {}}, "KeyError"),
         ({"time": content["time"] | {"covariance": [[1.0]]}}, "covariance"),
-        ({"time": content["time"] | {"spread": float("nan")}}, "a covariance or a spread is not a finite number"),
-        ({"time": content["time"] | {"constants": {"warp": {"value": 1}}}}, "no such constant: warp"),
+        (
+            {"time": content["time"] | {"spread": float("nan")}},
+            "a covariance or a spread is not a finite number",
+        ),
+        (
+            {"time": content["time"] | {"constants": {"warp": {"value": 1}}}},
+            "no such constant: warp",
+        ),
     ):
         file.write_text(json.dumps(content | change))
         with pytest.raises(InputError, match=words):
@@ -70,18 +78,29 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path: Path) -> None:
 def test_measured_rates_are_what_the_model_then_says(name: str) -> None:
     here = cluster(name, 2)
     precision = "fp32" if name == "cpu" else "bf16"
-    rates = DeviceRates({"small": 1e9, "large": 0.5 * here.device.flops[precision]}, 0.4 * here.device.memory_bandwidth, (2e-4, 1 / 3e9))
+    rates = DeviceRates(
+        {"small": 1e9, "large": 0.5 * here.device.flops[precision]},
+        0.4 * here.device.memory_bandwidth,
+        (2e-4, 1 / 3e9),
+    )
     known = believed(knowledge(), here.device, rates, processes=2, precision=precision)
     request = Request(find_model("llama-3-8b"), here, 8, 512, precision)
     job = job_of(request, Layouts(dp_replicate=np.array([2])))
     for nbytes in (1e4, 1e6, 1e8):
-        assert collective_seconds(job, known.rates, group(job, "dp"), nbytes, "all_reduce") == pytest.approx(2e-4 + nbytes / 3e9)
+        assert collective_seconds(
+            job, known.rates, group(job, "dp"), nbytes, "all_reduce"
+        ) == pytest.approx(2e-4 + nbytes / 3e9)
     family = "gemm.cpu" if name == "cpu" else "gemm.hopper"
     crowd = 2 ** knowledge().constants["crowding.cpu"].median if name == "cpu" else 1
     assert known.constants[family].median / crowd == pytest.approx(0.5)
     assert known.constants[family].width < knowledge().constants[family].width or name == "h100"
-    alone = believed(knowledge(), here.device, replace(rates, all_reduce=None), processes=1, precision=precision)
-    assert alone.constants["link"] == knowledge().constants["link"] and alone.constants["link.cpu"] == knowledge().constants["link.cpu"]
+    alone = believed(
+        knowledge(), here.device, replace(rates, all_reduce=None), processes=1, precision=precision
+    )
+    assert (
+        alone.constants["link"] == knowledge().constants["link"]
+        and alone.constants["link.cpu"] == knowledge().constants["link.cpu"]
+    )
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 6, 8])
@@ -99,7 +118,12 @@ def test_trials_are_of_all_processes_and_of_one_batch(processes: int) -> None:
 
 
 def test_errors_of_rows_left_out_are_not_those_of_the_fit() -> None:
-    runs = runs_of([measured(factor=factor, index=index) for index, factor in enumerate((1.3, 1.32, 1.28, 1.3, 1.6))])
+    runs = runs_of(
+        [
+            measured(factor=factor, index=index)
+            for index, factor in enumerate((1.3, 1.32, 1.28, 1.3, 1.6))
+        ]
+    )
     count, before, _ = errors_with(runs, uncalibrated())
     assert count == 5 and before == pytest.approx(1 - 1 / 1.3, abs=0.01)
     _, after, largest = errors_with(runs, calibrate(runs))

@@ -20,7 +20,13 @@ FIELDS = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, 
 
 
 def request(name="cpu", processes=2, precision="fp32"):
-    return Request(Model(from_config(FIELDS, source="test"), {"config": FIELDS}), cluster(name, processes), 8, 128, precision)
+    return Request(
+        Model(from_config(FIELDS, source="test"), {"config": FIELDS}),
+        cluster(name, processes),
+        8,
+        128,
+        precision,
+    )
 
 
 def terms(asked, rates=None, **layout):
@@ -31,7 +37,13 @@ def terms(asked, rates=None, **layout):
 
 def changed(**factors):
     values = dict(knowledge().rates.values)
-    return Rates(values | {name.replace("_", "."): values[name.replace("_", ".")] * factor for name, factor in factors.items()})
+    return Rates(
+        values
+        | {
+            name.replace("_", "."): values[name.replace("_", ".")] * factor
+            for name, factor in factors.items()
+        }
+    )
 
 
 def test_launches_add_to_the_step_and_traffic_is_not_hidden():
@@ -49,7 +61,10 @@ def job_host(asked):
 def test_processes_of_one_machine_slow_each_other_down_on_a_cpu_alone():
     for name, precision, slower in (("cpu", "fp32", True), ("h100", "bf16", False)):
         asked = request(name, precision=precision)
-        one, more = (terms(asked, changed(crowding_cpu=factor), dp_replicate=2, micro_batch=4) for factor in (1, 4))
+        one, more = (
+            terms(asked, changed(crowding_cpu=factor), dp_replicate=2, micro_batch=4)
+            for factor in (1, 4)
+        )
         assert (more["products"] > one["products"] * 1.05) == slower
         assert (more["elementwise"] > one["elementwise"] * 1.05) == slower
     alone = request(processes=1)
@@ -68,13 +83,20 @@ def test_a_cpu_has_constants_of_its_own(name):
 
 def test_float32_moves_twice_the_bytes_and_casts_nothing():
     gpu = {"dp_replicate": 1, "tp": 2, "micro_batch": 1024}
-    half, whole = (terms(request("h100", precision=precision), **gpu) for precision in ("bf16", "fp32"))
-    assert 1.2 * half["elementwise"] < whole["elementwise"] < 2 * half["elementwise"]  # a norm of 16 bits computes in float32 too
+    half, whole = (
+        terms(request("h100", precision=precision), **gpu) for precision in ("bf16", "fp32")
+    )
+    assert (
+        1.2 * half["elementwise"] < whole["elementwise"] < 2 * half["elementwise"]
+    )  # a norm of 16 bits computes in float32 too
     assert whole["tp"] == pytest.approx(2 * half["tp"], rel=0.05)
 
 
 def test_every_micro_batch_but_the_first_adds_gradients():
-    found = [terms(request(), dp_replicate=2, micro_batch=4 // m, accumulation=m)["accumulate"] for m in (1, 2, 4)]
+    found = [
+        terms(request(), dp_replicate=2, micro_batch=4 // m, accumulation=m)["accumulate"]
+        for m in (1, 2, 4)
+    ]
     assert found[0] == 0 and found[2] == pytest.approx(3 * found[1])
 
 
@@ -83,7 +105,9 @@ def test_constants_of_gpus_are_not_fitted_on_a_cpu_and_the_other_way_round():
     on_gpu = relevant(knowledge().time_names, job_of(request("h100", precision="bf16"), Layouts()))
     assert {"memory.cpu", "link.cpu", "latency.cpu", "crowding.cpu", "gemm.cpu"} <= set(on_cpu)
     assert not {"memory", "link", "latency", "ramp", "contention"} & set(on_cpu)
-    assert {"memory", "link", "latency", "ramp"} <= set(on_gpu) and not [name for name in on_gpu if name.endswith(".cpu")]
+    assert {"memory", "link", "latency", "ramp"} <= set(on_gpu) and not [
+        name for name in on_gpu if name.endswith(".cpu")
+    ]
 
 
 def test_the_closed_form_of_a_pipeline_is_near_its_table_where_the_head_is_heavy():
@@ -103,28 +127,56 @@ def calibration():
 
 def test_sharded_gradients_are_packed_on_a_cpu():
     for stage, packs in ((1, False), (2, True), (3, True)):
-        one, more = (terms(request(), changed(packing_cpu=factor), dp_shard=2, stage=stage, micro_batch=4)["dp"] for factor in (1, 2))
+        one, more = (
+            terms(request(), changed(packing_cpu=factor), dp_shard=2, stage=stage, micro_batch=4)[
+                "dp"
+            ]
+            for factor in (1, 2)
+        )
         assert (more > one) == packs
     gpu = request("h100", precision="bf16")
-    assert terms(gpu, changed(packing_cpu=2), dp_shard=2, stage=3) == terms(gpu, dp_shard=2, stage=3)
+    assert terms(gpu, changed(packing_cpu=2), dp_shard=2, stage=3) == terms(
+        gpu, dp_shard=2, stage=3
+    )
 
 
 def test_small_products_lose_no_ramp_on_a_cpu():
-    small, large = (terms(request(), micro_batch=micro, accumulation=8 // micro)["products"] for micro in (1, 8))
+    small, large = (
+        terms(request(), micro_batch=micro, accumulation=8 // micro)["products"] for micro in (1, 8)
+    )
     assert small == pytest.approx(large, rel=0.02)
 
 
-@pytest.mark.parametrize(("heads", "length", "measured"), [(8, 256, (13.1e-3, 8.2e-3)), (8, 512, (54.8e-3, 30.8e-3))])
-def test_attention_that_drops_is_computed_in_parts_with_a_random_number_for_each_score(heads, length, measured):
+@pytest.mark.parametrize(
+    ("heads", "length", "measured"), [(8, 256, (13.1e-3, 8.2e-3)), (8, 512, (54.8e-3, 30.8e-3))]
+)
+def test_attention_that_drops_is_computed_in_parts_with_a_random_number_for_each_score(
+    heads, length, measured
+):
     """Two samples in float32 and heads 64 wide, on a core of an Intel Xeon: torch's kernel takes 10.3 and 38.3 ms, forward and backward."""
     seconds = {}
     for share in (0.0, 0.1):
-        fields = {"model_type": "gpt2", "n_embd": 64 * heads, "n_layer": 2, "n_head": heads, "vocab_size": 100, "n_positions": length}
+        fields = {
+            "model_type": "gpt2",
+            "n_embd": 64 * heads,
+            "n_layer": 2,
+            "n_head": heads,
+            "vocab_size": 100,
+            "n_positions": length,
+        }
         fields |= {"attn_pdrop": share, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
         for device in ("cpu", "h100"):
-            asked = Request(Model(from_config(fields), {"config": fields}), cluster(device, 1), 2, length, "fp32")
+            asked = Request(
+                Model(from_config(fields), {"config": fields}),
+                cluster(device, 1),
+                2,
+                length,
+                "fp32",
+            )
             cost = layer_cost(job_of(asked, Layouts(micro_batch=2)), knowledge().rates)
-            seconds[device, share] = np.array([float(cost.attention), float(cost.attention_backward)])
+            seconds[device, share] = np.array(
+                [float(cost.attention), float(cost.attention_backward)]
+            )
     assert (seconds["cpu", 0.1] > 1.4 * seconds["cpu", 0.0]).all()
     assert seconds["cpu", 0.1].sum() == pytest.approx(sum(measured), rel=0.3)
     assert (seconds["h100", 0.1] == seconds["h100", 0.0]).all()

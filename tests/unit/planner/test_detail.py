@@ -25,19 +25,42 @@ def asked(model="llama-3-8b", gpus=32, batch=128, **changes):
 def one(schedule, *, pp, vpp=1, m=16, request=None, **changes):
     """(request, the price of one layout)."""
     request = request or asked()
-    at = {"pp": pp, "vpp": vpp, "schedule": SCHEDULES.index(schedule), "accumulation": m, "dp_shard": 32 // pp, "stage": 1, **changes}
+    at = {
+        "pp": pp,
+        "vpp": vpp,
+        "schedule": SCHEDULES.index(schedule),
+        "accumulation": m,
+        "dp_shard": 32 // pp,
+        "stage": 1,
+        **changes,
+    }
     return request, price(request, [at])[0]
 
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "vpp"),
-    [("none", 1, 1), ("gpipe", 4, 1), ("1f1b", 2, 1), ("1f1b", 8, 1), ("interleaved", 4, 2), ("interleaved-zb", 4, 4), ("zbv", 4, 2)],
+    [
+        ("none", 1, 1),
+        ("gpipe", 4, 1),
+        ("1f1b", 2, 1),
+        ("1f1b", 8, 1),
+        ("interleaved", 4, 2),
+        ("interleaved-zb", 4, 4),
+        ("zbv", 4, 2),
+    ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_fullest_rank_is_the_choice(schedule, pp, vpp, stage):
     if stage == 3 and schedule in ("interleaved-zb", "zbv"):
         stage = 2
-    request, choice = one(schedule, pp=pp, vpp=vpp, stage=stage, dp_replicate=1 if stage else 32 // pp, dp_shard=32 // pp if stage else 1)
+    request, choice = one(
+        schedule,
+        pp=pp,
+        vpp=vpp,
+        stage=stage,
+        dp_replicate=1 if stage else 32 // pp,
+        dp_shard=32 // pp if stage else 1,
+    )
     ranks = rank_memory(request, choice)
     fullest = max(ranks, key=lambda rank: sum(rank.terms[name] for name in choice.memory_terms))
     assert fullest.needed == pytest.approx(choice.needed, rel=1e-12)
@@ -68,8 +91,18 @@ def test_a_v_of_stages_has_both_ends_on_rank_0():
 def test_an_inner_rank_with_more_layers_counts():
     """126 layers in 64 chunks of two, some of one where the ends are: an inner rank holds more than rank 0."""
     request = replace(asked("llama-3-405b", gpus=512), global_batch=64)
-    at = {"pp": 32, "vpp": 2, "schedule": SCHEDULES.index("interleaved-zb"), "tp": 8, "sp": 1, "dp_shard": 2, "stage": 1}
-    choice = price(request, [at | {"accumulation": 32, "recompute": RECOMPUTE.index("operators")}])[0]
+    at = {
+        "pp": 32,
+        "vpp": 2,
+        "schedule": SCHEDULES.index("interleaved-zb"),
+        "tp": 8,
+        "sp": 1,
+        "dp_shard": 2,
+        "stage": 1,
+    }
+    choice = price(request, [at | {"accumulation": 32, "recompute": RECOMPUTE.index("operators")}])[
+        0
+    ]
     ranks = rank_memory(request, choice)
     fullest = max(ranks, key=lambda rank: rank.needed)
     assert fullest.needed == pytest.approx(choice.needed, rel=0.01)
@@ -89,10 +122,16 @@ def test_the_walk_and_the_other_terms_are_the_step(gpus):
     for choice in found.best:
         walked = timeline(found.request, choice)
         on_top = beyond(choice, walked)
-        assert walked.total + sum(on_top.values()) == pytest.approx(choice.seconds) and min(on_top.values()) > 0
+        assert (
+            walked.total + sum(on_top.values()) == pytest.approx(choice.seconds)
+            and min(on_top.values()) > 0
+        )
         rest = sum(choice.terms[name] for name in TERMS if name not in (*RANK_TERMS, "idle"))
         assert walked.total + rest <= choice.seconds * (1 + 1e-9)
-        assert walked.schedule.pp == choice.layout["pp"] and walked.schedule.microbatches == choice.layout["accumulation"]
+        assert (
+            walked.schedule.pp == choice.layout["pp"]
+            and walked.schedule.microbatches == choice.layout["accumulation"]
+        )
         if choice.terms["idle"] > 0 or choice.layout["pp"] == 1:
             assert walked.total + rest == pytest.approx(choice.seconds)
 
@@ -124,7 +163,9 @@ def test_a_sample_is_of_the_candidates_and_spans_them():
 
 def test_a_sample_keeps_what_is_fixed():
     found = sample(asked(), fixed={"tp": 4})
-    assert {p.layout["tp"] for p in found.points} == {4} and found.candidates < sample(asked()).candidates
+    assert {p.layout["tp"] for p in found.points} == {4} and found.candidates < sample(
+        asked()
+    ).candidates
 
 
 def test_a_calibration_moves_the_details():
@@ -132,7 +173,9 @@ def test_a_calibration_moves_the_details():
     plain = uncalibrated()
     slow = Rates({**plain.time.rates.values, "overall": 0.5 * plain.time.rates["overall"]})
     moved = replace(plain, time=replace(plain.time, rates=slow))
-    assert timeline(request, choice, calibration=moved).total > 1.2 * timeline(request, choice).total
+    assert (
+        timeline(request, choice, calibration=moved).total > 1.2 * timeline(request, choice).total
+    )
     before, after = sample(request), sample(request, calibration=moved)
     assert min(p.seconds for p in after.points) > 1.2 * min(p.seconds for p in before.points)
 

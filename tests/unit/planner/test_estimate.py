@@ -68,7 +68,9 @@ def test_terms_are_named_nonnegative_and_sum(fields):
     assert set(found.step.terms) == set(TERMS) and set(found.memory.terms) == set(MEMORY_TERMS)
     for value in (*found.step.terms.values(), *found.memory.terms.values()):
         assert one(value) >= 0
-    assert one(found.seconds) == pytest.approx(sum(one(value) for value in found.step.terms.values()))
+    assert one(found.seconds) == pytest.approx(
+        sum(one(value) for value in found.step.terms.values())
+    )
     assert one(found.memory.allocated) <= one(found.memory.reserved) <= one(found.memory.total)
 
 
@@ -76,7 +78,9 @@ def test_terms_are_named_nonnegative_and_sum(fields):
 @given(LAYOUTS, st.sampled_from(["link_bandwidth", "nic_bandwidth", "memory_bandwidth"]))
 def test_a_faster_machine_is_not_slower(fields, figure):
     before = job(schedule=SCHEDULES.index("1f1b") if fields["pp"] > 1 else 0, **fields)
-    after = replace(before, device=replace(before.device, **{figure: getattr(before.device, figure) * 2}))
+    after = replace(
+        before, device=replace(before.device, **{figure: getattr(before.device, figure) * 2})
+    )
     assert one(estimate(after).seconds) <= one(estimate(before).seconds) * (1 + 1e-12)
 
 
@@ -89,23 +93,54 @@ def test_never_faster_than_the_peak():
 
 
 def test_recomputing_costs_time_and_saves_memory():
-    found = {kind: estimate(job(recompute=RECOMPUTE.index(kind), accumulation=4)) for kind in ("none", "operators", "full")}
+    found = {
+        kind: estimate(job(recompute=RECOMPUTE.index(kind), accumulation=4))
+        for kind in ("none", "operators", "full")
+    }
     seconds = [one(found[kind].seconds) for kind in ("none", "operators", "full")]
     kept = [one(found[kind].memory.terms["activations"]) for kind in ("none", "operators", "full")]
     assert seconds == sorted(seconds) and seconds[0] < seconds[2] < 1.4 * seconds[0]
     assert kept == sorted(kept, reverse=True) and kept[2] < 0.1 * kept[0]
 
 
-GATED = {"hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 4, "num_key_value_heads": 1}
+GATED = {
+    "hidden_size": 128,
+    "intermediate_size": 448,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+}
 BLOCKS = {
     "llama": GATED,
     "olmo2": GATED,
     "phi3": GATED,
     "gpt2": {"n_embd": 128, "n_head": 4, "n_inner": 512},
-    "gpt2 without dropout": {"n_embd": 128, "n_head": 4, "n_inner": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    "opt": {"hidden_size": 128, "ffn_dim": 512, "num_attention_heads": 4, "word_embed_proj_dim": 128},
-    "opt without dropout": {"hidden_size": 128, "ffn_dim": 512, "num_attention_heads": 4, "word_embed_proj_dim": 128, "dropout": 0.0},
-    "gpt_neox with dropout": {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "hidden_dropout": 0.1},
+    "gpt2 without dropout": {
+        "n_embd": 128,
+        "n_head": 4,
+        "n_inner": 512,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+    "opt": {
+        "hidden_size": 128,
+        "ffn_dim": 512,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 128,
+    },
+    "opt without dropout": {
+        "hidden_size": 128,
+        "ffn_dim": 512,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 128,
+        "dropout": 0.0,
+    },
+    "gpt_neox with dropout": {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "hidden_dropout": 0.1,
+    },
     "mixtral": {**GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
         **GATED,
@@ -121,7 +156,16 @@ BLOCKS = {
     },
 }
 """Small ones, by family and what is changed of it."""
-_WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "n_inner", "ffn_dim", "word_embed_proj_dim", "q_lora_rank", "kv_lora_rank")
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "n_embd",
+    "n_inner",
+    "ffn_dim",
+    "word_embed_proj_dim",
+    "q_lora_rank",
+    "kv_lora_rank",
+)
 _WIDE = (*_WIDTHS, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -132,23 +176,40 @@ def test_products_that_are_recomputed_are_those_that_plait_recomputes(mode, name
     block 32 times as wide. Experts are computed by `bmm` here, which torch counts and Plait keeps as little as their grouped product."""
     kind = name.split()[0]
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
-    fields = {**BLOCKS[name], layers: 2, "vocab_size": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    fields = {
+        **BLOCKS[name],
+        layers: 2,
+        "vocab_size": 8,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     experts = kind == "mixtral"
-    with_weights = (torch.ops.aten.mm, torch.ops.aten.addmm, *([torch.ops.aten.bmm] if experts else []))
+    with_weights = (
+        torch.ops.aten.mm,
+        torch.ops.aten.addmm,
+        *([torch.ops.aten.bmm] if experts else []),
+    )
 
     def flops(recompute):
         how = {"experts_implementation": "batched_mm"} if experts else {}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), **how).train()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **fields), **how
+        ).train()
         Recompute(mode=recompute).apply(Parts(model, tuple(find_blocks(model))), ONE_PROCESS)
         with FlopCounterMode(display=False) as counter:
-            model(input_ids=torch.zeros(1, 16, dtype=torch.long), use_cache=False).logits.sum().backward()
+            model(
+                input_ids=torch.zeros(1, 16, dtype=torch.long), use_cache=False
+            ).logits.sum().backward()
         counts = counter.get_flop_counts()["Global"]
         return sum(counts.get(operator, 0) for operator in with_weights)
 
     once = flops("none")
     repeated = (flops(mode) - once) / (once / 3)
     wide = {key: value * 32 if key in _WIDE else value for key, value in fields.items()}
-    found = Request(Model(from_config({"model_type": kind, **wide}), {}), cluster("h100", 8), 64, 4096)
+    found = Request(
+        Model(from_config({"model_type": kind, **wide}), {}), cluster("h100", 8), 64, 4096
+    )
     recompute = RECOMPUTE.index({"full": "full", "selective": "operators"}[mode])
     cost = layer_cost(job_of(found, layouts(recompute=recompute, micro_batch=8)), no_starts())
     again = cost.again - cost.elementwise - (cost.attention if mode == "full" else 0)
@@ -161,19 +222,27 @@ def test_collectives_that_are_recomputed_are_those_that_plait_repeats():
 
     def tensor(**fields):
         found = job(tp=8, **fields)
-        return one(layer_traffic(found, knowledge().rates, layer_cost(found, knowledge().rates))["tp"])
+        return one(
+            layer_traffic(found, knowledge().rates, layer_cost(found, knowledge().rates))["tp"]
+        )
 
     full = RECOMPUTE.index("full")
     assert tensor(recompute=full) / tensor() == pytest.approx((4 + 1) / 4)
     assert tensor(recompute=full, sp=1) / tensor(sp=1) == pytest.approx((9 + 3) / 9)
     operators = RECOMPUTE.index("operators")  # keeps results of operators, and of no collective
-    assert tensor(recompute=operators) == tensor(recompute=full) and tensor(recompute=operators, sp=1) == tensor(recompute=full, sp=1)
+    assert tensor(recompute=operators) == tensor(recompute=full) and tensor(
+        recompute=operators, sp=1
+    ) == tensor(recompute=full, sp=1)
 
 
 def test_tokens_go_to_their_experts_again_where_these_are_recomputed():
     def exchange(recompute):
-        found = job("mixtral-8x7b", gpus=8, dp_shard=8, stage=1, ep=8, recompute=RECOMPUTE.index(recompute))
-        return one(layer_traffic(found, knowledge().rates, layer_cost(found, knowledge().rates))["ep"])
+        found = job(
+            "mixtral-8x7b", gpus=8, dp_shard=8, stage=1, ep=8, recompute=RECOMPUTE.index(recompute)
+        )
+        return one(
+            layer_traffic(found, knowledge().rates, layer_cost(found, knowledge().rates))["ep"]
+        )
 
     assert exchange("full") == exchange("operators") == pytest.approx(1.5 * exchange("none"))
 
@@ -185,7 +254,9 @@ def test_attention_with_narrow_values_costs_what_its_products_do():
     narrow, equal = layer_cost(found, no_starts()), layer_cost(wide, no_starts())
     assert one(narrow.attention / equal.attention) == pytest.approx((192 + 128) / (2 * 192))
     assert one(equal.attention_backward / equal.attention) == pytest.approx(2.5)
-    assert one(narrow.attention_backward / narrow.attention) == pytest.approx((3 * 192 + 2 * 128) / (192 + 128))
+    assert one(narrow.attention_backward / narrow.attention) == pytest.approx(
+        (3 * 192 + 2 * 128) / (192 + 128)
+    )
 
 
 def test_attention_of_cut_sequences_is_the_kernel_and_what_combines_its_results():
@@ -208,9 +279,9 @@ def test_attention_of_cut_sequences_is_the_kernel_and_what_combines_its_results(
     assert shares[1, 8][0] - 1 > 2 * (shares[1, 2][0] - 1)
     padded, padded_backward = attention("deepseek-v3", cp=2, context=2)
     narrow, _ = attention("deepseek-v3")
-    assert padded * 2 / narrow == pytest.approx(2 * 192 / (192 + 128), rel=0.05) and padded_backward / padded == pytest.approx(
-        2.5, rel=0.05
-    )
+    assert padded * 2 / narrow == pytest.approx(
+        2 * 192 / (192 + 128), rel=0.05
+    ) and padded_backward / padded == pytest.approx(2.5, rel=0.05)
     plain, capped = attention(cp=2, context=2), attention(family="gemma2", cp=2, context=2)
     assert capped[0] == plain[0] and capped[1] - plain[1] == pytest.approx(whole / 2, rel=0.01)
 
@@ -222,7 +293,9 @@ def no_starts():
 
 def test_one_rank_sends_nothing():
     found = estimate(job(gpus=1)).step.terms
-    assert all(one(found[name]) == 0 for name in ("tp", "dp", "p2p", "idle", "cp", "ep", "contention"))
+    assert all(
+        one(found[name]) == 0 for name in ("tp", "dp", "p2p", "idle", "cp", "ep", "contention")
+    )
 
 
 def test_tensor_parallelism_across_nodes_is_dearer_than_inside():
@@ -239,9 +312,13 @@ def test_tensor_parallelism_across_nodes_is_dearer_than_inside():
 def test_gathering_between_nodes_is_near_nccls_own_model(nodes, microseconds, gb_s):
     found = job(gpus=8 * nodes, dp_shard=8 * nodes)
     size = 2e9
-    ideal = Rates({**unlearned().rates.values, "link": 1.0, "nic": 1.0, "latency": 1.0, "congestion": 0.0})
+    ideal = Rates(
+        {**unlearned().rates.values, "link": 1.0, "nic": 1.0, "latency": 1.0, "congestion": 0.0}
+    )
     seconds = one(collective_seconds(found, ideal, group(found, "shard"), size, "one_way"))
-    assert seconds == pytest.approx(microseconds * 1e-6 + size * (1 - 1 / (8 * nodes)) / gb_s / 1e9, rel=0.1)
+    assert seconds == pytest.approx(
+        microseconds * 1e-6 + size * (1 - 1 / (8 * nodes)) / gb_s / 1e9, rel=0.1
+    )
     latency = one(collective_seconds(found, ideal, group(found, "shard"), 0.0, "one_way"))
     assert latency == pytest.approx(microseconds * 1e-6, rel=0.35)
 
@@ -251,20 +328,33 @@ def test_replicas_reduce_a_shard_each_over_their_own_ring():
     rates = knowledge().rates
 
     def exposed(**fields):
-        found = replace(job(dp_shard=8, stage=3, **fields), framework=replace(plait(), hidden_dp=0.0))
+        found = replace(
+            job(dp_shard=8, stage=3, **fields), framework=replace(plait(), hidden_dp=0.0)
+        )
         return one(estimate(found).step.terms["dp"])
 
     reached = 50e9 * rates["nic"] / 8 ** rates["congestion"]
     expected = 2 * 7 / 8 * 4 * float(named("llama-3-8b").parameters) / 8 / reached
     assert expected > 0.1
-    assert exposed(gpus=64, dp_replicate=8) - exposed(gpus=8) == pytest.approx(expected * rates["dp"], rel=0.05)
+    assert exposed(gpus=64, dp_replicate=8) - exposed(gpus=8) == pytest.approx(
+        expected * rates["dp"], rel=0.05
+    )
 
 
 def test_stages_send_what_a_rank_has():
     """All of the hidden state without sequence parallelism, a share of it with."""
-    fields = {"gpus": 64, "pp": 2, "tp": 4, "dp_replicate": 8, "schedule": SCHEDULES.index("1f1b"), "accumulation": 8}
+    fields = {
+        "gpus": 64,
+        "pp": 2,
+        "tp": 4,
+        "dp_replicate": 8,
+        "schedule": SCHEDULES.index("1f1b"),
+        "accumulation": 8,
+    }
     rates = knowledge().rates
-    whole, shared = (one(send_seconds(job(sp=sp, **fields), rates)) - one(plait().send_seconds) for sp in (0, 1))
+    whole, shared = (
+        one(send_seconds(job(sp=sp, **fields), rates)) - one(plait().send_seconds) for sp in (0, 1)
+    )
     assert whole == pytest.approx(4 * shared)
 
 
@@ -272,16 +362,20 @@ def test_a_token_goes_once_to_a_node_with_several_of_its_experts():
     """By counting draws: 8 of 32 experts on 4 nodes."""
     drawn = np.random.default_rng(0).integers(0, 4, (100_000, 8))
     nodes = np.mean([len(set(row)) for row in drawn[:20_000].tolist()])
-    slow = unlearned().constants | {"latency": replace(unlearned().constants["latency"], median=1e-9)}
+    slow = unlearned().constants | {
+        "latency": replace(unlearned().constants["latency"], median=1e-9)
+    }
     rates = Rates({name: constant.median for name, constant in slow.items()})
     own = job("qwen3-235b-a22b", gpus=32, dp_shard=32, stage=1, ep=32, micro_batch=1)
     other = replace(own, framework=framework("megatron-core"))
-    assert one(expert_seconds(other, rates, 0.0)) / one(expert_seconds(own, rates, 0.0)) == pytest.approx(nodes / 8, rel=0.01)
+    assert one(expert_seconds(other, rates, 0.0)) / one(
+        expert_seconds(own, rates, 0.0)
+    ) == pytest.approx(nodes / 8, rel=0.01)
     inside = {"gpus": 8, "dp_shard": 8, "stage": 1, "ep": 8, "micro_batch": 1}
     own = job("qwen3-235b-a22b", **inside)
-    assert one(expert_seconds(replace(own, framework=framework("megatron-core")), rates, 0.0)) == pytest.approx(
-        one(expert_seconds(own, rates, 0.0))
-    )
+    assert one(
+        expert_seconds(replace(own, framework=framework("megatron-core")), rates, 0.0)
+    ) == pytest.approx(one(expert_seconds(own, rates, 0.0)))
 
 
 def test_wide_experts_reach_what_dense_layers_do():
@@ -298,7 +392,10 @@ def test_an_all_reduce_is_two_ways():
     found = job(tp=8)
     where = group(found, "tp")
     rates = knowledge().rates
-    once, both = (one(collective_seconds(found, rates, where, 1e9, kind)) for kind in ("one_way", "all_reduce"))
+    once, both = (
+        one(collective_seconds(found, rates, where, 1e9, kind))
+        for kind in ("one_way", "all_reduce")
+    )
     assert both == pytest.approx(2 * once, rel=0.01)
 
 
@@ -316,7 +413,9 @@ def korthikanti(model, tp, pp, vpp, micro_batch, **fields):
         accumulation=64,
         **fields,
     )
-    found = Job(named(model), device("a100"), framework("Megatron-LM"), at, 2048, PRECISIONS.index("fp16"))
+    found = Job(
+        named(model), device("a100"), framework("Megatron-LM"), at, 2048, PRECISIONS.index("fp16")
+    )
     plain = unlearned_of_all().rates
     return one(estimate(found, plain).memory.terms["activations"]) / GIB
 
@@ -333,18 +432,26 @@ def korthikanti(model, tp, pp, vpp, micro_batch, **fields):
 )
 def test_activations_of_the_megatron_paper(model, tp, pp, vpp, micro_batch, plain, selective):
     assert korthikanti(model, tp, pp, vpp, micro_batch) == pytest.approx(plain, rel=0.1)
-    assert korthikanti(model, tp, pp, vpp, micro_batch, sp=1, recompute=RECOMPUTE.index("selective")) == pytest.approx(selective, rel=0.1)
+    assert korthikanti(
+        model, tp, pp, vpp, micro_batch, sp=1, recompute=RECOMPUTE.index("selective")
+    ) == pytest.approx(selective, rel=0.1)
 
 
 def test_zero_stages_save_what_they_say():
-    states = [estimate(job(gpus=8, dp_shard=8, stage=stage, accumulation=4)).memory.terms for stage in (1, 2, 3)]
+    states = [
+        estimate(job(gpus=8, dp_shard=8, stage=stage, accumulation=4)).memory.terms
+        for stage in (1, 2, 3)
+    ]
     assert one(states[1]["gradients"]) < 0.2 * one(states[0]["gradients"])
     assert one(states[2]["gathered"]) < 0.5 * one(states[1]["gathered"])
     assert len({round(one(s["optimizer"])) for s in states}) == 1
 
 
 def test_every_zero_stage_updates_the_shards_alone():
-    seconds = [one(estimate(job(gpus=8, dp_shard=8, stage=stage)).step.terms["optimizer"]) for stage in (0, 1, 2, 3)]
+    seconds = [
+        one(estimate(job(gpus=8, dp_shard=8, stage=stage)).step.terms["optimizer"])
+        for stage in (0, 1, 2, 3)
+    ]
     assert seconds[1:] == [pytest.approx(seconds[0] / 8, rel=0.01)] * 3
 
 
@@ -366,6 +473,8 @@ def test_attention_that_stays_whole_is_dearer():
     split = replace(job("gpt3-13b", tp=8), whole_attention=False)
     whole = replace(split, whole_attention=True)
     one_split, one_whole = estimate(split), estimate(whole)
-    assert one(one_whole.step.terms["attention"]) == pytest.approx(8 * one(one_split.step.terms["attention"]))
+    assert one(one_whole.step.terms["attention"]) == pytest.approx(
+        8 * one(one_split.step.terms["attention"])
+    )
     assert one(one_whole.step.terms["tp"]) > one(one_split.step.terms["tp"])
     assert one(one_whole.memory.allocated) > one(one_split.memory.allocated)

@@ -72,12 +72,21 @@ def test_the_domain_of_a_rack_is_wider_than_a_node():
 def test_from_a_cluster_file():
     machines = Topology((Node("a", 4), Node("b", 4)), "cuda", 40 * GIB)
     found = cluster_of(machines, "a100")
-    assert (found.devices, found.device.devices_per_node, found.device.memory_bytes) == (8, 4, 40 * GIB)
+    assert (found.devices, found.device.devices_per_node, found.device.memory_bytes) == (
+        8,
+        4,
+        40 * GIB,
+    )
     with pytest.raises(InputError, match="2 and 4 devices"):
         cluster_of(Topology((Node("a", 4), Node("b", 2)), "cuda"), "a100")
 
 
 def test_stacked_devices_keep_their_own_figures():
     both = hardware.stack([device("v100-32gb"), device("h100")])
-    assert list(both.memory_bytes) == [device("v100-32gb").memory_bytes, device("h100").memory_bytes]
-    assert both.flops["fp8"][1] == 1979e12 and both.flops["fp8"][0] != both.flops["fp8"][0]  # a V100 has none
+    assert list(both.memory_bytes) == [
+        device("v100-32gb").memory_bytes,
+        device("h100").memory_bytes,
+    ]
+    assert (
+        both.flops["fp8"][1] == 1979e12 and both.flops["fp8"][0] != both.flops["fp8"][0]
+    )  # a V100 has none

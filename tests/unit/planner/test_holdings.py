@@ -16,20 +16,30 @@ from plait.planner.offers import SCHEDULE_NAMES
 
 _NAMES = [field.name for field in fields(Holding)]
 _TABLES = [
-    *((name, pp, 1, m) for name in ("gpipe", "1f1b") for pp, m in ((2, 2), (4, 4), (8, 16), (4, 7))),
+    *(
+        (name, pp, 1, m)
+        for name in ("gpipe", "1f1b")
+        for pp, m in ((2, 2), (4, 4), (8, 16), (4, 7))
+    ),
     *(
         (name, pp, v, m)
         for name in ("interleaved", "interleaved-zb")
         for pp, v, m in ((2, 2, 3), (4, 2, 4), (4, 4, 7), (8, 2, 15), (8, 4, 64))
     ),
-    *((name, pp, 2, m) for name in ("zbv", "dualpipev") for pp, m in ((2, 4), (4, 9), (8, 16), (8, 50))),
+    *(
+        (name, pp, 2, m)
+        for name in ("zbv", "dualpipev")
+        for pp, m in ((2, 4), (4, 9), (8, 16), (8, 50))
+    ),
     ("zbv", 8, 2, 8),
 ]
 
 
 def most(schedule: str, pp: int, m: int, rank: int, blocks: tuple[int, ...], name: str) -> float:
     """The largest of a field over all that is remembered of a rank."""
-    return float(found(SCHEDULES.index(schedule), pp, m, rank, blocks)[:3, :, _NAMES.index(name)].max())
+    return float(
+        found(SCHEDULES.index(schedule), pp, m, rank, blocks)[:3, :, _NAMES.index(name)].max()
+    )
 
 
 @pytest.mark.parametrize(("schedule", "pp", "v", "m"), _TABLES)
@@ -48,7 +58,9 @@ def test_a_row_alone_is_the_tables(schedule: str, pp: int, v: int, m: int) -> No
     name = SCHEDULE_NAMES[schedule]
     table = make_schedule(name, pp=pp, microbatches=m, stages_per_rank=v)
     for rank in (0, pp - 1):
-        assert row_of(name, pp=pp, microbatches=m, stages_per_rank=v, rank=rank) == table.ranks[rank]
+        assert (
+            row_of(name, pp=pp, microbatches=m, stages_per_rank=v, rank=rank) == table.ranks[rank]
+        )
 
 
 def test_gradients_grow_until_their_stage_has_ended() -> None:
@@ -58,14 +70,24 @@ def test_gradients_grow_until_their_stage_has_ended() -> None:
     assert most("interleaved", 4, 8, 0, (2, 3, 5), "growing") == 10
     (row,) = (found(SCHEDULES.index("interleaved"), 4, 8, 0, (2, 3, 5)),)
     closing = holdings([row], np.array([0])).closing
-    assert (closing.growing[0], closing.ended[0], closing.running[0], closing.ends_root[0]) == (2, 8, 2, 1)
+    assert (closing.growing[0], closing.ended[0], closing.running[0], closing.ends_root[0]) == (
+        2,
+        8,
+        2,
+        1,
+    )
 
 
 def test_a_head_ends_with_its_own_stage() -> None:
     """And what is outside of the blocks of the last rank has its shards while the other stages go on."""
     row = found(SCHEDULES.index("interleaved"), 4, 8, 3, (2, 2))
     closing = holdings([row], np.array([0])).closing
-    assert (closing.root[0], closing.root_ended[0], closing.head[0], closing.ends_root[0]) == (0, 1, 0, 0)
+    assert (closing.root[0], closing.root_ended[0], closing.head[0], closing.ends_root[0]) == (
+        0,
+        1,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize(("schedule", "late"), [("interleaved", 0), ("interleaved-zb", 7)])

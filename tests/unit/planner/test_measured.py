@@ -36,7 +36,9 @@ def test_runs_that_were_slower_make_plans_slower_and_surer() -> None:
     found = calibrate(runs_of([measured(factor=1.3, index=index) for index in range(5)]))
     request = Request(find_model("llama-3-8b"), cluster("h100", 16), 64, 2048)
     layout = plan(request, best=6).best[5].layout
-    before, after = (price(request, [layout], calibration=calibration)[0] for calibration in (None, found))
+    before, after = (
+        price(request, [layout], calibration=calibration)[0] for calibration in (None, found)
+    )
     assert after.seconds / before.seconds == pytest.approx(1.3, rel=0.06)
     assert after.seconds_high / after.seconds < before.seconds_high / before.seconds
 

@@ -32,7 +32,9 @@ def test_published_parameter_counts(name, billions):
 
 def test_active_parameters_of_experts():
     found = named("mixtral-8x7b")
-    active = float(found.active_matrix_parameters) + 32000 * 4096  # published figures count the embedding
+    active = (
+        float(found.active_matrix_parameters) + 32000 * 4096
+    )  # published figures count the embedding
     assert active / 1e9 == pytest.approx(12.88, rel=0.003)
 
 
@@ -61,7 +63,9 @@ def test_counts_are_those_of_transformers(kind):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     positions = getattr(config, "n_positions", 0) if kind == "gpt2" else 0
-    assert sum(p.numel() for p in model.parameters()) == replace(found, positions=positions).parameters
+    assert (
+        sum(p.numel() for p in model.parameters()) == replace(found, positions=positions).parameters
+    )
 
 
 LATENT = {
@@ -89,7 +93,9 @@ LATENT = {
 def on_meta(config):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config)
+        )
 
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}, {"first_k_dense_replace": 1}])
@@ -102,7 +108,10 @@ def test_latent_attention_has_the_parameters_of_transformers(kind, changes):
 
 def test_deepseek_v3_has_the_parameters_of_transformers():
     found = replace(named("deepseek-v3"), layers=4)
-    assert sum(p.numel() for p in on_meta(to_config(found, positions=128)).parameters()) == found.parameters
+    assert (
+        sum(p.numel() for p in on_meta(to_config(found, positions=128)).parameters())
+        == found.parameters
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}])
@@ -112,11 +121,18 @@ def test_flops_of_latent_attention_are_those_that_torch_counts(changes):
     from torch.utils.flop_counter import FlopCounterMode
 
     config, tokens = {"model_type": "deepseek_v3", **LATENT, **changes}, 96
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config)
+    )
     with FlopCounterMode(display=False) as counter:
-        model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False).logits.sum().backward()
+        model(
+            input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False
+        ).logits.sum().backward()
     found = from_config(config)
-    products, attention = 6 * found.active_matrix_parameters, found.model_flops(tokens) - 6 * found.active_matrix_parameters
+    products, attention = (
+        6 * found.active_matrix_parameters,
+        found.model_flops(tokens) - 6 * found.active_matrix_parameters,
+    )
     counts = counter.get_flop_counts()["Global"]
     assert counts[torch.ops.aten.bmm] == tokens * 2 * attention
     assert counts[torch.ops.aten.mm] == pytest.approx(tokens * float(products), rel=0.01)
@@ -129,7 +145,13 @@ OTHER_SIZES = {
     "nemotron": {"num_key_value_heads": 2},
     "glm4_moe": {"head_dim": 32},
     "helium": {"head_dim": 32},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 
 
@@ -139,11 +161,15 @@ def test_sizes_that_are_left_out_are_those_that_training_takes(kind):
     transformers = pytest.importorskip("transformers")
     config = {"model_type": kind, **SIZES, "pad_token_id": 0, **OTHER_SIZES.get(kind, {})}
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config)
+        )
     found = from_config(config)
     # By formula to 1 %, and exactly where they are counted of the model itself.
     error = 0.01 if kind in COUNTED_BY_FORMULA else 0.0
-    assert float(found.parameters) == pytest.approx(sum(p.numel() for p in model.parameters()), rel=error)
+    assert float(found.parameters) == pytest.approx(
+        sum(p.numel() for p in model.parameters()), rel=error
+    )
     assert models.unknown_layers(found) is None
 
 
@@ -153,7 +179,19 @@ def test_a_table_entry_and_its_configuration_are_the_same_model(name):
     if name in ("gpt-oss-120b", "bloom-176b"):
         pytest.skip("written for another family than its own")
     again = from_config(to_config(found, positions=found.positions or 2048))
-    for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tied", "experts", "active", "attention_parameters"):
+    for field in (
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "ffn",
+        "vocab",
+        "gated",
+        "tied",
+        "experts",
+        "active",
+        "attention_parameters",
+    ):
         assert getattr(again, field) == getattr(found, field), field
     if not found.positions:
         assert again.parameters == found.parameters
@@ -165,21 +203,47 @@ def test_a_vocabulary_is_that_of_the_configuration_the_data_or_transformers():
     assert from_config({"model_type": "llama", **sizes}).vocab == 32000
     assert from_config({"model_type": "llama", **sizes}, vocab=77).vocab == 77
     assert from_config({"model_type": "llama", **SIZES}, vocab=77).vocab == 1000
-    assert from_config({"model_type": "gemma3", "vocab_size": 500, "text_config": {"model_type": "gemma3_text", **sizes}}).vocab == 500
+    assert (
+        from_config(
+            {
+                "model_type": "gemma3",
+                "vocab_size": 500,
+                "text_config": {"model_type": "gemma3_text", **sizes},
+            }
+        ).vocab
+        == 500
+    )
 
 
 @pytest.mark.parametrize("name", ["text_config", "llm_config", "language_config"])
 def test_a_language_model_inside_another_has_the_sizes_that_transformers_leaves_out(name):
     """LLaVA 1.5's own file: of the language model what differs from Llama's."""
     pytest.importorskip("transformers")
-    inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 32064}
+    inner = {
+        "model_type": "llama",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 32064,
+    }
     found = from_config({"model_type": "llava", name: inner, "image_token_index": 32000})
-    assert (found.layers, found.hidden, found.heads, found.ffn, found.vocab, found.model_type) == (32, 4096, 32, 11008, 32064, "llama")
+    assert (found.layers, found.hidden, found.heads, found.ffn, found.vocab, found.model_type) == (
+        32,
+        4096,
+        32,
+        11008,
+        32064,
+        "llama",
+    )
     assert float(found.parameters) == pytest.approx(6.74e9, rel=0.01)
 
 
 def test_names_are_read_as_people_write_them():
-    for text in ("meta-llama/Llama-3.1-8B", "Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama3-8b"):
+    for text in (
+        "meta-llama/Llama-3.1-8B",
+        "Llama-3-8B",
+        "meta-llama/Meta-Llama-3-8B",
+        "llama3-8b",
+    ):
         assert named(text).name == "llama-3-8b"
     assert named("no-such-model") is None
 
@@ -199,26 +263,58 @@ def test_a_folder_and_a_file(tmp_path):
     model = find_model(str(tmp_path))
     assert model.architecture.parameters == named("tinyllama-1.1b").parameters
     assert model.section["config"]["model_type"] == "llama"
-    assert not {"architectures", "torch_dtype", "transformers_version"} & set(model.section["config"])
+    assert not {"architectures", "torch_dtype", "transformers_version"} & set(
+        model.section["config"]
+    )
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert find_model(str(tmp_path)).section == {"path": str(tmp_path)}
 
 
 def test_wrong_configurations_say_what_is_wrong(tmp_path):
     with pytest.raises(ConfigError, match="num_attention_heads is 7 and 100 % 7 = 2"):
-        from_config({"model_type": "llama", "hidden_size": 100, "num_hidden_layers": 2, "num_attention_heads": 7, "vocab_size": 10})
-    with pytest.raises(ConfigError, match="vocab_size: is neither here, nor in a text_config, nor has Transformers a stranger with one"):
-        from_config({"model_type": "stranger", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
+        from_config(
+            {
+                "model_type": "llama",
+                "hidden_size": 100,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 7,
+                "vocab_size": 10,
+            }
+        )
+    with pytest.raises(
+        ConfigError,
+        match="vocab_size: is neither here, nor in a text_config, nor has Transformers a stranger with one",
+    ):
+        from_config(
+            {
+                "model_type": "stranger",
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+            }
+        )
     with pytest.raises(InputError, match="no decoder-only transformer"):
         from_config({"model_type": "t5", "hidden_size": 64})
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     for more, words in (
         ({"model_type": ["llama"]}, "model_type"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': not true or false"),
-        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8}, "a token goes to 8 experts, and a layer has 4"),
-        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok = 0: a layer has 4 experts, and a"),
-        ({"model_type": "gemma3"}, "hidden_size = 64: Transformers takes it from text_config, where it is 2304; write it there"),
-        ({"hidden_size": 2**31 - 1, "num_attention_heads": 1, "num_hidden_layers": 2**31 - 1}, "no plan counts more"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8},
+            "a token goes to 8 experts, and a layer has 4",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 0},
+            "num_experts_per_tok = 0: a layer has 4 experts, and a",
+        ),
+        (
+            {"model_type": "gemma3"},
+            "hidden_size = 64: Transformers takes it from text_config, where it is 2304; write it there",
+        ),
+        (
+            {"hidden_size": 2**31 - 1, "num_attention_heads": 1, "num_hidden_layers": 2**31 - 1},
+            "no plan counts more",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             from_config({"model_type": "llama", **sizes, **more})
@@ -236,12 +332,17 @@ def test_more_leading_layers_without_experts_than_layers_are_all_of_them():
 
 def test_stacked_architectures_count_each_their_own():
     both = hardware.stack([named("llama-3-8b"), named("mixtral-8x7b")])
-    assert np.allclose(both.parameters, [float(named("llama-3-8b").parameters), float(named("mixtral-8x7b").parameters)])
+    assert np.allclose(
+        both.parameters,
+        [float(named("llama-3-8b").parameters), float(named("mixtral-8x7b").parameters)],
+    )
 
 
 def test_sizes_that_are_left_out_are_those_of_transformers() -> None:
     """As `plait layout` and `plait train` have them; a family without any is named with what is missing."""
     pytest.importorskip("transformers")
     assert int(from_config({"model_type": "llama"}).parameters) == 6_738_415_616
-    with pytest.raises(ConfigError, match="num_hidden_layers: is neither here, .* nor has Transformers a stranger"):
+    with pytest.raises(
+        ConfigError, match="num_hidden_layers: is neither here, .* nor has Transformers a stranger"
+    ):
         from_config({"model_type": "stranger"})

@@ -44,8 +44,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         {"stage": 1.0},
         {"stage": 3, "cpu_offload": False},
     ),
-    "fp16": (None, {"enabled": False, "loss_scale": 128, "hysteresis": 3}, {"enabled": False, "initial_scale_power": 12}),
-    "bf16": (None, {"enabled": True, "check_grad_overflow": False}, {"enabled": True}, {"enabled": False}),
+    "fp16": (
+        None,
+        {"enabled": False, "loss_scale": 128, "hysteresis": 3},
+        {"enabled": False, "initial_scale_power": 12},
+    ),
+    "bf16": (
+        None,
+        {"enabled": True, "check_grad_overflow": False},
+        {"enabled": True},
+        {"enabled": False},
+    ),
     "tensor_parallel": (None, {"autotp_size": "auto"}, {"tp_size": 2}, {"autotp_size": "2"}),
     "pipeline": (None, {"stages": 2}, {"stages": "auto"}),
     "communication_data_type": (None, "fp32", "bf16"),
@@ -65,7 +74,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 def files(seed: int, count: int) -> Iterator[dict[str, Any]]:
     draw = random.Random(seed)
     for _ in range(count):
-        tree: dict[str, Any] = {"train_batch_size": draw.choice([32, "32", 64.0]), "model": MODEL, "data": {"sequence_length": 512}}
+        tree: dict[str, Any] = {
+            "train_batch_size": draw.choice([32, "32", 64.0]),
+            "model": MODEL,
+            "data": {"sequence_length": 512},
+        }
         for key, values in CHOICES.items():
             value = draw.choice(values)
             if value is not None:
@@ -104,16 +117,25 @@ def check(tree: dict[str, Any]) -> bool:
         return False
     assert tree == before
     same(tree, made)
-    assert "auto" not in [value for path, value in leaves(made).items() if path != "gradient_clipping"]
+    assert "auto" not in [
+        value for path, value in leaves(made).items() if path != "gradient_clipping"
+    ]
     resolved, at = resolve(load(made), world_size=8), found.best[0].layout
-    assert {name: resolved.layout.degrees[name] for name in ("tp", "pp", "dp_shard", "dp_replicate")} == {
-        name: at[name] for name in ("tp", "pp", "dp_shard", "dp_replicate")
-    }
-    assert (resolved.data_parallel.stage, resolved.batch.micro_batch_size) == (at["stage"], at["micro_batch"])
-    assert (resolved.optimizer_offload.ratio if resolved.optimizer_offload.device != "none" else 0) == at["offload"]
+    assert {
+        name: resolved.layout.degrees[name] for name in ("tp", "pp", "dp_shard", "dp_replicate")
+    } == {name: at[name] for name in ("tp", "pp", "dp_shard", "dp_replicate")}
+    assert (resolved.data_parallel.stage, resolved.batch.micro_batch_size) == (
+        at["stage"],
+        at["micro_batch"],
+    )
+    assert (
+        resolved.optimizer_offload.ratio if resolved.optimizer_offload.device != "none" else 0
+    ) == at["offload"]
     precision = {"bfloat16": "bf16", "float16": "fp16", None: "fp32"}[resolved.precision.compute]
     assert found.request.precision == precision
-    assert {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", None: "fp32"}[resolved.precision.reduce] == found.request.reduce
+    assert {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", None: "fp32"}[
+        resolved.precision.reduce
+    ] == found.request.reduce
     return True
 
 
@@ -133,33 +155,61 @@ def written(tmp_path: Path, tree: dict[str, Any], *options: str) -> tuple[int, d
     file.write_text(json.dumps(tree))
     out.unlink(missing_ok=True)
     try:
-        code = int(main(["plan", str(file), "--gpu", "h100", "--world-size", "8", "--out", str(out), *options]) or 0)
+        code = int(
+            main(
+                [
+                    "plan",
+                    str(file),
+                    "--gpu",
+                    "h100",
+                    "--world-size",
+                    "8",
+                    "--out",
+                    str(out),
+                    *options,
+                ]
+            )
+            or 0
+        )
     except SystemExit as end:
         code = int(end.code or 0)
     return code, json.loads(out.read_text()) if out.exists() else {}
 
 
-def test_the_command_keeps_what_a_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_keeps_what_a_file_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """D2: short forms, other names, and files that compute in fp16 or fp32 stay what they are."""
     base = {"train_batch_size": 32, "model": MODEL, "data": {"sequence_length": 512}}
     fp16 = {"enabled": True, "loss_scale": 128, "hysteresis": 3}
     for more in (
         {"zero_optimization": True, "fp16": fp16},
-        {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {
+            "tensor_parallel": {"autotp_size": 2},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        },
         {"bf16": {"enabled": True}, "parallel": {"pipeline": {"schedule": "gpipe"}, "pp": 2}},
     ):
         code, made = written(tmp_path, base | more)
         assert code == 0, capsys.readouterr().err
         same(base | more, made)
         resolved = resolve(load(made), world_size=8)
-        assert resolved.precision.compute == ("float16" if "fp16" in more else "bfloat16" if "bf16" in more else None)
+        assert resolved.precision.compute == (
+            "float16" if "fp16" in more else "bfloat16" if "bf16" in more else None
+        )
         shown = capsys.readouterr().out
-        assert "fixes" in shown and ("--precision bf16" in shown) == ("fp16" not in more and "bf16" not in more)
-    code, made = written(tmp_path, base | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}})
+        assert "fixes" in shown and ("--precision bf16" in shown) == (
+            "fp16" not in more and "bf16" not in more
+        )
+    code, made = written(
+        tmp_path, base | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    )
     assert code == 0 and made["bf16"] == {"enabled": True} and made["fp16"] == {"enabled": False}
 
 
-def test_an_option_wins_over_the_file_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_wins_over_the_file_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tree = {
         "train_batch_size": 32,
         "model": MODEL,
@@ -167,23 +217,50 @@ def test_an_option_wins_over_the_file_and_says_so(tmp_path: Path, capsys: pytest
         "fp16": {"enabled": True},
         "data": {"sequence_length": 64},
     }
-    code, made = written(tmp_path, tree, "--fix", "tp=4", "--batch", "64", "--precision", "bf16", "--seq", "128")
+    code, made = written(
+        tmp_path, tree, "--fix", "tp=4", "--batch", "64", "--precision", "bf16", "--seq", "128"
+    )
     assert code == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
-    for text in ("tensor_parallel.tp_size = 2", "train_batch_size = 32", "data.sequence_length = 64", "fp16.enabled = True"):
+    for text in (
+        "tensor_parallel.tp_size = 2",
+        "train_batch_size = 32",
+        "data.sequence_length = 64",
+        "fp16.enabled = True",
+    ):
         assert f"{text} of {tmp_path / 'file.json'} is overridden by the command line" in shown
-    assert made["parallel"]["tp"] == 4 and made["train_batch_size"] == 64 and made["data"]["sequence_length"] == 128
-    assert made["bf16"] == {"enabled": True} and "enabled" not in made["fp16"] and "tp_size" not in made["tensor_parallel"]
+    assert (
+        made["parallel"]["tp"] == 4
+        and made["train_batch_size"] == 64
+        and made["data"]["sequence_length"] == 128
+    )
+    assert (
+        made["bf16"] == {"enabled": True}
+        and "enabled" not in made["fp16"]
+        and "tp_size" not in made["tensor_parallel"]
+    )
 
 
 def test_what_a_plan_cannot_keep_is_refused() -> None:
     base = {"train_batch_size": 32, "model": MODEL, "parallel": {"tp": "auto"}}
     for more, words in (
-        ({"parallel": {"pp": "auto", "tp": "x"}}, "parallel.tp = 'x': must be a whole number"),  # D7
-        ({"parallel": {"pp": "auto", "pipeline": {"blocks_per_stage": [4, 4]}}}, "it fixes the stages, which parallel.pp leaves open"),
-        ({"parallel": {"pp": "auto", "pipeline": {"schedule": "looped-bfs"}}}, "not a schedule that a plan prices"),
+        (
+            {"parallel": {"pp": "auto", "tp": "x"}},
+            "parallel.tp = 'x': must be a whole number",
+        ),  # D7
+        (
+            {"parallel": {"pp": "auto", "pipeline": {"blocks_per_stage": [4, 4]}}},
+            "it fixes the stages, which parallel.pp leaves open",
+        ),
+        (
+            {"parallel": {"pp": "auto", "pipeline": {"schedule": "looped-bfs"}}},
+            "not a schedule that a plan prices",
+        ),
         ({"parallel": {"tp": "auto", "recompute": {"budget_gib": 4}}}, "a plan prices no budget"),
-        ({"parallel": {"tp": "auto", "recompute": {"mode": "full", "budget_gib": 4}}}, "a mode that is fixed has none; leave it out"),
+        (
+            {"parallel": {"tp": "auto", "recompute": {"mode": "full", "budget_gib": 4}}},
+            "a mode that is fixed has none; leave it out",
+        ),
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto': is a command line's choice"),
     ):
         with pytest.raises(ConfigError) as error:
@@ -195,11 +272,30 @@ def test_every_setting_is_priced_or_named() -> None:
     """A new setting is unpriced until somebody says otherwise, and the lists name settings that exist."""
     for name in (*PRICED, *WITHOUT_EFFECT):
         assert any(path == name or path.startswith(f"{name}.") for path in fields()), name
-    assert unpriced(load({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "run": {}, "optimizer": {"type": "Adam"}})) == ()
+    assert (
+        unpriced(
+            load(
+                {
+                    "zero_optimization": {"stage": 2},
+                    "bf16": {"enabled": True},
+                    "run": {},
+                    "optimizer": {"type": "Adam"},
+                }
+            )
+        )
+        == ()
+    )
     tree = {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+        },
         "optimizer": {"type": "SGD", "params": {"lr": 1}},
-        "parallel": {"tensor_overlap": 4, "recompute": {"mode": "full", "every": 2}, "compress_gradients": "int8"},
+        "parallel": {
+            "tensor_overlap": 4,
+            "recompute": {"mode": "full", "every": 2},
+            "compress_gradients": "int8",
+        },
     }
     assert unpriced(load(tree)) == (
         "zero_optimization.offload_optimizer.device = nvme",
@@ -212,7 +308,12 @@ def test_every_setting_is_priced_or_named() -> None:
 
 def test_compilation_says_why_it_has_no_pipeline() -> None:
     """D8: the rule that refuses the pair, not that there was no pipeline at all."""
-    request = auto.request_of(auto.read_file(look({"train_batch_size": 32, "model": MODEL, "compile": {"enabled": True}})[1]), CLUSTER)
+    request = auto.request_of(
+        auto.read_file(
+            look({"train_batch_size": 32, "model": MODEL, "compile": {"enabled": True}})[1]
+        ),
+        CLUSTER,
+    )
     with pytest.raises(ConfigError) as error:
         plan(request, fixed={"pp": 4})
     assert "compil" in str(error.value) and "this version runs no pipeline" not in str(error.value)

@@ -6,13 +6,23 @@ from plait.planner.pipeline import chunks_apart, idle_share, in_flight, in_fligh
 
 
 def at(schedule, *, pp=8, m=16, vpp=1):
-    return Layouts(pp=np.array([pp]), schedule=np.array([SCHEDULES.index(schedule)]), vpp=np.array([vpp]), accumulation=np.array([m]))
+    return Layouts(
+        pp=np.array([pp]),
+        schedule=np.array([SCHEDULES.index(schedule)]),
+        vpp=np.array([vpp]),
+        accumulation=np.array([m]),
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "vpp", "bubble"),
     # arXiv 2104.04473: (p - 1) / (v m + p - 1)
-    [("gpipe", 1, 7 / 23), ("1f1b", 1, 7 / 23), ("interleaved", 2, 7 / 39), ("interleaved", 4, 7 / 71)],
+    [
+        ("gpipe", 1, 7 / 23),
+        ("1f1b", 1, 7 / 23),
+        ("interleaved", 2, 7 / 39),
+        ("interleaved", 4, 7 / 71),
+    ],
 )
 def test_share_of_a_step_that_a_stage_waits(schedule, vpp, bubble):
     layouts = at(schedule, vpp=vpp)
@@ -20,7 +30,9 @@ def test_share_of_a_step_that_a_stage_waits(schedule, vpp, bubble):
     assert idle / (16 + idle) == pytest.approx(bubble)
 
 
-@pytest.mark.parametrize(("pp", "vpp", "m", "apart"), [(8, 1, 16, 1), (8, 4, 16, 6), (8, 4, 3, 3), (2, 2, 16, 1)])
+@pytest.mark.parametrize(
+    ("pp", "vpp", "m", "apart"), [(8, 1, 16, 1), (8, 4, 16, 6), (8, 4, 3, 3), (2, 2, 16, 1)]
+)
 def test_time_between_the_first_and_the_last_gradients_of_a_stage(pp, vpp, m, apart):
     assert chunks_apart(at("interleaved", pp=pp, vpp=vpp, m=m))[0] == apart
 
@@ -32,7 +44,14 @@ def test_zero_bubble_waits_less_than_1f1b():
 
 @pytest.mark.parametrize(
     ("schedule", "vpp", "first"),
-    [("gpipe", 1, 16), ("1f1b", 1, 8), ("interleaved", 2, 11.5), ("interleaved", 4, 9.75), ("zbv", 2, 8), ("dualpipev", 2, 8.5)],
+    [
+        ("gpipe", 1, 16),
+        ("1f1b", 1, 8),
+        ("interleaved", 2, 11.5),
+        ("interleaved", 4, 9.75),
+        ("zbv", 2, 8),
+        ("dualpipev", 2, 8.5),
+    ],
 )
 def test_micro_batches_in_flight_of_the_first_stage(schedule, vpp, first):
     assert in_flight(at(schedule, vpp=vpp))[0] == pytest.approx(first)

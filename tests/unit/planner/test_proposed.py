@@ -21,4 +21,6 @@ def test_every_proposed_stage_has_a_layer() -> None:
     request = Request(find_model("llama-3-405b", sequence=8192), cluster("h100", 1024), 1024, 8192)
     space = space_of(request).layouts
     interleaved = [SCHEDULES.index(name) for name in ("interleaved", "interleaved-zb")]
-    assert ((space.pp * space.vpp) <= 126).all() and any((space.schedule == kind).any() for kind in interleaved)
+    assert ((space.pp * space.vpp) <= 126).all() and any(
+        (space.schedule == kind).any() for kind in interleaved
+    )

@@ -22,17 +22,25 @@ from plait.units import GIB
 
 
 def request(model="llama-3-8b", gpu="h100", gpus=16, batch=128, sequence=4096, **changes):
-    return Request(find_model(model, sequence=sequence), cluster(gpu, gpus), batch, sequence, **changes)
+    return Request(
+        find_model(model, sequence=sequence), cluster(gpu, gpus), batch, sequence, **changes
+    )
 
 
 def test_the_best_is_the_fastest_of_all_that_fit():
     """Every candidate with every relief that it can have, priced one by one."""
     asked = request(gpus=8, batch=16)
     space = space_of(asked)
-    some = space.layouts.take((np.asarray(space.layouts.pp) == 1) & (np.diff(space.number, prepend=-1) != 0))
+    some = space.layouts.take(
+        (np.asarray(space.layouts.pp) == 1) & (np.diff(space.number, prepend=-1) != 0)
+    )
     at = relieved(some, (*space.reliefs.here, *space.reliefs.on_host))
     everything = price(asked, [at.at(i) for i in range(len(at.tp))])
-    fitting = [choice for choice in everything if choice.fit_probability >= 0.9 and choice.needed <= 79.1 * GIB]
+    fitting = [
+        choice
+        for choice in everything
+        if choice.fit_probability >= 0.9 and choice.needed <= 79.1 * GIB
+    ]
     best = plan(asked, fixed={"pp": 1}).best[0]  # without a pipeline, closed form and walk are one
     assert best.seconds == pytest.approx(min(choice.seconds for choice in fitting))
     assert plan(asked).best[0].seconds <= best.seconds
@@ -42,23 +50,44 @@ def test_the_best_is_the_fastest_of_all_that_fit():
 
 def test_the_optimizer_is_on_the_host_where_nothing_else_fits():
     priced = price_space(request(), space_of(request()), uncalibrated())
-    names = ("tp", "pp", "schedule", "vpp", "sp", "dp_replicate", "dp_shard", "stage", "micro_batch")
+    names = (
+        "tp",
+        "pp",
+        "schedule",
+        "vpp",
+        "sp",
+        "dp_replicate",
+        "dp_shard",
+        "stage",
+        "micro_batch",
+    )
     layouts = [tuple(np.asarray(getattr(priced.layouts, name)).tolist()) for name in names]
     keys = list(zip(*layouts, strict=True))
     on_host = {key for key, host in zip(keys, priced.layouts.offload, strict=True) if host}
     room = 0.8 * 79.1 * GIB
-    fits = {key for key, host, needed in zip(keys, priced.layouts.offload, priced.needed, strict=True) if not host and needed < room}
+    fits = {
+        key
+        for key, host, needed in zip(keys, priced.layouts.offload, priced.needed, strict=True)
+        if not host and needed < room
+    }
     assert on_host and fits and not on_host & fits
 
 
 def test_layouts_that_cannot_be_told_apart_are_ties():
     found = plan(request("llama-3-70b", gpus=64))
     assert 1 <= found.ties <= len(found.best)
-    assert len({tuple(choice.layout[name] for name in FAMILY) for choice in found.best}) == len(found.best)
-    twin = replace(found.best[0], layout={**found.best[0].layout, "vpp": found.best[0].layout["vpp"]})
+    assert len({tuple(choice.layout[name] for name in FAMILY) for choice in found.best}) == len(
+        found.best
+    )
+    twin = replace(
+        found.best[0], layout={**found.best[0].layout, "vpp": found.best[0].layout["vpp"]}
+    )
     far = replace(twin, seconds=2 * twin.seconds)
     assert ties(found.request, [twin, twin, far], uncalibrated()) == 2
-    assert ties(found.request, [twin], uncalibrated()) == 1 and ties(found.request, [], uncalibrated()) == 0
+    assert (
+        ties(found.request, [twin], uncalibrated()) == 1
+        and ties(found.request, [], uncalibrated()) == 0
+    )
 
 
 def test_every_candidate_is_a_layout_of_the_cluster():
@@ -68,9 +97,13 @@ def test_every_candidate_is_a_layout_of_the_cluster():
     assert np.all(at.dp * at.micro_batch * at.accumulation == 128)
     assert np.all((at.pp == 1) | (at.accumulation >= at.pp))
     assert np.all((at.stage > 0) | (at.dp_shard == 1))
-    number = space_of(request("mixtral-8x7b", gpus=64, batch=64)).number  # of some degrees nothing can run
+    number = space_of(
+        request("mixtral-8x7b", gpus=64, batch=64)
+    ).number  # of some degrees nothing can run
     assert number[0] >= 0 and np.all(np.diff(number) >= 0)
-    assert len({tuple(row) for row in zip(*(np.asarray(getattr(at, f)) for f in at.at(0)), strict=True)}) == len(at.tp)
+    assert len(
+        {tuple(row) for row in zip(*(np.asarray(getattr(at, f)) for f in at.at(0)), strict=True)}
+    ) == len(at.tp)
 
 
 def test_no_more_stages_than_layers():
@@ -89,15 +122,26 @@ def test_only_what_this_version_runs_is_offered():
     for choice in found:
         config = load(output.config_of(asked, choice))
         resolved = resolve(config, world_size=16)
-        assert resolved.layout.tp == choice.layout["tp"] and resolved.layout.pp == choice.layout["pp"]
-        assert resolved.recompute.mode == {0: "none", 2: "full", 3: "selective", 4: "budget"}[choice.layout["recompute"]]
-        assert resolved.recompute.every == choice.layout["every"] and resolved.loss_chunk_tokens == choice.layout["loss_chunk"]
+        assert (
+            resolved.layout.tp == choice.layout["tp"] and resolved.layout.pp == choice.layout["pp"]
+        )
+        assert (
+            resolved.recompute.mode
+            == {0: "none", 2: "full", 3: "selective", 4: "budget"}[choice.layout["recompute"]]
+        )
+        assert (
+            resolved.recompute.every == choice.layout["every"]
+            and resolved.loss_chunk_tokens == choice.layout["loss_chunk"]
+        )
         if choice.budget is not None:
             assert resolved.recompute.budget_bytes == pytest.approx(choice.budget, rel=0.01)
         if choice.layout["pp"] > 1:  # the schedule's own table exists for these numbers
             pipeline = resolved.pipeline
             table = make_schedule(
-                pipeline.schedule, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, stages_per_rank=pipeline.stages_per_rank
+                pipeline.schedule,
+                pp=resolved.layout.pp,
+                microbatches=resolved.batch.accumulation,
+                stages_per_rank=pipeline.stages_per_rank,
             )
             assert table.stages == choice.layout["pp"] * choice.layout["vpp"]
             assert not (table.splits_backward and choice.layout["stage"] == 3)
@@ -106,7 +150,13 @@ def test_only_what_this_version_runs_is_offered():
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "gpus"), [("llama-3-8b", "h100", 16), ("gpt2-xl", "v100", 8), ("qwen2.5-7b", "mi300x", 8), ("gpt2", "cpu", 2)]
+    ("model", "gpu", "gpus"),
+    [
+        ("llama-3-8b", "h100", 16),
+        ("gpt2-xl", "v100", 8),
+        ("qwen2.5-7b", "mi300x", 8),
+        ("gpt2", "cpu", 2),
+    ],
 )
 def test_the_winner_loads_and_resolves_to_what_was_priced(model, gpu, gpus, tmp_path):
     precision = {"v100": "fp16", "cpu": "fp32"}.get(gpu, "bf16")
@@ -122,17 +172,25 @@ def test_the_winner_loads_and_resolves_to_what_was_priced(model, gpu, gpus, tmp_
         "cp": 1,
         "tp": at["tp"],
     }
-    assert (resolved.batch.train_batch_size, resolved.batch.micro_batch_size, resolved.batch.accumulation) == (
+    assert (
+        resolved.batch.train_batch_size,
+        resolved.batch.micro_batch_size,
+        resolved.batch.accumulation,
+    ) == (
         64,
         at["micro_batch"],
         at["accumulation"],
     )
-    assert resolved.data_parallel.stage == at["stage"] and resolved.tensor_parallel.sequence_parallel == bool(at["sp"])
+    assert resolved.data_parallel.stage == at[
+        "stage"
+    ] and resolved.tensor_parallel.sequence_parallel == bool(at["sp"])
     assert resolved.precision.compute == {"bf16": "bfloat16", "fp16": "float16"}.get(precision)
     assert "auto" not in json.dumps(json.loads(file.read_text()))
     told = json.loads(beside.read_text())
     assert sum(told["step"]["terms_seconds"].values()) == pytest.approx(told["step"]["seconds"])
-    assert sum(told["memory"]["terms_bytes"].values()) == pytest.approx(told["memory"]["allocated_bytes"])
+    assert sum(told["memory"]["terms_bytes"].values()) == pytest.approx(
+        told["memory"]["allocated_bytes"]
+    )
 
 
 def test_what_the_base_file_says_of_other_things_is_kept():
@@ -145,8 +203,16 @@ def test_what_the_base_file_says_of_other_things_is_kept():
         "fp16": {"hysteresis": 4},
     }
     config = output.config_of(asked, plan(asked).best[0], base)
-    assert config["optimizer"] == base["optimizer"] and config["run"] == {"steps": 7} and config["parallel"]["bucket_mib"] == 9.0
-    assert config["bf16"] == {"enabled": False} and config["fp16"] == {"hysteresis": 4} and config["parallel"]["tp"] == 16
+    assert (
+        config["optimizer"] == base["optimizer"]
+        and config["run"] == {"steps": 7}
+        and config["parallel"]["bucket_mib"] == 9.0
+    )
+    assert (
+        config["bf16"] == {"enabled": False}
+        and config["fp16"] == {"hysteresis": 4}
+        and config["parallel"]["tp"] == 16
+    )
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -171,16 +237,24 @@ def test_rules_name_their_numbers():
 
 def test_compiled_blocks_are_not_split():
     found = plan(request(compile=True))
-    assert all(choice.layout["tp"] == 1 for choice in found.best) and any("torch.compile" in e.rule for e in found.excluded)
+    assert all(choice.layout["tp"] == 1 for choice in found.best) and any(
+        "torch.compile" in e.rule for e in found.excluded
+    )
 
 
 def test_a_model_that_does_not_shard_its_sequence_is_not_planned_so():
     found = plan(request("gpt2-xl", gpus=8, batch=16), best=8)
     assert not any(choice.layout["sp"] for choice in found.best)
     assert any(e.region == "sp" and "dropout" in e.rule for e in found.excluded)
-    assert plan(request("gpt2-xl", gpus=8, batch=16), fixed={"tp": 2}).best  # 25 heads, whole on every rank
-    mixtral = [choice.layout for choice in plan(request("mixtral-8x7b", gpus=16, batch=16), best=6).best]
-    assert all(at["tp"] == 1 or at["ep"] % at["tp"] == 0 for at in mixtral) and any(at["ep"] > 1 for at in mixtral)
+    assert plan(
+        request("gpt2-xl", gpus=8, batch=16), fixed={"tp": 2}
+    ).best  # 25 heads, whole on every rank
+    mixtral = [
+        choice.layout for choice in plan(request("mixtral-8x7b", gpus=16, batch=16), best=6).best
+    ]
+    assert all(at["tp"] == 1 or at["ep"] % at["tp"] == 0 for at in mixtral) and any(
+        at["ep"] > 1 for at in mixtral
+    )
     space = space_of(request("mixtral-8x7b", gpus=64, batch=64)).layouts
     assert np.any((space.ep > 1) & (space.dp_replicate > 1))
     assert np.all(space_of(request("deepseek-v3", gpus=2048, batch=4096)).layouts.tp == 1)
@@ -210,9 +284,16 @@ def test_no_more_of_the_optimizer_is_on_the_host_than_must_be():
 
 def test_fixed_values_are_kept():
     for choice in plan(request(), fixed=parse_fixed(["tp=4", "stage=3, mbs=2"]), best=9).best:
-        assert (choice.layout["tp"], choice.layout["stage"], choice.layout["micro_batch"]) == (4, 3, 2)
+        assert (choice.layout["tp"], choice.layout["stage"], choice.layout["micro_batch"]) == (
+            4,
+            3,
+            2,
+        )
     assert parse_fixed(["recompute=full", "sp=true"]) == {"recompute": 2, "sp": 1}
-    assert parse_fixed(["recompute=selective", "schedule=interleaved-1f1b"]) == {"recompute": 3, "schedule": 3}
+    assert parse_fixed(["recompute=selective", "schedule=interleaved-1f1b"]) == {
+        "recompute": 3,
+        "schedule": 3,
+    }
     with pytest.raises(ConfigError, match="use none, attention, full, selective"):
         parse_fixed(["recompute=some"])
     with pytest.raises(ConfigError, match="not a field of a layout"):
@@ -224,7 +305,10 @@ def test_fixed_values_are_kept():
 @pytest.mark.parametrize(
     ("fixed", "told"),
     [
-        (["stage=3", "schedule=zbv", "pp=2"], "schedule=zbv, stage=3: not every tp, pp and cp has a schedule that runs with these values"),
+        (
+            ["stage=3", "schedule=zbv", "pp=2"],
+            "schedule=zbv, stage=3: not every tp, pp and cp has a schedule that runs with these values",
+        ),
         (
             ["stage=0", "dp_shard=4"],
             "stage=0, dp_shard=4: dp_replicate x dp_shard is what tp, pp and cp leave of the devices, and with stage 0",
@@ -246,18 +330,33 @@ def test_what_only_a_pipeline_has_makes_one(fixed):
     asked, values = request(), parse_fixed(fixed)
     found = plan(asked, fixed=values, best=9)
     assert plan(asked, fixed={"pp": 1}).best[0].seconds < found.best[0].seconds
-    assert all(choice.layout["pp"] > 1 and choice.layout[name] == value for choice in found.best for name, value in values.items())
-    assert {e.region: e.rule for e in found.excluded}["pp = 1"] == f"{written(values)} is of a pipeline, which has 2 stages or more"
+    assert all(
+        choice.layout["pp"] > 1 and choice.layout[name] == value
+        for choice in found.best
+        for name, value in values.items()
+    )
+    assert {e.region: e.rule for e in found.excluded}[
+        "pp = 1"
+    ] == f"{written(values)} is of a pipeline, which has 2 stages or more"
     for alone in ({"cluster": cluster("h100", 1)}, {"compile": False}):
         pp = {} if "cluster" in alone else {"pp": 1}
-        with pytest.raises(ConfigError, match=f"pp = 1: {written(values)} is of a pipeline, which has 2 stages or more"):
+        with pytest.raises(
+            ConfigError,
+            match=f"pp = 1: {written(values)} is of a pipeline, which has 2 stages or more",
+        ):
             plan(replace(asked, **alone), fixed=values | pp)
 
 
 def test_what_only_parts_of_sequences_have_makes_some():
     asked, ring = request(), parse_fixed(["context=ring"])
-    assert all(choice.layout["cp"] > 1 and choice.layout["context"] == 1 for choice in plan(asked, fixed=ring, best=9).best)
-    with pytest.raises(ConfigError, match="cp = 1: context=ring is of sequences in 2 parts or more, of at least 2,048 tokens each"):
+    assert all(
+        choice.layout["cp"] > 1 and choice.layout["context"] == 1
+        for choice in plan(asked, fixed=ring, best=9).best
+    )
+    with pytest.raises(
+        ConfigError,
+        match="cp = 1: context=ring is of sequences in 2 parts or more, of at least 2,048 tokens each",
+    ):
         plan(request(sequence=1024), fixed=ring)
     assert plan(request(sequence=1024), fixed=ring | {"cp": 2}).best[0].layout["cp"] == 2
 
@@ -277,15 +376,24 @@ def test_why_names_the_deciding_term():
     said = explain.why(found, {"tp": other}, f"tp={other}")
     assert said.other is not None and said.other.layout["tp"] == other
     assert f"tp={other} is" in said.reason and "slower" in said.reason
-    assert sum(theirs - ours for _, ours, theirs in said.differences) == pytest.approx(said.other.seconds - best.seconds)
+    assert sum(theirs - ours for _, ours, theirs in said.differences) == pytest.approx(
+        said.other.seconds - best.seconds
+    )
     assert "cannot be" in explain.why(found, {"tp": 3}, "tp=3").reason
-    assert "is what the plan chose" in explain.why(found, {"tp": int(best.layout["tp"])}, "tp").reason
-    refused = explain.why(plan(request("llama-3-70b", gpus=64)), {"tp": 1, "stage": 0, "pp": 1}, "tp=1, stage=0, pp=1")
+    assert (
+        "is what the plan chose" in explain.why(found, {"tp": int(best.layout["tp"])}, "tp").reason
+    )
+    refused = explain.why(
+        plan(request("llama-3-70b", gpus=64)), {"tp": 1, "stage": 0, "pp": 1}, "tp=1, stage=0, pp=1"
+    )
     assert refused.other is None and "does not fit" in refused.reason and "GiB" in refused.reason
 
 
 def test_sensitivity_goes_the_right_way():
-    changes = {change.what.split(" (")[0]: change for change in explain.sensitivity(plan(request(gpus=16, batch=32)))}
+    changes = {
+        change.what.split(" (")[0]: change
+        for change in explain.sensitivity(plan(request(gpus=16, batch=32)))
+    }
     # Which pipelines are walked depends on the closed form's order, so a plan may miss the best by a hair.
     assert changes["half the network"].seconds >= 0.99 * changes["twice the network"].seconds
     assert changes["half the links"].seconds >= 0.99 * changes["twice the links"].seconds
@@ -297,9 +405,17 @@ def test_why_keeps_what_is_fixed():
     fixed = {"pp": 4, "recompute": 2}
     found = plan(request(), fixed=fixed)
     same = explain.why(found, {"stage": 0}, "stage=0", fixed=fixed)
-    assert same.other is not None and same.other.layout["pp"] == 4 and same.other.layout["recompute"] == 2
+    assert (
+        same.other is not None
+        and same.other.layout["pp"] == 4
+        and same.other.layout["recompute"] == 2
+    )
     against = explain.why(found, {"recompute": 0}, "recompute=none", fixed=fixed)
-    assert against.other is not None and against.other.layout["pp"] == 4 and against.other.seconds < found.best[0].seconds
+    assert (
+        against.other is not None
+        and against.other.layout["pp"] == 4
+        and against.other.seconds < found.best[0].seconds
+    )
     assert "% faster" in against.reason and against.reason.endswith("recompute=full is fixed")
     assert parse_fixed([written(fixed)]) == fixed
 
@@ -307,7 +423,9 @@ def test_why_keeps_what_is_fixed():
 def test_neighbours_are_one_step_away():
     found = plan(request(gpus=8, batch=16))
     queries = explain.neighbours(found)
-    assert queries and all(explain.why(found, parse_fixed([query]), query).reason for query in queries)
+    assert queries and all(
+        explain.why(found, parse_fixed([query]), query).reason for query in queries
+    )
 
 
 def test_sixteen_thousand_devices():

@@ -19,19 +19,33 @@ def walked(schedule, *, pp=4, vpp=1, m=16, vocab=64, **changes):
     model = find_model("llama-3-8b", sequence=4096)
     model = replace(model, architecture=replace(model.architecture, vocab=vocab))
     asked = Request(model, cluster("h100", 32), 64, 4096, everything=True)
-    at = {"pp": pp, "vpp": vpp, "schedule": SCHEDULES.index(schedule), "accumulation": m, "dp_shard": 32 // pp, "stage": 1, **changes}
+    at = {
+        "pp": pp,
+        "vpp": vpp,
+        "schedule": SCHEDULES.index(schedule),
+        "accumulation": m,
+        "dp_shard": 32 // pp,
+        "stage": 1,
+        **changes,
+    }
     job = job_of(asked, Layouts(**{name: np.array([value]) for name, value in at.items()}))
     terms = {name: float(np.ravel(value)[0]) for name, value in estimate(job).step.terms.items()}
     return terms, simulated_terms(job, knowledge().rates, terms)
 
 
-@pytest.mark.parametrize(("schedule", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
+)
 def test_even_stages_wait_as_the_papers_say(schedule, vpp):
     terms, walk = walked(schedule, vpp=vpp)
-    busy = sum(walk[name] for name in ("products", "attention", "elementwise", "recompute", "head", "host"))
+    busy = sum(
+        walk[name] for name in ("products", "attention", "elementwise", "recompute", "head", "host")
+    )
     bubble = 3 / (16 * vpp + 3)  # (p - 1) / (v m + p - 1)
     assert walk["idle"] / (busy + walk["idle"]) == pytest.approx(bubble, abs=0.02)
-    assert {name: value for name, value in walk.items() if name != "idle"} == pytest.approx({n: v for n, v in terms.items() if n != "idle"})
+    assert {name: value for name, value in walk.items() if name != "idle"} == pytest.approx(
+        {n: v for n, v in terms.items() if n != "idle"}
+    )
 
 
 def test_zero_bubble_waits_less_than_1f1b():

@@ -37,7 +37,11 @@ OWN = {
 
 def built(kind, **changes):
     known = transformers.AutoConfig.for_model(kind)
-    fields = {name: value for name, value in SMALL.items() if hasattr(known, name)} | OWN.get(kind, {}) | changes
+    fields = (
+        {name: value for name, value in SMALL.items() if hasattr(known, name)}
+        | OWN.get(kind, {})
+        | changes
+    )
     config = transformers.AutoConfig.for_model(kind, **fields)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -65,5 +69,8 @@ def test_without_dropout_gpt2_shards_its_sequence():
 def test_strangers_are_not_split_and_experts_over_ranks_of_their_own():
     assert split_of(named("mixtral-8x7b")).with_experts
     assert "splits no attention of its kind" in split_of(named("deepseek-v3")).tensor
-    assert "not among the families whose sequences are cut" in split_of(from_config({"model_type": "stranger", **SMALL})).context
+    assert (
+        "not among the families whose sequences are cut"
+        in split_of(from_config({"model_type": "stranger", **SMALL})).context
+    )
     assert "not known" in split_of(from_config({"model_type": "stranger", **SMALL})).tensor

@@ -35,12 +35,27 @@ def tiny(**changes: Any) -> nn.Module:
     ("change", "said"),
     [
         ({"width": 25}, "rank 3 has `up.weight` float32 [25, 12], ranks 0-2 have float32 [24, 12]"),
-        ({"dtype": torch.float64}, "rank 3 has `up.weight` float64 [24, 12], ranks 0-2 have float32 [24, 12]"),
-        ({"frozen": True}, "rank 3 has `norm.weight` float32 [3] frozen, ranks 0-2 have float32 [3]"),
-        ({"tied": True}, "rank 3 has `head.weight` tied to `up.weight`, ranks 0-2 have float32 [24, 12]"),
-        ({"late": True}, "rank 3 has module `norm` where ranks 0-2 have module `up`: the order differs"),
+        (
+            {"dtype": torch.float64},
+            "rank 3 has `up.weight` float64 [24, 12], ranks 0-2 have float32 [24, 12]",
+        ),
+        (
+            {"frozen": True},
+            "rank 3 has `norm.weight` float32 [3] frozen, ranks 0-2 have float32 [3]",
+        ),
+        (
+            {"tied": True},
+            "rank 3 has `head.weight` tied to `up.weight`, ranks 0-2 have float32 [24, 12]",
+        ),
+        (
+            {"late": True},
+            "rank 3 has module `norm` where ranks 0-2 have module `up`: the order differs",
+        ),
         ({"other": True}, "rank 3 has module `norm` InstanceNorm1d, ranks 0-2 have BatchNorm1d"),
-        ({"buffer": torch.float64}, "rank 3 has buffer `norm.running_mean` float64 [3], ranks 0-2 have float32 [3]"),
+        (
+            {"buffer": torch.float64},
+            "rank 3 has buffer `norm.running_mean` float64 [3], ranks 0-2 have float32 [3]",
+        ),
     ],
 )
 def test_models(change: dict[str, Any], said: str) -> None:
@@ -53,7 +68,10 @@ def test_models(change: dict[str, Any], said: str) -> None:
 def test_names_and_lengths() -> None:
     """A name that one side lacks, at the end too."""
     a: list[Fact] = [("`a`", "x"), ("`b`", "x")]
-    assert _difference(a, [("`a`", "x"), ("`c`", "y")], [0], [1, 2]) == "ranks 1-2 have `c` y where rank 0 has `b` x"
+    assert (
+        _difference(a, [("`a`", "x"), ("`c`", "y")], [0], [1, 2])
+        == "ranks 1-2 have `c` y where rank 0 has `b` x"
+    )
     assert _difference(a, a[:1], [0], [1]) == "rank 1 has nothing more where rank 0 has `b` x"
     assert _ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
 
@@ -64,7 +82,10 @@ def facts_of(config: dict[str, Any]) -> list[Fact]:
 
 def test_settings_and_versions() -> None:
     """Every resolved setting, except folders, which may be a rank's own."""
-    base = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    base = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
     other = {**base, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     said = _difference(facts_of(base), facts_of(other), [0], [1])
     assert said == "rank 1 has setting `optimizer.params.lr` 0.01, rank 0 has 0.001"

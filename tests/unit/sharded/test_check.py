@@ -22,7 +22,11 @@ from tests.parity import cases
 
 
 def resolved(world_size: int, **parallel: Any) -> Resolved:
-    file = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "parallel": parallel}
+    file = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "parallel": parallel,
+    }
     return resolve(load(file), world_size=world_size)
 
 
@@ -31,7 +35,9 @@ class Refusing(Technique):
 
     def check(self, context: Context) -> None:
         assert not dist.is_initialized()
-        raise ModelError(f"{type(context.model).__name__} is not fit for {context.layout.world_size} processes")
+        raise ModelError(
+            f"{type(context.model).__name__} is not fit for {context.layout.world_size} processes"
+        )
 
 
 def test_a_technique_of_ones_own_refuses() -> None:
@@ -60,8 +66,17 @@ def test_plans_are_kept_and_need_no_model_twice() -> None:
         model = cases.build("llama", tied=False, layers=4)
     checked = checked_model(model, resolved(4, pp=2, tp=2))
     plan, pipeline = checked.parts.noted(TensorPlan), checked.parts.noted(PipelineParts)
-    assert plan is not None and pipeline is not None and pipeline.schedule.pp == 2 and pipeline.staged is None
+    assert (
+        plan is not None
+        and pipeline is not None
+        and pipeline.schedule.pp == 2
+        and pipeline.staged is None
+    )
     assert check_all(resolved(4, pp=2, tp=2).context()) == {}
-    wrong = resolve(load({"compile": {"enabled": True, "backend": "nonsense"}}), world_size=1, micro_batch_size=1)
+    wrong = resolve(
+        load({"compile": {"enabled": True, "backend": "nonsense"}}),
+        world_size=1,
+        micro_batch_size=1,
+    )
     with pytest.raises(ConfigError, match=r"compile\.backend"):
         check_all(wrong.context())

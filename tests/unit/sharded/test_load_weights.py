@@ -52,23 +52,41 @@ def test_a_file_is_mapped_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     """Also by what would go on to load the folder with Transformers."""
     transformers = pytest.importorskip("transformers")
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11)).save_pretrained(tmp_path)
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11)
+    ).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model.safetensors is no readable safetensors file \(.*\); download or save"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.safetensors is no readable safetensors file \(.*\); download or save",
+    ):
         load_weights(nn.Linear(1, 1), tmp_path)
-    with pytest.warns(UserWarning, match="loads"), pytest.raises(CheckpointError, match=r"model.safetensors is no readable"):
+    with (
+        pytest.warns(UserWarning, match="loads"),
+        pytest.raises(CheckpointError, match=r"model.safetensors is no readable"),
+    ):
         plait.from_pretrained(tmp_path)
 
 
 def small_llama(*, tied: bool = True) -> Any:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied))
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 11,
+    }
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, tie_word_embeddings=tied)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 4, 1 << 20])
-def test_tied_parameters_with_two_values(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_parameters_with_two_values(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Transformers does not tie them; the one that was read last would be both."""
     monkeypatch.setattr(module, "_COMPARED", 8 * rows)
     small_llama().save_pretrained(tmp_path)
@@ -81,8 +99,14 @@ def test_tied_parameters_with_two_values(rows: int, tmp_path: Path, monkeypatch:
     assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
     tensors["lm_head.weight"][10, 7] += 1
     save_file(tensors, path, metadata={"format": "pt"})
-    for build in (lambda: load_weights(small_llama(), tmp_path), lambda: load_model(open_source(tmp_path))):
-        with pytest.raises(CheckpointError, match=r"lm_head.weight .*are one parameter .*two values .*\"tie_word_embeddings\": false"):
+    for build in (
+        lambda: load_weights(small_llama(), tmp_path),
+        lambda: load_model(open_source(tmp_path)),
+    ):
+        with pytest.raises(
+            CheckpointError,
+            match=r"lm_head.weight .*are one parameter .*two values .*\"tie_word_embeddings\": false",
+        ):
             build()
     with pytest.warns(UserWarning, match="Transformers loads .* two values"):
         whole = plait.from_pretrained(tmp_path)
@@ -98,7 +122,10 @@ def test_tensors_that_the_model_does_not_have(tmp_path: Path) -> None:
     small_llama(tied=False).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     stored = load_file(path)
-    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1), "model.mtp.weight": torch.ones(2)}
+    old = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1),
+        "model.mtp.weight": torch.ones(2),
+    }
     save_file(stored | old, path, metadata={"format": "pt"})
     model = small_llama(tied=False)
     model._keys_to_ignore_on_load_unexpected = {r"^model\.mtp\."}
@@ -117,7 +144,8 @@ def test_tensors_that_the_model_does_not_have(tmp_path: Path) -> None:
 def test_a_folder_of_pickles(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(
-        CheckpointError, match=r"model.safetensors is there; pytorch_model.bin is a pickle, .*: give a folder written by save"
+        CheckpointError,
+        match=r"model.safetensors is there; pytorch_model.bin is a pickle, .*: give a folder written by save",
     ):
         module.weight_files(tmp_path)
 
@@ -132,7 +160,10 @@ def test_a_folder_that_two_models_were_saved_to(tmp_path: Path) -> None:
     assert torch.equal(loaded.model.embed_tokens.weight, second.model.embed_tokens.weight)
     second.save_pretrained(tmp_path / "one")
     first.save_pretrained(tmp_path / "one", max_shard_size=500)
-    with pytest.raises(CheckpointError, match=r"holds two models: model.safetensors, and \d+ files that .* remove model.safetensors, or"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds two models: model.safetensors, and \d+ files that .* remove model.safetensors, or",
+    ):
         load_weights(loaded, tmp_path / "one")
     (tmp_path / "one" / module.SINGLE).unlink()
     load_weights(loaded, tmp_path / "one")
@@ -146,7 +177,10 @@ def test_generation_settings_in_config_json(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink()
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
-        json.dumps(config | {"repetition_penalty": 1.9, "bad_words_ids": [[3], [4, 5]], "eos_token_id": [7]})
+        json.dumps(
+            config
+            | {"repetition_penalty": 1.9, "bad_words_ids": [[3], [4, 5]], "eos_token_id": [7]}
+        )
     )
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     settings = expected.generation_config.to_diff_dict()
@@ -157,7 +191,10 @@ def test_generation_settings_in_config_json(tmp_path: Path) -> None:
     sharded = load_model(open_source(tmp_path))
     found = generate(sharded, ids.tolist(), max_new_tokens=6, temperature=0)
     sharded.close()
-    assert found[0].token_ids == expected.generate(ids, max_new_tokens=6, do_sample=False)[0, 3:].tolist()
+    assert (
+        found[0].token_ids
+        == expected.generate(ids, max_new_tokens=6, do_sample=False)[0, 3:].tolist()
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bloom"])
@@ -169,20 +206,39 @@ def test_a_base_model_that_was_saved_alone(tmp_path: Path, kind: str) -> None:
     config = AutoConfig.for_model(kind, hidden_size=32, n_layer=2, n_head=2, vocab_size=64)
     saved = AutoModelForCausalLM.from_config(config)
     saved.base_model.save_pretrained(tmp_path)
-    assert not any(name.startswith("transformer.") for name in load_file(tmp_path / "model.safetensors"))
+    assert not any(
+        name.startswith("transformer.") for name in load_file(tmp_path / "model.safetensors")
+    )
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     loaded = load_model(open_source(tmp_path))
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, wanted[name]) for name, tensor in loaded.model.state_dict().items()
+    )
     loaded.close()
     stored, why = tensors_to_stream(open_source(tmp_path), open_source(tmp_path).model())
-    assert stored["transformer.h.1.mlp.dense_4h_to_h.weight" if kind == "bloom" else "transformer.h.1.mlp.c_fc.weight"] and not why
+    assert (
+        stored[
+            "transformer.h.1.mlp.dense_4h_to_h.weight"
+            if kind == "bloom"
+            else "transformer.h.1.mlp.c_fc.weight"
+        ]
+        and not why
+    )
 
 
 def test_a_base_model_without_its_head(tmp_path: Path) -> None:
     """Transformers draws a new head, from which neither an answer nor a resumed run would follow."""
     from transformers import AutoConfig, AutoModel
 
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
     AutoModel.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"the files lack 1 of its tensors \(lm_head.weight\)"):
+    with pytest.raises(
+        CheckpointError, match=r"the files lack 1 of its tensors \(lm_head.weight\)"
+    ):
         load_model(open_source(tmp_path))

@@ -37,8 +37,13 @@ def test_recomputed_blocks_get_their_own_forward_back() -> None:
     """With the decorators that it had: only what recompute put in its place is taken off."""
     model = nn.Sequential(*(Block() for _ in range(3)))
     data = torch.randn(2, 4)
-    config = {"train_micro_batch_size_per_gpu": 2, "parallel": {"recompute": {"mode": "full"}, "blocks": ["0", "1", "2"]}}
-    engine = plait.initialize(model, config, loss_fn=plait.per_sample(lambda out, batch: out.square().sum()))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "parallel": {"recompute": {"mode": "full"}, "blocks": ["0", "1", "2"]},
+    }
+    engine = plait.initialize(
+        model, config, loss_fn=plait.per_sample(lambda out, batch: out.square().sum())
+    )
     assert all("forward" in vars(block) for block in model)
     engine.close()
     before = [block.calls for block in model]

@@ -47,7 +47,9 @@ def test_resized_after_training() -> None:
     engine = plait.initialize(model(), CONFIG, loss_fn=plait.causal_lm_loss)
     loss_of_a_step(engine, 3)
     engine.model.resize_token_embeddings(70)
-    with pytest.raises(InputError, match=r"embed_tokens.weight` has shape \(70, 32\), and had \(64, 32\)"):
+    with pytest.raises(
+        InputError, match=r"embed_tokens.weight` has shape \(70, 32\), and had \(64, 32\)"
+    ):
         loss_of_a_step(engine, 68)
     engine.close()
     # As the message says: the model, resized, is given to plait.initialize.
@@ -62,13 +64,20 @@ def test_resized_before_it_has_weights(tmp_path: Path) -> None:
     assert found.resize_token_embeddings().num_embeddings == 64
     with pytest.raises(InputError, match="resize and save it once") as error:
         found.resize_token_embeddings(70)
-    assert "from_pretrained" in str(error.value) and "resize_token_embeddings(70)" in str(error.value)
+    assert "from_pretrained" in str(error.value) and "resize_token_embeddings(70)" in str(
+        error.value
+    )
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     whole.resize_token_embeddings(70)
     whole.save_pretrained(tmp_path / "large")
-    engine = plait.initialize(plait.from_pretrained(tmp_path / "large"), CONFIG, loss_fn=plait.causal_lm_loss)
-    assert engine.model.get_input_embeddings().weight.shape == (70, 32) and loss_of_a_step(engine, 68) > 0
+    engine = plait.initialize(
+        plait.from_pretrained(tmp_path / "large"), CONFIG, loss_fn=plait.causal_lm_loss
+    )
+    assert (
+        engine.model.get_input_embeddings().weight.shape == (70, 32)
+        and loss_of_a_step(engine, 68) > 0
+    )
     engine.close()
 
 
@@ -99,7 +108,10 @@ def test_more_tokens_than_a_saved_model_has(tmp_path: Path) -> None:
 
 def test_pretrained_inside_of_zero_init(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"call plait.from_pretrained\(name\), without zero.Init"), deepspeed.zero.Init():
+    with (
+        pytest.raises(InputError, match=r"call plait.from_pretrained\(name\), without zero.Init"),
+        deepspeed.zero.Init(),
+    ):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ZeroDivisionError), deepspeed.zero.Init():
         _ = 1 / 0
@@ -123,6 +135,8 @@ def test_adapters_on_a_model_without_weights(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="build it with LlamaForCausalLM.from_pretrained"):
         plait.initialize(peft.get_peft_model(plait.from_pretrained(tmp_path), lora), CONFIG)
     whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    engine = plait.initialize(peft.get_peft_model(whole, lora), CONFIG, loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        peft.get_peft_model(whole, lora), CONFIG, loss_fn=plait.causal_lm_loss
+    )
     assert loss_of_a_step(engine, 3) > 0
     engine.close()

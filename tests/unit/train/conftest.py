@@ -16,5 +16,12 @@ from plait.data.tokenizer import load_tokenizer, trained_tokenizer
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("tokenizers")
     cache: Path = tmp_path_factory.mktemp("tokenizer")
-    corpus = Corpus("made up", "1", "data.paths", lambda: iter([f"def add_{n}(a, b):\n    return a + b\n" * 3 for n in range(50)]))
-    return load_tokenizer(trained_tokenizer(corpus, DataSection(vocab_size=300), cache=cache, say=lambda text: None))
+    corpus = Corpus(
+        "made up",
+        "1",
+        "data.paths",
+        lambda: iter([f"def add_{n}(a, b):\n    return a + b\n" * 3 for n in range(50)]),
+    )
+    return load_tokenizer(
+        trained_tokenizer(corpus, DataSection(vocab_size=300), cache=cache, say=lambda text: None)
+    )

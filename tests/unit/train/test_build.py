@@ -15,7 +15,13 @@ from plait.train.build import build_model
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def _section(kind: str = "llama", **changes: Any) -> ModelSection:
@@ -37,17 +43,30 @@ def test_the_vocabulary_and_the_end_mark_follow_the_tokenizer(tokenizer: Any) ->
 
 
 def test_what_the_file_says_goes_before_the_tokenizer(tokenizer: Any) -> None:
-    assert build_model(_section(vocab_size=320), tokenizer, positions=64).model.config.vocab_size == 320
+    assert (
+        build_model(_section(vocab_size=320), tokenizer, positions=64).model.config.vocab_size
+        == 320
+    )
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_the_dtype_is_the_parameters(tokenizer: Any, name: str) -> None:
     section = _section().model_copy(update={"dtype": name})
-    assert {p.dtype for p in build_model(section, tokenizer, positions=64).model.parameters()} == {getattr(torch, name)}
+    assert {p.dtype for p in build_model(section, tokenizer, positions=64).model.parameters()} == {
+        getattr(torch, name)
+    }
 
 
 def test_older_names_of_an_architecture_are_known(tokenizer: Any) -> None:
-    section = ModelSection(config={"model_type": "gpt2", "hidden_size": 32, "n_layer": 2, "num_attention_heads": 2, "n_positions": 64})
+    section = ModelSection(
+        config={
+            "model_type": "gpt2",
+            "hidden_size": 32,
+            "n_layer": 2,
+            "num_attention_heads": 2,
+            "n_positions": 64,
+        }
+    )
     config = build_model(section, tokenizer, positions=64).model.config
     assert (config.n_embd, config.n_head, config.n_positions) == (32, 2, 64)
 
@@ -55,13 +74,19 @@ def test_older_names_of_an_architecture_are_known(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        (_section(hiden_act="gelu"), r"model\.config\.hiden_act = 'gelu': a 'llama' configuration has no such field; use 'hidden_act'"),
+        (
+            _section(hiden_act="gelu"),
+            r"model\.config\.hiden_act = 'gelu': a 'llama' configuration has no such field; use 'hidden_act'",
+        ),
         (_section(num_layers=3, rope=1), r"(?s)model\.config\.num_layers.*model\.config\.rope"),
         (_section("lama"), r"model\.config\.model_type = 'lama'.*use 'llama'"),
         (_section(dtype="bfloat16"), r"set model\.dtype"),
         (_section(hidden_size=33), r"33.*not a multiple"),
         (_section(hidden_size="wide"), r"hidden_size|int"),
-        (_section(vocab_size=299), r"model vocab_size = 299: the tokenizer has 300 tokens and the model's embedding 299 rows"),
+        (
+            _section(vocab_size=299),
+            r"model vocab_size = 299: the tokenizer has 300 tokens and the model's embedding 299 rows",
+        ),
         (_section(max_position_embeddings=63), r"has 63 positions and the run needs 64"),
     ],
 )
@@ -76,7 +101,13 @@ def test_an_architecture_without_a_language_model_is_refused(tokenizer: Any) -> 
         build_model(section, tokenizer, positions=64)
 
 
-BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +115,13 @@ BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 32, "num_h
     [
         BERT,
         {"model_type": "xlm", "emb_dim": 32, "n_layers": 1, "n_heads": 2},
-        {"model_type": "gemma", "hidden_size": 32, "head_dim": 16, "num_hidden_layers": 1, "use_bidirectional_attention": True},
+        {
+            "model_type": "gemma",
+            "hidden_size": 32,
+            "head_dim": 16,
+            "num_hidden_layers": 1,
+            "use_bidirectional_attention": True,
+        },
     ],
 )
 def test_a_bidirectional_model_is_refused(tokenizer: Any, fields: dict[str, Any]) -> None:
@@ -94,9 +131,17 @@ def test_a_bidirectional_model_is_refused(tokenizer: Any, fields: dict[str, Any]
 
 def test_causal_models_are_built(tokenizer: Any) -> None:
     """The remedy of the refusal, and a type whose `is_decoder` says nothing."""
-    neox = {"model_type": "gpt_neox_japanese", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    neox = {
+        "model_type": "gpt_neox_japanese",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     for fields in ({**BERT, "is_decoder": True}, neox):
-        assert build_model(ModelSection(config=fields), tokenizer, positions=64).kind == fields["model_type"]
+        assert (
+            build_model(ModelSection(config=fields), tokenizer, positions=64).kind
+            == fields["model_type"]
+        )
 
 
 def test_weights_come_with_their_configuration(tokenizer: Any, tmp_path: Path) -> None:
@@ -114,7 +159,9 @@ def test_quantised_weights_are_refused(tokenizer: Any, tmp_path: Path, method: s
     saved = build_model(_section(), tokenizer, positions=64).model.to_empty(device="cpu")
     saved.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}})
+    )
     with pytest.raises(InputError, match=rf"model.path: .* are quantised \({method}\)"):
         build_model(ModelSection(path=str(tmp_path)), tokenizer, positions=64)
 

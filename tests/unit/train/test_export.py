@@ -30,26 +30,43 @@ from tests.unit.inference.ropes import KINDS, LONG
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every checkpoint has a model of one tensor."""
     model: Any = nn.Linear(2, 2, bias=False)
-    model.config = SimpleNamespace(save_pretrained=lambda folder: (folder / "config.json").write_text("{}"))
-    reader = mock.Mock(under=lambda start: [("weight", TensorRecord(dtype="float32", shape=(2, 2)))], read=lambda name: torch.ones(2, 2))
+    model.config = SimpleNamespace(
+        save_pretrained=lambda folder: (folder / "config.json").write_text("{}")
+    )
+    reader = mock.Mock(
+        under=lambda start: [("weight", TensorRecord(dtype="float32", shape=(2, 2)))],
+        read=lambda name: torch.ones(2, 2),
+    )
     monkeypatch.setattr(export_module, "require_transformers", mock.Mock())
     monkeypatch.setattr(export_module, "Reader", lambda found: reader)
     monkeypatch.setattr(export_module, "described_model", lambda found, **_: model)
 
 
 @pytest.mark.parametrize(
-    "error", [SafetensorError("Error while serializing: No space left on device"), OSError(errno.ENOSPC, "No space left on device", "x")]
+    "error",
+    [
+        SafetensorError("Error while serializing: No space left on device"),
+        OSError(errno.ENOSPC, "No space left on device", "x"),
+    ],
 )
 @pytest.mark.parametrize("at", ["save_file", "_sync"])
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: Exception, at: str) -> None:
+def test_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: Exception, at: str
+) -> None:
     monkeypatch.setattr(export_module, at, mock.Mock(side_effect=error))
-    with pytest.raises(InputError, match=r"--out .*out cannot be written: .*No space left on device"):
+    with pytest.raises(
+        InputError, match=r"--out .*out cannot be written: .*No space left on device"
+    ):
         export_module.export(mock.Mock(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), CheckpointError("its bytes have changed")])
-def test_what_ends_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(143), CheckpointError("its bytes have changed")]
+)
+def test_what_ends_it_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: BaseException
+) -> None:
     monkeypatch.setattr(export_module, "save_file", mock.Mock(side_effect=error))
     with pytest.raises(type(error)):
         export_module.export(mock.Mock(), tmp_path / "out")
@@ -67,10 +84,21 @@ class Router(nn.Module):
         self.config = SimpleNamespace(save_pretrained=lambda folder: None)
 
 
-def test_another_dtype_is_not_all_tensors(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {"weight": torch.tensor([0.1, 1]), "bias": torch.tensor([0.1, 1]), "count": torch.tensor([1_000_001, 1])}
-    records = [(name, TensorRecord(dtype=str(one.dtype).removeprefix("torch."), shape=(2,))) for name, one in kept.items()]
-    reader = mock.Mock(under=lambda start: records, read=lambda name: kept[name.removeprefix(export_module.START)])
+def test_another_dtype_is_not_all_tensors(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {
+        "weight": torch.tensor([0.1, 1]),
+        "bias": torch.tensor([0.1, 1]),
+        "count": torch.tensor([1_000_001, 1]),
+    }
+    records = [
+        (name, TensorRecord(dtype=str(one.dtype).removeprefix("torch."), shape=(2,)))
+        for name, one in kept.items()
+    ]
+    reader = mock.Mock(
+        under=lambda start: records, read=lambda name: kept[name.removeprefix(export_module.START)]
+    )
     monkeypatch.setattr(export_module, "Reader", lambda found: reader)
     monkeypatch.setattr(export_module, "described_model", lambda found, dtype: Router())
     found = mock.Mock()
@@ -82,20 +110,48 @@ def test_another_dtype_is_not_all_tensors(tmp_path: Path, small: None, monkeypat
         "bias": torch.float32,
         "count": torch.int64,
     }
-    assert torch.equal(written["bias"], kept["bias"]) and torch.equal(written["count"], kept["count"]) and done.size == 4 + 8 + 16
+    assert (
+        torch.equal(written["bias"], kept["bias"])
+        and torch.equal(written["count"], kept["count"])
+        and done.size == 4 + 8 + 16
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_checkpoints_model_keeps_its_classs_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "first_k_dense_replace": 0}
-    more = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "vocab_size": 32}
+def test_a_checkpoints_model_keeps_its_classs_float32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+    }
+    more = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32,
+    }
     identity = {
-        f"model.{name}": value for name, value in {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, **sizes, **more}.items()
+        f"model.{name}": value
+        for name, value in {
+            "model_type": "deepseek_v3",
+            "n_group": 2,
+            "topk_group": 1,
+            **sizes,
+            **more,
+        }.items()
     }
     monkeypatch.setattr(described.exact, "decode", lambda *_, **__: {"identity": identity})
     model = described.described_model(mock.Mock(), dtype=dtype)
     found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    assert found["model.layers.0.mlp.gate.e_score_correction_bias"] == torch.float32 and found["model.norm.weight"] == dtype
+    assert (
+        found["model.layers.0.mlp.gate.e_score_correction_bias"] == torch.float32
+        and found["model.norm.weight"] == dtype
+    )
 
 
 def test_a_tokenizer_with_a_folder(tmp_path: Path, small: None) -> None:
@@ -109,7 +165,12 @@ def test_a_tokenizer_with_a_folder(tmp_path: Path, small: None) -> None:
     assert export_module.export(found, tmp_path / "out", tokenizer=tmp_path / "tokenizer").step == 3
     out = tmp_path / "out"
     written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
-    assert written == {"config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates/tools.jinja"}
+    assert written == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "additional_chat_templates/tools.jinja",
+    }
 
 
 def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, small: None) -> None:
@@ -129,12 +190,17 @@ def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.Monk
     config = json.loads((right / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
     of_others = shutil.copytree(right, tmp_path / "of_others")
-    (of_others / "generation_config.json").write_text('{"do_sample": true, "repetition_penalty": 3.0, "eos_token_id": [1, 2, 3, 4]}')
+    (of_others / "generation_config.json").write_text(
+        '{"do_sample": true, "repetition_penalty": 3.0, "eos_token_id": [1, 2, 3, 4]}'
+    )
     monkeypatch.setattr(exported, "Source", lambda *_: open_source(right))
     for folder in (right, of_others):
         found = exported.compare_generated(mock.Mock(), folder)
         assert found.tokens == 64 and found.logits < 1e-4
-    with pytest.raises(CheckpointError, match=r"^Transformers' logits differ by .* from those of the checkpoint, and .* may be"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^Transformers' logits differ by .* from those of the checkpoint, and .* may be",
+    ):
         exported.compare_generated(mock.Mock(), wrong)
     generate = exported.generate
 
@@ -144,14 +210,22 @@ def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.Monk
         return made
 
     monkeypatch.setattr(exported, "generate", other)
-    with pytest.raises(CheckpointError, match="^of 64 greedy tokens, number 9 differs from that of the checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="^of 64 greedy tokens, number 9 differs from that of the checkpoint"
+    ):
         exported.compare_generated(mock.Mock(), right)
     (wrong / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"^Transformers cannot open it \(ValueError: Unrecognized model"):
+    with pytest.raises(
+        CheckpointError, match=r"^Transformers cannot open it \(ValueError: Unrecognized model"
+    ):
         exported.compare_generated(mock.Mock(), wrong)
 
 
-@pytest.mark.parametrize(("name", "fields"), [KINDS["longrope"], ("llama", {"rope_parameters": LONG})], ids=["phi3", "llama"])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [KINDS["longrope"], ("llama", {"rope_parameters": LONG})],
+    ids=["phi3", "llama"],
+)
 def test_tokens_past_the_original_length_of_longrope(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any]
 ) -> None:
@@ -171,9 +245,16 @@ def test_what_was_not_verified_has_no_name(tmp_path: Path, small: None) -> None:
 
     found = mock.Mock()
     found.manifest.metadata = {"global_steps": 3}
-    with pytest.raises(CheckpointError, match=r"^--out .*out: its weights differ; the folder was removed: without --verify it is kept$"):
-        export_module.export(found, tmp_path / "out", generation=tmp_path / "settings.json", verify=verify)
+    with pytest.raises(
+        CheckpointError,
+        match=r"^--out .*out: its weights differ; the folder was removed: without --verify it is kept$",
+    ):
+        export_module.export(
+            found, tmp_path / "out", generation=tmp_path / "settings.json", verify=verify
+        )
     assert seen == [(".out.tmp", ["config.json", "generation_config.json", "model.safetensors"])]
     assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
-    export_module.export(found, tmp_path / "out", generation=tmp_path / "settings.json", verify=lambda folder: None)
+    export_module.export(
+        found, tmp_path / "out", generation=tmp_path / "settings.json", verify=lambda folder: None
+    )
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'

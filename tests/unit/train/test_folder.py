@@ -14,7 +14,12 @@ from plait.train.folder import RunFolder
 from plait.train.loop import Position
 from tests.checkpoints import put
 
-IDENTITY = {"model.hidden_size": 64, "model.rope": {"theta": 1.5}, "run.seed": 0, "model.tuple": (1, 2)}
+IDENTITY = {
+    "model.hidden_size": 64,
+    "model.rope": {"theta": 1.5},
+    "run.seed": 0,
+    "model.tuple": (1, 2),
+}
 
 
 def _checkpoint(folder: Path, state: dict[str, object]) -> None:
@@ -64,7 +69,9 @@ def test_starting_over_keeps_what_was_there(tmp_path: Path) -> None:
         _checkpoint(run.path, {"identity": IDENTITY, "step": number, "samples": 0})
         assert run.set_aside() == tmp_path / f"run.old-{number}"
         assert not run.path.exists()
-    state = json.loads((tmp_path / "run.old-1" / "checkpoints" / "step-7" / "manifest.json").read_text())
+    state = json.loads(
+        (tmp_path / "run.old-1" / "checkpoints" / "step-7" / "manifest.json").read_text()
+    )
     assert state["metadata"]["client_state"]["step"] == 1
 
 

@@ -63,7 +63,9 @@ class FakeEngine:
         path, self.writing = self.writing, None
         return path
 
-    def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True) -> Path:
+    def save_checkpoint(
+        self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True
+    ) -> Path:
         self.states.append(dict(client_state))
         self.writing = put(Path(folder), str(tag), client_state, sequence=len(self.states))
         return self.writing
@@ -81,7 +83,9 @@ def _run(
     **section: Any,
 ) -> tuple[int, list[Event]]:
     events: list[Event] = []
-    sequences = Sequences(Stream(np.repeat(np.arange(10, dtype=np.uint16), 4), np.array([40])), 4, padding=0)
+    sequences = Sequences(
+        Stream(np.repeat(np.arange(10, dtype=np.uint16), 4), np.array([40])), 4, padding=0
+    )
     with StopRequest() as stop:
         job = TrainingContext(
             engine=engine,
@@ -101,11 +105,21 @@ def _run(
 
 
 def _told(events: list[Event]) -> list[tuple[str, int]]:
-    return [(type(event).__name__, event.first_step if isinstance(event, RunStarted) else event.step) for event in events]
+    return [
+        (type(event).__name__, event.first_step if isinstance(event, RunStarted) else event.step)
+        for event in events
+    ]
 
 
 def test_a_whole_run_in_order(tmp_path: Path) -> None:
-    ended, events = _run(tmp_path, FakeEngine(), steps=5, validate_every=2, checkpoint_every=3, sample=SampleSection())
+    ended, events = _run(
+        tmp_path,
+        FakeEngine(),
+        steps=5,
+        validate_every=2,
+        checkpoint_every=3,
+        sample=SampleSection(),
+    )
     assert ended == 0
     assert _told(events) == [
         ("RunStarted", 0),
@@ -128,13 +142,25 @@ def test_a_whole_run_in_order(tmp_path: Path) -> None:
 
 
 def test_a_decision_is_reported_after_its_step(tmp_path: Path) -> None:
-    _, events = _run(tmp_path, FakeEngine(decides=lambda step: "int8" if step == 2 else ""), steps=3)
-    assert _told(events)[1:5] == [("StepDone", 1), ("StepDone", 2), ("CommunicationDecided", 2), ("StepDone", 3)]
+    _, events = _run(
+        tmp_path, FakeEngine(decides=lambda step: "int8" if step == 2 else ""), steps=3
+    )
+    assert _told(events)[1:5] == [
+        ("StepDone", 1),
+        ("StepDone", 2),
+        ("CommunicationDecided", 2),
+        ("StepDone", 3),
+    ]
 
 
 def test_what_fell_due_at_the_last_step_is_done_once(tmp_path: Path) -> None:
     _, events = _run(tmp_path, FakeEngine(), steps=4, validate_every=2, checkpoint_every=2)
-    assert _told(events)[-4:] == [("StepDone", 4), ("Validated", 4), ("CheckpointSaved", 4), ("RunEnded", 4)]
+    assert _told(events)[-4:] == [
+        ("StepDone", 4),
+        ("Validated", 4),
+        ("CheckpointSaved", 4),
+        ("RunEnded", 4),
+    ]
 
 
 def test_ranks_take_every_sequence_once(tmp_path: Path) -> None:
@@ -155,27 +181,37 @@ def test_no_validation_text_means_no_validation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "saved"),
     [
-        ({}, [4, 8, 10]),  # 30 minutes, where a step takes 10: due after the third, the checkpoint comes after the next
+        (
+            {},
+            [4, 8, 10],
+        ),  # 30 minutes, where a step takes 10: due after the third, the checkpoint comes after the next
         ({"checkpoint_minutes": 50}, [6, 10]),
         ({"checkpoint_minutes": 0}, [10]),
         ({"checkpoint_every": 5}, [5, 10]),
         ({"checkpoint_every": 5, "checkpoint_minutes": 30}, [4, 5, 9, 10]),
     ],
 )
-def test_checkpoints_by_the_clock(tmp_path: Path, section: dict[str, Any], saved: list[int]) -> None:
+def test_checkpoints_by_the_clock(
+    tmp_path: Path, section: dict[str, Any], saved: list[int]
+) -> None:
     """A killed run of the default settings keeps what is older than half an hour."""
     passed = [0.0]
 
     def pass_time(step: int) -> None:
         passed[0] += 600
 
-    _, events = _run(tmp_path, FakeEngine(before=pass_time), seconds=lambda: passed[0], steps=10, **section)
+    _, events = _run(
+        tmp_path, FakeEngine(before=pass_time), seconds=lambda: passed[0], steps=10, **section
+    )
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     _run(tmp_path, FakeEngine(), steps=5, checkpoint_every=1, keep=2)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000005"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        "step-00000004",
+        "step-00000005",
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -190,7 +226,9 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path, number: 
 
 
 def test_a_signal_in_the_last_step_does_not_spoil_the_end(tmp_path: Path) -> None:
-    engine = FakeEngine(before=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None)
+    engine = FakeEngine(
+        before=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
+    )
     ended, events = _run(tmp_path, engine, steps=2, sample=SampleSection())
     assert ended == 0
     assert any(isinstance(event, Sampled) for event in events)
@@ -213,11 +251,15 @@ def test_handlers_are_given_back(tmp_path: Path) -> None:
 
 def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(tmp_path: Path) -> None:
     whole, second = FakeEngine(), FakeEngine()
-    first = FakeEngine(before=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None)
+    first = FakeEngine(
+        before=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
+    )
     _run(tmp_path / "whole", whole, steps=8)
     _run(tmp_path / "parts", first, steps=8)
     state = first.states[-1]
-    _, events = _run(tmp_path / "parts", second, start=Position(state["step"], state["samples"]), steps=8)
+    _, events = _run(
+        tmp_path / "parts", second, start=Position(state["step"], state["samples"]), steps=8
+    )
     assert first.batches + second.batches == whole.batches
     assert _told(events)[:2] == [("RunStarted", 3), ("StepDone", 4)]
 
@@ -264,9 +306,13 @@ def test_on_a_gpu_numbers_are_read_one_step_late_and_none_is_lost(tmp_path: Path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plait.train.loop.HostCopy", RecordedCopy)
-        patch.setattr(StopRequest, "shared", lambda self, device, is_due: torch.tensor([float(self.number)]))
+        patch.setattr(
+            StopRequest, "shared", lambda self, device, is_due: torch.tensor([float(self.number)])
+        )
         patch.setattr("plait.train.loop.peak_memory_bytes", lambda device: 0)
         _, events = _run(tmp_path, engine, steps=5, checkpoint_every=3)
-    assert reads == [(1, 2), (2, 3), (3, 3), (4, 5), (5, 5)], "a checkpoint and the end wait for all numbers"
+    assert reads == [(1, 2), (2, 3), (3, 3), (4, 5), (5, 5)], (
+        "a checkpoint and the end wait for all numbers"
+    )
     assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2, 3, 4, 5]
     assert sum(isinstance(event, CheckpointSaved) for event in events) == 2

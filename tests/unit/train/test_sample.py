@@ -45,11 +45,18 @@ def test_the_text_goes_on_from_the_prompt(engine: Engine, tokenizer: Any) -> Non
     assert text == tokenizer.decode([first + n for n in range(6)])
 
 
-def test_it_stops_at_the_end_of_the_text_and_of_the_positions(engine: Engine, tokenizer: Any) -> None:
-    (made,) = engine.generate([[298]], max_new_tokens=9, eos_token_id=tokenizer.eos_token_id, tokenizer=tokenizer)
+def test_it_stops_at_the_end_of_the_text_and_of_the_positions(
+    engine: Engine, tokenizer: Any
+) -> None:
+    (made,) = engine.generate(
+        [[298]], max_new_tokens=9, eos_token_id=tokenizer.eos_token_id, tokenizer=tokenizer
+    )
     assert (made.token_ids, made.finish_reason) == ([299, 0], "stop")
     model: Any = engine.model
-    model.config, model.seen = SimpleNamespace(max_position_embeddings=4, get_text_config=lambda **_: model.config), []
+    model.config, model.seen = (
+        SimpleNamespace(max_position_embeddings=4, get_text_config=lambda **_: model.config),
+        [],
+    )
     sample(engine, tokenizer, SampleSection(prompt="a", tokens=50, temperature=0), seed=0)
     assert model.seen == [1, 2, 3]
 

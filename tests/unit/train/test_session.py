@@ -20,7 +20,9 @@ class Handed(Exception):
 
 
 @pytest.mark.parametrize("done", [0, 30])
-def test_a_resumed_run_has_the_schedule_of_the_whole(monkeypatch: pytest.MonkeyPatch, done: int) -> None:
+def test_a_resumed_run_has_the_schedule_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
     def begin(_: Any, given: Given) -> None:
         raise Handed(given.total_steps)
 
@@ -41,6 +43,12 @@ def test_a_resumed_run_has_the_schedule_of_the_whole(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("data", [{}, {"sequence_length": 64}])
 def test_a_run_says_where_its_text_comes_from(data: dict[str, Any], tmp_path: Path) -> None:
     """A planned file has a sequence length alone, and must not train on the sources of Python."""
-    config = load({"model": {"config": {"model_type": "llama"}}, "data": data, "run": {"folder": str(tmp_path / "run")}})
+    config = load(
+        {
+            "model": {"config": {"model_type": "llama"}},
+            "data": data,
+            "run": {"folder": str(tmp_path / "run")},
+        }
+    )
     with pytest.raises(ConfigError, match=r'data.source: .*set it to "files"'):
         session.check(config, world_size=1, cache=tmp_path, say=lambda text: None)

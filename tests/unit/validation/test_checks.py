@@ -73,7 +73,9 @@ def test_a_rank_of_a_planned_layout() -> None:
         assert planned.judge(measured, prediction).outcome == "failed"
 
 
-def test_a_float64_reference_is_computed_once(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_float64_reference_is_computed_once(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two configurations of one rank share the references, which do not depend on the layout."""
     computed = []
     references = parity.references
@@ -104,7 +106,14 @@ def test_constants_of_the_planner(tmp_path_factory: pytest.TempPathFactory) -> N
     figures = device_of("h100")
     calibration = kernels.calibration_of(H100_KERNELS, figures)
     constants = kernels.constants_of(calibration)
-    assert constants == pytest.approx({"gemm.hopper": 700 / 989, "attention.hopper": 400 / 989, "memory": 2.9 / 3.35, "ramp": 4e-6})
+    assert constants == pytest.approx(
+        {
+            "gemm.hopper": 700 / 989,
+            "attention.hopper": 400 / 989,
+            "memory": 2.9 / 3.35,
+            "ramp": 4e-6,
+        }
+    )
     path = tmp_path_factory.mktemp("calibration") / "h100.json"
     save(path, calibration, Origin("h100"))
     loaded, origin = load(path)
@@ -134,8 +143,14 @@ def test_attention_kernels(context: Context) -> None:
     result = attention.kernels(context, {})
     assert result.outcome == "passed", result.reason
     assert result.numbers["float32"]["kernel"] == "cpu"
-    assert 0 < result.numbers["bfloat16, documents"]["largest_error"] < attention.ALLOWED[torch.bfloat16]
-    problems = attention.problems_of(attention.Case(torch.float16), "flash", {"output": 1.0, "gradient of key": float("nan")})
+    assert (
+        0
+        < result.numbers["bfloat16, documents"]["largest_error"]
+        < attention.ALLOWED[torch.bfloat16]
+    )
+    problems = attention.problems_of(
+        attention.Case(torch.float16), "flash", {"output": 1.0, "gradient of key": float("nan")}
+    )
     assert problems == [
         "float16 (flash): error of the output 1.0e+00, allowed 4e-03",
         "float16 (flash): error of the gradient of key nan, allowed 4e-03",

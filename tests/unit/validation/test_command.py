@@ -38,10 +38,16 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Row]:
 
 def test_all_passed(machine: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
     """A pipe gets a line per row, and the document has all numbers."""
-    machine += [launches.row("planned/tp"), launches.row("nccl/step-tp", unavailable="there is one GPU")]
+    machine += [
+        launches.row("planned/tp"),
+        launches.row("nccl/step-tp", unavailable="there is one GPU"),
+    ]
     assert run() == 0
     shown = capsys.readouterr().out
-    assert "2 of 2 GPUs (NVIDIA H100 80GB HBM3, 80.0 GiB), driver 580.95.05, torch 2.13.0+cu130" in shown
+    assert (
+        "2 of 2 GPUs (NVIDIA H100 80GB HBM3, 80.0 GiB), driver 580.95.05, torch 2.13.0+cu130"
+        in shown
+    )
     assert "2 rows, planned for 36 s on an H100, budget 8 minutes" in shown
     assert "passed   planned/tp" in shown and "ratio 1.00" in shown
     assert "not run  nccl/step-tp" in shown
@@ -84,7 +90,9 @@ def test_nothing_ran(machine: list[Row]) -> None:
     assert run() == 1
 
 
-def test_a_full_disk(machine: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk(
+    machine: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A full disk ends the command with a sentence; the results so far are on the screen."""
 
     def full(path: Path, text: str) -> None:
@@ -109,12 +117,16 @@ def test_a_full_disk(machine: list[Row], monkeypatch: pytest.MonkeyPatch, capsys
         (("--list", "--nproc-per-node", "9"), "a validation uses 1 to 8 GPUs"),
     ],
 )
-def test_wrong_input(machine: list[Row], arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input(
+    machine: list[Row], arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_row_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_row_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setattr(command, "machine_facts", lambda: dict(FACTS))
     assert run("--only", "parity/zero9", "--out", str(tmp_path / "x.json")) == 2
     shown = capsys.readouterr().err
@@ -133,7 +145,9 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--minutes", "3"), ("--only", "parity"), ("--list",)])
-def test_options_of_the_validation_alone(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_the_validation_alone(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(["doctor", *arguments])
     assert end.value.code == 2 and "add --validate" in capsys.readouterr().err
@@ -150,7 +164,9 @@ def test_options_of_the_validation_alone(arguments: tuple[str, ...], capsys: pyt
         ({"accelerator": "xpu"}, "has the accelerator 'xpu'"),
     ],
 )
-def test_without_a_gpu(changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_gpu(
+    changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The command ends with a code of its own and a sentence."""
     facts = json.dumps({**FACTS, "devices": [], **changed})
     process = command.subprocess.CompletedProcess([], 0, facts, "")

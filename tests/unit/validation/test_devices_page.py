@@ -40,13 +40,18 @@ RESULTS = [
 
 
 def sent_in(**changed: Any) -> dict[str, Any]:
-    found = document({**FACTS, "gpus_used": 2}, RESULTS, at="2026-12-01T10:00:00+00:00", seconds=840, only=())
+    found = document(
+        {**FACTS, "gpus_used": 2}, RESULTS, at="2026-12-01T10:00:00+00:00", seconds=840, only=()
+    )
     return {**found, **changed}
 
 
 def test_the_page() -> None:
     text = devices.page({"2xh100.json": sent_in()})
-    assert "| 2 x NVIDIA H100 80GB HBM3, 80.0 GiB | 2026-12-01 | 0.1.0 | 2.13.0+cu130 | 3 | 1 | 1 |" in text
+    assert (
+        "| 2 x NVIDIA H100 80GB HBM3, 80.0 GiB | 2026-12-01 | 0.1.0 | 2.13.0+cu130 | 3 | 1 | 1 |"
+        in text
+    )
     assert "float64: 3e-15, bfloat16 with float32 parameters: 70% of what is allowed" in text
     assert "measured 100.0 GiB, prediction +1.0%" in text
     assert "| 61 of 100 | plait 16,384 tokens/s, MFU 40.0%; fsdp2 20,480 tokens/s" in text
@@ -74,12 +79,17 @@ def test_wrong_files(content: str, told: str, tmp_path: Path) -> None:
         devices.read(tmp_path)
 
 
-def test_an_added_document_is_shorter_and_gives_the_same_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_added_document_is_shorter_and_gives_the_same_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     # The folder and the page of the repository stay as they are.
     monkeypatch.setattr(devices, "FOLDER", tmp_path / "devices")
     monkeypatch.setattr(devices, "PAGE", tmp_path / "devices.md")
     devices.FOLDER.mkdir()
-    kernels = [{"name": f"kernel {number}", "per_step": 1.0, "seconds_per_step": 1 / 3} for number in range(10)]
+    kernels = [
+        {"name": f"kernel {number}", "per_step": 1.0, "seconds_per_step": 1 / 3}
+        for number in range(10)
+    ]
     profile = {
         "name": "profile/plait",
         "title": "kernels",
@@ -102,7 +112,9 @@ def test_an_added_document_is_shorter_and_gives_the_same_page(monkeypatch: pytes
     assert devices.main(["--add", str(tmp_path / "validation.json"), "2xh100"]) == 0
 
     added = json.loads((devices.FOLDER / "2xh100.json").read_text())
-    assert [kernel["name"] for kernel in added["rows"][-1]["numbers"]["longest_kernels"]] == [f"kernel {number}" for number in range(5)]
+    assert [kernel["name"] for kernel in added["rows"][-1]["numbers"]["longest_kernels"]] == [
+        f"kernel {number}" for number in range(5)
+    ]
     assert devices.PAGE.read_text() == devices.page({"2xh100.json": sent})
 
 

@@ -77,7 +77,9 @@ def test_a_launch_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_low_value_are_left_out() -> None:
     """Rows that do not fit are not run, with the numbers; a shorter row after them still fits."""
     budget = LAUNCH_PLANNED_SECONDS + 100
-    results = run([row("a", planned=40), row("b", planned=125), row("c", planned=30)], budget=budget)
+    results = run(
+        [row("a", planned=40), row("b", planned=125), row("c", planned=30)], budget=budget
+    )
     assert [result.outcome for result in results] == ["passed", "not run", "passed"]
     assert "planned for 125 s" in results[1].reason and "raise --minutes" in results[1].reason
 

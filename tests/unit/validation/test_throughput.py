@@ -49,10 +49,14 @@ def test_the_hand_written_llama_is_the_llama_of_transformers() -> None:
         parameter.data.copy_(theirs.get_parameter(transformers_name(name)))
     batch = random_batch(workload, torch.device("cpu"), seed=1)
     loss = theirs(input_ids=batch["input_ids"]).logits
-    loss = torch.nn.functional.cross_entropy(loss[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    loss = torch.nn.functional.cross_entropy(
+        loss[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    )
     loss.backward()
     own_loss = ours.logits(batch["input_ids"])
-    own_loss = torch.nn.functional.cross_entropy(own_loss[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    own_loss = torch.nn.functional.cross_entropy(
+        own_loss[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    )
     own_loss.backward()
     # Both compute the angles of positions in float32, and the norms of Transformers are float32 too.
     assert own_loss.item() == pytest.approx(loss.item(), rel=1e-6)
@@ -99,7 +103,9 @@ def test_compiled_contenders(context: Context) -> None:
     assert throughput.compare(context, settings).numbers["rounds"] == 2
 
 
-def test_fewer_layers_after_memory_ran_out(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_layers_after_memory_ran_out(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A contender that runs out of memory lowers the depth of all, and nothing of it stays alive."""
     built: list[int] = []
 
@@ -119,9 +125,15 @@ def test_fewer_layers_after_memory_ran_out(context: Context, monkeypatch: pytest
         throughput.first_visits(context, ["fsdp2"], TINY.with_layers(3))
 
 
-def test_fewer_layers_after_the_allocator_had_to_retry(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_layers_after_the_allocator_had_to_retry(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps that wait for the allocator are not compared."""
-    monkeypatch.setattr(throughput, "visit", lambda context, name, workload: Visit(1.0, 1.0, 10, 2.0, retries=int(workload.layers > 4)))
+    monkeypatch.setattr(
+        throughput,
+        "visit",
+        lambda context, name, workload: Visit(1.0, 1.0, 10, 2.0, retries=int(workload.layers > 4)),
+    )
     workload, visits, _ = throughput.first_visits(context, ["plait", "fsdp2"], TINY.with_layers(8))
     assert workload.layers == 4 and set(visits) == {"plait", "fsdp2"}
 
@@ -155,7 +167,11 @@ def visits(**seconds: float) -> dict[str, Visit]:
 
 
 def test_ratios_have_a_spread() -> None:
-    rounds = [visits(plait=1.1, fsdp2=1.0), visits(plait=1.0, fsdp2=1.0), visits(plait=1.5, fsdp2=1.0)]
+    rounds = [
+        visits(plait=1.1, fsdp2=1.0),
+        visits(plait=1.0, fsdp2=1.0),
+        visits(plait=1.5, fsdp2=1.0),
+    ]
     numbers = throughput.comparison(rounds, TINY, 1e12, 1)
     assert numbers["ratio"]["fsdp2"] == {"median": 1.1, "least": 1.0, "most": 1.5}
     assert numbers["mfu"]["fsdp2"] == pytest.approx(TINY.flops / 1e12)

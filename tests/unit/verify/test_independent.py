@@ -39,7 +39,9 @@ class Model(nn.Module):
         self.head = nn.Linear(6, 17, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, side: bool = False) -> Any:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, side: bool = False
+    ) -> Any:
         hidden = self.embed(input_ids).cumsum(1) * attention_mask[..., None]
         return SimpleNamespace(logits=self.head(hidden + self.side(hidden) if side else hidden))
 
@@ -47,7 +49,9 @@ class Model(nn.Module):
 def steps() -> list[list[dict[str, Any]]]:
     micro_batch = token_batches(vocabulary=17, first="input_ids", mask="attention_mask")
     generator = torch.Generator().manual_seed(3)
-    made: list[list[dict[str, Any]]] = [[micro_batch(3, generator) for _ in range(2)] for _ in range(4)]
+    made: list[list[dict[str, Any]]] = [
+        [micro_batch(3, generator) for _ in range(2)] for _ in range(4)
+    ]
     made[0][1]["labels"].fill_(-100)
     for batch in made[1]:
         batch["labels"].fill_(-100)
@@ -66,21 +70,38 @@ def test_it_is_what_torch_computes(clipping: float) -> None:
         targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step)
         total = torch.zeros((), dtype=torch.float64)
         for batch in step:
-            logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1]
-            total = total + F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum")
+            logits = model(
+                **{key: value for key, value in batch.items() if key != "labels"}
+            ).logits[:, :-1]
+            total = total + F.cross_entropy(
+                logits.flatten(0, 1),
+                batch["labels"][:, 1:].flatten(),
+                ignore_index=-100,
+                reduction="sum",
+            )
         (total / max(targets, 1)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clipping or math.inf)
         assert result.norms[index] == pytest.approx(float(norm), rel=1e-12, abs=1e-300)
-        assert math.isnan(result.losses[index]) if not targets else result.losses[index] == pytest.approx(float(total) / targets, rel=1e-12)
+        assert (
+            math.isnan(result.losses[index])
+            if not targets
+            else result.losses[index] == pytest.approx(float(total) / targets, rel=1e-12)
+        )
         for name, parameter in model.named_parameters():
             found = result.gradients[index][name]
-            assert (found is None) == (parameter.grad is None) == (name.startswith("side") and index != 2)
+            assert (
+                (found is None)
+                == (parameter.grad is None)
+                == (name.startswith("side") and index != 2)
+            )
             if found is not None and parameter.grad is not None:
                 np.testing.assert_allclose(found, parameter.grad.numpy(), rtol=1e-10, atol=1e-14)
         update.step()
         update.zero_grad()
     for name, parameter in model.named_parameters():
-        np.testing.assert_allclose(result.parameters[name], parameter.detach().numpy(), rtol=1e-10, atol=1e-13)
+        np.testing.assert_allclose(
+            result.parameters[name], parameter.detach().numpy(), rtol=1e-10, atol=1e-13
+        )
 
 
 def test_other_weights_are_refused() -> None:
@@ -103,7 +124,13 @@ def test_batches_are_padded_on_both_sides() -> None:
 
 # ---- what the other reference cannot see --------------------------------------------------------------------------------------------
 
-FIELDS = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+FIELDS = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 FILE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 0.5,
@@ -130,7 +157,9 @@ def sections_of(plan: Plan) -> tuple[Section, Section]:
     """Of the two references on the same computation."""
     found = one_process(plan)
     second, unchecked = second_trace(plan, found)
-    return compare_float64(plan, one_process(plan), found), compare_independent(plan, second, found, unchecked=unchecked)
+    return compare_float64(plan, one_process(plan), found), compare_independent(
+        plan, second, found, unchecked=unchecked
+    )
 
 
 def _shifted_twice(batch: Any) -> torch.Tensor:
@@ -146,7 +175,12 @@ def test_mistakes_in_shared_code_are_seen() -> None:
     plan = planned()
     shared, independently = sections_of(plan)
     assert not shared.different and not independently.different
-    assert {row.kind for row in independently.rows} == {"loss", "gradient norm", "gradient", "parameter"}
+    assert {row.kind for row in independently.rows} == {
+        "loss",
+        "gradient norm",
+        "gradient",
+        "parameter",
+    }
     with patch.object(plait.losses.loss.CausalLMLoss, "_targets", staticmethod(_shifted_twice)):
         shared, independently = sections_of(plan)
         assert not shared.different and independently.different[0].kind == "loss"
@@ -162,16 +196,21 @@ def test_what_is_not_judged_is_said() -> None:
     plan = planned(optimizer={"type": "SGD", "params": {"lr": 0.1}})
     _, section = sections_of(plan)
     assert not section.different
-    assert {row.kind for row in section.rows} == {"loss", "gradient norm", "gradient"} and {row.step for row in section.rows} == {0}
+    assert {row.kind for row in section.rows} == {"loss", "gradient norm", "gradient"} and {
+        row.step for row in section.rows
+    } == {0}
     assert section.notes == (
         "compared: the first step's loss, norm and gradients; not compared: what follows, because "
         "it has AdamW only, and the optimizer is SGD",
     )
     assert adamw_of(OptimizerSpec()) == independent.AdamW(1e-3, 0.9, 0.999, 1e-8, 0.0)
-    assert adamw_of(OptimizerSpec(type="Adam", params={"torch_adam": True, "lr": "auto"})) == independent.AdamW(
-        5e-5, 0.9, 0.999, 1e-8, 0.01
+    assert adamw_of(
+        OptimizerSpec(type="Adam", params={"torch_adam": True, "lr": "auto"})
+    ) == independent.AdamW(5e-5, 0.9, 0.999, 1e-8, 0.01)
+    assert (
+        adamw_of(OptimizerSpec(type="Adam", params={"adam_w_mode": False}))
+        == "it has AdamW only, and the optimizer is Adam"
     )
-    assert adamw_of(OptimizerSpec(type="Adam", params={"adam_w_mode": False})) == "it has AdamW only, and the optimizer is Adam"
     assert adamw_of(OptimizerSpec(type="AdamW", params={"amsgrad": True})) == "it has no amsgrad"
     assert "int8" in str(adamw_of(OptimizerSpec(states="int8")))
 
@@ -181,7 +220,12 @@ def test_the_file_imports_nothing_of_plait() -> None:
     import ast
 
     tree = ast.parse(Path(independent.__file__).read_text())
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {module.partition(".")[0] for module in modules} <= {
         "__future__",

@@ -15,18 +15,37 @@ from plait.verify.plan import Plan, in_float32, refuse_peer
 
 
 def resolved(world_size: int = 2, **config: Any) -> Resolved:
-    return resolve(load({"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, **config}), world_size=world_size)
+    return resolve(
+        load({"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, **config}),
+        world_size=world_size,
+    )
 
 
 def plan(file: dict[str, Any] | None = None, *, device: Any = "cpu", **config: Any) -> Plan:
     small, _ = in_float32(resolved(**config))
     tested = TestedModel(title="test", vocabulary=4)
-    return Plan(tested, small, "deepspeed", ("configured",), 2, "float32", (), (), device=device, deepspeed=file)
+    return Plan(
+        tested,
+        small,
+        "deepspeed",
+        ("configured",),
+        2,
+        "float32",
+        (),
+        (),
+        device=device,
+        deepspeed=file,
+    )
 
 
 def test_a_deepspeed_file_stays_itself() -> None:
     """But for what the comparison sets: batch, precision, a constant learning rate; `auto` is DeepSpeed's default."""
-    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto", "round_robin_gradients": True}
+    zero = {
+        "stage": 2,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "round_robin_gradients": True,
+    }
     file = {
         "zero_optimization": zero,
         "train_batch_size": 512,
@@ -36,9 +55,15 @@ def test_a_deepspeed_file_stays_itself() -> None:
         "gradient_clipping": "auto",
     }
     given = peers.deepspeed_config(plan(file, zero_optimization={"stage": 2}))
-    assert given["zero_optimization"] == {"stage": 2, "overlap_comm": True, "round_robin_gradients": True}
+    assert given["zero_optimization"] == {
+        "stage": 2,
+        "overlap_comm": True,
+        "round_robin_gradients": True,
+    }
     assert given["prescale_gradients"] is True
-    assert given["train_micro_batch_size_per_gpu"] == 2 and given["gradient_accumulation_steps"] == 1
+    assert (
+        given["train_micro_batch_size_per_gpu"] == 2 and given["gradient_accumulation_steps"] == 1
+    )
     assert given["gradient_clipping"] == 0.5
     assert not {"bf16", "scheduler", "train_batch_size"} & set(given)
     assert file["zero_optimization"]["reduce_bucket_size"] == "auto", "the file is not changed"  # type: ignore[index]
@@ -47,7 +72,9 @@ def test_a_deepspeed_file_stays_itself() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_optimizer(device: str) -> None:
     """On a CPU torch's, which needs no compilation, with DeepSpeed's default weight decay."""
-    given = peers.deepspeed_config(plan(device=device, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}))
+    given = peers.deepspeed_config(
+        plan(device=device, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    )
     extra = {"torch_adam": True, "weight_decay": 0.0} if device == "cpu" else {}
     assert given["optimizer"] == {"type": "AdamW", "params": {"lr": 1e-2, **extra}}
     assert given["zero_optimization"] == {"stage": 0}
@@ -63,20 +90,51 @@ def test_precision_is_told() -> None:
 @pytest.mark.parametrize(
     ("engine", "config", "passes", "installed", "told"),
     [
-        ("deepspeed", {}, ("configured",), False, "--engine deepspeed: it is not installed here; .* -m pip install deepspeed"),
-        ("deepspeed", {}, ("float64", "configured"), True, "--dtype float64: DeepSpeed trains in float32"),
-        ("deepspeed", {"parallel": {"tp": 2}}, ("configured",), True, "parallel.tp = 2: deepspeed is compared on data parallelism"),
-        ("accelerate", {"zero_optimization": {"stage": 3}}, ("float64",), True, "--set zero_optimization.stage=0"),
+        (
+            "deepspeed",
+            {},
+            ("configured",),
+            False,
+            "--engine deepspeed: it is not installed here; .* -m pip install deepspeed",
+        ),
+        (
+            "deepspeed",
+            {},
+            ("float64", "configured"),
+            True,
+            "--dtype float64: DeepSpeed trains in float32",
+        ),
+        (
+            "deepspeed",
+            {"parallel": {"tp": 2}},
+            ("configured",),
+            True,
+            "parallel.tp = 2: deepspeed is compared on data parallelism",
+        ),
+        (
+            "accelerate",
+            {"zero_optimization": {"stage": 3}},
+            ("float64",),
+            True,
+            "--set zero_optimization.stage=0",
+        ),
     ],
 )
-def test_refused(engine: Any, config: dict[str, Any], passes: Any, installed: bool, told: str) -> None:
+def test_refused(
+    engine: Any, config: dict[str, Any], passes: Any, installed: bool, told: str
+) -> None:
     with pytest.raises(PlaitError, match=told) as caught:
         refuse_peer(engine, resolved(**config), passes, installed=lambda _: installed)
     assert caught.value.exit_code == 2
 
 
 def test_accepted() -> None:
-    refuse_peer("deepspeed", resolved(zero_optimization={"stage": 3}), ("configured",), installed=lambda _: True)
+    refuse_peer(
+        "deepspeed",
+        resolved(zero_optimization={"stage": 3}),
+        ("configured",),
+        installed=lambda _: True,
+    )
     refuse_peer("accelerate", resolved(), ("float64", "configured"), installed=lambda _: True)
 
 

@@ -20,10 +20,21 @@ NAMES = ("embed", "layers.0.q", "layers.0.v", "layers.1.q", "head")
 
 
 def plan(*, exact: bool = True, **config: Any) -> Plan:
-    resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "run": {}, **config}), world_size=1)
+    resolved = resolve(
+        load({"train_micro_batch_size_per_gpu": 1, "run": {}, **config}), world_size=1
+    )
     tested = TestedModel(title="test", vocabulary=4, exact=exact)
     passes = ("float64", "configured")
-    return Plan(tested, resolved, "plait", passes, steps=2, dtype="float32", blocks=("layers.0", "layers.1"), lines=())
+    return Plan(
+        tested,
+        resolved,
+        "plait",
+        passes,
+        steps=2,
+        dtype="float32",
+        blocks=("layers.0", "layers.1"),
+        lines=(),
+    )
 
 
 def trace(*, noise: float = 0.0, seed: int = 0, scale: float = 1.0) -> Trace:
@@ -31,8 +42,13 @@ def trace(*, noise: float = 0.0, seed: int = 0, scale: float = 1.0) -> Trace:
     base, extra = torch.Generator().manual_seed(1), torch.Generator().manual_seed(seed)
 
     def tensors(size: float) -> dict[str, torch.Tensor]:
-        made = {name: torch.randn(40, 5, generator=base, dtype=torch.float64) * size for name in NAMES}
-        return {name: t * (1 + noise * torch.randn(t.shape, generator=extra, dtype=torch.float64)) for name, t in made.items()}
+        made = {
+            name: torch.randn(40, 5, generator=base, dtype=torch.float64) * size for name in NAMES
+        }
+        return {
+            name: t * (1 + noise * torch.randn(t.shape, generator=extra, dtype=torch.float64))
+            for name, t in made.items()
+        }
 
     initial = {name: torch.ones(40, 5, dtype=torch.float64) for name in NAMES}
     gradients = (tensors(scale), tensors(scale))
@@ -74,8 +90,13 @@ def changed(source: Trace, name: str, factor: float, *, step: int = 1) -> Trace:
 @pytest.mark.parametrize("factor", [0.5, -1.0, float("nan"), 1 + 1e-8])
 def test_one_gradient(factor: float) -> None:
     """The first difference is named, with its step."""
-    section = compare_float64(plan(), trace(), changed(changed(trace(), "head", 0.5), "layers.1.q", factor))
-    assert [(row.kind, row.step, row.name) for row in section.different] == [("gradient", 1, "layers.1.q"), ("gradient", 1, "head")]
+    section = compare_float64(
+        plan(), trace(), changed(changed(trace(), "head", 0.5), "layers.1.q", factor)
+    )
+    assert [(row.kind, row.step, row.name) for row in section.different] == [
+        ("gradient", 1, "layers.1.q"),
+        ("gradient", 1, "head"),
+    ]
     told = failure(Report((section,)))
     assert "2 of 24" in told
     assert "first: gradient of layers.1.q in step 1" in told
@@ -84,19 +105,31 @@ def test_one_gradient(factor: float) -> None:
 def test_a_missing_gradient_and_a_wrong_shape() -> None:
     gradients = trace().gradients
     missing = replace(trace(), gradients=({**gradients[0], "layers.0.v": None}, gradients[1]))
-    assert [row.name for row in compare_float64(plan(), trace(), missing).different] == ["layers.0.v"]
+    assert [row.name for row in compare_float64(plan(), trace(), missing).different] == [
+        "layers.0.v"
+    ]
     cut = replace(trace(), parameters={**trace().parameters, "head": torch.zeros(40, 4)})
     told = str(compare_float64(plan(), trace(), cut).different[0])
     assert told == "parameter of head: one of the two has none, or another shape"
 
 
 def test_copies_on_ranks() -> None:
-    spread = (Difference("copies of parameter layers.0.q on different ranks", 0.25, "parameter", None, "layers.0.q"),)
+    spread = (
+        Difference(
+            "copies of parameter layers.0.q on different ranks",
+            0.25,
+            "parameter",
+            None,
+            "layers.0.q",
+        ),
+    )
     for section in (
         compare_float64(plan(), trace(), replace(trace(), spread=spread)),
         compare_configured(plan(), trace(), trace(), replace(trace(), spread=spread)),
     ):
-        assert [str(row) for row in section.different] == ["parameter of layers.0.q: ranks hold different copies, 2.5e-01 apart"]
+        assert [str(row) for row in section.different] == [
+            "parameter of layers.0.q: ranks hold different copies, 2.5e-01 apart"
+        ]
 
 
 def test_configured_allows_what_one_process_has() -> None:
@@ -113,26 +146,37 @@ def test_configured_allows_what_one_process_has() -> None:
 
 def test_configured_sees_one_wrong_tensor() -> None:
     single, found = trace(noise=1e-2, seed=11), trace(noise=1e-2, seed=12)
-    section = compare_configured(plan(bf16={"enabled": True}), trace(), single, changed(found, "layers.0.v", 1.1, step=0))
-    assert ("gradient", 0, "layers.0.v") in {(row.kind, row.step, row.name) for row in section.different}
+    section = compare_configured(
+        plan(bf16={"enabled": True}), trace(), single, changed(found, "layers.0.v", 1.1, step=0)
+    )
+    assert ("gradient", 0, "layers.0.v") in {
+        (row.kind, row.step, row.name) for row in section.different
+    }
 
 
 def test_configured_measures_parameters_against_what_changed() -> None:
     """After a step of 1e-3, a parameter that stayed as it was is 1e-3 off, and wrong."""
     still = replace(trace(), parameters={**trace().parameters, "head": trace().initial["head"]})
-    section = compare_configured(plan(bf16={"enabled": True}), trace(), trace(noise=1e-2, seed=11), still)
+    section = compare_configured(
+        plan(bf16={"enabled": True}), trace(), trace(noise=1e-2, seed=11), still
+    )
     assert "head" in {row.name for row in section.different}
 
 
 def test_skipped_steps() -> None:
-    found = replace(trace(), gradients=({}, trace().gradients[1]), grad_norms=(math.inf, 1.0), skipped=(0,))
+    found = replace(
+        trace(), gradients=({}, trace().gradients[1]), grad_norms=(math.inf, 1.0), skipped=(0,)
+    )
     exact = replace(trace(), gradients=({}, trace().gradients[1]), skipped=(0,))
     overflowed = replace(exact, grad_norms=(math.nan, 1.0))
     section = compare_configured(plan(), exact, overflowed, found)
     assert not section.different
     assert "step 0" in section.notes[0]
     assert not [row for row in section.rows if row.step == 0 and row.kind != "loss"]
-    for needless in (compare_configured(plan(), exact, exact, found), compare_float64(plan(), exact, found)):
+    for needless in (
+        compare_configured(plan(), exact, exact, found),
+        compare_float64(plan(), exact, found),
+    ):
         assert any("one process does not overflow" in str(row) for row in needless.different)
 
 
@@ -143,13 +187,17 @@ def test_nothing_but_skipped_steps_is_no_proof() -> None:
 
 
 def test_tables() -> None:
-    report = Report((compare_float64(plan(), trace(), changed(trace(), "layers.1.q", 0.5)),), plan().blocks)
+    report = Report(
+        (compare_float64(plan(), trace(), changed(trace(), "layers.1.q", 0.5)),), plan().blocks
+    )
     told = lines(report)
     first = next(line for line in told if "DIFFERENT" in line)
     assert first == told[3], "the worst comes first, under title and headings"
     assert first.split()[:5] == ["gradient", "layers.1.*", "q,", "step", "1"]
     assert sum("layers.0" in line for line in told) == 2, "a line a block and kind"
-    assert sum("initial weight" in line for line in told) == 1, "and one for what every run begins with, unless it differs"
+    assert sum("initial weight" in line for line in told) == 1, (
+        "and one for what every run begins with, unless it differs"
+    )
     everything = lines(report, everything=True)
     assert sum("layers.0" in line for line in everything) == 6
     assert any(line.split()[:2] == ["gradient", "layers.1.q"] for line in everything)
@@ -160,7 +208,9 @@ def test_json_has_no_infinity() -> None:
     missing = replace(trace(), gradients=({**gradients[0], "head": None}, gradients[1]))
     report = Report((compare_float64(plan(), trace(), missing),), facts={"engine": "plait"})
     read = json.loads(json.dumps(report.as_dict(), allow_nan=False))
-    assert read["equal"] is False and read["first_different"] == "head" and read["engine"] == "plait"
+    assert (
+        read["equal"] is False and read["first_different"] == "head" and read["engine"] == "plait"
+    )
 
 
 def test_worst_is_nan() -> None:
@@ -172,10 +222,22 @@ def test_worst_is_nan() -> None:
 def test_noise_that_adam_makes_large() -> None:
     """The gradient of a key's bias is 0 but for rounding; Adam moves it all the same, and that is no difference. A real gradient is."""
     size = {"bias": 1e-18, "weight": 1.0}
-    gradients = tuple({name: torch.full((3,), value, dtype=torch.float64) for name, value in size.items()} for _ in range(2))
-    values = {"bias": torch.full((3,), 1e-6, dtype=torch.float64), "weight": torch.ones(3, dtype=torch.float64)}
+    gradients = tuple(
+        {name: torch.full((3,), value, dtype=torch.float64) for name, value in size.items()}
+        for _ in range(2)
+    )
+    values = {
+        "bias": torch.full((3,), 1e-6, dtype=torch.float64),
+        "weight": torch.ones(3, dtype=torch.float64),
+    }
     one = Trace((1.0, 1.0), (1.0, 1.0), gradients, values)
     moved = replace(one, parameters={**values, "bias": values["bias"] + 5e-12})
     assert worst(compare(one, moved)).ok(1e-10)
-    loud = replace(one, gradients=({**gradients[0], "bias": torch.full((3,), 1e-9, dtype=torch.float64)}, gradients[1]))
+    loud = replace(
+        one,
+        gradients=(
+            {**gradients[0], "bias": torch.full((3,), 1e-9, dtype=torch.float64)},
+            gradients[1],
+        ),
+    )
     assert not worst(compare(loud, replace(moved, gradients=loud.gradients))).ok(1e-10)

@@ -51,7 +51,14 @@ def test_heads_are_cut_the_same_way(heads: int, groups: int, degrees: list[int])
 
 @pytest.mark.parametrize(
     ("heads", "kv", "degrees", "expected"),
-    [(32, 8, (), (4, 2)), (32, 8, (2,), (8, 4)), (32, 32, (2,), (4, 4)), (32, 1, (4,), (8, 1)), (71, 71, (2,), (5, 5)), (2, 2, (), (2, 2))],
+    [
+        (32, 8, (), (4, 2)),
+        (32, 8, (2,), (8, 4)),
+        (32, 32, (2,), (4, 4)),
+        (32, 1, (4,), (8, 1)),
+        (71, 71, (2,), (5, 5)),
+        (2, 2, (), (2, 2)),
+    ],
 )
 def test_heads(heads: int, kv: int, degrees: tuple[int, ...], expected: tuple[int, int]) -> None:
     assert shrink.shrink_heads(heads, kv, degrees) == expected
@@ -59,11 +66,19 @@ def test_heads(heads: int, kv: int, degrees: tuple[int, ...], expected: tuple[in
 
 def test_llama() -> None:
     layout = Layout(tp=2, dp_shard=2)
-    small = shrink.with_small_rest(shrink.with_width(shrink.with_depth(LLAMA, 2), layout, head_size=8), layout)
+    small = shrink.with_small_rest(
+        shrink.with_width(shrink.with_depth(LLAMA, 2), layout, head_size=8), layout
+    )
     assert small["num_hidden_layers"] == 2
-    assert (small["num_attention_heads"], small["num_key_value_heads"], small["head_dim"]) == (8, 4, 8)
+    assert (small["num_attention_heads"], small["num_key_value_heads"], small["head_dim"]) == (
+        8,
+        4,
+        8,
+    )
     assert small["hidden_size"] == 64
-    assert small["vocab_size"] % 2 == 1, "32001 rows are sharded unevenly, so the small vocabulary is too"
+    assert small["vocab_size"] % 2 == 1, (
+        "32001 rows are sharded unevenly, so the small vocabulary is too"
+    )
     assert small["attention_dropout"] == 0.0
     assert max(small["eos_token_id"]) < small["vocab_size"]
     assert LLAMA["num_hidden_layers"] == 32, "the given configuration stays as it is"
@@ -75,24 +90,43 @@ def test_llama() -> None:
 
 def test_every_kind_of_layer_stays() -> None:
     kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 4
-    fields = {**LLAMA, "num_hidden_layers": 24, "layer_types": kinds, "mlp_only_layers": [0, 20], "first_k_dense_replace": 3}
+    fields = {
+        **LLAMA,
+        "num_hidden_layers": 24,
+        "layer_types": kinds,
+        "mlp_only_layers": [0, 20],
+        "first_k_dense_replace": 3,
+    }
     small = shrink.with_depth(fields, 2)
     assert small["num_hidden_layers"] == 2
     assert small["layer_types"] == ["sliding_attention", "full_attention"]
     assert small["mlp_only_layers"] == [0]
     assert small["first_k_dense_replace"] == 1
-    assert shrink.with_depth(fields, 4)["layer_types"] == ["sliding_attention"] * 3 + ["full_attention"]
+    assert shrink.with_depth(fields, 4)["layer_types"] == ["sliding_attention"] * 3 + [
+        "full_attention"
+    ]
 
 
 def test_a_hidden_size_of_its_own_stays_one() -> None:
     """Gemma: heads x head size is not the hidden size. A transposed weight must not fit."""
-    fields = {**LLAMA, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    fields = {
+        **LLAMA,
+        "hidden_size": 2304,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    }
     small = shrink.with_width(fields, Layout(tp=2), head_size=8)
     assert small["hidden_size"] != small["num_attention_heads"] * small["head_dim"]
 
 
 def test_experts() -> None:
-    fields = {**LLAMA, "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    fields = {
+        **LLAMA,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
     small = shrink.with_width(fields, Layout(), head_size=8)
     assert small["num_local_experts"] == 16
     assert small["num_experts_per_tok"] == 8
@@ -118,7 +152,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3) for _ in range(5))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3) for _ in range(5)
+        )
         self.final = nn.Dropout(0.2)
         self.attention_dropout = 0.1
         self.p = 0.5
@@ -153,7 +189,12 @@ PARTS = {
         "vocab_size": 262208,
         "layer_types": ["sliding"] * 11 + ["full"],
     },
-    "vision_config": {"model_type": "siglip", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "vision_config": {
+        "model_type": "siglip",
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    },
     "image_token_index": 262144,
 }
 
@@ -161,7 +202,9 @@ PARTS = {
 def test_parts_are_made_small() -> None:
     """A model of text and images keeps every kind of text layer."""
     assert shrink.depth_of(PARTS) == 12
-    small = shrink.with_small_rest(shrink.with_width(shrink.with_depth(PARTS, 3), Layout(), head_size=8), Layout())
+    small = shrink.with_small_rest(
+        shrink.with_width(shrink.with_depth(PARTS, 3), Layout(), head_size=8), Layout()
+    )
     text = small["text_config"]
     assert text["layer_types"] == ["sliding", "sliding", "full"] and text["num_hidden_layers"] == 3
     assert text["head_dim"] == 8 and text["hidden_size"] < 100 and text["vocab_size"] < 100
@@ -180,25 +223,52 @@ def test_layers_that_differ_by_number() -> None:
         "per_layer_config": {"03": {"head_dim": 256}, "05": {"head_dim": 256}},
     }
     shallow = shrink.with_depth(fields, 2)
-    assert shallow["num_hidden_layers"] == 2 and shallow["per_layer_config"] == {"1": {"head_dim": 256}}
-    assert shrink.with_width(shallow, Layout(), head_size=8)["per_layer_config"] == {"1": {"head_dim": 16}}
+    assert shallow["num_hidden_layers"] == 2 and shallow["per_layer_config"] == {
+        "1": {"head_dim": 256}
+    }
+    assert shrink.with_width(shallow, Layout(), head_size=8)["per_layer_config"] == {
+        "1": {"head_dim": 16}
+    }
 
 
 def test_encoder_and_decoder() -> None:
     """Both sides of a translation model."""
-    fields = {"d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "decoder_ffn_dim": 4096, "encoder_ffn_dim": 4096}
+    fields = {
+        "d_model": 1024,
+        "encoder_layers": 12,
+        "decoder_layers": 12,
+        "decoder_ffn_dim": 4096,
+        "encoder_ffn_dim": 4096,
+    }
     fields |= {"encoder_attention_heads": 16, "decoder_attention_heads": 16}
     small = shrink.with_width(shrink.with_depth(fields, 2), Layout(), head_size=8)
     assert small["encoder_layers"] == small["decoder_layers"] == 2
     assert small["encoder_attention_heads"] == small["decoder_attention_heads"]
-    assert small["d_model"] == 8 * small["decoder_attention_heads"] and small["decoder_ffn_dim"] == small["encoder_ffn_dim"] < 100
+    assert (
+        small["d_model"] == 8 * small["decoder_attention_heads"]
+        and small["decoder_ffn_dim"] == small["encoder_ffn_dim"] < 100
+    )
 
 
 def test_state_space_layers() -> None:
     """Heads times their size stay `expand` times the hidden size."""
-    fields = {"hidden_size": 4096, "num_hidden_layers": 4, "expand": 2, "num_heads": 128, "head_dim": 64, "n_groups": 8, "chunk_size": 256}
-    small = shrink.with_small_rest(shrink.with_width(fields, Layout(tp=2), head_size=8), Layout(tp=2))
+    fields = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 4,
+        "expand": 2,
+        "num_heads": 128,
+        "head_dim": 64,
+        "n_groups": 8,
+        "chunk_size": 256,
+    }
+    small = shrink.with_small_rest(
+        shrink.with_width(fields, Layout(tp=2), head_size=8), Layout(tp=2)
+    )
     assert small["num_heads"] * small["head_dim"] == 2 * small["hidden_size"] < 200
     assert small["num_heads"] % small["n_groups"] == 0 and small["chunk_size"] == 8
-    plain = shrink.with_width({"hidden_size": 4096, "intermediate_size": 16384, "attention_hidden_size": 4096}, Layout(), head_size=8)
+    plain = shrink.with_width(
+        {"hidden_size": 4096, "intermediate_size": 16384, "attention_hidden_size": 4096},
+        Layout(),
+        head_size=8,
+    )
     assert plain == {"hidden_size": 32, "intermediate_size": 128, "attention_hidden_size": 32}

@@ -32,7 +32,12 @@ def test_every_kind() -> None:
         dist.all_gather([torch.empty(64) for _ in range(4)], x)
         dist.send(x, 1)
         dist.barrier()
-    assert traffic.bytes() == {"all_reduce": 2 * 192, "all_gather": 2 * 768, "reduce_scatter": 2 * 192, "send": 256}
+    assert traffic.bytes() == {
+        "all_reduce": 2 * 192,
+        "all_gather": 2 * 768,
+        "reduce_scatter": 2 * 192,
+        "send": 256,
+    }
 
 
 def test_functional_collectives() -> None:

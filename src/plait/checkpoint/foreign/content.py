@@ -1,4 +1,6 @@
-"""What was found in another library's checkpoint, and writing it as one of Plait's; a tensor at a time is put together."""
+"""What was found in another library's checkpoint, and writing it as one of Plait's; a tensor at a
+time is put together.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,18 @@ class Later:
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Later:
+        """Return an entry for a tensor that exists already."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
     def __call__(self) -> torch.Tensor:
         made = self.make().detach().reshape(self.shape).to(self.dtype).contiguous()
-        return made.clone() if made.untyped_storage().nbytes() != made.numel() * made.element_size() else made
+        return (
+            made.clone()
+            if made.untyped_storage().nbytes() != made.numel() * made.element_size()
+            else made
+        )
 
 
 @dataclass
@@ -62,7 +73,9 @@ class _Lazy(Mapping[str, torch.Tensor]):
 
 
 def of_parts(parts: Sequence[torch.Tensor], start: int, length: int) -> torch.Tensor:
-    """`length` elements from `start` of tensors that are joined one after the other. Raises CheckpointError where they are too short."""
+    """`length` elements from `start` of tensors that are joined one after the other. Raises
+    CheckpointError where they are too short.
+    """
     found = []
     wanted = length
     for part in parts:
@@ -72,20 +85,33 @@ def of_parts(parts: Sequence[torch.Tensor], start: int, length: int) -> torch.Te
             length -= piece.numel()
         start = max(0, start - part.numel())
     if length:
-        raise CheckpointError(f"a tensor of {wanted:,} elements lacks {length:,} of them; the checkpoint is incomplete")
+        raise CheckpointError(
+            f"a tensor of {wanted:,} elements lacks {length:,} of them; the checkpoint is"
+            " incomplete"
+        )
     return torch.cat(found) if found else torch.empty(0)
 
 
 def save(found: Foreign, folder: Place, tag: str) -> Place:
     """Write it. Raises CheckpointError."""
     records = {
-        name: TensorRecord(dtype=str(later.dtype).removeprefix("torch."), shape=later.shape) for name, later in found.tensors.items()
+        name: TensorRecord(dtype=str(later.dtype).removeprefix("torch."), shape=later.shape)
+        for name, later in found.tensors.items()
     }
     groups = []
     for group in found.groups:
-        values = exact.encode({name: value for name, value in group.items() if name not in ("params", "param_names")}, "a parameter group")
+        values = exact.encode(
+            {name: value for name, value in group.items() if name not in ("params", "param_names")},
+            "a parameter group",
+        )
         first = {**values, "lr": values["initial_lr"]} if "initial_lr" in values else values
-        groups.append({"params": group["params"], "now": values, "configured": {k: v for k, v in first.items() if k != "initial_lr"}})
+        groups.append(
+            {
+                "params": group["params"],
+                "now": values,
+                "configured": {k: v for k, v in first.items() if k != "initial_lr"},
+            }
+        )
     metadata = {
         "global_steps": found.steps,
         "skipped_steps": found.skipped,
@@ -95,4 +121,8 @@ def save(found: Foreign, folder: Place, tag: str) -> Place:
         "zero_stage": 0,
         "client_state": exact.encode(found.client_state, "client_state"),
     }
-    return write(Snapshot(folder, tag, build_mesh(Layout()), _Lazy(found.tensors), records, records, {}, metadata))
+    return write(
+        Snapshot(
+            folder, tag, build_mesh(Layout()), _Lazy(found.tensors), records, records, {}, metadata
+        )
+    )

@@ -1,7 +1,8 @@
-"""DeepSpeed's checkpoints of ZeRO 1 to 3, of any number of data-parallel ranks: float32 weights and Adam's moments.
+"""DeepSpeed's checkpoints of ZeRO 1 to 3, of any number of data-parallel ranks: float32 weights and
+Adam's moments.
 
-ZeRO 1 and 2 join the parameters of a group to one vector, of which every rank has an equal part. At ZeRO 3 every rank has its part of every
-parameter, one after the other, in sub-groups.
+ZeRO 1 and 2 join the parameters of a group to one vector, of which every rank has an equal part. At
+ZeRO 3 every rank has its part of every parameter, one after the other, in sub-groups.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def is_deepspeed(folder: Path) -> bool:
 
 
 def read(folder: Path) -> Foreign:
-    """Raises CheckpointError for what is incomplete, and for layouts with more than data parallelism."""
+    """Raises CheckpointError for what is incomplete, and for layouts with more than data
+    parallelism.
+    """
     if not any(folder.glob("*_optim_states.pt")) and (folder / "latest").is_file():
         named = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
         if named in ("", ".", "..") or "/" in named:
@@ -59,25 +62,47 @@ def read(folder: Path) -> Foreign:
         folder = folder / named
     files = {_rank(path): path for path in folder.glob("*zero_pp_rank_*_mp_rank_*_optim_states.pt")}
     if sorted(files) != list(range(len(files))) or not files:
-        raise CheckpointError(f"{folder} has the optimizer states of the ranks {sorted(files)}: ZeRO 1 to 3 without gaps is read")
+        raise CheckpointError(
+            f"{folder} has the optimizer states of the ranks {sorted(files)}: ZeRO 1 to 3 without"
+            " gaps is read"
+        )
     ranks = [read_torch(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     stage = ranks[0]["zero_stage"]
     stage = int(stage.args[0] if isinstance(stage, Inert) else stage)
     count = ranks[0]["partition_count"]
     if max(count if isinstance(count, list | tuple) else [count]) != len(ranks):
-        raise CheckpointError(f"{folder} was written by {count} ranks, and has the files of {len(ranks)}")
+        raise CheckpointError(
+            f"{folder} was written by {count} ranks, and has the files of {len(ranks)}"
+        )
     models = [read_torch(path) for path in _models(folder, stage, len(ranks))]
-    if models[0].get("mp_world_size", 1) != 1 or list(folder.glob("*mp_rank_01_*")) or list(folder.glob("layer_*")):
-        raise CheckpointError(f"{folder} was written with tensor or pipeline parallelism, which is not read; convert it to dp alone first")
-    found = Foreign(f"DeepSpeed {models[0].get('ds_version', '')}, ZeRO {stage}, {len(ranks)} ranks".replace(" ,", ","))
-    shapes: list[dict[str, tuple[int, ...]]] = [{name: tuple(size) for name, size in group.items()} for group in models[0]["param_shapes"]]
+    if (
+        models[0].get("mp_world_size", 1) != 1
+        or list(folder.glob("*mp_rank_01_*"))
+        or list(folder.glob("layer_*"))
+    ):
+        raise CheckpointError(
+            f"{folder} was written with tensor or pipeline parallelism, which is not read; convert"
+            " it to dp alone first"
+        )
+    found = Foreign(
+        f"DeepSpeed {models[0].get('ds_version', '')}, ZeRO {stage}, {len(ranks)} ranks".replace(
+            " ,", ","
+        )
+    )
+    shapes: list[dict[str, tuple[int, ...]]] = [
+        {name: tuple(size) for name, size in group.items()} for group in models[0]["param_shapes"]
+    ]
     if stage == 3:
         _read_third(found, ranks, shapes, models)
     else:
         _read_flat(found, ranks, shapes)
     for name, tensor in models[0]["module"].items():
-        if isinstance(tensor, torch.Tensor) and f"model.{name}" not in found.tensors and (stage < 3 or name in models[0]["buffer_names"]):
-            found.tensors[f"model.{name}"] = Later(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)  # type: ignore[misc]
+        if (
+            isinstance(tensor, torch.Tensor)
+            and f"model.{name}" not in found.tensors
+            and (stage < 3 or name in models[0]["buffer_names"])
+        ):
+            found.tensors[f"model.{name}"] = Later.of(tensor)
     for alias, name in (models[0].get("shared_params") or {}).items():
         if f"model.{name}" in found.tensors:
             found.tensors[f"model.{alias}"] = found.tensors[f"model.{name}"]
@@ -88,9 +113,15 @@ def read(folder: Path) -> Foreign:
 def _read_flat(found: Foreign, ranks: list[Any], shapes: list[dict[str, tuple[int, ...]]]) -> None:
     states = [rank["base_optimizer_state"]["state"] for rank in ranks]
     for index, group in enumerate(shapes):
-        paddings = (ranks[0].get("param_alignment_paddings") or [[0] * len(one) for one in shapes])[index]
+        paddings = (ranks[0].get("param_alignment_paddings") or [[0] * len(one) for one in shapes])[
+            index
+        ]
         vectors = {"": [rank["single_partition_of_fp32_groups"][index] for rank in ranks]}
-        vectors |= {key: [state[index][key] for state in states] for key in _KEYS if all(key in state.get(index, {}) for state in states)}
+        vectors |= {
+            key: [state[index][key] for state in states]
+            for key in _KEYS
+            if all(key in state.get(index, {}) for state in states)
+        }
         start = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             for key, parts in vectors.items():
@@ -99,7 +130,9 @@ def _read_flat(found: Foreign, ranks: list[Any], shapes: list[dict[str, tuple[in
             start += prod(shape) + int(padding)
 
 
-def _read_third(found: Foreign, ranks: list[Any], shapes: list[dict[str, tuple[int, ...]]], models: list[Any]) -> None:
+def _read_third(
+    found: Foreign, ranks: list[Any], shapes: list[dict[str, tuple[int, ...]]], models: list[Any]
+) -> None:
     groups = [rank["fp32_flat_groups"] for rank in ranks]
     states = [rank["optimizer_state_dict"]["state"] for rank in ranks]
     vectors = {"": groups}
@@ -113,7 +146,9 @@ def _read_third(found: Foreign, ranks: list[Any], shapes: list[dict[str, tuple[i
         part = -(-prod(shape) // len(ranks))
         for key, parts in vectors.items():
 
-            def make(parts: Any = parts, start: int = start, part: int = part, size: int = prod(shape)) -> torch.Tensor:
+            def make(
+                parts: Any = parts, start: int = start, part: int = part, size: int = prod(shape)
+            ) -> torch.Tensor:
                 return torch.cat([of_parts(own, start, part) for own in parts])[:size]
 
             found.tensors[_name(name, key)] = Later(shape, torch.float32, make)
@@ -125,9 +160,17 @@ def _read_third(found: Foreign, ranks: list[Any], shapes: list[dict[str, tuple[i
 
 
 def _add(
-    found: Foreign, name: str, key: str, shape: tuple[int, ...], parts: list[torch.Tensor], start: int, dtype: torch.dtype = torch.float32
+    found: Foreign,
+    name: str,
+    key: str,
+    shape: tuple[int, ...],
+    parts: list[torch.Tensor],
+    start: int,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    found.tensors[_name(name, key)] = Later(shape, dtype, lambda: of_parts(parts, start, prod(shape)))
+    found.tensors[_name(name, key)] = Later(
+        shape, dtype, lambda: of_parts(parts, start, prod(shape))
+    )
 
 
 def _name(name: str, key: str) -> str:
@@ -137,14 +180,30 @@ def _name(name: str, key: str) -> str:
 def _step(found: Foreign, name: str, state: Any) -> None:
     if "step" in state:
         step = torch.as_tensor(float(state["step"]))
-        found.tensors[_name(name, "step")] = Later((), torch.float32, lambda: step)
+        found.tensors[_name(name, "step")] = Later.of(step)
 
 
-def _facts(found: Foreign, model: Any, rank: Any, shapes: list[dict[str, tuple[int, ...]]], stage: int) -> None:
-    found.steps, found.skipped = int(model.get("global_steps", 0)), int(model.get("skipped_steps", 0))
-    groups = (rank["optimizer_state_dict"] if stage == 3 else rank["base_optimizer_state"]).get("param_groups", [])
-    plain = [{key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | None)} for group in groups]
-    found.groups = [{**values, "params": list(names)} for values, names in zip(plain, shapes, strict=False)]
+def _facts(
+    found: Foreign, model: Any, rank: Any, shapes: list[dict[str, tuple[int, ...]]], stage: int
+) -> None:
+    found.steps, found.skipped = (
+        int(model.get("global_steps", 0)),
+        int(model.get("skipped_steps", 0)),
+    )
+    groups = (rank["optimizer_state_dict"] if stage == 3 else rank["base_optimizer_state"]).get(
+        "param_groups", []
+    )
+    plain = [
+        {
+            key: value
+            for key, value in group.items()
+            if isinstance(value, int | float | bool | tuple | None)
+        }
+        for group in groups
+    ]
+    found.groups = [
+        {**values, "params": list(names)} for values, names in zip(plain, shapes, strict=False)
+    ]
     if not any(name.endswith(".exp_avg") for name in found.tensors):
         found.left_out.append("states of an optimizer that is no Adam")
     for key in sorted(set(model) - set(_OWN)):
@@ -153,9 +212,15 @@ def _facts(found: Foreign, model: Any, rank: Any, shapes: list[dict[str, tuple[i
             found.client_state[key] = model[key]
         except CheckpointError:
             found.left_out.append(f"client_state.{key}, which is no plain data")
-    for key, what in (("lr_scheduler", "the learning rate schedule"), ("data_sampler", "the data sampler"), ("random_ltd", "random LTD")):
+    for key, what in (
+        ("lr_scheduler", "the learning rate schedule"),
+        ("data_sampler", "the data sampler"),
+        ("random_ltd", "random LTD"),
+    ):
         if model.get(key):
-            found.left_out.append(f"{what} (step {found.steps}: give it to the new run's configuration)")
+            found.left_out.append(
+                f"{what} (step {found.steps}: give it to the new run's configuration)"
+            )
     if rank.get("dynamic_loss_scale"):
         found.left_out.append("the dynamic loss scale, which begins anew")
     found.left_out.append("generators, which DeepSpeed does not save")
@@ -164,9 +229,14 @@ def _facts(found: Foreign, model: Any, rank: Any, shapes: list[dict[str, tuple[i
 def _models(folder: Path, stage: int, ranks: int) -> list[Path]:
     if stage < 3:
         return [folder / "mp_rank_00_model_states.pt"]
-    found = {_rank(path): path for path in folder.glob("*zero_pp_rank_*_mp_rank_00_model_states.pt")}
+    found = {
+        _rank(path): path for path in folder.glob("*zero_pp_rank_*_mp_rank_00_model_states.pt")
+    }
     if sorted(found) != list(range(ranks)):
-        raise CheckpointError(f"{folder} has the model states of the ranks {sorted(found)}, and {ranks} ranks wrote it")
+        raise CheckpointError(
+            f"{folder} has the model states of the ranks {sorted(found)}, and {ranks} ranks"
+            " wrote it"
+        )
     return [found[rank] for rank in range(ranks)]
 
 

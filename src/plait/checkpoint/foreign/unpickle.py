@@ -1,7 +1,9 @@
-"""Reading what others have pickled, without calling what the file names: tensors, plain containers, and everything else as inert data.
+"""Reading what others have pickled, without calling what the file names: tensors, plain containers,
+and everything else as inert data.
 
-A pickle is a program that calls any function it names. Here it may name only what is listed; classes of DeepSpeed and of torch's
-distributed checkpoints become empty classes that keep what they are given; whatever else is named ends the reading.
+A pickle is a program that calls any function it names. Here it may name only what is listed;
+classes of DeepSpeed and of torch's distributed checkpoints become empty classes that keep what they
+are given; whatever else is named ends the reading.
 """
 
 from __future__ import annotations
@@ -35,17 +37,31 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
-    **{("builtins", kind.__name__): kind for kind in (set, frozenset, list, dict, tuple, int, float, bool, str)},
+    **{
+        ("builtins", kind.__name__): kind
+        for kind in (set, frozenset, list, dict, tuple, int, float, bool, str)
+    },
 }
 _NAMED = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
 """Classes that are named and not called."""
-_RECORD = re.compile(r"data\.pkl|data/\d+|version|byteorder|\.data/serialization_id|\.format_version|\.storage_alignment")
+_RECORD = re.compile(
+    r"data\.pkl|data/\d+|version|byteorder|\.data/serialization_id|\.format_version|\.storage_alignment"
+)
 """Names of the records that torch.save writes."""
-_INERT = ("deepspeed.", "torch.distributed.checkpoint.", "argparse.", "torch.serialization.", "copyreg.", "pathlib.")
+_INERT = (
+    "deepspeed.",
+    "torch.distributed.checkpoint.",
+    "argparse.",
+    "torch.serialization.",
+    "copyreg.",
+    "pathlib.",
+)
 
 
 class Inert:
-    """An object of a class that is not there: it keeps the arguments and the state that the file gives it."""
+    """An object of a class that is not there: it keeps the arguments and the state that the file
+    gives it.
+    """
 
     def __new__(cls, *args: Any, **_: Any) -> Inert:
         """Nothing is called."""
@@ -79,8 +95,9 @@ class _InertEnum(Inert):
     """An enum of another library. Its members keep their value as `args[0]`."""
 
 
-# Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(EnumClass, "MEMBER")`; all other releases
-# pickle `EnumClass(value)`. The members are listed because both forms must give the same object.
+# Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(EnumClass, "MEMBER")`; all other
+# releases pickle `EnumClass(value)`. The members are listed because both forms must give the same
+# object.
 _ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): {
         "TORCH_CONTIGUOUS_FORMAT": 0,
@@ -94,7 +111,10 @@ _ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
         "weights": 3,
     },
 }
-_ENUM_CLASSES = {(module, name): type(name, (_InertEnum,), {"__module__": module}) for module, name in _ENUM_MEMBERS}
+_ENUM_CLASSES = {
+    (module, name): type(name, (_InertEnum,), {"__module__": module})
+    for module, name in _ENUM_MEMBERS
+}
 
 
 def _enum_member(enum: Any, member: Any) -> Inert:
@@ -110,7 +130,10 @@ def _enum_member(enum: Any, member: Any) -> Inert:
         if enum is enum_class and isinstance(member, str) and member in members:
             return enum_class(members[member])
 
-    raise CheckpointError("it calls getattr on something other than a known enum, which is not read: only tensors and plain data are")
+    raise CheckpointError(
+        "it calls getattr on something other than a known enum, which is not read: only tensors and"
+        " plain data are"
+    )
 
 
 class Unpickler(pickle.Unpickler):
@@ -119,7 +142,9 @@ class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Raises CheckpointError for everything else."""
         if module == "__builtin__":
-            module = "builtins"  # pickle protocols 0 to 2, which torch.save uses, write the other name
+            module = (  # pickle protocols 0 to 2, which torch.save uses, write the other name
+                "builtins"
+            )
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if (module, name) in _ENUM_CLASSES:
@@ -130,7 +155,9 @@ class Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) in _NAMED or f"{module}.".startswith(_INERT):
             return type(name, (Inert,), {})
-        raise CheckpointError(f"it names {module}.{name}, which is not read: only tensors and plain data are")
+        raise CheckpointError(
+            f"it names {module}.{name}, which is not read: only tensors and plain data are"
+        )
 
 
 class Module:
@@ -156,7 +183,9 @@ def read_torch(path: Path) -> Any:
         unknown = [name for name in records_of(path) if not _RECORD.fullmatch(name)]
         if unknown:
             raise CheckpointError(f"it has the record {unknown[0]}, which torch.save never writes")
-        return torch.load(path, map_location="cpu", pickle_module=Module, weights_only=False, mmap=True)
+        return torch.load(
+            path, map_location="cpu", pickle_module=Module, weights_only=False, mmap=True
+        )
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

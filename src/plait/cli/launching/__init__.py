@@ -1,1 +1,3 @@
-"""The machinery behind `plait launch`: this machine's agent, what runs inside a worker, failure reports, and several machines by ssh."""
+"""The machinery behind `plait launch`: this machine's agent, what runs inside a worker, failure
+reports, and several machines by ssh.
+"""

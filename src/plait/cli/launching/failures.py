@@ -1,7 +1,8 @@
 """How ranks failed, and telling it so that the first line a user reads is the cause.
 
-When one rank raises, the others fail after it (a lost connection, a signal from the launcher). The cause is printed at once, in full and
-labelled; each of the others in one line. Knows nothing of torch: it reads the records that `worker` writes.
+When one rank raises, the others fail after it (a lost connection, a signal from the launcher). The
+cause is printed at once, in full and labelled; each of the others in one line. Knows nothing of
+torch: it reads the records that `worker` writes.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ NOBODY = -1
 
 _LOST_PEER = re.compile(
     r"CommunicationError: |(RuntimeError|Dist\w*Error|Connection\w*Error|BrokenPipeError): .*"
-    r"(connection (closed|reset|refused)|broken pipe|socket|remote process|\bpeer\b|timed ?out|timeout|aborted|watchdog|"
+    r"(connection (closed|reset|refused)|broken pipe|socket|remote process|\bpeer\b|timed"
+    r" ?out|timeout|aborted|watchdog|"
     rf"{accelerator.LOST_PEER})",
     re.IGNORECASE | re.DOTALL,
 )
-"""What a collective or the store says when another process is gone: the effect of a failure and not its cause."""
+"""What a collective or the store says when another process is gone: the effect of a failure and not
+its cause.
+"""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank wrote about its own exception. `told` marks a sentence for the user, to be shown without a traceback."""
+    """What a rank wrote about its own exception. `told` marks a sentence for the user, to be shown
+    without a traceback.
+    """
 
     time_ns: int
     exit_code: int
@@ -68,18 +74,32 @@ class Failure:
     def order(self) -> tuple[bool, bool, int]:
         """Sorts causes before effects, then by time."""
         lost_peer = self.record is not None and self.record.lost_peer
-        return self.stopped, lost_peer, self.record.time_ns if self.record is not None else self.noticed_ns
+        return (
+            self.stopped,
+            lost_peer,
+            self.record.time_ns if self.record is not None else self.noticed_ns,
+        )
 
 
 def read(path: str | Path) -> Record | None:
-    """The record in an error file; None while there is none. Understands those of torch's own `record` decorator too."""
+    """The record in an error file; None while there is none. Understands those of torch's own
+    `record` decorator too.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    message, own = content.get("message", ""), content.get("plait", {})
+    message = content.get("message", "")
+    own = content.get("plait", {})
     if not isinstance(message, dict):
-        return Record(int(content.get("timestamp", 0)) * 10**9, 1, 0, str(message).splitlines()[-1] if message else "", str(message), False)
+        return Record(
+            int(content.get("timestamp", 0)) * 10**9,
+            1,
+            0,
+            str(message).splitlines()[-1] if message else "",
+            str(message),
+            False,
+        )
     extra = message.get("extraInfo", {})
     return Record(
         time_ns=own.get("time_ns", int(extra.get("timestamp", 0)) * 10**9),
@@ -108,7 +128,9 @@ def _print(text: str) -> None:
 
 
 class Reporter:
-    """Watches the error files of the ranks on this machine while they run, and tells each attempt's cause once."""
+    """Watches the error files of the ranks on this machine while they run, and tells each attempt's
+    cause once.
+    """
 
     def __init__(self, node: str, tell: Callable[[str], None] = _print) -> None:
         self._node = node
@@ -144,23 +166,50 @@ class Reporter:
         self._tell("plait: starting the ranks again")
 
     def failed_and_running(self, running: Collection[int], seconds: float) -> dict[int, int]:
-        """The exit codes of the ranks that have failed so long ago, and still run: something blocks their end."""
+        """The exit codes of the ranks that have failed so long ago, and still run: something blocks
+        their end.
+        """
         with self._lock:
-            records = {rank: record for rank in running if (record := read(self._files.get(rank, os.devnull))) is not None}
-            return {rank: record.exit_code for rank, record in records.items() if time.time_ns() - record.time_ns > seconds * 1e9}
+            records = {
+                rank: record
+                for rank in running
+                if (record := read(self._files.get(rank, os.devnull))) is not None
+            }
+            return {
+                rank: record.exit_code
+                for rank, record in records.items()
+                if time.time_ns() - record.time_ns > seconds * 1e9
+            }
 
-    def failed(self, exit_codes: Mapping[int, int], noticed_ns: int, *, ended: Collection[int] = (), restarting: bool = False) -> Failure:
-        """An attempt is over: tell its cause if that was not done, and the rest in a line each. `ended`: ranks that had ended before with
-        exit code 0. Returns the cause."""
+    def failed(
+        self,
+        exit_codes: Mapping[int, int],
+        noticed_ns: int,
+        *,
+        ended: Collection[int] = (),
+        restarting: bool = False,
+    ) -> Failure:
+        """An attempt is over: tell its cause if that was not done, and the rest in a line each.
+        `ended`: ranks that had ended before with exit code 0. Returns the cause.
+        """
         with self._lock:
-            failures = [Failure(rank, code, noticed_ns, read(self._files.get(rank, os.devnull))) for rank, code in exit_codes.items()]
+            failures = [
+                Failure(rank, code, noticed_ns, read(self._files.get(rank, os.devnull)))
+                for rank, code in exit_codes.items()
+            ]
             cause = first(failures)
             if self._told is None:
                 if ended and cause.record is not None and cause.record.lost_peer:
-                    self._tell(f"plait: {_ranks(ended)} (node {self._node}) ended with exit code 0 before the others, which wait for it")
+                    self._tell(
+                        f"plait: {_ranks(ended)} (node {self._node}) ended with exit code 0 before"
+                        " the others, which wait for it"
+                    )
                 self._tell_cause(cause)
             cause = next((failure for failure in failures if failure.rank == self._told), cause)
-            self._tell_others(cause, sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank))
+            self._tell_others(
+                cause,
+                sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank),
+            )
             if restarting:
                 self.tell_restart()
             return cause
@@ -172,8 +221,14 @@ class Reporter:
                     self._tell_if_sure()
 
     def _tell_if_sure(self) -> None:
-        """A lost peer may be the effect of a rank that died without a record, so it waits until all have ended."""
-        found = [(rank, record) for rank, path in self._files.items() if (record := read(path)) is not None and not record.lost_peer]
+        """A lost peer may be the effect of a rank that died without a record, so it waits until all
+        have ended.
+        """
+        found = [
+            (rank, record)
+            for rank, path in self._files.items()
+            if (record := read(path)) is not None and not record.lost_peer
+        ]
         if found:
             rank, record = min(found, key=lambda item: item[1].time_ns)
             self._tell_cause(Failure(rank, record.exit_code, record.time_ns, record))
@@ -184,32 +239,59 @@ class Reporter:
         if record is not None and record.told:
             self._tell(f"plait: {record.text}")
         elif record is not None:
-            self._tell(f"plait: {self._who(failure)} failed with exit code {record.exit_code}. Its traceback:\n{record.text}")
+            self._tell(
+                f"plait: {self._who(failure)} failed with exit code {record.exit_code}. Its"
+                f" traceback:\n{record.text}"
+            )
             if record.lost_peer:
-                self._tell("plait: a rank that this one was connected to ended first: look for its failure on the other machines")
+                self._tell(
+                    "plait: a rank that this one was connected to ended first: look for its failure"
+                    " on the other machines"
+                )
         else:
-            self._tell(f"plait: {self._who(failure)} {_how(failure.exit_code)}; it recorded no exception, see its output above")
+            self._tell(
+                f"plait: {self._who(failure)} {_how(failure.exit_code)}; it recorded no exception,"
+                " see its output above"
+            )
 
     def _tell_others(self, cause: Failure, others: list[Failure]) -> None:
         told = cause.record is not None and cause.record.told
-        same = [f for f in others if cause.record is not None and f.record is not None and f.record.summary == cause.record.summary]
+        same = [
+            f
+            for f in others
+            if cause.record is not None
+            and f.record is not None
+            and f.record.summary == cause.record.summary
+        ]
         stopped = [failure for failure in others if failure.stopped]
         if same and not told:
-            self._tell(f"plait: {_ranks([failure.rank for failure in same])} failed in the same way")
+            self._tell(
+                f"plait: {_ranks([failure.rank for failure in same])} failed in the same way"
+            )
         for failure in others:
             if failure not in same and failure not in stopped:
                 self._tell(f"plait: {self._line(failure)}")
         if stopped and not told:
-            self._tell(f"plait: {_ranks([failure.rank for failure in stopped])} {'was' if len(stopped) == 1 else 'were'} stopped")
+            self._tell(
+                f"plait: {_ranks([failure.rank for failure in stopped])}"
+                f" {'was' if len(stopped) == 1 else 'were'} stopped"
+            )
 
     def _line(self, failure: Failure) -> str:
         who = self._who(failure)
         if failure.record is None:
             return f"{who} {_how(failure.exit_code)}"
-        return f"{who} failed too, with exit code {failure.record.exit_code}: {failure.record.summary.splitlines()[0][:160]}"
+        return (
+            f"{who} failed too, with exit code {failure.record.exit_code}:"
+            f" {failure.record.summary.splitlines()[0][:160]}"
+        )
 
     def _who(self, failure: Failure) -> str:
-        pid = f", process {failure.record.pid}" if failure.record is not None and failure.record.pid else ""
+        pid = (
+            f", process {failure.record.pid}"
+            if failure.record is not None and failure.record.pid
+            else ""
+        )
         return f"rank {failure.rank} (node {self._node}{pid})"
 
 

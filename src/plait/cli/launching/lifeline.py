@@ -1,7 +1,9 @@
-"""How the launcher of several machines reaches the launcher on each of them: a line of text on its standard input.
+"""How the launcher of several machines reaches the launcher on each of them: a line of text on its
+standard input.
 
-`SIGINT 300` means: take SIGINT, and give the ranks 300 seconds. The end of the input means that the connection, or the launcher at its
-other end, is gone: the ranks are ended as by SIGTERM, so that no machine computes on alone. Works through `ssh` without a terminal.
+`SIGINT 300` means: take SIGINT, and give the ranks 300 seconds. The end of the input means that the
+connection, or the launcher at its other end, is gone: the ranks are ended as by SIGTERM, so that no
+machine computes on alone. Works through `ssh` without a terminal.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ def line(number: signal.Signals, grace_seconds: float) -> bytes:
 
 def follow(agent: Patient, stream: Iterable[bytes] | None = None) -> None:
     """Read lines in the background for the rest of this process and signal it as they say."""
-    # Not sys.stdin: a thread that waits in its buffer's lock cannot be left behind when the interpreter ends.
+    # Not sys.stdin: a thread that waits in its buffer's lock cannot be left behind when the
+    # interpreter ends.
     source = stream if stream is not None else io.FileIO(0, closefd=False)
-    threading.Thread(target=_follow, args=(agent, source), name="plait-lifeline", daemon=True).start()
+    threading.Thread(
+        target=_follow, args=(agent, source), name="plait-lifeline", daemon=True
+    ).start()
 
 
 def _follow(agent: Patient, stream: Iterable[bytes]) -> None:
@@ -49,9 +54,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 
 @contextmanager
 def on_signals(
-    handler: Callable[[int, FrameType | None], None] | signal.Handlers, numbers: Sequence[signal.Signals] = SIGNALS
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers,
+    numbers: Sequence[signal.Signals] = SIGNALS,
 ) -> Iterator[None]:
-    """Handle the ending signals that are not ignored, and restore what was before. Only the main thread may."""
+    """Handle the ending signals that are not ignored, and restore what was before. Only the main
+    thread may.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

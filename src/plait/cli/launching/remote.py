@@ -1,8 +1,9 @@
 """Several machines from one: the launcher of a hostfile, over ssh.
 
-Each machine gets its own `plait launch --node-rank ...`, this one as a child process and the others through the user's `ssh` (keys and
-names as in `~/.ssh/config`), in the same folder with the same Python. Their output is printed line by line, with the name of the machine.
-When one machine fails the others are ended; when this process dies its lifelines close and they end themselves.
+Each machine gets its own `plait launch --node-rank ...`, this one as a child process and the others
+through the user's `ssh` (keys and names as in `~/.ssh/config`), in the same folder with the same
+Python. Their output is printed line by line, with the name of the machine. When one machine fails
+the others are ended; when this process dies its lifelines close and they end themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from plait.errors import ConfigError, Problem
 EXPORTED_PREFIXES = (*accelerator.PREFIXES, "GLOO_", "TORCH_", "UCX_")
 EXPORTED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 STOP_SECONDS = 30
-"""What the ranks of the other machines get to end in after a machine failed: nothing is left to wait for."""
+"""What the ranks of the other machines get to end in after a machine failed: nothing is left to
+wait for.
+"""
 SSH_FAILED = 255
 """What ssh itself exits with when there was no connection, or it was lost."""
 
@@ -51,11 +54,18 @@ class Remote:
 
 
 def local_index(hosts: Sequence[Host]) -> int | None:
-    """Which of the hosts this machine is: by its name, else by an address of its own. None when it is not among them."""
+    """Which of the hosts this machine is: by its name, else by an address of its own. None when it
+    is not among them.
+    """
     own = socket.gethostname()
     names = {own, own.split(".")[0], socket.getfqdn()}
     by_name = [index for index, host in enumerate(hosts) if host.address in names]
-    return next(iter(by_name or [index for index, host in enumerate(hosts) if _is_own_address(host.address)]), None)
+    return next(
+        iter(
+            by_name or [index for index, host in enumerate(hosts) if _is_own_address(host.address)]
+        ),
+        None,
+    )
 
 
 def _is_own_address(name: str) -> bool:
@@ -70,57 +80,110 @@ def _is_own_address(name: str) -> bool:
 
 
 def master(hosts: Sequence[Host], given: str | None) -> str:
-    """The address at which the machines meet: as given, else the first host. Raises ConfigError where others could not reach it."""
+    """The address at which the machines meet: as given, else the first host. Raises ConfigError
+    where others could not reach it.
+    """
     address = given or hosts[0].address
-    if len(hosts) > 1 and (address == "localhost" or address.startswith("127.") or address == "::1"):
+    if len(hosts) > 1 and (
+        address == "localhost" or address.startswith("127.") or address == "::1"
+    ):
         rule = f"the other {len(hosts) - 1} machine(s) cannot reach it under that name"
         raise ConfigError(
-            Problem("--master-addr" if given else "--hostfile", address, rule, "name the first machine as the others know it")
+            Problem(
+                "--master-addr" if given else "--hostfile",
+                address,
+                rule,
+                "name the first machine as the others know it",
+            )
         )
     return address
 
 
 def exported(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """The variables that every machine gets: those for the communication libraries and Python's path, and `names`.
+    """The variables that every machine gets: those for the communication libraries and Python's
+    path, and `names`.
 
-    Raises ConfigError for a name that is not set. Values stand on the command line of ssh, visible to the users of the machines.
+    Raises ConfigError for a name that is not set. Values stand on the command line of ssh, visible
+    to the users of the machines.
     """
     missing = [name for name in names if name not in environment]
     if missing:
-        raise ConfigError(*(Problem("--export", name, "not set here", "set it, or leave the option out") for name in missing))
+        raise ConfigError(
+            *(
+                Problem("--export", name, "not set here", "set it, or leave the option out")
+                for name in missing
+            )
+        )
     wanted = {*EXPORTED_NAMES, *names}
-    return {name: value for name, value in environment.items() if name in wanted or name.startswith(EXPORTED_PREFIXES)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in wanted or name.startswith(EXPORTED_PREFIXES)
+    }
 
 
 def node_command(remote: Remote, index: int) -> list[str]:
     """What runs on machine `index`."""
     host = remote.hosts[index]
-    numbered = ["--nnodes", str(len(remote.hosts)), "--node-rank", str(index)] if len(remote.hosts) > 1 else []
-    meeting = ["--master-addr", remote.master_addr, "--master-port", str(remote.master_port)] if len(remote.hosts) > 1 else []
+    numbered = (
+        ["--nnodes", str(len(remote.hosts)), "--node-rank", str(index)]
+        if len(remote.hosts) > 1
+        else []
+    )
+    meeting = (
+        ["--master-addr", remote.master_addr, "--master-port", str(remote.master_port)]
+        if len(remote.hosts) > 1
+        else []
+    )
     patience = ["--grace", f"{remote.grace_seconds:g}", "--timeout", f"{remote.timeout_seconds:g}"]
     processes = ["--nproc-per-node", str(remote.processes or len(host.slots))]
-    return [remote.python, "-m", "plait", "launch", *numbered, *meeting, *processes, *patience, "--lifeline", *remote.command]
+    return [
+        remote.python,
+        "-m",
+        "plait",
+        "launch",
+        *numbered,
+        *meeting,
+        *processes,
+        *patience,
+        "--lifeline",
+        *remote.command,
+    ]
 
 
 def node_environment(remote: Remote, index: int) -> dict[str, str]:
-    """The variables for machine `index`: the exported ones, and its GPUs where a filter chose some of them."""
+    """The variables for machine `index`: the exported ones, and its GPUs where a filter chose some
+    of them.
+    """
     slots = remote.hosts[index].slots
-    chosen = {accelerator.VISIBLE: ",".join(map(str, slots))} if slots != tuple(range(len(slots))) else {}
+    chosen = (
+        {accelerator.VISIBLE: ",".join(map(str, slots))}
+        if slots != tuple(range(len(slots)))
+        else {}
+    )
     return {**(remote.exported or {}), **chosen}
 
 
 def ssh_command(remote: Remote, index: int) -> list[str]:
     """`node_command` through ssh. Never asks for a password: standard input is the lifeline."""
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in sorted(node_environment(remote, index).items())]
+    assignments = [
+        f"{name}={shlex.quote(value)}"
+        for name, value in sorted(node_environment(remote, index).items())
+    ]
     inner = shlex.join(node_command(remote, index))
-    script = f"cd {shlex.quote(remote.folder or os.getcwd())} && exec env {' '.join([*assignments, inner])}"
+    script = (
+        f"cd {shlex.quote(remote.folder or os.getcwd())} && exec env"
+        f" {' '.join([*assignments, inner])}"
+    )
     return ["ssh", "-o", "BatchMode=yes", "-T", remote.hosts[index].name, script]
 
 
 class _Machine:
     """One machine's launcher, as a child process here."""
 
-    def __init__(self, remote: Remote, index: int, *, local: bool, ended: queue.SimpleQueue[int]) -> None:
+    def __init__(
+        self, remote: Remote, index: int, *, local: bool, ended: queue.SimpleQueue[int]
+    ) -> None:
         self.name = remote.hosts[index].name
         self.local = local
         command = node_command(remote, index) if local else ssh_command(remote, index)
@@ -136,7 +199,10 @@ class _Machine:
         )
         self._readers = [
             threading.Thread(target=_copy, args=(source, sink, self.name), daemon=True)
-            for source, sink in ((self.process.stdout, sys.stdout.buffer), (self.process.stderr, sys.stderr.buffer))
+            for source, sink in (
+                (self.process.stdout, sys.stdout.buffer),
+                (self.process.stderr, sys.stderr.buffer),
+            )
             if source is not None
         ]
         for reader in self._readers:
@@ -168,7 +234,9 @@ def _copy(source: BinaryIO, sink: BinaryIO, name: str) -> None:
 
 
 def run(remote: Remote) -> int:
-    """Run on every machine until all have ended; the exit code of the one that failed first, 128 + N after signal N."""
+    """Run on every machine until all have ended; the exit code of the one that failed first, 128 +
+    N after signal N.
+    """
     here = local_index(remote.hosts)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     received: list[int] = []
@@ -183,7 +251,9 @@ def run(remote: Remote) -> int:
     with lifeline.on_signals(forward, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         try:
             while len(machines) < len(remote.hosts) and not received:
-                machines.append(_Machine(remote, len(machines), local=len(machines) == here, ended=ended))
+                machines.append(
+                    _Machine(remote, len(machines), local=len(machines) == here, ended=ended)
+                )
             first = _wait(machines, ended, received)
         finally:
             for machine in machines:
@@ -193,7 +263,8 @@ def run(remote: Remote) -> int:
 
 
 def _wait(machines: list[_Machine], ended: queue.SimpleQueue[int], received: list[int]) -> int:
-    """Until all have ended, or `STOP_SECONDS` and some after the first failed. Returns the first failure's exit code, or 0.
+    """Until all have ended, or `STOP_SECONDS` and some after the first failed. Returns the first
+    failure's exit code, or 0.
 
     Machines that end as the signal in `received` makes them did not fail.
     """
@@ -212,11 +283,19 @@ def _wait(machines: list[_Machine], ended: queue.SimpleQueue[int], received: lis
             continue
         first = code
         deadline = time.monotonic() + STOP_SECONDS + 15
-        print(f"plait: {_reason(machines[index], code)}; stopping the others", file=sys.stderr, flush=True)
+        print(
+            f"plait: {_reason(machines[index], code)}; stopping the others",
+            file=sys.stderr,
+            flush=True,
+        )
         for other in left:
             machines[other].send(signal.SIGTERM, STOP_SECONDS)
     for index in left:
-        print(f"plait: node {machines[index].name} did not end and is given up", file=sys.stderr, flush=True)
+        print(
+            f"plait: node {machines[index].name} did not end and is given up",
+            file=sys.stderr,
+            flush=True,
+        )
     return first
 
 

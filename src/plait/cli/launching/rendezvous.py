@@ -1,7 +1,8 @@
 """Where machines meet: torch's own rendezvous for several, and a plain store for one.
 
-torch's elastic rendezvous serves one machine too, but keeps a heartbeat with itself that a busy machine can miss, and after a restart hands
-the new ranks the addresses of the dead ones. One machine needs neither: it waits for no other, and every attempt gets a fresh store.
+torch's elastic rendezvous serves one machine too, but keeps a heartbeat with itself that a busy
+machine can miss, and after a restart hands the new ranks the addresses of the dead ones. One
+machine needs neither: it waits for no other, and every attempt gets a fresh store.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from plait.cli.launching.settings import Settings
@@ -22,7 +28,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def make(settings: Settings) -> RendezvousHandler:
-    """The rendezvous for a launch. May already connect: raises torch's RendezvousError or DistError when that fails."""
+    """The rendezvous for a launch. May already connect: raises torch's RendezvousError or DistError
+    when that fails.
+    """
     seconds = max(1, int(settings.timeout_seconds))
     if settings.single_node:
         return OneMachine(settings.rdzv_id or str(uuid.uuid4()), timedelta(seconds=seconds))
@@ -45,8 +53,8 @@ def make(settings: Settings) -> RendezvousHandler:
 def loopback_store(timeout: timedelta) -> TCPStore:
     """Return the server of a store that only processes of this machine can connect to.
 
-    TCPStore asks for no key, and its own socket listens on all interfaces: anyone on the network could
-    read and write the addresses that ranks exchange.
+    TCPStore asks for no key, and its own socket listens on all interfaces: anyone on the network
+    could read and write the addresses that ranks exchange.
     """
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -62,7 +70,9 @@ def loopback_store(timeout: timedelta) -> TCPStore:
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous of one: a store on the loopback interface, new for every attempt, that the ranks connect to."""
+    """A rendezvous of one: a store on the loopback interface, new for every attempt, that the ranks
+    connect to.
+    """
 
     def __init__(self, run_id: str, timeout: timedelta) -> None:
         self._run_id = run_id

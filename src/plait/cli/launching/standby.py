@@ -1,8 +1,10 @@
-"""Processes that stand by: interpreters that have imported what the ranks have, so that a restart does not wait for imports.
+"""Processes that stand by: interpreters that have imported what the ranks have, so that a restart
+does not wait for imports.
 
-The first rank of a machine lists what it has imported (`worker`). Then one process a rank is started beside the ranks, imports the same and
-waits. When torch's agent starts the ranks again, each of them is one of these processes, which is told its arguments, its environment and
-where it prints. One that is not ready stays, and the rank is started in the ordinary way.
+The first rank of a machine lists what it has imported (`worker`). Then one process a rank is
+started beside the ranks, imports the same and waits. When torch's agent starts the ranks again,
+each of them is one of these processes, which is told its arguments, its environment and where it
+prints. One that is not ready stays, and the rank is started in the ordinary way.
 """
 
 from __future__ import annotations
@@ -64,13 +66,16 @@ class Standby:
         return {VARIABLE: str(self._list)} if self.count else {}
 
     def look(self) -> None:
-        """Called while the ranks run: start processes once it is known what they import, and tell them of more."""
+        """Called while the ranks run: start processes once it is known what they import, and tell
+        them of more.
+        """
         try:
             changed = self._list.stat().st_mtime_ns
         except OSError:
             return
         if changed != self._listed:
-            self._listed, self._versions = changed, self._versions + 1
+            self._listed = changed
+            self._versions = self._versions + 1
         self._processes = [process for process in self._processes if process.popen.poll() is None]
         while len(self._processes) < self.count:
             self._processes.append(self._started())
@@ -82,13 +87,21 @@ class Standby:
         if not self._told and all(process.ready for process in self._processes):
             self._told = True
             taken = sum(process_bytes(process.popen.pid) for process in self._processes)
-            self.say(f"{self.count} process{'es' * (self.count > 1)} standing by for a restart: {format_bytes(taken)} of memory")
+            self.say(
+                f"{self.count} process{'es' * (self.count > 1)} standing by for a restart:"
+                f" {format_bytes(taken)} of memory"
+            )
 
     def take(
-        self, arguments: Sequence[str], environment: Mapping[str, str], files: Sequence[IO[str] | None]
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        files: Sequence[IO[str] | None],
     ) -> subprocess.Popen[bytes] | None:
-        """A process that runs `worker` with these from now on; None where none is ready. arguments: of the command that would be started,
-        whose first are Python, its options and the worker. files: for standard output and error; None leaves the launcher's."""
+        """A process that runs `worker` with these from now on; None where none is ready. arguments:
+        of the command that would be started, whose first are Python, its options and the worker.
+        files: for standard output and error; None leaves the launcher's.
+        """
         ready = next((process for process in self._processes if process.ready), None)
         if ready is None or str(self.worker) not in arguments:
             return None
@@ -98,10 +111,16 @@ class Standby:
             "environment": dict(environment),
             "files": [number for number, file in enumerate(files, 1) if file is not None],
         }
-        with open(os.open(order, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        with open(
+            os.open(order, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as file:
             json.dump(content, file)
         try:
-            socket.send_fds(ready.line, [f"run {order}\n".encode()], [file.fileno() for file in files if file is not None])
+            socket.send_fds(
+                ready.line,
+                [f"run {order}\n".encode()],
+                [file.fileno() for file in files if file is not None],
+            )
         except ConnectionError:
             return None
         self._processes.remove(ready)
@@ -125,7 +144,14 @@ class Standby:
         ours, theirs = socket.socketpair()
         with theirs:
             popen = subprocess.Popen(
-                [sys.executable, "-u", str(self.worker), str(os.getpid()), "--stand-by", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-u",
+                    str(self.worker),
+                    str(os.getpid()),
+                    "--stand-by",
+                    str(theirs.fileno()),
+                ],
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # as torch's agent starts a rank
             )

@@ -11,7 +11,12 @@ from typing import Any
 from plait.errors import ConfigError, Problem
 
 _WHOLE = ("node_rank", "master_port", "max_restarts")
-_BY_ENDPOINT, _BY_ADDRESS = ("rdzv_endpoint", "rdzv_id", "rdzv_backend"), ("node_rank", "master_addr", "master_port")
+_BY_ENDPOINT = ("rdzv_endpoint", "rdzv_id", "rdzv_backend")
+_BY_ADDRESS = (
+    "node_rank",
+    "master_addr",
+    "master_port",
+)
 
 
 def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -30,9 +35,13 @@ def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -
     Raises:
         ConfigError: A variable is not the number that it has to be.
     """
-    variables = {name: environment[_variable(name)] for name in options if environment.get(_variable(name))}
+    variables = {
+        name: environment[_variable(name)] for name in options if environment.get(_variable(name))
+    }
     by_address = any(options.get(name) is not None for name in _BY_ADDRESS)
-    by_endpoint = options.get("rdzv_endpoint") is not None or (not by_address and "rdzv_endpoint" in variables)
+    by_endpoint = options.get("rdzv_endpoint") is not None or (
+        not by_address and "rdzv_endpoint" in variables
+    )
     ignored: tuple[str, ...] = ()
     if by_endpoint:
         ignored = _BY_ADDRESS
@@ -40,11 +49,16 @@ def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -
         ignored = _BY_ENDPOINT
     for name in ignored:
         variables.pop(name, None)
-    return {name: _value(name, variables.get(name)) if given is None else given for name, given in options.items()}
+    return {
+        name: _value(name, variables.get(name)) if given is None else given
+        for name, given in options.items()
+    }
 
 
 def names_machines(environment: Mapping[str, str]) -> bool:
-    """Return whether RANK and WORLD_SIZE count machines: Kubeflow sets them for each pod, beside `PET_NNODES`."""
+    """Return whether RANK and WORLD_SIZE count machines: Kubeflow sets them for each pod, beside
+    `PET_NNODES`.
+    """
     return _variable("nnodes") in environment and "LOCAL_RANK" not in environment
 
 
@@ -56,5 +70,9 @@ def _value(name: str, text: str | None) -> Any:
     if text is None or name not in _WHOLE:
         return text
     if not text.strip().isdecimal():
-        raise ConfigError(Problem(_variable(name), text, "not a whole number of at least 0", "correct it, or unset it"))
+        raise ConfigError(
+            Problem(
+                _variable(name), text, "not a whole number of at least 0", "correct it, or unset it"
+            )
+        )
     return int(text)

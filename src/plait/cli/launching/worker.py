@@ -1,12 +1,14 @@
-"""What `plait launch` starts on every rank: runs the user's script or module as `__main__` and records how it fails.
+"""What `plait launch` starts on every rank: runs the user's script or module as `__main__` and
+records how it fails.
 
-Not imported but run by its path, before anything of Plait or torch is imported, so that the script finds the interpreter as `python
-script.py` leaves it. An exception goes to the file the launcher watches, and is printed here only where there is no such file: the
-launcher prints the first failure first. The process never outlives its launcher.
+Not imported but run by its path, before anything of Plait or torch is imported, so that the script
+finds the interpreter as `python script.py` leaves it. An exception goes to the file the launcher
+watches, and is printed here only where there is no such file: the launcher prints the first failure
+first. The process never outlives its launcher.
 
-    python worker.py LAUNCHER_PID script.py arguments...
-    python worker.py LAUNCHER_PID -m module arguments...
-    python worker.py LAUNCHER_PID --stand-by DESCRIPTOR      imports what the ranks have, until it is told to be one (`standby`)
+    python worker.py LAUNCHER_PID script.py arguments... python worker.py LAUNCHER_PID -m module
+    arguments... python worker.py LAUNCHER_PID --stand-by DESCRIPTOR      imports what the ranks
+    have, until it is told to be one (`standby`)
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType, TracebackType
 
 EXIT_TIMEOUT_SECONDS = 60
-"""A rank that failed but cannot end (a thread or a communicator blocks its exit) is ended after this, with every thread's stack."""
+"""A rank that failed but cannot end (a thread or a communicator blocks its exit) is ended after
+this, with every thread's stack.
+"""
 THREADS_SECONDS = 2
 """Of them for threads that are not daemons: others wait meanwhile."""
 
@@ -49,7 +53,9 @@ IMPORTED = (
     "trl",
     "plait",
 )
-"""Packages that are imported while a process stands by: nothing in them is different on another rank."""
+"""Packages that are imported while a process stands by: nothing in them is different on another
+rank.
+"""
 LOOK_SECONDS = 1.0
 """Imports that rest for this long are listed."""
 
@@ -59,7 +65,9 @@ class UserError(Exception):
 
 
 def main(arguments: list[str]) -> None:
-    """Run it. Exits with the script's own exit code, 1 after an exception, or a PlaitError's code."""
+    """Run it. Exits with the script's own exit code, 1 after an exception, or a PlaitError's
+    code.
+    """
     _die_with(int(arguments[0]))
     if arguments[1] == "--stand-by":
         arguments = [arguments[0], *_stand_by(int(arguments[2]))]
@@ -67,7 +75,9 @@ def main(arguments: list[str]) -> None:
     _write_stacks_when_asked()
     _list_imports()
     try:
-        code, module = _load_module(arguments[2:]) if arguments[1] == "-m" else _load_script(arguments[1:])
+        code, module = (
+            _load_module(arguments[2:]) if arguments[1] == "-m" else _load_script(arguments[1:])
+        )
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
     except KeyboardInterrupt:
@@ -78,8 +88,9 @@ def main(arguments: list[str]) -> None:
 
 
 def _leave(exit_code: int) -> None:
-    """End as the interpreter does, with its threads and what is registered for the end, but for taking the modules apart: that takes
-    seconds with torch, in which other ranks wait for this one."""
+    """End as the interpreter does, with its threads and what is registered for the end, but for
+    taking the modules apart: that takes seconds with torch, in which other ranks wait for this one.
+    """
     ends = time.monotonic() + THREADS_SECONDS
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():
@@ -106,7 +117,9 @@ def _load_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
 
 
 def _load_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
-    """As `python -m` does it: a package means its `__main__`, and the current folder is where imports begin."""
+    """As `python -m` does it: a package means its `__main__`, and the current folder is where
+    imports begin.
+    """
     sys.argv = arguments
     sys.path[0] = os.getcwd()
     name = arguments[0]
@@ -116,7 +129,10 @@ def _load_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
     get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
     code = get_code(spec.name) if spec is not None and get_code is not None else None
     if spec is None or code is None:
-        raise UserError(f"-m {name}: not a module that Python can run from here; check its name and the current folder")
+        raise UserError(
+            f"-m {name}: not a module that Python can run from here; check its name and the current"
+            " folder"
+        )
     module = _main_module(spec)
     module.__file__ = spec.origin
     sys.argv[0] = spec.origin or name
@@ -145,7 +161,8 @@ def _fail(error: Exception) -> int:
     """Record the failure, or print it where no launcher reads the record; the exit code."""
     exit_code, text, told = _describe(error)
     recorded = _record(error, exit_code, text, told)
-    # Hooks that report elsewhere (an error tracker) keep working; what they print (torch's does) the launcher tells better.
+    # Hooks that report elsewhere (an error tracker) keep working; what they print (torch's does)
+    # the launcher tells better.
     with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, _own_frames_removed(error.__traceback__))
     if not recorded:
@@ -171,7 +188,9 @@ def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _record(error: Exception, exit_code: int, text: str, told: bool) -> bool:
-    """Write the failure where the launcher looks, in the format of torch's error files, atomically."""
+    """Write the failure where the launcher looks, in the format of torch's error files,
+    atomically.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -193,15 +212,24 @@ def _record(error: Exception, exit_code: int, text: str, told: bool) -> bool:
 
 
 def _write_stacks_when_asked() -> None:
-    """The launcher's signal writes the stacks of all threads, from C: also while a call holds the interpreter's lock."""
-    folder, number = os.environ.get("PLAIT_WATCH_FOLDER"), os.environ.get("PLAIT_STACK_SIGNAL", "")
+    """The launcher's signal writes the stacks of all threads, from C: also while a call holds the
+    interpreter's lock.
+    """
+    folder = os.environ.get("PLAIT_WATCH_FOLDER")
+    number = os.environ.get("PLAIT_STACK_SIGNAL", "")
     if folder and number.isdigit() and os.path.isdir(folder):
-        file = os.open(os.path.join(folder, f"{os.getpid()}.stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        file = os.open(
+            os.path.join(folder, f"{os.getpid()}.stack"),
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+            0o600,
+        )
         faulthandler.register(int(number), file=file, all_threads=True)
 
 
 def _list_imports() -> None:
-    """Where a launch has processes that stand by, one rank of the machine keeps a list of its imports for them, in a thread."""
+    """Where a launch has processes that stand by, one rank of the machine keeps a list of its
+    imports for them, in a thread.
+    """
     path = os.environ.get("PLAIT_STANDBY")
     if path and os.environ.get("LOCAL_RANK") == "0":
         threading.Thread(target=_keep_list, args=(path,), name="plait-imports", daemon=True).start()
@@ -227,8 +255,11 @@ def _origin(name: str) -> str | None:
 
 
 def _stand_by(descriptor: int) -> list[str]:
-    """Import what the ranks list, whenever the launcher says that there is more; then be a rank: its arguments."""
-    sys.path[0] = sysconfig.get_path("stdlib")  # not the folder of this file; the rank's own is not known yet
+    """Import what the ranks list, whenever the launcher says that there is more; then be a rank:
+    its arguments.
+    """
+    # not the folder of this file; the rank's own is not known yet
+    sys.path[0] = sysconfig.get_path("stdlib")
     line = socket.socket(fileno=descriptor)
     while True:
         text, files, *_ = socket.recv_fds(line, 4096, 2)
@@ -237,7 +268,11 @@ def _stand_by(descriptor: int) -> list[str]:
         order = text.decode().strip()
         if order.startswith("run "):
             break
-        with contextlib.suppress(OSError), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            contextlib.suppress(OSError),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             _import(os.environ["PLAIT_STANDBY"])
         line.sendall(b"ready\n" * len(order.splitlines()))
     line.close()
@@ -256,7 +291,8 @@ def _stand_by(descriptor: int) -> list[str]:
 def _import(path: str) -> None:
     with open(path, encoding="utf-8") as file:
         listed = json.load(file)
-    alike = {name for name, origin in listed["packages"].items() if _origin(name) == origin}  # a script may bring its own
+    # a script may bring its own
+    alike = {name for name, origin in listed["packages"].items() if _origin(name) == origin}
     for name in listed["modules"]:
         if name.partition(".")[0] in alike:
             with contextlib.suppress(Exception):
@@ -264,7 +300,9 @@ def _import(path: str) -> None:
 
 
 def _die_with(launcher: int) -> None:
-    """Have the kernel kill this process when its launcher dies without ending it (Linux; elsewhere the launcher's signals must do)."""
+    """Have the kernel kill this process when its launcher dies without ending it (Linux; elsewhere
+    the launcher's signals must do).
+    """
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG, <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

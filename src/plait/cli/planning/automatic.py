@@ -1,7 +1,8 @@
-"""A training file in which the layout says "auto": planned for the devices that are here, and written as the file that runs.
+"""A training file in which the layout says "auto": planned for the devices that are here, and
+written as the file that runs.
 
-That file is next to the run's folder. As long as the training file asks for the same on as many devices, the next start takes it as it is,
-so a run keeps its layout when it goes on.
+That file is next to the run's folder. As long as the training file asks for the same on as many
+devices, the next start takes it as it is, so a run keeps its layout when it goes on.
 """
 
 from __future__ import annotations
@@ -22,16 +23,27 @@ from plait.planner.output import write
 from plait.planner.unpriced import unpriced
 
 
-def planned_file(file: Path, overrides: list[str], *, processes: int | None, fresh: bool, say: Callable[[str], None]) -> Path | None:
-    """The file with nothing of the layout left open, for that number of processes or for those that the file starts; None where `file`
-    leaves nothing open that takes a search. Raises ConfigError or InputError for what cannot be planned."""
+def planned_file(
+    file: Path,
+    overrides: list[str],
+    *,
+    processes: int | None,
+    fresh: bool,
+    say: Callable[[str], None],
+) -> Path | None:
+    """The file with nothing of the layout left open, for that number of processes or for those that
+    the file starts; None where `file` leaves nothing open that takes a search. Raises ConfigError
+    or InputError for what cannot be planned.
+    """
     _, found = look(file, overrides)
     asked = searched(found.tree)
     if not asked:
         return None
     told = read_file(found)
     run = told.config.run
-    beside = run.folder if run is not None and "folder" in run.model_fields_set else f"runs/{file.stem}"
+    beside = (
+        run.folder if run is not None and "folder" in run.model_fields_set else f"runs/{file.stem}"
+    )
     path = user_path(f"{beside}.planned.json", "run.folder")
     cluster = cluster_for(gpus=processes or processes_of(told.config))
     if not fresh and _planned(path) == (found.raw, cluster.devices):
@@ -43,19 +55,25 @@ def planned_file(file: Path, overrides: list[str], *, processes: int | None, fre
     left_out = unpriced(told.config)
     if left_out:
         say(f"no plan prices {', '.join(left_out)}: what they change is not in the prediction")
-    chosen = f"{describe(best.layout)}, {best.seconds:.3g} s a step predicted, of {plan.candidates:,} layouts"
+    chosen = (
+        f"{describe(best.layout)}, {best.seconds:.3g} s a step predicted, of {plan.candidates:,}"
+        " layouts"
+    )
     say(f'{", ".join(asked)}: "auto" is {chosen} ({path})')
     return path
 
 
 def refuse_auto(file: Path, overrides: list[str]) -> None:
-    """Raise InputError for a file that takes a search, in one of several processes that are there already."""
+    """Raise InputError for a file that takes a search, in one of several processes that are there
+    already.
+    """
     _, found = look(file, overrides)
     asked = searched(found.tree)
     if asked and not found.problems:
         raise InputError(
-            f'{file}: {", ".join(asked)} = "auto" is planned before processes are started, and these are there already; run '
-            f"`plait plan {file} --out planned.json` and start planned.json, or use `plait train {file}` on one machine"
+            f'{file}: {", ".join(asked)} = "auto" is planned before processes are started, and'
+            f" these are there already; run `plait plan {file} --out planned.json` and start"
+            f" planned.json, or use `plait train {file}` on one machine"
         )
 
 

@@ -39,13 +39,17 @@ def live_devices() -> tuple[Topology, str]:
 
 
 def live_cluster() -> Cluster:
-    """The devices of the processes that run now. Raises InputError for GPUs that are not in the catalogue."""
+    """The devices of the processes that run now. Raises InputError for GPUs that are not in the
+    catalogue.
+    """
     return cluster_of(*live_devices())
 
 
 @contextmanager
 def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error that counts to `total`; a line a measurement where that is no terminal."""
+    """A bar on standard error that counts to `total`; a line a measurement where that is no
+    terminal.
+    """
     if not shown:
         yield lambda _: None
         return
@@ -53,7 +57,13 @@ def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield _Lines(total)
         return
-    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=console) as bar:
+    with Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+    ) as bar:
         task = bar.add_task("starting", total=total)
 
         def done(what: str) -> None:
@@ -74,7 +84,12 @@ class _Lines:
         now = time.monotonic()
         if self._count in (1, self._total) or now - self._told >= 10:
             self._told = now
-            print(f"plait: {self._count} of {self._total} measurements, {now - self._began:.0f} s: {what}", file=sys.stderr, flush=True)
+            print(
+                f"plait: {self._count} of {self._total} measurements, {now - self._began:.0f} s:"
+                f" {what}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def print_rates(rates: DeviceRates) -> None:
@@ -84,29 +99,70 @@ def print_rates(rates: DeviceRates) -> None:
     print(f"memory {'':<23} {rates.memory_bytes_per_second / 1e9:10.1f} GB/s")
     if rates.all_reduce is not None:
         fixed, per_byte = rates.all_reduce
-        print(f"all-reduce {'':<19} {fixed * 1e6:10.0f} us" + (f" + {1 / per_byte / 1e9:.2f} GB/s" if per_byte else ""))
+        print(
+            f"all-reduce {'':<19} {fixed * 1e6:10.0f} us"
+            + (f" + {1 / per_byte / 1e9:.2f} GB/s" if per_byte else "")
+        )
     print()
 
 
-def print_calibration(found: Calibration, runs: MeasuredRuns, *, known: Knowledge | None = None) -> None:
-    """The constants that moved with their priors and uncertainties, and errors before, after, and with each row left out."""
-    shipped, prior = knowledge().constants, (known or knowledge()).constants
-    rows, kept = [], 0
+def print_calibration(
+    found: Calibration, runs: MeasuredRuns, *, known: Knowledge | None = None
+) -> None:
+    """The constants that moved with their priors and uncertainties, and errors before, after, and
+    with each row left out.
+    """
+    shipped = knowledge().constants
+    prior = (known or knowledge()).constants
+    rows = []
+    kept = 0
     for fit in (found.time, found.memory):
         if not fit.rows:
             continue
         for name, deviation in zip(fit.names, np.sqrt(np.diag(fit.covariance)), strict=True):
-            before, value = prior[name], float(fit.rates[name])
-            if before == shipped[name] and deviation > 0.98 * before.width and abs(np.log(value / before.median)) < 0.02 * before.width:
+            before = prior[name]
+            value = float(fit.rates[name])
+            if (
+                before == shipped[name]
+                and deviation > 0.98 * before.width
+                and abs(np.log(value / before.median)) < 0.02 * before.width
+            ):
                 kept += 1
                 continue
-            measured = "" if before == shipped[name] else f"{before.median:.3g} ±{100 * before.width:.0f} %"
+            measured = (
+                ""
+                if before == shipped[name]
+                else f"{before.median:.3g} ±{100 * before.width:.0f} %"
+            )
             shipped_text = f"{shipped[name].median:.3g} ±{100 * shipped[name].width:.0f} %"
-            rows.append([name, shipped_text, measured, f"{value:.3g} ±{100 * deviation:.0f} %", shipped[name].meaning])
-    print_table(Console(soft_wrap=True, highlight=False), ["constant", "shipped", "rates measured", "fitted", "meaning"], rows)
+            rows.append(
+                [
+                    name,
+                    shipped_text,
+                    measured,
+                    f"{value:.3g} ±{100 * deviation:.0f} %",
+                    shipped[name].meaning,
+                ]
+            )
+    print_table(
+        Console(soft_wrap=True, highlight=False),
+        ["constant", "shipped", "rates measured", "fitted", "meaning"],
+        rows,
+    )
     if kept:
         print(f"{kept} constants that these runs do not determine stay as shipped\n")
-    lines = [("before", errors_with(runs, uncalibrated())), ("after", errors_with(runs, found)), ("left out", errors_left_out(runs, known))]
-    words = {"before": "by the constants that ship", "after": "of the layouts fitted", "left out": "each layout by a fit to all others"}
+    lines = [
+        ("before", errors_with(runs, uncalibrated())),
+        ("after", errors_with(runs, found)),
+        ("left out", errors_left_out(runs, known)),
+    ]
+    words = {
+        "before": "by the constants that ship",
+        "after": "of the layouts fitted",
+        "left out": "each layout by a fit to all others",
+    }
     for name, (count, middle, largest) in lines:
-        print(f"error {name:<9} median {middle:6.1%}, largest {largest:6.1%} over {count} layouts, {words[name]}")
+        print(
+            f"error {name:<9} median {middle:6.1%}, largest {largest:6.1%} over {count} layouts,"
+            f" {words[name]}"
+        )

@@ -1,7 +1,9 @@
-"""`plait dryrun`: one rank of a planned layout, built by the engine itself and stepped without its peers, against the prediction.
+"""`plait dryrun`: one rank of a planned layout, built by the engine itself and stepped without its
+peers, against the prediction.
 
-On fake tensors it runs anywhere and holds nothing; the memory is then predicted for the operators of the device type that stands there. On
-a GPU (`--on-device`) kernels run and time and memory are the device's.
+On fake tensors it runs anywhere and holds nothing; the memory is then predicted for the operators
+of the device type that stands there. On a GPU (`--on-device`) kernels run and time and memory are
+the device's.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class DryRun:
     """Where in the pipeline the rank is."""
     found: SingleRankRun
     predicted: Mapping[str, float]
-    """Bytes by the names of `found`: parameters, optimizer, peak. Empty where the planner prices no such rank."""
+    """Bytes by the names of `found`: parameters, optimizer, peak. Empty where the planner prices no
+    such rank.
+    """
     moment: str
     micro_batches_run: int
     """Micro-batches of the step that was run."""
@@ -56,11 +60,22 @@ class DryRun:
 
     def rows(self) -> list[tuple[str, float | None, float, float | None]]:
         """(what, predicted, dry run, predicted / dry run)."""
-        found = {"parameters": self.found.parameters, "optimizer": self.found.optimizer, "peak": self.found.peak}
+        found = {
+            "parameters": self.found.parameters,
+            "optimizer": self.found.optimizer,
+            "peak": self.found.peak,
+        }
         rows = []
         for name, measured in found.items():
             told = self.predicted.get(name)
-            rows.append((name, told, float(measured), told / measured if told is not None and measured else None))
+            rows.append(
+                (
+                    name,
+                    told,
+                    float(measured),
+                    told / measured if told is not None and measured else None,
+                )
+            )
         return rows
 
     def as_json(self) -> dict[str, Any]:
@@ -70,8 +85,10 @@ class DryRun:
             "world_size": self.world_size,
             "stage": self.stage,
             "device": self.found.device,
-            "bytes": {n: {"predicted": p, "dry_run": m, "ratio": r} for n, p, m, r in self.rows()}
-            | {"gradients": {"predicted": None, "dry_run": self.found.gradients, "ratio": None}},
+            "bytes": (
+                {n: {"predicted": p, "dry_run": m, "ratio": r} for n, p, m, r in self.rows()}
+                | {"gradients": {"predicted": None, "dry_run": self.found.gradients, "ratio": None}}
+            ),
             "peak_predicted_during": self.moment,
             "peak_during": self.found.peak_during,
             "micro_batches_run": self.micro_batches_run,
@@ -94,13 +111,16 @@ def dry_run(
     on_device: bool = False,
     quiet: bool = False,
 ) -> DryRun:
-    """Run a rank of the configuration `tree` on as many devices as `request` has. Raises ConfigError, InputError or ModelError for what
-    does not run."""
+    """Run a rank of the configuration `tree` on as many devices as `request` has. Raises
+    ConfigError, InputError or ModelError for what does not run.
+    """
     world = request.cluster.devices
     full = resolve(load(dict(tree)), world_size=world)
     pp = full.layout.pp
     if rank is not None and not 0 <= rank < world:
-        raise ConfigError(Problem("--rank", rank, f"the layout has ranks 0 to {world - 1:,}", "give one of them"))
+        raise ConfigError(
+            Problem("--rank", rank, f"the layout has ranks 0 to {world - 1:,}", "give one of them")
+        )
     notes = []
     layout, why = layout_of(full)
     if layout is None:
@@ -113,9 +133,14 @@ def dry_run(
     predicted: dict[str, float] = {}
     moment = ""
     if layout is not None and at in (0, pp - 1):
-        predicted, moment = _predicted(request, layout, last=at == pp - 1 and pp > 1, on_device=on_device)
+        predicted, moment = _predicted(
+            request, layout, last=at == pp - 1 and pp > 1, on_device=on_device
+        )
     elif layout is not None:
-        notes.append("no memory is predicted: the planner prices the first and the last rank of a pipeline, and this one is between")
+        notes.append(
+            "no memory is predicted: the planner prices the first and the last rank of a pipeline,"
+            " and this one is between"
+        )
     count = full.batch.accumulation
     micro_batches_run = count if full_step else _enough(full)
     resolved = full
@@ -125,27 +150,44 @@ def dry_run(
         fewer["train_batch_size"] = micro_batches_run * full.batch.micro_batch_size * full.layout.dp
         resolved = resolve(load(fewer), world_size=world)
         notes.append(
-            f"{micro_batches_run} of the step's {count} micro-batches were run, enough for its peak; operators and traffic are of those "
-            "(--full-step runs all)"
+            f"{micro_batches_run} of the step's {count} micro-batches were run, enough for its"
+            " peak; operators and traffic are of those (--full-step runs all)"
         )
     model = _model(tree)
     if asked is None and pp > 1:
-        notes.append(f"rank {rank:,} is predicted to need the most memory; choose another with --rank")
+        notes.append(
+            f"rank {rank:,} is predicted to need the most memory; choose another with --rank"
+        )
     began = time.perf_counter()
 
     def tell(what: str) -> None:
         if not quiet:
-            print(f"plait: dry run, {time.perf_counter() - began:.0f} s: {what}", file=sys.stderr, flush=True)
+            print(
+                f"plait: dry run, {time.perf_counter() - began:.0f} s: {what}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     found = run_single_rank(
-        model, resolved, rank=rank, samples=full.batch.micro_batch_size, length=request.sequence, real=on_device, tell=tell
+        model,
+        resolved,
+        rank=rank,
+        samples=full.batch.micro_batch_size,
+        length=request.sequence,
+        real=on_device,
+        tell=tell,
     )
-    return DryRun(rank, world, stage, found, predicted, moment, micro_batches_run, count, tuple(notes))
+    return DryRun(
+        rank, world, stage, found, predicted, moment, micro_batches_run, count, tuple(notes)
+    )
 
 
 def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
-    """The planner's fields of a resolved configuration; None with the reason where it has none for something of it."""
-    at, recompute = resolved.layout, resolved.recompute
+    """The planner's fields of a resolved configuration; None with the reason where it has none for
+    something of it.
+    """
+    at = resolved.layout
+    recompute = resolved.recompute
     pipeline = resolved.pipeline
     if recompute.mode not in RECOMPUTE_FIXED:
         return None, f"the planner does not price the recomputation {recompute.mode}"
@@ -157,18 +199,39 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
         return None, f"the planner does not price the schedule {pipeline.schedule}"
     if resolved.optimizer.type not in ("Adam", "AdamW"):
         return None, "the planner models AdamW"
-    chunks = 1 if at.pp == 1 else pipeline.stages_per_rank or TABLES[pipeline.schedule].stages_per_rank[0]
+    chunks = (
+        1
+        if at.pp == 1
+        else pipeline.stages_per_rank or TABLES[pipeline.schedule].stages_per_rank[0]
+    )
     found = planned_layout(resolved)
-    schedule, kind = SCHEDULES.index(found["schedule"]), RECOMPUTE.index(found["recompute"])
-    return found | {"schedule": schedule, "recompute": kind, "vpp": chunks, "sp": int(found["sp"] and at.tp > 1)}, ""
+    schedule = SCHEDULES.index(found["schedule"])
+    kind = RECOMPUTE.index(found["recompute"])
+    return (
+        found
+        | {
+            "schedule": schedule,
+            "recompute": kind,
+            "vpp": chunks,
+            "sp": int(found["sp"] and at.tp > 1),
+        },
+        "",
+    )
 
 
 def _enough(resolved: Resolved) -> int:
-    """Micro-batches with which the peak of a step is reached: as many again as a pipeline has in flight, all where all are in flight."""
-    count, pp = resolved.batch.accumulation, resolved.layout.pp
+    """Micro-batches with which the peak of a step is reached: as many again as a pipeline has in
+    flight, all where all are in flight.
+    """
+    count = resolved.batch.accumulation
+    pp = resolved.layout.pp
     if pp == 1:
         return min(count, 2)
-    return count if resolved.pipeline.schedule in ("gpipe", "looped-bfs") or count <= 2 * pp else 2 * pp
+    return (
+        count
+        if resolved.pipeline.schedule in ("gpipe", "looped-bfs") or count <= 2 * pp
+        else 2 * pp
+    )
 
 
 def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> tuple[Any, Any]:
@@ -191,10 +254,16 @@ def _fullest(request: Request, layout: Mapping[str, Any], world: int, pp: int) -
     if pp == 1:
         return 0
     job, states = _priced(request, layout, on_device=False)
-    return 0 if _memory(job, states, last=False)[0] >= _memory(job, states, last=True)[0] else world // pp * (pp - 1)
+    return (
+        0
+        if _memory(job, states, last=False)[0] >= _memory(job, states, last=True)[0]
+        else world // pp * (pp - 1)
+    )
 
 
-def _predicted(request: Request, layout: Mapping[str, Any], *, last: bool, on_device: bool) -> tuple[dict[str, float], str]:
+def _predicted(
+    request: Request, layout: Mapping[str, Any], *, last: bool, on_device: bool
+) -> tuple[dict[str, float], str]:
     job, states = _priced(request, layout, on_device=on_device)
     peak, moment = _memory(job, states, last=last)
     held = states.last if last else states.first
@@ -213,7 +282,10 @@ def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"plait dryrun: {path} cannot be read ({error}); give model.config, or a folder with a config.json") from None
+        raise InputError(
+            f"plait dryrun: {path} cannot be read ({error}); give model.config, or a folder with a"
+            " config.json"
+        ) from None
     return fields
 
 
@@ -227,29 +299,45 @@ def _model(tree: Mapping[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=3)
         hint = f"did you mean {', '.join(near)}? " if near else ""
-        raise InputError(f"plait dryrun: Transformers has no model {kind!r} in this version; {hint}the plan itself needs no such code")
+        raise InputError(
+            f"plait dryrun: Transformers has no model {kind!r} in this version; {hint}the plan"
+            " itself needs no such code"
+        )
     try:
-        return transformers_model(fields, dtype=dtype_of((tree.get("model") or {}).get("dtype", "float32")))
+        return transformers_model(
+            fields, dtype=dtype_of((tree.get("model") or {}).get("dtype", "float32"))
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"plait dryrun: Transformers builds no causal language model of model_type {kind!r} ({first_line(error)})"
+            f"plait dryrun: Transformers builds no causal language model of model_type {kind!r}"
+            f" ({first_line(error)})"
         ) from None
 
 
 def print_dry_run(run: DryRun, *, operators: int) -> None:
-    """Memory against the prediction, traffic by axis, the operators with the most FLOPs (on a device: the longest)."""
+    """Memory against the prediction, traffic by axis, the operators with the most FLOPs (on a
+    device: the longest).
+    """
     console = Console(soft_wrap=True, highlight=False)
     found = run.found
     print(f"dry run of rank {run.rank:,} of {run.world_size:,}, {run.stage}, on {found.device}")
     table = [
-        [name, f"{told / GIB:.3f} GiB" if told is not None else "-", f"{got / GIB:.3f} GiB", f"{ratio:.3f}" if ratio is not None else "-"]
+        [
+            name,
+            f"{told / GIB:.3f} GiB" if told is not None else "-",
+            f"{got / GIB:.3f} GiB",
+            f"{ratio:.3f}" if ratio is not None else "-",
+        ]
         for name, told, got, ratio in run.rows()
     ]
     table.insert(1, ["gradients", "-", f"{found.gradients / GIB:.3f} GiB", "-"])
     print_table(console, ("memory", "predicted", "dry run", "ratio"), table)
     said = f" (predicted: {run.moment})" if run.moment else ""
     print(f"the peak came in {found.peak_during}{said}")
-    traffic = [[s.axis, s.kind, str(s.ranks), f"{s.calls:,}", format_bytes(s.wire_bytes)] for s in found.traffic]
+    traffic = [
+        [s.axis, s.kind, str(s.ranks), f"{s.calls:,}", format_bytes(s.wire_bytes)]
+        for s in found.traffic
+    ]
     print_table(console, ("axis", "collective", "ranks", "calls", "sent by this rank"), traffic)
     rows = [
         [o.name, f"{o.calls:,}", format_count(float(o.flops)) if o.flops else "-"]
@@ -257,7 +345,14 @@ def print_dry_run(run: DryRun, *, operators: int) -> None:
         for o in found.operators[:operators]
     ]
     timed = ("time",) if any(o.device_seconds for o in found.operators[:operators]) else ()
-    print_table(console, ("operator", "calls", "FLOPs", *timed), [row + [""] * (3 + len(timed) - len(row)) for row in rows])
-    print(f"{found.flops:.4g} FLOPs; built in {found.build_seconds:.1f} s, stepped in {found.step_seconds:.1f} s")
+    print_table(
+        console,
+        ("operator", "calls", "FLOPs", *timed),
+        [row + [""] * (3 + len(timed) - len(row)) for row in rows],
+    )
+    print(
+        f"{found.flops:.4g} FLOPs; built in {found.build_seconds:.1f} s, stepped in"
+        f" {found.step_seconds:.1f} s"
+    )
     for note in run.notes:
         print(f"note: {note}")

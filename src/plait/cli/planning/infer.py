@@ -1,7 +1,8 @@
-"""`plait plan infer`: where `plait generate` would put a model, the bytes of every tier, and a bound of its speed.
+"""`plait plan infer`: where `plait generate` would put a model, the bytes of every tier, and a
+bound of its speed.
 
-Bytes and placement are those that `plait generate` decides with (`inference.deployment`). The bound counts
-bytes and bandwidths alone (`inference.bandwidth`).
+Bytes and placement are those that `plait generate` decides with (`inference.deployment`). The bound
+counts bytes and bandwidths alone (`inference.bandwidth`).
 """
 
 from __future__ import annotations
@@ -49,27 +50,57 @@ class Dtype(StrEnum):
 
 
 _devices = in_panel("The devices")
-Count = Annotated[int | None, _devices(min=1, metavar="N", help="Devices to use at most. (default: all)")]
+Count = Annotated[
+    int | None, _devices(min=1, metavar="N", help="Devices to use at most. (default: all)")
+]
 
 
 @app.command(epilog=_EPILOG)
 def infer(
-    model: Annotated[str, typer.Option(metavar="NAME", help="A folder as for `plait generate`, a config.json, or a public model.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="A folder as for `plait generate`, a config.json, or a public model.",
+        ),
+    ],
     adapter: Adapters = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="Of every prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="That every prompt gets.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="Prompts that are decoded at once.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
-    gpu: Annotated[str | None, _devices(metavar="NAME", help="h100, a100 and others. (default: this machine)")] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="Of every prompt.")
+    ] = 512,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="That every prompt gets.")
+    ] = 128,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=1 << 16, metavar="N", help="Prompts that are decoded at once.")
+    ] = 1,
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; or as stored.")
+    ] = Dtype.stored,
+    gpu: Annotated[
+        str | None, _devices(metavar="NAME", help="h100, a100 and others. (default: this machine)")
+    ] = None,
     nproc_per_node: Count = None,
-    tp: Annotated[int | None, _devices(min=1, metavar="N", help="Tensor parallelism. (default: the fewest devices)")] = None,
+    tp: Annotated[
+        int | None,
+        _devices(min=1, metavar="N", help="Tensor parallelism. (default: the fewest devices)"),
+    ] = None,
     pp: Annotated[int | None, _devices(min=1, metavar="N", help="Pipeline stages.")] = None,
-    gpu_budget: Annotated[str | None, _devices(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it.")] = None,
-    cpu_budget: Annotated[str | None, _devices(metavar="SIZE", help="Of host memory; what does not fit is read from disk.")] = None,
-    offload_cache: Annotated[bool, _devices("--offload-cache", help="Keys and values in host memory.")] = False,
+    gpu_budget: Annotated[
+        str | None,
+        _devices(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it."),
+    ] = None,
+    cpu_budget: Annotated[
+        str | None,
+        _devices(metavar="SIZE", help="Of host memory; what does not fit is read from disk."),
+    ] = None,
+    offload_cache: Annotated[
+        bool, _devices("--offload-cache", help="Keys and values in host memory.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print where `plait generate` puts a model, the bytes of every tier, and a lower bound of the time per token.
+    """Print where `plait generate` puts a model, the bytes of every tier, and a lower bound of the
+    time per token.
 
     Exit code 2, with the numbers, where nothing fits.
     """
@@ -83,11 +114,19 @@ def infer(
     budgets = [None if value is None else bytes_of(value, name) for name, value in asked_for]
     if any(budgets):
         given = {"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node}
-        refuse_given(given, "chooses a layout of several devices, and a budget streams weights to one", "leave one of them out")
+        refuse_given(
+            given,
+            "chooses a layout of several devices, and a budget streams weights to one",
+            "leave one of them out",
+        )
     target = None if gpu is None else device(gpu)
     on = devices_here() if target is None else devices_of(target, nproc_per_node)
     if not on.on_gpu:
-        refuse_given({"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node}, "is for GPUs", "name some with --gpu, or leave it out")
+        refuse_given(
+            {"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node},
+            "is for GPUs",
+            "name some with --gpu, or leave it out",
+        )
     source, unloaded = _model(model, one_adapter(adapter), dtype)
     check_positions(
         getattr(unloaded, "config", None),
@@ -99,7 +138,9 @@ def infer(
     if any(budgets):
         found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1], on=on)
     else:
-        found = deploy(work, tp=tp, pp=pp, devices=nproc_per_node if target is None else None, on=on)
+        found = deploy(
+            work, tp=tp, pp=pp, devices=nproc_per_node if target is None else None, on=on
+        )
 
     known = target
     if known is None and on.on_gpu:
@@ -111,7 +152,10 @@ def infer(
 
     count = format_count(sum(p.numel() for p in unloaded.parameters()))
     kind = str(compute_dtype(unloaded)).removeprefix("torch.")
-    print(f"{model}: {count} parameters, {kind}; {batch_size} x ({prompt_tokens:,} + {new_tokens:,}) tokens")
+    print(
+        f"{model}: {count} parameters, {kind}; {batch_size} x ({prompt_tokens:,} + {new_tokens:,})"
+        " tokens"
+    )
     print(found.why)
     _show_bytes(found, on)
     _show_bound(found, bound, batch_size)
@@ -133,10 +177,13 @@ def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None
     if path.is_dir() and not only_described:
         source = open_source(path, adapter)
         model = source.model(wanted)
-        tensors_in_files(source, model)  # a file that was cut off is named before it is planned with
+        # a file that was cut off is named before it is planned with
+        tensors_in_files(source, model)
         return source, model
     if adapter is not None:
-        raise InputError(f"--adapter {adapter}: needs a folder with weights as --model, and {name} has none")
+        raise InputError(
+            f"--adapter {adapter}: needs a folder with weights as --model, and {name} has none"
+        )
     if only_described or path.is_file():
         return None, described(path, dtype=wanted)
     public = named(name)
@@ -145,13 +192,21 @@ def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None
 
         near = get_close_matches(name.lower(), names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"--model {name}: no such folder or file, and no public model; {hint}`plait plan models` lists them")
+        raise InputError(
+            f"--model {name}: no such folder or file, and no public model; {hint}`plait plan"
+            " models` lists them"
+        )
     return None, described(to_config(public, positions=1 << 20), dtype=wanted or torch.bfloat16)
 
 
 def _as_json(found: Deployment, bound: BandwidthBound | None) -> dict[str, Any]:
     return {
-        "placement": {"tp": found.tp, "pp": found.pp, "streamed": found.budget_bytes is not None, "why": found.why},
+        "placement": {
+            "tp": found.tp,
+            "pp": found.pp,
+            "streamed": found.budget_bytes is not None,
+            "why": found.why,
+        },
         "bytes": asdict(found.account),
         "bound": None if bound is None else asdict(bound),
     }
@@ -187,9 +242,18 @@ def _show_bound(found: Deployment, bound: BandwidthBound | None, batch_size: int
     from plait.units import format_bytes
 
     if bound is None:
-        print("bound: none, because the planner's catalogue does not list this machine's memory; name a GPU with --gpu")
+        print(
+            "bound: none, because the planner's catalogue does not list this machine's memory; name"
+            " a GPU with --gpu"
+        )
     else:
         rate = batch_size / bound.token_seconds
-        print(f"bound: at least {1000 * bound.token_seconds:.3g} ms per token, at most {rate:.3g} tokens/s, by {bound.limit}")
+        print(
+            f"bound: at least {1000 * bound.token_seconds:.3g} ms per token, at most {rate:.3g}"
+            f" tokens/s, by {bound.limit}"
+        )
     if found.account.in_files:
-        print(f"       and the time to read {format_bytes(found.account.in_files)} from files for every token")
+        print(
+            f"       and the time to read {format_bytes(found.account.in_files)} from files for"
+            " every token"
+        )

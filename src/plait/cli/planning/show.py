@@ -28,9 +28,19 @@ def _console() -> Console:
     return Console(soft_wrap=True, highlight=False)
 
 
-def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside: list[Comparison], changes: list[Change]) -> None:
-    """A plan: the best layouts, the winner's terms, the reasons asked for, the layouts one step away (`beside`), what was left out."""
-    console, request, best = _console(), found.request, found.best[0]
+def print_plan(
+    found: Plan,
+    notes: list[str],
+    reasons: list[Comparison],
+    beside: list[Comparison],
+    changes: list[Change],
+) -> None:
+    """A plan: the best layouts, the winner's terms, the reasons asked for, the layouts one step
+    away (`beside`), what was left out.
+    """
+    console = _console()
+    request = found.request
+    best = found.best[0]
     model = request.model.architecture
     print(f"{model.name}: {format_count(float(model.parameters))} parameters; {request.cluster}")
     print(
@@ -61,7 +71,11 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside:
         if value > 0.0005 * best.seconds
     ]
     print_table(console, ("1: the step", "", ""), times)
-    sizes = [[MEMORY_TERMS[name], f"{value / GIB:.2f} GiB"] for name, value in best.memory_terms.items() if value > 0]
+    sizes = [
+        [MEMORY_TERMS[name], f"{value / GIB:.2f} GiB"]
+        for name, value in best.memory_terms.items()
+        if value > 0
+    ]
     sizes += [
         ["allocated", f"{best.allocated / GIB:.2f} GiB"],
         ["reserved", f"{best.reserved / GIB:.2f} GiB"],
@@ -78,7 +92,9 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside:
             ]
             print_table(console, ("term", "plan", describe(comparison.other.layout)), table)
     if beside:
-        print_table(console, ("one step away", "step", "layout", "because"), _neighbour_rows(beside))
+        print_table(
+            console, ("one step away", "step", "layout", "because"), _neighbour_rows(beside)
+        )
     if changes:
         table = [
             [
@@ -90,7 +106,9 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside:
             for c in changes
         ]
         print_table(console, ("if it had", "step", "tokens/s", "best layout"), table)
-    left_out = [[e.region, e.rule] for e in found.excluded] + [[s.region, str(s)] for s in found.shortages]
+    left_out = [[e.region, e.rule] for e in found.excluded] + [
+        [s.region, str(s)] for s in found.shortages
+    ]
     print_table(console, ("left out", "because"), left_out[:12])
     if len(left_out) > 12:
         print(f"and {len(left_out) - 12} more regions; --json lists them")
@@ -98,15 +116,22 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside:
 
 def _neighbour_rows(beside: list[Comparison]) -> list[list[str]]:
     """A row for every neighbour; one that leads to the layout of an earlier row only says so."""
-    rows, shown = [], dict[str, str]()
+    rows = []
+    shown = dict[str, str]()
     for comparison in beside:
         other = comparison.other
         if other is None:
-            rows.append([comparison.query, "-", "-", comparison.reason.removeprefix(f"{comparison.query} ")])
+            rows.append(
+                [comparison.query, "-", "-", comparison.reason.removeprefix(f"{comparison.query} ")]
+            )
             continue
         layout = describe(other.layout)
         first = shown.setdefault(layout, comparison.query)
-        because = f"the same layout as {first}" if first != comparison.query else comparison.reason.partition("): ")[2]
+        because = (
+            f"the same layout as {first}"
+            if first != comparison.query
+            else comparison.reason.partition("): ")[2]
+        )
         rows.append([comparison.query, f"{other.seconds:.4g} s", layout, because])
     return rows
 
@@ -114,12 +139,22 @@ def _neighbour_rows(beside: list[Comparison]) -> list[list[str]]:
 def print_nothing_fits(found: Plan) -> None:
     """To standard error: what the smallest layouts lack."""
     request = found.request
-    print(f"plait: nothing fits: {request.model.architecture.name} on {request.cluster}", file=sys.stderr)
+    print(
+        f"plait: nothing fits: {request.model.architecture.name} on {request.cluster}",
+        file=sys.stderr,
+    )
     for shortage in sorted(found.shortages, key=lambda s: s.needed)[:4]:
         print(f"plait: {shortage.region} {shortage}", file=sys.stderr)
     if found.fitting:
-        print(f"plait: {found.fitting} layouts would fit by a margin smaller than the uncertainty of their memory", file=sys.stderr)
-    print("plait: use more GPUs, GPUs with more memory, shorter samples (--seq), or a smaller model", file=sys.stderr)
+        print(
+            f"plait: {found.fitting} layouts would fit by a margin smaller than the uncertainty of"
+            " their memory",
+            file=sys.stderr,
+        )
+    print(
+        "plait: use more GPUs, GPUs with more memory, shorter samples (--seq), or a smaller model",
+        file=sys.stderr,
+    )
 
 
 def names_as_json() -> dict[str, list[str]]:
@@ -135,7 +170,11 @@ def print_names() -> None:
         one = known.named(name)
         assert one is not None
         models.append(
-            [name, format_count(float(one.parameters)), f"{one.layers} x {one.hidden}, {one.heads} heads, vocabulary {one.vocab}"]
+            [
+                name,
+                format_count(float(one.parameters)),
+                f"{one.layers} x {one.hidden}, {one.heads} heads, vocabulary {one.vocab}",
+            ]
         )
     print_table(console, ("model", "parameters", "shape"), models)
     devices = []
@@ -155,12 +194,16 @@ def print_names() -> None:
 
 
 def write_trace(path: Path, found: Plan, *, calibration: Calibration | None = None) -> None:
-    """The pipeline of the best choice as a Chrome trace. Raises InputError where its schedule has no table, or the file cannot be
-    written."""
+    """The pipeline of the best choice as a Chrome trace. Raises InputError where its schedule has
+    no table, or the file cannot be written.
+    """
     best = found.best[0]
     try:
         simulated = timeline(found.request, best, calibration=calibration)
     except InputError as error:
-        raise InputError(f"--trace: the best layout has no timeline: {error}; leave the option out, or --fix another schedule") from None
+        raise InputError(
+            f"--trace: the best layout has no timeline: {error}; leave the option out, or --fix"
+            " another schedule"
+        ) from None
     trace = chrome_trace(simulated, title=describe(best.layout), after=beyond(best, simulated))
     write_text("--trace", path, json.dumps(trace) + "\n")

@@ -21,7 +21,13 @@ from plait.cluster import accelerator
 from plait.errors import DeviceError, InputError
 from plait.files import write_whole
 from plait.observe.files import require_writable
-from plait.validation.catalogue import MOST_GPUS, PACKAGES_OF_PEERS, Machine, planned_seconds, rows_of
+from plait.validation.catalogue import (
+    MOST_GPUS,
+    PACKAGES_OF_PEERS,
+    Machine,
+    planned_seconds,
+    rows_of,
+)
 from plait.validation.document import document
 from plait.validation.rows import Result, exit_code
 from plait.validation.runner import Interrupted, Runner
@@ -123,10 +129,13 @@ def machine_facts() -> dict[str, Any]:
     """
     command = [sys.executable, "-m", "plait.cli.validating.machine"]
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_FACTS_SECONDS, check=False)
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_FACTS_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         raise DeviceError(
-            f"torch did not find out within {_FACTS_SECONDS} s which GPUs there are; check whether `nvidia-smi` answers"
+            f"torch did not find out within {_FACTS_SECONDS} s which GPUs there are; check whether"
+            " `nvidia-smi` answers"
         ) from None
     if process.returncode:
         last_lines = " | ".join(process.stderr.strip().splitlines()[-3:])
@@ -138,14 +147,23 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _why_no_devices(facts: dict[str, Any]) -> str:
-    torch, other, built = facts["versions"].get("torch"), facts["accelerator"], facts["built_for"]
+    torch = facts["versions"].get("torch")
+    other = facts["accelerator"]
+    built = facts["built_for"]
     if other is not None:
-        return f"torch {torch} has the accelerator {other!r}, and Plait trains on {accelerator.NAME}; there is nothing to validate here"
+        return (
+            f"torch {torch} has the accelerator {other!r}, and Plait trains on {accelerator.NAME};"
+            " there is nothing to validate here"
+        )
     if facts["driver"] is not None:
         return (
-            f"the driver {facts['driver']} answers, but torch {torch} (built for {built}) sees no GPU; docs/gpus.md has the line to install"
+            f"the driver {facts['driver']} answers, but torch {torch} (built for {built}) sees no"
+            " GPU; docs/gpus.md has the line to install"
         )
-    return f"torch {torch} (built for {built}) sees no GPU on this machine; there is nothing to validate without one"
+    return (
+        f"torch {torch} (built for {built}) sees no GPU on this machine; there is nothing to"
+        " validate without one"
+    )
 
 
 def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
@@ -157,7 +175,10 @@ def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
     devices = facts["devices"]
     most = min(len(devices), MOST_GPUS)
     if gpus is not None and not 1 <= gpus <= most:
-        raise InputError(f"--nproc-per-node {gpus}: this machine has {len(devices)} GPUs, of which a validation uses at most {MOST_GPUS}")
+        raise InputError(
+            f"--nproc-per-node {gpus}: this machine has {len(devices)} GPUs, of which a validation"
+            f" uses at most {MOST_GPUS}"
+        )
     count = gpus or most
     return Machine(
         gpus=count,

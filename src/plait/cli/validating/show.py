@@ -59,7 +59,9 @@ class Screen:
 
     def plan(self, seconds: float, minutes: float) -> None:
         """Show the planned time and the budget."""
-        self._print(f"{self._rows} rows, planned for {seconds:.0f} s on an H100, budget {minutes:g} minutes")
+        self._print(
+            f"{self._rows} rows, planned for {seconds:.0f} s on an H100, budget {minutes:g} minutes"
+        )
 
     def began(self, row: Row) -> None:
         """Show the title of the row that runs, on a terminal."""
@@ -82,7 +84,10 @@ class Screen:
     def summary(self, results: Sequence[Result], out: Path, seconds: float) -> None:
         """Show the counts and the place of the document."""
         number = counts(results)
-        self._print(f"\n{number['passed']} passed, {number['failed']} failed, {number['not run']} not run in {seconds:.0f} s")
+        self._print(
+            f"\n{number['passed']} passed, {number['failed']} failed, {number['not run']} not run"
+            f" in {seconds:.0f} s"
+        )
         self._print(f"{out} has the numbers; docs/gpus.md says where to send it")
 
     def _print(self, line: str) -> None:
@@ -99,13 +104,17 @@ def table_of_rows(rows: Sequence[Row], gpus: int) -> str:
         planned = "      -" if row.unavailable else f"  {row.planned_seconds:5.0f} s"
         note = f" (not run: {row.unavailable})" if row.unavailable else ""
         lines.append(f"{planned}  {row.name:<26} {row.title}{note}")
-    lines.append(f"  {planned_seconds(rows):5.0f} s  in all, with {gpus} GPU{'s' if gpus > 1 else ''}")
+    lines.append(
+        f"  {planned_seconds(rows):5.0f} s  in all, with {gpus} GPU{'s' if gpus > 1 else ''}"
+    )
     return "\n".join(lines)
 
 
 def _machine_line(facts: Mapping[str, Any], gpus: int) -> str:
     devices = facts["devices"]
-    kinds = [f"{device['name']}, {format_bytes(device['memory_bytes'])}" for device in devices[:gpus]]
+    kinds = [
+        f"{device['name']}, {format_bytes(device['memory_bytes'])}" for device in devices[:gpus]
+    ]
     versions = facts["versions"]
     driver = f", driver {facts['driver']}" if facts["driver"] else ""
     return (

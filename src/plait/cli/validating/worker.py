@@ -58,7 +58,8 @@ def _turns(path: Path) -> Iterator[int]:
     """Yield the indices of rows as the parent writes them."""
     position = 0
     while True:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # The last part may be incomplete.
+        # The last part may be incomplete.
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         if position == len(lines):
             time.sleep(_POLL_SECONDS)
             continue
@@ -105,13 +106,16 @@ def run_row(context: Context, row: dict[str, Any], events: _Events) -> None:
 def _verdict_of_error(error: Exception) -> Verdict:
     lines = str(error).strip().splitlines() or [""]
     frames = [
-        f"{_without_folders(frame.filename)}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+        f"{_without_folders(frame.filename)}:{frame.lineno} {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     ]
     return Verdict("failed", f"{type(error).__name__}: {lines[0][:1000]}", {"stack": frames})
 
 
 def _without_folders(filename: str) -> str:
-    """Return a file name below its package's parent, because the document contains no user's paths."""
+    """Return a file name below its package's parent, because the document contains no user's
+    paths.
+    """
     for folder in ("site-packages/", "src/", "python3."):
         if folder in filename:
             return filename.rsplit(folder, 1)[1]

@@ -50,7 +50,8 @@ class _Slots:
             slots: Number of slots, of equal size.
         """
         self._host = host
-        self._words, self._slots = words, slots
+        self._words = words
+        self._slots = slots
         self._memory: Memory | None = None
         self._slot_bytes = 0
         self._too_large: int | None = None
@@ -73,10 +74,13 @@ class _Slots:
         except Unavailable:
             self._too_large = count
             return
-        self._memory, self._slot_bytes = memory, slot_bytes
+        self._memory = memory
+        self._slot_bytes = slot_bytes
         self._renewed()
 
-    def _slot(self, index: int, numel: int, dtype: torch.dtype, released: Callable[[], None]) -> torch.Tensor:
+    def _slot(
+        self, index: int, numel: int, dtype: torch.dtype, released: Callable[[], None]
+    ) -> torch.Tensor:
         """Return a tensor [numel] at the start of a slot.
 
         `released` is called when no tensor of this rank points into the slot any more, unless new
@@ -93,14 +97,15 @@ class _Slots:
 
     def _same_everywhere(self, word: int, count: int, *, operation: str, does: str) -> None:
         """Raise CommunicationError unless all ranks have set a word to `count`."""
-        memory, host = self._memory, self._host
+        memory = self._memory
+        host = self._host
         assert memory is not None
         other = next((rank for rank in range(host.ranks) if memory.read(rank, word) != count), None)
         if other is not None:
             theirs = memory.read(other, word)
             raise CommunicationError(
-                f"{operation} over {host.label}: {host.name(other)} {does} {theirs} bytes and {host.name(host.rank)} {count}; "
-                "the ranks issue different collectives"
+                f"{operation} over {host.label}: {host.name(other)} {does} {theirs} bytes and"
+                f" {host.name(host.rank)} {count}; the ranks issue different collectives"
             )
 
 
@@ -127,7 +132,9 @@ class SharedAllGather(_Slots, AllGather):
         self._output: tuple[int, int] | None = None
         """(address, bytes) of the output that `allocate` returned for the next call."""
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Return the output of the next call [ranks x n], in shared memory if a slot is free."""
         numel = prod(int(length) for length in size)
         count = numel * dtype.itemsize
@@ -138,7 +145,13 @@ class SharedAllGather(_Slots, AllGather):
         self._output = (output.data_ptr(), count)
         return output.view(*size)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
         """Fill `output_tensor` [ranks x n] with every rank's `input_tensor` [n]. Synchronous."""
         count = output_tensor.numel() * output_tensor.element_size()
         in_place = self._output == (output_tensor.data_ptr(), count)
@@ -158,17 +171,26 @@ class SharedAllGather(_Slots, AllGather):
         if staged is not None:
             output_tensor.view(-1).copy_(staged)
         if slot is not None:
-            record("all_gather", full_bytes=count, dtype=output_tensor.dtype, ranks=self._host.ranks)
+            record(
+                "all_gather", full_bytes=count, dtype=output_tensor.dtype, ranks=self._host.ranks
+            )
 
     def _meet(self, count: int, shape: str) -> None:
         """Wait for every rank's shard, and agree on the next slot."""
-        memory, host, parity = self._memory, self._host, self._round % 2
+        memory = self._memory
+        host = self._host
+        parity = self._round % 2
         assert memory is not None
         # Two words in turn, because a rank can be one call ahead of another, but not two. The slot
         # of this call is in use until its output is freed.
         memory.write(2 + parity, count)
         memory.write(parity, (self._round + 1) << _GATHER_SLOTS | self._free)
-        host.wait(partial(self._late, parity), operation="all-gather", sequence=self._round + 1, shape=shape)
+        host.wait(
+            partial(self._late, parity),
+            operation="all-gather",
+            sequence=self._round + 1,
+            shape=shape,
+        )
         self._same_everywhere(2 + parity, count, operation="all-gather", does="gathers")
         free = _ALL_FREE
         for rank in range(host.ranks):
@@ -177,9 +199,14 @@ class SharedAllGather(_Slots, AllGather):
         self._round += 1
 
     def _late(self, parity: int) -> list[int]:
-        memory, expected = self._memory, self._round + 1
+        memory = self._memory
+        expected = self._round + 1
         assert memory is not None
-        return [rank for rank in range(self._host.ranks) if memory.read(rank, parity) >> _GATHER_SLOTS != expected]
+        return [
+            rank
+            for rank in range(self._host.ranks)
+            if memory.read(rank, parity) >> _GATHER_SLOTS != expected
+        ]
 
     def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._free &= ~(1 << slot)
@@ -190,7 +217,9 @@ class SharedAllGather(_Slots, AllGather):
         return self._slot(slot, numel, dtype, released)
 
     def _renewed(self) -> None:
-        self._round, self._next, self._free = 0, 0, _ALL_FREE
+        self._round = 0
+        self._next = 0
+        self._free = _ALL_FREE
 
 
 class SharedReduceScatter(_Slots, ReduceScatter):
@@ -215,7 +244,9 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         """True after the input of the next call was requested. The next request is then for the
         output."""
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Return the input [ranks x n] of the next call, in shared memory if a slot is free.
 
         The second request before a call returns its output [n], which is not shared.
@@ -234,7 +265,12 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         return tensor.view(*size)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         """Fill `output_tensor` [n] with this rank's part of the reduced `input_tensor` [ranks x n].
 
@@ -258,15 +294,24 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
 
-    def _through_memory(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup, slot: int | None) -> None:
-        memory, host = self._memory, self._host
+    def _through_memory(
+        self,
+        output: torch.Tensor,
+        stacked: torch.Tensor,
+        group: dist.ProcessGroup,
+        slot: int | None,
+    ) -> None:
+        memory = self._memory
+        host = self._host
         assert memory is not None
         count = stacked.numel() * stacked.element_size()
         staged = None
         if slot is None and (slot := self._free_slot()) is not None:
             staged = self._lease(slot, stacked.numel(), stacked.dtype)
             staged.copy_(stacked.reshape(-1))
-        chosen = self._meet(count, described(stacked.shape, stacked.dtype), _NO_SLOT if slot is None else slot)
+        chosen = self._meet(
+            count, described(stacked.shape, stacked.dtype), _NO_SLOT if slot is None else slot
+        )
         if _NO_SLOT in chosen:
             reduce_scatter(output, stacked, group)
         else:
@@ -280,7 +325,9 @@ class SharedReduceScatter(_Slots, ReduceScatter):
 
     def _meet(self, count: int, shape: str, slot: int) -> list[int]:
         """Wait until every rank has filled its input, and return the slot of each rank."""
-        memory, host, parity = self._memory, self._host, self._round % 2
+        memory = self._memory
+        host = self._host
+        parity = self._round % 2
         assert memory is not None
         self._round += 1
         if slot != _NO_SLOT:
@@ -288,14 +335,23 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         # Two words in turn, because a rank can be one call ahead of another, but not two.
         memory.write(2 + parity, count)
         memory.write(parity, self._round << 8 | slot)
-        host.wait(partial(self._late, parity), operation="reduce-scatter", sequence=self._round, shape=shape)
+        host.wait(
+            partial(self._late, parity),
+            operation="reduce-scatter",
+            sequence=self._round,
+            shape=shape,
+        )
         self._same_everywhere(2 + parity, count, operation="reduce-scatter", does="reduces")
         return [memory.read(rank, parity) & 255 for rank in range(host.ranks)]
 
     def _late(self, parity: int) -> list[int]:
         memory = self._memory
         assert memory is not None
-        return [rank for rank in range(self._host.ranks) if memory.read(rank, parity) >> 8 != self._round]
+        return [
+            rank
+            for rank in range(self._host.ranks)
+            if memory.read(rank, parity) >> 8 != self._round
+        ]
 
     def _free_slot(self) -> int | None:
         """Return a slot into which no tensor of this rank points, or None.
@@ -321,7 +377,9 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         return self._slot(self._host.rank * _SCATTER_SLOTS + slot, numel, dtype, released)
 
     def _renewed(self) -> None:
-        self._round, self._leased, self._used = 0, [False] * _SCATTER_SLOTS, [0] * _SCATTER_SLOTS
+        self._round = 0
+        self._leased = [False] * _SCATTER_SLOTS
+        self._used = [0] * _SCATTER_SLOTS
 
 
 class SharedBuckets:
@@ -336,7 +394,8 @@ class SharedBuckets:
 
     def __init__(self, host: Host, flats: Sequence[Flat]) -> None:
         """Allocate the buffers. Collective. Raises Unavailable on all ranks if memory is short."""
-        starts, total = [], 0
+        starts = []
+        total = 0
         for flat in flats:
             starts.append(total)
             total += -(-flat.numel * flat.dtype.itemsize // 128) * 128
@@ -344,7 +403,10 @@ class SharedBuckets:
         self._host = host
         self._memory = memory = Memory(host, words=2 * len(flats), data_bytes=host.ranks * total)
         self._pieces = [
-            [memory.tensor(rank * total + start, flat.numel, flat.dtype) for rank in range(host.ranks)]
+            [
+                memory.tensor(rank * total + start, flat.numel, flat.dtype)
+                for rank in range(host.ranks)
+            ]
             for start, flat in zip(starts, flats, strict=True)
         ]
         """Memory of each buffer on each rank, [buffers][ranks]."""
@@ -375,18 +437,26 @@ class SharedBuckets:
 
     def _wait(self, index: int, word: int) -> None:
         shape = self._shapes[index]
-        self._host.wait(partial(self._late, index, word), operation="all-reduce", sequence=self._calls[index], shape=shape)
+        self._host.wait(
+            partial(self._late, index, word),
+            operation="all-reduce",
+            sequence=self._calls[index],
+            shape=shape,
+        )
 
     def _go_on(self) -> None:
         while self._waiting and not self._late(self._waiting[0], 0):
             self._sum(self._waiting.pop(0))
 
     def _sum(self, index: int) -> None:
-        memory, host, pieces = self._memory, self._host, self._pieces[index]
+        memory = self._memory
+        host = self._host
+        pieces = self._pieces[index]
         numel = pieces[0].numel()
         # Whole cache lines, so that ranks do not write to the same one.
         part = -(-numel // (host.ranks * 32)) * 32
-        start, stop = min(numel, host.rank * part), min(numel, (host.rank + 1) * part)
+        start = min(numel, host.rank * part)
+        stop = min(numel, (host.rank + 1) * part)
         mine = [piece[start:stop] for piece in pieces]
         add_in_order(mine, mine)
         memory.write(2 * index + 1, self._calls[index])

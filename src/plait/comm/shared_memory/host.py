@@ -60,21 +60,26 @@ class Host:
         Raises:
             Unavailable: They do not, or the platform is not supported.
         """
-        self.group, self.label = group, label
+        self.group = group
+        self.label = label
         self.ranks, self.rank = group.size(), group.rank()
         self.timeout_seconds = timeout_of(group)
         self._global_ranks = dist.get_process_group_ranks(group)
         _agree(group, _unsupported())
         Memory(self, words=1, data_bytes=0)  # raises Unavailable unless the ranks share a machine
         self._pids: list[tuple[int, int]] = [(0, 0)] * self.ranks
-        dist.all_gather_object(self._pids, (os.getpid(), os.stat("/proc/self/ns/pid").st_ino), group=group)
+        dist.all_gather_object(
+            self._pids, (os.getpid(), os.stat("/proc/self/ns/pid").st_ino), group=group
+        )
         self._sees_processes = len({namespace for _, namespace in self._pids}) == 1
 
     def name(self, rank: int) -> str:
         """Return `rank N` for errors, where N is the global rank of a rank of the group."""
         return f"rank {self._global_ranks[rank]}"
 
-    def wait(self, late: Callable[[], list[int]], *, operation: str, sequence: int = 0, shape: str = "") -> None:
+    def wait(
+        self, late: Callable[[], list[int]], *, operation: str, sequence: int = 0, shape: str = ""
+    ) -> None:
         """Return when no rank is missing. Yield the core at first and sleep later.
 
         A busy loop would take the core from the ranks that are missing: there may be more ranks
@@ -97,13 +102,22 @@ class Host:
                 break
         missing = late()
         if missing:
-            wait = Wait(operation, self.label, began, sequence, shape, self._names(missing), tuple(self._global_ranks))
+            wait = Wait(
+                operation,
+                self.label,
+                began,
+                sequence,
+                shape,
+                self._names(missing),
+                tuple(self._global_ranks),
+            )
             with WATCH.waiting(wait):
                 self._wait_on(late, wait)
 
     def _wait_on(self, late: Callable[[], list[int]], wait: Wait) -> None:
         """Sleep until no rank is missing, and publish `wait` meanwhile."""
-        checked, pause = wait.since, 20e-6
+        checked = wait.since
+        pause = 20e-6
         while late():
             time.sleep(pause)
             pause = min(pause * 1.5, 200e-6)
@@ -127,19 +141,24 @@ class Host:
         me = self.name(self.rank)
         if dead:
             names = ", ".join(f"{self.name(rank)} (process {self._pids[rank][0]})" for rank in dead)
-            raise CommunicationError(f"{operation} over {self.label}: {names} ended while {me} waited for it; the first failure is there")
+            raise CommunicationError(
+                f"{operation} over {self.label}: {names} ended while {me} waited for it; the first"
+                " failure is there"
+            )
         if missing and waited > self.timeout_seconds:
             names = ", ".join(self.name(rank) for rank in missing)
             raise CommunicationError(
-                f"{operation} over {self.label}: {me} waited {waited:.0f} s for {names}, which runs and did not take part; "
-                "it is stuck or issues other collectives"
+                f"{operation} over {self.label}: {me} waited {waited:.0f} s for {names}, which runs"
+                " and did not take part; it is stuck or issues other collectives"
             )
         return missing
 
     def _ended(self) -> set[int]:
         if not self._sees_processes:  # only the deadline ends a wait
             return set()
-        return {rank for rank, (pid, _) in enumerate(self._pids) if stacks.state(pid) in stacks.ENDED}
+        return {
+            rank for rank, (pid, _) in enumerate(self._pids) if stacks.state(pid) in stacks.ENDED
+        }
 
 
 class Memory:
@@ -162,10 +181,12 @@ class Memory:
             Unavailable: A rank cannot map the memory, or it takes too much of what is free.
         """
         self._ranks = host.ranks
-        self._row = math.ceil(words / 16) * 16  # whole pairs of cache lines, so that ranks do not disturb each other
+        # whole pairs of cache lines, so that ranks do not disturb each other
+        self._row = math.ceil(words / 16) * 16
         start = _pages(_NONCE_BYTES)
         self._data_start = start + _pages(host.ranks * self._row * 8)
-        total = self._data_start + _pages(data_bytes + 64)  # an empty tensor at the end points at one element
+        # an empty tensor at the end points at one element
+        total = self._data_start + _pages(data_bytes + 64)
         descriptor, offer = _offer(total) if host.rank == 0 else (None, None)
         offers = [offer]
         dist.broadcast_object_list(offers, group_src=0, group=host.group)
@@ -193,7 +214,13 @@ class Memory:
         """Return the ranks whose word, a counter, has not reached `count`."""
         return [rank for rank in range(self._ranks) if self.read(rank, index) < count]
 
-    def tensor(self, offset: int, numel: int, dtype: torch.dtype, on_release: Callable[[], None] | None = None) -> torch.Tensor:
+    def tensor(
+        self,
+        offset: int,
+        numel: int,
+        dtype: torch.dtype,
+        on_release: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """Return a range of the bytes as a tensor [numel].
 
         Args:
@@ -257,7 +284,13 @@ def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap 
         return None, f"the first rank's memory cannot be opened ({error.strerror}); {where}"
     try:
         if os.fstat(descriptor).st_size != total or os.pread(descriptor, _NONCE_BYTES, 0) != nonce:
-            return None, "what it opened is not the first rank's memory; it runs on another machine or in another container"
+            return (
+                None,
+                (
+                    "what it opened is not the first rank's memory; it runs on another machine or"
+                    " in another container"
+                ),
+            )
         return mmap.mmap(descriptor, total), None
     except OSError as error:
         return None, f"the first rank's memory cannot be mapped ({error.strerror})"

@@ -18,7 +18,8 @@ from plait.comm.shared_memory.host import Host, Memory, Unavailable
 
 _TRIMMED_BYTES = 32 << 20
 """Bytes of copied shards after which the C library is told to return freed memory to the system."""
-_WRITTEN, _READ = 0, 1
+_WRITTEN = 0
+_READ = 1
 """Words of a rank: the number of gatherings for which it has written its rows, and the number that
 it has finished reading."""
 
@@ -35,7 +36,11 @@ def share_parameters(model: nn.Module, host: Host) -> str:
     units = sharded_modules(model)
     reasons = [_share_unit(unit, host) for unit in units]
     gathered = [reason for reason in reasons if reason]
-    return f"{len(gathered)} of {len(units)} units are gathered all the same: {gathered[0]}" if gathered else ""
+    return (
+        f"{len(gathered)} of {len(units)} units are gathered all the same: {gathered[0]}"
+        if gathered
+        else ""
+    )
 
 
 def _share_unit(unit: FSDPModule, host: Host) -> str:
@@ -51,18 +56,28 @@ def _share_unit(unit: FSDPModule, host: Host) -> str:
     except Unavailable as unavailable:
         return str(unavailable)
     _place(unit, memory)
-    gather_in_place(unit, memory.wholes, begin=partial(_begin, unit, memory), finish=memory.finish, release=memory.release)
+    gather_in_place(
+        unit,
+        memory.wholes,
+        begin=partial(_begin, unit, memory),
+        finish=memory.finish,
+        release=memory.release,
+    )
     return ""
 
 
 def _begin(unit: FSDPModule, memory: SharedParameters) -> None:
-    if any(shard.data_ptr() != row.data_ptr() for shard, row in zip(shard_buffers(unit), memory.rows, strict=True)):
+    if any(
+        shard.data_ptr() != row.data_ptr()
+        for shard, row in zip(shard_buffers(unit), memory.rows, strict=True)
+    ):
         _place(unit, memory)  # the user has replaced local tensors of parameters
     memory.begin()
 
 
 def _place(unit: FSDPModule, memory: SharedParameters) -> None:
-    rows, freed = iter(memory.rows), 0
+    rows = iter(memory.rows)
+    freed = 0
 
     def place(shard: torch.Tensor) -> torch.Tensor:
         nonlocal freed
@@ -100,11 +115,18 @@ class SharedParameters:
         size = dtype.itemsize
         spaces = [-(-host.ranks * numel * size // 64) * 64 for numel in numels]
         *starts, total = accumulate(spaces, initial=0)
-        self._host, self._dtype = host, dtype
+        self._host = host
+        self._dtype = dtype
         self._memory = Memory(host, words=2, data_bytes=total)
-        self.wholes = [self._memory.tensor(start, host.ranks * numel, dtype) for start, numel in zip(starts, numels, strict=True)]
+        self.wholes = [
+            self._memory.tensor(start, host.ranks * numel, dtype)
+            for start, numel in zip(starts, numels, strict=True)
+        ]
         """Each parameter in full, [ranks x numel]."""
-        self.rows = [self._memory.tensor(start + host.rank * n * size, n, dtype) for start, n in zip(starts, numels, strict=True)]
+        self.rows = [
+            self._memory.tensor(start + host.rank * n * size, n, dtype)
+            for start, n in zip(starts, numels, strict=True)
+        ]
         """This rank's shard of each parameter, [numel]."""
         self._bytes = host.ranks * sum(numels) * size
         self._round = 0
@@ -125,4 +147,8 @@ class SharedParameters:
         self._wait(_READ, "end of an evaluation")
 
     def _wait(self, word: int, operation: str) -> None:
-        self._host.wait(partial(self._memory.behind, word, self._round), operation=operation, sequence=self._round)
+        self._host.wait(
+            partial(self._memory.behind, word, self._round),
+            operation=operation,
+            sequence=self._round,
+        )

@@ -1,7 +1,7 @@
 """DeepSpeed's functions, for scripts in its style: `import plait.compat.deepspeed as deepspeed`.
 
-Names, order of arguments and return values are those of DeepSpeed 0.19.8; what runs is Plait's engine. What is not there raises and says
-what to use instead. docs/deepspeed-scripts.md lists both.
+Names, order of arguments and return values are those of DeepSpeed 0.19.8; what runs is Plait's
+engine. What is not there raises and says what to use instead. docs/deepspeed-scripts.md lists both.
 """
 
 from __future__ import annotations

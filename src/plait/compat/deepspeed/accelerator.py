@@ -26,7 +26,12 @@ class Accelerator:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise missing("get_accelerator()", name, _REMEDIES, otherwise="call torch.accelerator, or torch's module of the device")
+        raise missing(
+            "get_accelerator()",
+            name,
+            _REMEDIES,
+            otherwise="call torch.accelerator, or torch's module of the device",
+        )
 
     def is_available(self) -> bool:
         """Always: a CPU is one of them."""
@@ -94,7 +99,9 @@ class Accelerator:
         return True
 
     def _device(self, device_index: int | None = None) -> torch.device:
-        return torch.device(self.device_name(place().local_rank if device_index is None else device_index))
+        return torch.device(
+            self.device_name(place().local_rank if device_index is None else device_index)
+        )
 
 
 _THERE: Final = Accelerator()

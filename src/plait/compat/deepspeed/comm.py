@@ -17,7 +17,12 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     if not hasattr(dist, name):
-        raise missing("deepspeed.comm", name, {}, otherwise="call torch.distributed, whose default group is the one that Plait uses")
+        raise missing(
+            "deepspeed.comm",
+            name,
+            {},
+            otherwise="call torch.distributed, whose default group is the one that Plait uses",
+        )
     return getattr(dist, name)
 
 

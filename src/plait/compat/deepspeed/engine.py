@@ -1,4 +1,5 @@
-"""DeepSpeed's engine over Plait's: its names, its order of arguments, its return values. It computes nothing itself.
+"""DeepSpeed's engine over Plait's: its names, its order of arguments, its return values. It
+computes nothing itself.
 
 A name that neither this nor the model has raises and says what to use.
 """
@@ -60,8 +61,6 @@ class DeepSpeedEngine(SavedState):
             return getattr(self.plait.model, name)
         raise missing("engine", name, METHODS)
 
-    # ---- the three calls ------------------------------------------------------------------------------------------------------------
-
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.forward(*inputs, **kwargs)
 
@@ -70,11 +69,18 @@ class DeepSpeedEngine(SavedState):
         self._tell_boundary()
         return self.plait(*inputs, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward of a micro-batch's mean loss. Returns the loss divided by the accumulation steps, detached; as it is, and used as it is,
-        without `scale_wrt_gas`. Raises InputError for `retain_graph`."""
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Backward of a micro-batch's mean loss. Returns the loss divided by the accumulation
+        steps, detached; as it is, and used as it is, without `scale_wrt_gas`. Raises InputError for
+        `retain_graph`.
+        """
         if retain_graph:
-            raise InputError("engine.backward(retain_graph=True): a micro-batch has one backward here; add its losses and call it once")
+            raise InputError(
+                "engine.backward(retain_graph=True): a micro-batch has one backward here; add its"
+                " losses and call it once"
+            )
         self._tell_boundary()
         count = self.gradient_accumulation_steps()
         self.is_reduced = False
@@ -86,9 +92,15 @@ class DeepSpeedEngine(SavedState):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the end of a step, update."""
         if lr_kwargs:
-            raise InputError("engine.step(lr_kwargs=...): the schedule is stepped without arguments; leave it out")
+            raise InputError(
+                "engine.step(lr_kwargs=...): the schedule is stepped without arguments; leave"
+                " it out"
+            )
         if self._in_no_sync:
-            raise InputError("engine.step() inside of engine.no_sync(): gradients there are not reduced; call it behind, after a backward")
+            raise InputError(
+                "engine.step() inside of engine.no_sync(): gradients there are not reduced; call it"
+                " behind, after a backward"
+            )
         self._tell_boundary()
         ends = self.plait.is_gradient_accumulation_boundary()
         self._applied = False
@@ -105,7 +117,8 @@ class DeepSpeedEngine(SavedState):
         """Around what may update parameters."""
         if self.optimizer is None:
             raise InputError(
-                f'engine.{call}: deepspeed.initialize was given no optimizer; write "optimizer" in the configuration or pass optimizer='
+                f'engine.{call}: deepspeed.initialize was given no optimizer; write "optimizer" in'
+                " the configuration or pass optimizer="
             )
         self._inside = True
         try:
@@ -115,15 +128,20 @@ class DeepSpeedEngine(SavedState):
 
     def _refuse_own_step(self, *_: Any) -> None:
         if not self._inside:
-            raise InputError("the optimizer's step() was called: call engine.step(), which reduces and clips gradients and updates")
+            raise InputError(
+                "the optimizer's step() was called: call engine.step(), which reduces and clips"
+                " gradients and updates"
+            )
 
     def _tell_boundary(self) -> None:
         self.plait.set_gradient_accumulation_boundary(False if self._in_no_sync else self._boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-batches whose gradients wait for a later backward of the same step. At every ZeRO stage; stages 2 and 3 reduce them at
-        once, which gives the same numbers. The last forward and backward of a step, and `step`, are outside."""
+        """Micro-batches whose gradients wait for a later backward of the same step. At every ZeRO
+        stage; stages 2 and 3 reduce them at once, which gives the same numbers. The last forward
+        and backward of a step, and `step`, are outside.
+        """
         if self._in_no_sync:
             raise InputError("engine.no_sync() inside of engine.no_sync(); one is enough")
         self._in_no_sync = True
@@ -139,16 +157,21 @@ class DeepSpeedEngine(SavedState):
         return self.plait.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide whether micro-batches are the last of their step, from now on, until this is called again."""
+        """Decide whether micro-batches are the last of their step, from now on, until this is
+        called again.
+        """
         self._boundary = is_boundary
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the step so far; warns where that loses micro-batches that `step` has counted, for `step` frees them."""
+        """Drop the gradients of the step so far; warns where that loses micro-batches that `step`
+        has counted, for `step` frees them.
+        """
         lost = self.plait.sharded.guard.backwards
         if lost and self._counted and self.plait.rank == 0:
             warn(
-                f"engine.zero_grad() drops the gradients of {lost} micro-batches of a step that is not over (gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps()}), so the step is of the others alone; leave it out, engine.step() frees gradients"
+                f"engine.zero_grad() drops the gradients of {lost} micro-batches of a step that is"
+                f" not over (gradient_accumulation_steps {self.gradient_accumulation_steps()}), so"
+                " the step is of the others alone; leave it out, engine.step() frees gradients"
             )
         self.plait.zero_grad()
         self.is_reduced = False
@@ -171,7 +194,9 @@ class DeepSpeedEngine(SavedState):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any] | StreamLoader:
-        """A loader of this data-parallel rank's samples; shuffled in the route `train`, in order in `eval` and `predict`."""
+        """A loader of this data-parallel rank's samples; shuffled in the route `train`, in order in
+        `eval` and `predict`.
+        """
         return loader_of(
             self.plait,
             dataset,
@@ -187,8 +212,6 @@ class DeepSpeedEngine(SavedState):
     def destroy(self) -> None:
         """Let go of the model, and of the process group if `initialize` made it."""
         self.plait.close()
-
-    # ---- facts ----------------------------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -258,7 +281,11 @@ class DeepSpeedEngine(SavedState):
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(samples of a step, of a micro-batch, micro-batches of a step)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
 
     def zero_optimization_stage(self) -> int:
         """ZeRO stage."""
@@ -285,7 +312,9 @@ class DeepSpeedEngine(SavedState):
         return self.plait.config.precision.compute == "bfloat16"
 
     def loss_scale(self) -> float:
-        """The constant scale of the configuration; 0 is dynamic, or none. `engine.optimizer.loss_scale` is the present one."""
+        """The constant scale of the configuration; 0 is dynamic, or none.
+        `engine.optimizer.loss_scale` is the present one.
+        """
         scale = self.plait.config.precision.loss_scale
         return scale.static if scale is not None else 0
 
@@ -298,7 +327,9 @@ class DeepSpeedEngine(SavedState):
         return self.plait.config.gradient_clipping
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients over all ranks, unscaled, before clipping; None before the first step."""
+        """Norm of the last step's gradients over all ranks, unscaled, before clipping; None before
+        the first step.
+        """
         return self.plait.get_global_grad_norm() if self._has_stepped else None
 
     def was_step_applied(self) -> bool:
@@ -311,4 +342,6 @@ class DeepSpeedEngine(SavedState):
 
     def get_mom(self) -> list[Any]:
         """Betas, or momentum, of every parameter group."""
-        return [group.get("betas", group.get("momentum")) for group in self.plait.optimizer.param_groups]
+        return [
+            group.get("betas", group.get("momentum")) for group in self.plait.optimizer.param_groups
+        ]

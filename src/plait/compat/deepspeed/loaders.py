@@ -33,14 +33,24 @@ class RepeatingLoader:
 
 
 class StreamLoader:
-    """Micro-batches of this data-parallel rank's samples of an iterable data set, in its own order. Every rank reads all of it, and they
-    take turns with a micro-batch each; at the end samples are repeated where those left do not suffice for all ranks, as torch's
-    DistributedSampler does, or dropped with `drop_last`.
+    """Micro-batches of this data-parallel rank's samples of an iterable data set, in its own order.
+    Every rank reads all of it, and they take turns with a micro-batch each; at the end samples are
+    repeated where those left do not suffice for all ranks, as torch's DistributedSampler does, or
+    dropped with `drop_last`.
 
-    `state_dict()` belongs into `client_state` of `engine.save_checkpoint`: it is the same on every rank, and fits other layouts.
+    `state_dict()` belongs into `client_state` of `engine.save_checkpoint`: it is the same on every
+    rank, and fits other layouts.
     """
 
-    def __init__(self, data: IterableDataset[Any], engine: Engine, *, batch_size: int, drop_last: bool, **settings: Any) -> None:
+    def __init__(
+        self,
+        data: IterableDataset[Any],
+        engine: Engine,
+        *,
+        batch_size: int,
+        drop_last: bool,
+        **settings: Any,
+    ) -> None:
         self._round = batch_size * engine.dp_size
         compared = is_of_datasets(data) or bool(settings.get("num_workers"))
         self._part = StreamPart(
@@ -52,12 +62,16 @@ class StreamLoader:
             repeats=True,
             device=None if compared else engine.device,
         )
-        self._loader: DataLoader[Any] = DataLoader(self._part, batch_size=batch_size, drop_last=drop_last, **settings)
+        self._loader: DataLoader[Any] = DataLoader(
+            self._part, batch_size=batch_size, drop_last=drop_last, **settings
+        )
         self._epoch = self._read = self._skipped = 0
         self._goes_on = False
 
     def __iter__(self) -> Iterator[Any]:
-        """A pass over the data: the rest of one that was not read to its end when the state was saved, else a new one."""
+        """A pass over the data: the rest of one that was not read to its end when the state was
+        saved, else a new one.
+        """
         if not self._goes_on:
             self._read = 0
         self._goes_on = False
@@ -66,7 +80,8 @@ class StreamLoader:
         for batch in self._loader:
             self._read += self._round
             yield batch
-        self._epoch, self._read = self._epoch + 1, 0
+        self._epoch = self._epoch + 1
+        self._read = 0
 
     def __len__(self) -> int:
         """Micro-batches of a pass. Raises TypeError where the data has no length."""
@@ -81,11 +96,13 @@ class StreamLoader:
         return {"epoch": self._epoch, "read": self._read}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next pass goes on from there. Raises CheckpointError where no whole number of micro-batches of all ranks was read."""
+        """The next pass goes on from there. Raises CheckpointError where no whole number of
+        micro-batches of all ranks was read.
+        """
         if state["read"] % self._round:
             raise CheckpointError(
-                f"the data was left after {state['read']} samples, and a micro-batch of all ranks has {self._round} here; keep micro-batch "
-                "times data-parallel ranks"
+                f"the data was left after {state['read']} samples, and a micro-batch of all ranks"
+                f" has {self._round} here; keep micro-batch times data-parallel ranks"
             )
         self._epoch, self._read, self._goes_on = state["epoch"], state["read"], True
 
@@ -102,24 +119,41 @@ def loader_of(
     workers: int = 0,
     pin_memory: bool = True,
 ) -> DataLoader[Any] | StreamLoader:
-    """Micro-batches of this data-parallel rank's samples, in the order of torch's DistributedSampler; of a data set that is iterated in
-    its own. Collective then. Raises InputError for what has neither a length nor an order."""
+    """Micro-batches of this data-parallel rank's samples, in the order of torch's
+    DistributedSampler; of a data set that is iterated in its own. Collective then. Raises
+    InputError for what has neither a length nor an order.
+    """
     if isinstance(data, IterableDataset):
         if sampler is not None or workers > 1:
             what = "sampler" if sampler is not None else f"{workers} workers"
-            rule = f"training_data of type {type(data).__name__} with {what}: it is read in its own order, by one reader in every process"
+            rule = (
+                f"training_data of type {type(data).__name__} with {what}: it is read in its own"
+                " order, by one reader in every process"
+            )
             raise InputError(f"{rule}; leave data_sampler out, and num_local_io_workers at most 1")
         refuse_split_stream(data)
         if is_of_datasets(data) or workers:
             refuse_other_stream(data, device=engine.device, workers=workers)
-        size, pin = batch_size or engine.train_micro_batch_size_per_gpu(), pin_memory and engine.device.type != "cpu"
-        return StreamLoader(data, engine, batch_size=size, drop_last=drop_last, collate_fn=collate_fn, num_workers=workers, pin_memory=pin)
+        size = batch_size or engine.train_micro_batch_size_per_gpu()
+        pin = pin_memory and engine.device.type != "cpu"
+        return StreamLoader(
+            data,
+            engine,
+            batch_size=size,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            num_workers=workers,
+            pin_memory=pin,
+        )
     if not hasattr(data, "__len__"):
         raise InputError(
-            f"training_data of type {type(data).__name__} has no length: ranks could not share it; pass a torch.utils.data.Dataset, an "
-            "IterableDataset of torch, or a data set of the `datasets` library"
+            f"training_data of type {type(data).__name__} has no length: ranks could not share it;"
+            " pass a torch.utils.data.Dataset, an IterableDataset of torch, or a data set of the"
+            " `datasets` library"
         )
-    found: Sampler[Any] = sampler or DistributedSampler(data, num_replicas=engine.dp_size, rank=engine.dp_rank, shuffle=shuffle)
+    found: Sampler[Any] = sampler or DistributedSampler(
+        data, num_replicas=engine.dp_size, rank=engine.dp_rank, shuffle=shuffle
+    )
     return DataLoader(
         data,
         batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),

@@ -16,7 +16,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(self, engine: Engine, drop: Callable[[], None]) -> None:
         """`drop`: of the gradients."""
-        self._engine, self._drop = engine, drop  # and no more: everything else is the engine's optimizer's
+        # and no more: everything else is the engine's optimizer's
+        self._engine, self._drop = (engine, drop)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_engine", "_drop"):
@@ -61,7 +62,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> NoReturn:
         """Refused: it would update without the reduction, the clipping and the loss scale."""
-        raise InputError("optimizer.step(): call engine.step(), which reduces, clips and updates at the end of a step's micro-batches")
+        raise InputError(
+            "optimizer.step(): call engine.step(), which reduces, clips and updates at the end of a"
+            " step's micro-batches"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Of the engine's optimizer: this rank's part. `engine.save_checkpoint` keeps all of it."""
@@ -69,4 +73,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
         """Refused: states are parts, cut as the layout says."""
-        raise InputError("optimizer.load_state_dict(): call engine.load_checkpoint(folder), which loads every layout's states")
+        raise InputError(
+            "optimizer.load_state_dict(): call engine.load_checkpoint(folder), which loads every"
+            " layout's states"
+        )

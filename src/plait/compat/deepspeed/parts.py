@@ -20,6 +20,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def write(target: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor, or this rank's part of it, a full value."""
     if value.shape != target.shape:
-        raise InputError(f"a value of shape {tuple(value.shape)} was given for a parameter of shape {tuple(target.shape)}")
+        raise InputError(
+            f"a value of shape {tuple(value.shape)} was given for a parameter of shape"
+            f" {tuple(target.shape)}"
+        )
     part = value[local_window(target)] if isinstance(target, DTensor) else value
     local_tensor(target.detach()).copy_(part)

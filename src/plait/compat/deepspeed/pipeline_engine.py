@@ -12,25 +12,32 @@ from plait.compat.deepspeed.engine import DeepSpeedEngine
 from plait.compat.deepspeed.loaders import RepeatingLoader
 from plait.errors import InputError
 
-_FULL_STEPS = "call engine.train_batch(iterator) or engine.eval_batch(iterator), which run full steps"
+_FULL_STEPS = (
+    "call engine.train_batch(iterator) or engine.eval_batch(iterator), which run full steps"
+)
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Every process is given all micro-batches of its data-parallel rank, whichever stage it has."""
+    """Every process is given all micro-batches of its data-parallel rank, whichever stage it
+    has.
+    """
 
     _batches: Iterator[Any] | None = None
     _batch_fn: Callable[[Any], Any] | None = None
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One optimizer step over the next micro-batches, `(inputs, labels)` each, of the iterator, or of `training_data` again and again.
-        Returns the mean over micro-batches and data-parallel ranks; 0-dimensional. Raises InputError where they end before."""
+        """One optimizer step over the next micro-batches, `(inputs, labels)` each, of the iterator,
+        or of `training_data` again and again. Returns the mean over micro-batches and data-parallel
+        ranks; 0-dimensional. Raises InputError where they end before.
+        """
         if data_iter is None:
             data_iter = self._own_batches()
         pieces = self._next(data_iter, self.gradient_accumulation_steps(), "train_batch")
         self.plait.train()
         with self._training("train_batch"):
             loss = self.plait.train_batch(iter(pieces)).loss
-        self._applied, self._has_stepped = self.plait.was_step_applied(), True
+        self._applied = self.plait.was_step_applied()
+        self._has_stepped = True
         self.micro_steps += len(pieces)
         return loss
 
@@ -43,39 +50,55 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of the next micro-batches (by default as many as a step has) over them and the data-parallel ranks, on every
-        process, without gradients; 0-dimensional. With `compute_loss` and `reduce_output` off the model's outputs, in a list, on the last
-        stage; None on the others. Raises InputError for other combinations."""
-        if return_logits or (compute_loss and (reduce_output != "avg" or not bcast_loss)) or (not compute_loss and reduce_output):
+        """The mean loss of the next micro-batches (by default as many as a step has) over them and
+        the data-parallel ranks, on every process, without gradients; 0-dimensional. With
+        `compute_loss` and `reduce_output` off the model's outputs, in a list, on the last stage;
+        None on the others. Raises InputError for other combinations.
+        """
+        if (
+            return_logits
+            or (compute_loss and (reduce_output != "avg" or not bcast_loss))
+            or (not compute_loss and reduce_output)
+        ):
             raise InputError(
-                "engine.eval_batch(...) returns either the mean loss on every process (leave all arguments out) or the outputs on the last "
-                "stage (compute_loss=False, reduce_output=None); call it twice for both"
+                "engine.eval_batch(...) returns either the mean loss on every process (leave all"
+                " arguments out) or the outputs on the last stage (compute_loss=False,"
+                " reduce_output=None); call it twice for both"
             )
-        pieces = self._next(data_iter, num_micro_batches or self.gradient_accumulation_steps(), "eval_batch")
+        pieces = self._next(
+            data_iter, num_micro_batches or self.gradient_accumulation_steps(), "eval_batch"
+        )
         with self.plait.evaluating():
             if not compute_loss:
                 outputs = [self.plait.predict(piece) for piece in pieces]
                 return outputs if self.is_last_stage() else None
             totals = [self.plait.eval_batch(piece) for piece in pieces]
-        return torch.tensor(sum(loss for loss, _ in totals) / sum(weight for _, weight in totals), device=self.device)
+        return torch.tensor(
+            sum(loss for loss, _ in totals) / sum(weight for _, weight in totals),
+            device=self.device,
+        )
 
     def _own_batches(self) -> Iterator[Any]:
         if self._batches is None:
             if self.training_dataloader is None:
-                raise InputError("engine.train_batch(): pass an iterator, or training_data= to initialize")
+                raise InputError(
+                    "engine.train_batch(): pass an iterator, or training_data= to initialize"
+                )
             self._batches = RepeatingLoader(self.training_dataloader)
         return self._batches
 
     def _next(self, batches: Iterator[Any], count: int, call: str) -> list[Any]:
         if not isinstance(batches, Iterator):
             raise InputError(
-                f"engine.{call} takes an iterator, not a {type(batches).__name__}, which would begin anew at every call; make "
-                "`batches = iter(...)` of it once, or RepeatingLoader(...), and pass that"
+                f"engine.{call} takes an iterator, not a {type(batches).__name__}, which would"
+                " begin anew at every call; make `batches = iter(...)` of it once, or"
+                " RepeatingLoader(...), and pass that"
             )
         pieces = list(islice(batches, count))
         if len(pieces) != count:
             raise InputError(
-                f"engine.{call}: the iterator had {len(pieces)} micro-batches left, of {count}; end before, or pass RepeatingLoader(...)"
+                f"engine.{call}: the iterator had {len(pieces)} micro-batches left, of {count}; end"
+                " before, or pass RepeatingLoader(...)"
             )
         return [self._batch_fn(piece) for piece in pieces] if self._batch_fn is not None else pieces
 

@@ -35,8 +35,6 @@ class SavedState:
         """The user's model, sharded in place."""
         return self.plait.model
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------------------------
-
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -45,17 +43,27 @@ class SavedState:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint of Plait's, which loads on any layout, as `save_dir/tag` (default `global_step10`). The tag and the client
-        state are those of the first process. Collective. Returns True. Raises CheckpointError, and InputError for what cannot be
-        honoured."""
+        """Write a checkpoint of Plait's, which loads on any layout, as `save_dir/tag` (default
+        `global_step10`). The tag and the client state are those of the first process. Collective.
+        Returns True. Raises CheckpointError, and InputError for what cannot be honoured.
+        """
         if not save_latest:
-            raise InputError("engine.save_checkpoint(save_latest=False): the newest checkpoint is the latest; save into another folder")
+            raise InputError(
+                "engine.save_checkpoint(save_latest=False): the newest checkpoint is the latest;"
+                " save into another folder"
+            )
         if exclude_frozen_parameters:
-            raise InputError("engine.save_checkpoint(exclude_frozen_parameters=True): a checkpoint holds all parameters; leave it out")
+            raise InputError(
+                "engine.save_checkpoint(exclude_frozen_parameters=True): a checkpoint holds all"
+                " parameters; leave it out"
+            )
         own = str(tag) if tag is not None else f"global_step{self.plait.global_steps}"
         name = self._of_first_process(own)
         if name != own:
-            warn(f"engine.save_checkpoint(tag={own!r}): processes give different tags; the checkpoint is named {name!r}, as the first says")
+            warn(
+                f"engine.save_checkpoint(tag={own!r}): processes give different tags; the"
+                f" checkpoint is named {name!r}, as the first says"
+            )
         self.plait.save_checkpoint(str(save_dir), tag=name, client_state=client_state or {})
         return True
 
@@ -69,18 +77,22 @@ class SavedState:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from `load_dir/tag`, or from the latest. Returns its path and the client state; (None, None) where there is none, with a
-        warning. `load_module_only` loads the weights alone; without optimizer and schedule the weights and the step count are loaded.
-        Collective. Raises CheckpointError, also for a checkpoint that DeepSpeed wrote, and InputError for what cannot be honoured."""
+        """Go on from `load_dir/tag`, or from the latest. Returns its path and the client state;
+        (None, None) where there is none, with a warning. `load_module_only` loads the weights
+        alone; without optimizer and schedule the weights and the step count are loaded. Collective.
+        Raises CheckpointError, also for a checkpoint that DeepSpeed wrote, and InputError for what
+        cannot be honoured.
+        """
         if not load_module_strict or custom_load_fn is not None:
             raise InputError(
-                "engine.load_checkpoint(load_module_strict=False, custom_load_fn=...): a checkpoint is of exactly this model; leave them "
-                "out, or change names in what plait.load_trained reads"
+                "engine.load_checkpoint(load_module_strict=False, custom_load_fn=...): a checkpoint"
+                " is of exactly this model; leave them out, or change names in what"
+                " plait.load_trained reads"
             )
         if not load_module_only and load_optimizer_states != load_lr_scheduler_states:
             raise InputError(
-                "engine.load_checkpoint(load_optimizer_states=..., load_lr_scheduler_states=...): optimizer and schedule are loaded "
-                "together, or neither; give both the same value"
+                "engine.load_checkpoint(load_optimizer_states=..., load_lr_scheduler_states=...):"
+                " optimizer and schedule are loaded together, or neither; give both the same value"
             )
         name = str(tag) if tag is not None else None
         _refuse_deepspeeds(load_dir, name)
@@ -90,7 +102,10 @@ class SavedState:
                 return self._nothing(load_dir)
             facts = reader.manifest.metadata
             if not load_module_only:
-                self.plait.global_steps, self.plait.skipped_steps = facts["global_steps"], facts["skipped_steps"]
+                self.plait.global_steps, self.plait.skipped_steps = (
+                    facts["global_steps"],
+                    facts["skipped_steps"],
+                )
             return str(reader.path), exact.decode(facts["client_state"], where="client_state")
         self.is_reduced = False
         found = self.plait.load_checkpoint(str(load_dir), tag=name)
@@ -114,23 +129,37 @@ class SavedState:
         dist.broadcast_object_list(box, src=0, device=self.plait.device)
         return box[0]
 
-    # ---- weights --------------------------------------------------------------------------------------------------------------------
-
     def module_state_dict(
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """A copy of the model's state, in full, on every rank. Collective: call it on every rank, also where one alone writes it. Raises
-        InputError in a pipeline, whose ranks have a part of the model, and for `destination` and `keep_vars`."""
+        """A copy of the model's state, in full, on every rank. Collective: call it on every rank,
+        also where one alone writes it. Raises InputError in a pipeline, whose ranks have a part of
+        the model, and for `destination` and `keep_vars`.
+        """
         refuse_given(
             "DeepSpeedEngine.module_state_dict",
-            {"destination": "update a dictionary with what is returned", "keep_vars": "what is returned has no gradient"},
+            {
+                "destination": "update a dictionary with what is returned",
+                "keep_vars": "what is returned has no gradient",
+            },
             destination=destination,
             keep_vars=keep_vars or None,
         )
         if self.plait.mesh.layout.pp > 1:
-            raise InputError("engine.module_state_dict(): a rank of a pipeline has a part of the model; call engine.save_16bit_model")
+            raise InputError(
+                "engine.module_state_dict(): a rank of a pipeline has a part of the model; call"
+                " engine.save_16bit_model"
+            )
         free_gathered(self.module)
-        frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        frozen = {
+            n
+            for n, p in self.module.named_parameters(remove_duplicate=False)
+            if not p.requires_grad
+        }
         return {
             f"{prefix}{name}": full(value) if isinstance(value, torch.Tensor) else value
             for name, value in self.module.state_dict().items()
@@ -138,20 +167,29 @@ class SavedState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """`module_state_dict` with `module.` before every name, as the state of DeepSpeed's engine has it. Collective."""
+        """`module_state_dict` with `module.` before every name, as the state of DeepSpeed's engine
+        has it. Collective.
+        """
         return self.module_state_dict(prefix=_PREFIX)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load full weights, with or without `module.` before every name, into this rank's parts. Every rank is given all of them.
-        Optimizer states stay. Raises InputError between a backward and its step."""
+        """Load full weights, with or without `module.` before every name, into this rank's parts.
+        Every rank is given all of them. Optimizer states stay. Raises InputError between a backward
+        and its step.
+        """
         if self.plait.sharded.guard.backwards:
             raise InputError(
-                "engine.load_state_dict() between a backward and its engine.step(): gradients are of other weights; load after"
+                "engine.load_state_dict() between a backward and its engine.step(): gradients are"
+                " of other weights; load after"
             )
         free_gathered(self.module)
         prefixed = bool(state_dict) and all(name.startswith(_PREFIX) for name in state_dict)
         return self.module.load_state_dict(
-            {name.removeprefix(_PREFIX) if prefixed else name: value for name, value in state_dict.items()}, strict=strict
+            {
+                name.removeprefix(_PREFIX) if prefixed else name: value
+                for name, value in state_dict.items()
+            },
+            strict=strict,
         )
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -159,10 +197,15 @@ class SavedState:
         self.load_state_dict(checkpoint["module"], strict=strict)
 
     def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the full weights, in the dtype of the computation, with torch.save. Collective; the first process needs memory for all of
-        them. Returns True. Raises CheckpointError, on that process, where the file cannot be written."""
+        """Write the full weights, in the dtype of the computation, with torch.save. Collective; the
+        first process needs memory for all of them. Returns True. Raises CheckpointError, on that
+        process, where the file cannot be written.
+        """
         weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if weights is not None:
             path = Path(save_dir) / save_filename
@@ -170,13 +213,23 @@ class SavedState:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(weights, path)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+                raise CheckpointError(
+                    f"{path} cannot be written: {error.strerror or error}"
+                ) from error
         return True
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """The full weights, in the dtype of the computation, on the CPU of the first process; None in the others. Scripts call it, though
-        DeepSpeed has it as its own. At every ZeRO stage. Collective."""
-        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The full weights, in the dtype of the computation, on the CPU of the first process; None
+        in the others. Scripts call it, though DeepSpeed has it as its own. At every ZeRO stage.
+        Collective.
+        """
+        frozen = {
+            name
+            for name, p in self.module.named_parameters(remove_duplicate=False)
+            if not p.requires_grad
+        }
         group = self.plait.mesh.group("pp")
         if group is not None and exclude_frozen_parameters:
             stages: list[Any] = [None] * group.size()
@@ -188,8 +241,19 @@ class SavedState:
         name = self.plait.config.precision.compute
         cast: dict[int, torch.Tensor] = {}  # tied names share a tensor
         for value in weights.values():
-            cast.setdefault(id(value), value.to(dtype_of(name)) if name is not None and value.is_floating_point() else value)
-        return {key: cast[id(value)] for key, value in weights.items() if not (exclude_frozen_parameters and key in frozen)}
+            cast.setdefault(
+                id(value),
+                (
+                    value.to(dtype_of(name))
+                    if name is not None and value.is_floating_point()
+                    else value
+                ),
+            )
+        return {
+            key: cast[id(value)]
+            for key, value in weights.items()
+            if not (exclude_frozen_parameters and key in frozen)
+        }
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -203,14 +267,17 @@ class SavedState:
 
 
 def _refuse_deepspeeds(load_dir: str | Path, tag: str | None) -> None:
-    """Raise CheckpointError for a checkpoint that DeepSpeed wrote: a script that finds none begins anew."""
+    """Raise CheckpointError for a checkpoint that DeepSpeed wrote: a script that finds none begins
+    anew.
+    """
     if "://" in str(load_dir):
         return
-    folder, latest = Path(load_dir), Path(load_dir) / "latest"
+    folder = Path(load_dir)
+    latest = Path(load_dir) / "latest"
     if tag is None and latest.is_file() and not (folder / "LATEST").is_file():
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if tag and any((folder / tag).glob("*_model_states.pt")):
         raise CheckpointError(
-            f"{folder / tag}: DeepSpeed wrote it; make a checkpoint of Plait's of it, plait import {folder / tag} --out {folder}-plait, "
-            f"and load {folder}-plait"
+            f"{folder / tag}: DeepSpeed wrote it; make a checkpoint of Plait's of it, plait import"
+            f" {folder / tag} --out {folder}-plait, and load {folder}-plait"
         )

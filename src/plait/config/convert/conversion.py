@@ -1,4 +1,6 @@
-"""A file or a command line of another program as a file of Plait's, with a row for every key: what it became, or why it became nothing."""
+"""A file or a command line of another program as a file of Plait's, with a row for every key: what
+it became, or why it became nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +32,35 @@ class Conversion:
     tree: dict[str, Any]
     """The same under the schema's names. `load` makes the same Config of it."""
     keys: tuple[Row, ...]
-    """One row a key of theirs, and one for each default of the other program that was written out."""
+    """One row a key of theirs, and one for each default of the other program that was written out.
+    """
     problems: tuple[Problem, ...]
     """What keeps the tree from being used."""
 
 
 def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
-    """Translate `source`. Raises ConfigError only where there are no keys to show (no such file, no JSON)."""
+    """Translate `source`. Raises ConfigError only where there are no keys to show (no such file, no
+    JSON).
+    """
     document, found = _look(source, overrides)
     try:
         finish(document, found)
         problems: tuple[Problem, ...] = ()
     except ConfigError as error:
         problems = error.problems
-    defaults = [(path, origin) for path, origin in found.origins.items() if origin.endswith("'s default")]
-    left_out = [Row("(left out)", at_path(found.tree, path), Status.RENAMED, origin, path) for path, origin in defaults]
+    defaults = [
+        (path, origin) for path, origin in found.origins.items() if origin.endswith("'s default")
+    ]
+    left_out = [
+        Row("(left out)", at_path(found.tree, path), Status.RENAMED, origin, path)
+        for path, origin in defaults
+    ]
     return Conversion(document.name, found.tree, (*found.rows, *left_out), problems)
 
 
 def load_foreign(source: ForeignSource, overrides: Sequence[str] = ()) -> Config:
-    """Return the Config that `source` describes, whose provenance names the keys of the other program.
+    """Return the Config that `source` describes, whose provenance names the keys of the other
+    program.
 
     Raises ConfigError with every problem.
     """
@@ -57,7 +68,9 @@ def load_foreign(source: ForeignSource, overrides: Sequence[str] = ()) -> Config
 
 
 def _look(source: ForeignSource, overrides: Sequence[str]) -> tuple[Document, Examined]:
-    """Look up every key, and collect problems. Raises ConfigError if there are no keys, and for a malformed override."""
+    """Look up every key, and collect problems. Raises ConfigError if there are no keys, and for a
+    malformed override.
+    """
     if isinstance(source, str | Path | Mapping):
         document = _translated(read(source))
     else:

@@ -1,6 +1,8 @@
-"""What every key of PyTorch's FSDP means to Plait, as Accelerate 1.15 and the Trainer of Transformers 5.23 write them, without `fsdp_`.
+"""What every key of PyTorch's FSDP means to Plait, as Accelerate 1.15 and the Trainer of
+Transformers 5.23 write them, without `fsdp_`.
 
-Data only; `accelerate` and `trainer_fsdp` read it. The strategy of sharding takes several keys together: `fsdp_sharding`.
+Data only; `accelerate` and `trainer_fsdp` read it. The strategy of sharding takes several keys
+together: `fsdp_sharding`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,14 @@ from plait.config.dialects.table_values import as_flag
 from plait.config.schema.provenance import Status
 
 _STAGE = "zero_optimization.stage"
-_TO_HOST = {"zero_optimization.offload_param.device": "cpu", "zero_optimization.offload_optimizer.device": "cpu"}
-_BLOCKS = "the unit that is gathered is a block of the model, which is found in it; parallel.blocks names others"
+_TO_HOST = {
+    "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.offload_optimizer.device": "cpu",
+}
+_BLOCKS = (
+    "the unit that is gathered is a block of the model, which is found in it; parallel.blocks names"
+    " others"
+)
 _OVERLAP = "the next block is gathered while one computes, in forward and in backward"
 _FILES = "a checkpoint loads on any layout; save_pretrained writes a folder of Hugging Face's"
 
@@ -35,7 +43,9 @@ def refused(name: str, kind: Kind, why: str, remedy: str, *off: Any) -> ForeignK
     return ForeignKey(name, Status.REFUSED, kind, why, off, remedy)
 
 
-def renamed(name: str, kind: Kind, sets: Callable[[Any], Mapping[str, Any]], note: str = "") -> ForeignKey:
+def renamed(
+    name: str, kind: Kind, sets: Callable[[Any], Mapping[str, Any]], note: str = ""
+) -> ForeignKey:
     """A key with an equivalent."""
     return ForeignKey(name, Status.SUPPORTED, kind, note, sets=sets)
 
@@ -49,10 +59,16 @@ SHARED: tuple[ForeignKey, ...] = (
     ignored("min_num_params", "whole", _BLOCKS),
     ignored("backward_prefetch", "any", _OVERLAP),
     ignored("forward_prefetch", "flag", _OVERLAP),
-    ignored("limit_all_gathers", "flag", "a block is freed before the one after the next is gathered"),
+    ignored(
+        "limit_all_gathers", "flag", "a block is freed before the one after the next is gathered"
+    ),
     ignored("use_orig_params", "flag", "the optimizer always has the model's own parameters"),
     ignored("sync_module_states", "flag", "the weights of a model are always taken from rank 0"),
-    ignored("cpu_ram_efficient_loading", "flag", "plait.from_pretrained reads the slices of each rank alone"),
+    ignored(
+        "cpu_ram_efficient_loading",
+        "flag",
+        "plait.from_pretrained reads the slices of each rank alone",
+    ),
     ignored("state_dict_type", "text", _FILES),
     renamed("activation_checkpointing", "flag", on({"parallel.recompute.mode": "full"})),
 )
@@ -61,8 +77,19 @@ SHARED: tuple[ForeignKey, ...] = (
 OF_ACCELERATE: tuple[ForeignKey, ...] = (
     *SHARED,
     renamed("offload_params", "flag", OFFLOAD, "FSDP's offload takes optimizer states with it"),
-    renamed("activation_checkpointing_offload", "flag", on({"activation_checkpointing.cpu_checkpointing": True})),
-    refused("ignored_modules", "any", "every parameter is sharded or replicated by the stage", "leave it out", "", []),
+    renamed(
+        "activation_checkpointing_offload",
+        "flag",
+        on({"activation_checkpointing.cpu_checkpointing": True}),
+    ),
+    refused(
+        "ignored_modules",
+        "any",
+        "every parameter is sharded or replicated by the stage",
+        "leave it out",
+        "",
+        [],
+    ),
 )
 """Those of `fsdp_config` in a file of Accelerate."""
 
@@ -80,7 +107,13 @@ OF_TRAINER: tuple[ForeignKey, ...] = (
 )
 """Those of `fsdp_config` in the Trainer's arguments."""
 
-STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+STRATEGIES = {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "HYBRID_SHARD_ZERO2": 2,
+}
 """FSDP1's strategies in their order, which numbers them from 1, and the stages of ZeRO."""
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
@@ -92,7 +125,9 @@ def strategy_named(value: Any) -> str:
     if text.isdigit() and 1 <= int(text) <= len(names):
         return names[int(text) - 1]
     if text not in names:
-        raise ValueError(f"is no strategy of FSDP1; use {', '.join(names)}, or 1 to {len(names)} in this order")
+        raise ValueError(
+            f"is no strategy of FSDP1; use {', '.join(names)}, or 1 to {len(names)} in this order"
+        )
     return text
 
 
@@ -100,5 +135,8 @@ def resharded(value: Any) -> Mapping[str, Any]:
     """FSDP2's `reshard_after_forward`. Raises ValueError with `rule; remedy`."""
     flag = as_flag(value)
     if flag is None:
-        raise ValueError("is true or false in FSDP2 (fsdp_version 2); use true for FULL_SHARD, false for SHARD_GRAD_OP")
+        raise ValueError(
+            "is true or false in FSDP2 (fsdp_version 2); use true for FULL_SHARD, false for"
+            " SHARD_GRAD_OP"
+        )
     return {_STAGE: 3 if flag else 2}

@@ -1,7 +1,8 @@
-"""What every flag of Megatron-LM means to Plait, as one table: the key of the file that it sets, or ignored, or refused, and why.
+"""What every flag of Megatron-LM means to Plait, as one table: the key of the file that it sets, or
+ignored, or refused, and why.
 
-Data only; `megatron` reads it. Flags that describe Megatron's own model and data loader are accepted and set nothing: Plait takes the model
-from its caller, or from the `model` section.
+Data only; `megatron` reads it. Flags that describe Megatron's own model and data loader are
+accepted and set nothing: Plait takes the model from its caller, or from the `model` section.
 """
 
 from __future__ import annotations
@@ -39,12 +40,21 @@ def _ignored(why: str, names: str, takes: Takes = "value") -> dict[str, Flag]:
     return {name: Flag(Status.IGNORED, why, takes=takes) for name in names.split()}
 
 
-def _refused(why: str, remedy: str, names: str, takes: Takes = "value", off: tuple[Any, ...] = ()) -> dict[str, Flag]:
-    return {name: Flag(Status.REFUSED, why, takes=takes, off=off, remedy=remedy) for name in names.split()}
+def _refused(
+    why: str, remedy: str, names: str, takes: Takes = "value", off: tuple[Any, ...] = ()
+) -> dict[str, Flag]:
+    return {
+        name: Flag(Status.REFUSED, why, takes=takes, off=off, remedy=remedy)
+        for name in names.split()
+    }
 
 
 def _power(scale: Any) -> int:
-    power = math.log2(scale) if isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0 else 0.5
+    power = (
+        math.log2(scale)
+        if isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0
+        else 0.5
+    )
     if power != int(power):
         raise ValueError("is not a power of two; use for example 65536")
     return int(power)
@@ -63,15 +73,22 @@ def _one_of(choices: Mapping[str, Any]) -> Callable[[Any], Any]:
     return convert
 
 
-_MODEL = "describes Megatron's own model; Plait takes the model from plait.initialize, or from the `model` section"
-_DATA = "describes Megatron's own data loader; `plait train` reads the `data` section, your own training loop brings its batches"
+_MODEL = (
+    "describes Megatron's own model; Plait takes the model from plait.initialize, or from the"
+    " `model` section"
+)
+_DATA = (
+    "describes Megatron's own data loader; `plait train` reads the `data` section, your own"
+    " training loop brings its batches"
+)
 _ALWAYS = "communication and compute always overlap"
 _KERNELS = "a kernel or a backend of Megatron; Plait runs the model's own code"
 _TRACKER = "a tracker is named in the file, with its folder or its project"
 _LOGGING = "every step is written to metrics.jsonl in `run.folder`"
 _STYLES = {name: name for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
 _FALLS = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
-DISTRIBUTED, LAYERS_PER_STAGE = "--use-distributed-optimizer", "--num-layers-per-virtual-pipeline-stage"
+DISTRIBUTED = "--use-distributed-optimizer"
+LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 """Targets of flags whose meaning depends on other flags; `megatron` resolves them."""
 
 DEFAULTS: Mapping[str, Any] = {"run.seed": 1234, "run.log_every": 100, "run.validate_every": 1000}
@@ -93,7 +110,10 @@ FLAGS: dict[str, Flag] = {
     "pipeline_model_parallel_size": _sets("parallel.pp"),
     "context_parallel_size": _sets("parallel.cp"),
     "expert_model_parallel_size": _sets("parallel.ep"),
-    "cp_comm_type": _sets("parallel.context", convert=_one_of({"p2p": "ring", "all_gather": "all-gather-kv", "a2a": "ulysses"})),
+    "cp_comm_type": _sets(
+        "parallel.context",
+        convert=_one_of({"p2p": "ring", "all_gather": "all-gather-kv", "a2a": "ulysses"}),
+    ),
     "sequence_parallel": _sets("parallel.sequence_parallel", "switch"),
     "moe_router_bias_update_rate": _sets("experts.bias_update_rate"),
     "moe_z_loss_coeff": _sets("experts.z_loss"),
@@ -103,7 +123,9 @@ FLAGS: dict[str, Flag] = {
         "moe_router_enable_expert_bias",
         "switch",
     ),
-    "recompute_granularity": _sets("parallel.recompute.mode", convert=_one_of({"full": "full", "selective": "selective"})),
+    "recompute_granularity": _sets(
+        "parallel.recompute.mode", convert=_one_of({"full": "full", "selective": "selective"})
+    ),
     **_refused(
         "selective recomputation keeps the products with weights, as Megatron-LM's core_attn does",
         "leave it out, or set parallel.recompute.keep",
@@ -113,12 +135,16 @@ FLAGS: dict[str, Flag] = {
     ),
     "recompute_activations": _sets("parallel.recompute.mode", "switch", lambda on: "selective"),
     "checkpoint_activations": _sets("parallel.recompute.mode", "switch", lambda on: "full"),
-    "distribute_saved_activations": _sets("activation_checkpointing.partition_activations", "switch"),
+    "distribute_saved_activations": _sets(
+        "activation_checkpointing.partition_activations", "switch"
+    ),
     "num_layers": _sets("num_layers"),
     "num_distributed_optimizer_instances": _sets("parallel.dp_replicate"),
     "use_distributed_optimizer": _sets(DISTRIBUTED, "switch", lambda on: 1),
     "use_torch_fsdp2": _sets("zero_optimization.stage", "switch", lambda on: 3),
-    "data_parallel_sharding_strategy": _sets("zero_optimization.stage", convert=_one_of(_STRATEGIES)),
+    "data_parallel_sharding_strategy": _sets(
+        "zero_optimization.stage", convert=_one_of(_STRATEGIES)
+    ),
     "ddp_bucket_size": _sets("zero_optimization.reduce_bucket_size"),
     "micro_batch_size": _sets("train_micro_batch_size_per_gpu"),
     "global_batch_size": _sets("train_batch_size"),
@@ -129,7 +155,9 @@ FLAGS: dict[str, Flag] = {
     "min_loss_scale": _sets("fp16.min_loss_scale"),
     "loss_scale_window": _sets("fp16.loss_scale_window"),
     "hysteresis": _sets("fp16.hysteresis"),
-    "accumulate_allreduce_grads_in_fp32": _sets("communication_data_type", "switch", lambda on: "fp32"),
+    "accumulate_allreduce_grads_in_fp32": _sets(
+        "communication_data_type", "switch", lambda on: "fp32"
+    ),
     "grad_reduce_in_bf16": _sets("communication_data_type", "switch", lambda on: "bf16"),
     "clip_grad": _sets("gradient_clipping"),
     "optimizer": _sets("optimizer.type", convert=_one_of(_OPTIMIZERS)),
@@ -154,53 +182,85 @@ FLAGS: dict[str, Flag] = {
     "save_interval": _sets("run.checkpoint_every"),
     "eval_interval": _sets("run.validate_every"),
     "log_interval": _sets("run.log_every"),
-    **_ignored(_ALWAYS, "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap", "switch"),
-    **_ignored(_ALWAYS, "no_delay_grad_reduce delay_param_gather align_grad_reduce overlap_p2p_communication", "switch"),
+    **_ignored(
+        _ALWAYS,
+        "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step"
+        " tp_comm_overlap",
+        "switch",
+    ),
+    **_ignored(
+        _ALWAYS,
+        "no_delay_grad_reduce delay_param_gather align_grad_reduce overlap_p2p_communication",
+        "switch",
+    ),
     **_ignored("the strategy of sharding decides", "use_megatron_fsdp use_custom_fsdp", "switch"),
     **_ignored("buckets are sized in bytes by parallel.bucket_mib", "ddp_num_buckets"),
-    "distributed_timeout_minutes": _sets("faults.timeout_seconds", convert=lambda minutes: 60 * minutes),
-    **_ignored("nccl on GPUs and gloo on CPUs, or the process group that exists", "distributed_backend local_rank"),
+    "distributed_timeout_minutes": _sets(
+        "faults.timeout_seconds", convert=lambda minutes: 60 * minutes
+    ),
     **_ignored(
-        _MODEL,
-        "encoder_num_layers decoder_num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-        "max_position_embeddings seq_length encoder_seq_length decoder_seq_length position_embedding_type rotary_base rotary_percent "
-        "normalization norm_epsilon layernorm_epsilon attention_dropout hidden_dropout init_method_std vocab_size "
-        "make_vocab_size_divisible_by rotary_seq_len_interpolation_factor attention_backend num_experts",
+        "nccl on GPUs and gloo on CPUs, or the process group that exists",
+        "distributed_backend local_rank",
     ),
     **_ignored(
         _MODEL,
-        "group_query_attention swiglu squared_relu untie_embeddings_and_output_weights disable_bias_linear add_qkv_bias qk_layernorm "
-        "use_rotary_position_embeddings apply_layernorm_1p attention_softmax_in_fp32 no_query_key_layer_scaling "
-        "apply_query_key_layer_scaling fp16_lm_cross_entropy no_position_embedding",
+        "encoder_num_layers decoder_num_layers hidden_size ffn_hidden_size num_attention_heads"
+        " num_query_groups kv_channels max_position_embeddings seq_length encoder_seq_length"
+        " decoder_seq_length position_embedding_type rotary_base rotary_percent normalization"
+        " norm_epsilon layernorm_epsilon attention_dropout hidden_dropout init_method_std"
+        " vocab_size make_vocab_size_divisible_by rotary_seq_len_interpolation_factor"
+        " attention_backend num_experts",
+    ),
+    **_ignored(
+        _MODEL,
+        "group_query_attention swiglu squared_relu untie_embeddings_and_output_weights"
+        " disable_bias_linear add_qkv_bias qk_layernorm use_rotary_position_embeddings"
+        " apply_layernorm_1p attention_softmax_in_fp32 no_query_key_layer_scaling"
+        " apply_query_key_layer_scaling fp16_lm_cross_entropy no_position_embedding",
         "switch",
     ),
     **_ignored(_KERNELS, "transformer_impl cross_entropy_fusion_impl"),
     **_ignored(
         _KERNELS,
-        "use_flash_attn use_mcore_models use_legacy_models no_masked_softmax_fusion no_bias_gelu_fusion no_bias_swiglu_fusion "
-        "no_bias_dropout_fusion no_gradient_accumulation_fusion no_rope_fusion no_persist_layer_norm cross_entropy_loss_fusion "
-        "no_async_tensor_model_parallel_allreduce no_check_for_nan_in_loss_and_grad manual_gc",
+        "use_flash_attn use_mcore_models use_legacy_models no_masked_softmax_fusion"
+        " no_bias_gelu_fusion no_bias_swiglu_fusion no_bias_dropout_fusion"
+        " no_gradient_accumulation_fusion no_rope_fusion no_persist_layer_norm"
+        " cross_entropy_loss_fusion no_async_tensor_model_parallel_allreduce"
+        " no_check_for_nan_in_loss_and_grad manual_gc",
         "switch",
     ),
     **_ignored(
         _DATA,
-        "tokenizer_type tokenizer_model vocab_file merge_file split data_cache_path num_workers eval_iters dataloader_type "
-        "num_dataset_builder_threads",
+        "tokenizer_type tokenizer_model vocab_file merge_file split data_cache_path num_workers"
+        " eval_iters dataloader_type num_dataset_builder_threads",
     ),
     **_ignored(_DATA, "data_path train_data_path valid_data_path test_data_path", "values"),
-    **_ignored(_DATA, "mock_data no_mmap_bin_files no_create_attention_mask_in_dataloader reset_position_ids eod_mask_loss", "switch"),
-    **_ignored(_LOGGING, "tensorboard_queue_size wandb_exp_name wandb_save_dir timing_log_level log_memory_interval"),
-    **_refused(
-        _TRACKER, 'leave it out, and write "run": {"trackers": ["tensorboard"]} or ["wandb"]', "tensorboard_dir wandb_project", off=("",)
+    **_ignored(
+        _DATA,
+        "mock_data no_mmap_bin_files no_create_attention_mask_in_dataloader reset_position_ids"
+        " eod_mask_loss",
+        "switch",
     ),
     **_ignored(
         _LOGGING,
-        "log_throughput log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard log_validation_ppl_to_tensorboard "
-        "log_memory_to_tensorboard log_progress",
+        "tensorboard_queue_size wandb_exp_name wandb_save_dir timing_log_level log_memory_interval",
+    ),
+    **_refused(
+        _TRACKER,
+        'leave it out, and write "run": {"trackers": ["tensorboard"]} or ["wandb"]',
+        "tensorboard_dir wandb_project",
+        off=("",),
+    ),
+    **_ignored(
+        _LOGGING,
+        "log_throughput log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard"
+        " log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_progress",
         "switch",
     ),
     **_ignored("checkpoints are Plait's own, one file per process", "ckpt_format dist_ckpt_format"),
-    **_ignored("checkpoints are Plait's own, one file per process", "use_dist_ckpt async_save", "switch"),
+    **_ignored(
+        "checkpoints are Plait's own, one file per process", "use_dist_ckpt async_save", "switch"
+    ),
     "num_virtual_stages_per_pipeline_rank": _sets("parallel.pipeline.stages_per_rank"),
     "num_layers_per_virtual_pipeline_stage": _sets(LAYERS_PER_STAGE),
     **_refused(
@@ -226,25 +286,54 @@ FLAGS: dict[str, Flag] = {
         off=("uniform", 1),
     ),
     **_refused(
-        "this release keeps optimizer states on the device or in files (zero_optimization.offload_optimizer)",
+        "this release keeps optimizer states on the device or in files"
+        " (zero_optimization.offload_optimizer)",
         "leave it out",
         "optimizer_cpu_offload cpu_offloading",
         "switch",
     ),
-    **_refused("this release computes in fp16, bf16 or the dtype of the model", "use --bf16", "fp8_format fp8_recipe fp4_format"),
+    **_refused(
+        "this release computes in fp16, bf16 or the dtype of the model",
+        "use --bf16",
+        "fp8_format fp8_recipe fp4_format",
+    ),
     **_refused(
         "master weights and optimizer states are kept in the dtype of the model",
         "leave it out",
         "main_params_dtype main_grads_dtype exp_avg_dtype exp_avg_sq_dtype",
         off=("fp32",),
     ),
-    **_refused("the batch size is the same at every step", "leave it out and give --global-batch-size", "rampup_batch_size", "values"),
-    **_refused("the length of a run is counted in steps", "use --train-iters", "train_samples lr_decay_samples lr_warmup_samples"),
-    **_refused("the length of a run is counted in steps", "use --lr-wsd-decay-iters", "lr_wsd_decay_samples"),
-    **_refused("weight decay is the same at every step", "use --weight-decay", "start_weight_decay end_weight_decay"),
-    **_refused("weight decay is the same at every step", "use --weight-decay", "weight_decay_incr_style", off=("constant",)),
+    **_refused(
+        "the batch size is the same at every step",
+        "leave it out and give --global-batch-size",
+        "rampup_batch_size",
+        "values",
+    ),
+    **_refused(
+        "the length of a run is counted in steps",
+        "use --train-iters",
+        "train_samples lr_decay_samples lr_warmup_samples",
+    ),
+    **_refused(
+        "the length of a run is counted in steps",
+        "use --lr-wsd-decay-iters",
+        "lr_wsd_decay_samples",
+    ),
+    **_refused(
+        "weight decay is the same at every step",
+        "use --weight-decay",
+        "start_weight_decay end_weight_decay",
+    ),
+    **_refused(
+        "weight decay is the same at every step",
+        "use --weight-decay",
+        "weight_decay_incr_style",
+        off=("constant",),
+    ),
     **_refused("one learning rate for all parameters", "use --lr", "decoupled_lr decoupled_min_lr"),
-    **_refused("a run ends after its steps", "use --train-iters", "exit_interval exit_duration_in_mins"),
+    **_refused(
+        "a run ends after its steps", "use --train-iters", "exit_interval exit_duration_in_mins"
+    ),
     **_refused(
         "a checkpoint is complete and a run resumes all of it",
         "leave it out; to start from weights alone set model.path",

@@ -1,4 +1,6 @@
-"""What a file or a command line of another program becomes: a tree of the schema's keys, with a row for each key of theirs."""
+"""What a file or a command line of another program becomes: a tree of the schema's keys, with a row
+for each key of theirs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from plait.errors import ConfigError, Problem
 Said = dict[str, tuple[str, Any]]
 """Path in the tree -> (the key or flag that says so, value)."""
 
-_WORDS = {"yes": True, "y": True, "t": True, "on": True, "no": False, "n": False, "f": False, "off": False}
+_WORDS = {
+    "yes": True,
+    "y": True,
+    "t": True,
+    "on": True,
+    "no": False,
+    "n": False,
+    "f": False,
+    "off": False,
+}
 """Truth values of Accelerate and the Trainer, besides those of DeepSpeed."""
 
 
@@ -52,19 +63,39 @@ class Reading:
     problems: list[Problem] = field(default_factory=list)
     said: Said = field(default_factory=dict)
 
-    def translated(self, name: str, program: str, defaults: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> Translated:
+    def translated(
+        self,
+        name: str,
+        program: str,
+        defaults: Mapping[str, Any],
+        base: Mapping[str, Any] | None = None,
+    ) -> Translated:
         """What was read from the file `name`.
 
-        defaults: by path, for what no key says. base: the tree of another file, which is part of it.
+        defaults: by path, for what no key says. base: the tree of another file, which is part of
+        it.
         """
         tree = copy.deepcopy(dict(base or {}))
         for path, (shown, value) in self.said.items():
             problem = put(tree, path, value)
             if problem is not None:
                 self.problems.append(Problem(shown, value, problem, "keep one of them"))
-        left = [path for path in defaults if path not in self.said and put(tree, path, defaults[path]) is None]
+        left = [
+            path
+            for path in defaults
+            if path not in self.said and put(tree, path, defaults[path]) is None
+        ]
         written = {path: shown for path, (shown, _) in self.said.items()}
-        return Translated(name, tree, program, "file", tuple(self.rows), tuple(self.problems), written, frozenset(left))
+        return Translated(
+            name,
+            tree,
+            program,
+            "file",
+            tuple(self.rows),
+            tuple(self.problems),
+            written,
+            frozenset(left),
+        )
 
     def ignore(self, shown: str, value: Any, why: str) -> None:
         """A key that sets nothing."""
@@ -83,7 +114,9 @@ class Reading:
             self.problems.append(Problem(shown, value, rule, "keep one of them"))
 
     def take(self, shown: str, key: ForeignKey, value: Any) -> Any:
-        """Look at one key. Returns its value, a text that stands for a truth value as one; None where it is null or of the wrong type."""
+        """Look at one key. Returns its value, a text that stands for a truth value as one; None
+        where it is null or of the wrong type.
+        """
         if value is None:
             self.rows.append(Row(shown, value, Status.COMMENT, "null: not given"))
             return None
@@ -95,7 +128,11 @@ class Reading:
         if key.status is Status.REFUSED and not asks_for_nothing(key, value):
             self.refuse(shown, value, key.why, key.remedy)
         elif key.sets is None:
-            asked = "this value asks for nothing; another would be refused: " if key.status is Status.REFUSED else ""
+            asked = (
+                "this value asks for nothing; another would be refused: "
+                if key.status is Status.REFUSED
+                else ""
+            )
             self.rows.append(Row(shown, value, Status.IGNORED, asked + key.why))
         else:
             self._set(shown, key, value)
@@ -113,14 +150,19 @@ class Reading:
             self.say(path, shown, setting)
         note = f" ({key.why})" if key.why else ""
         if found:
-            self.rows.append(Row(shown, value, Status.RENAMED, " and ".join(found) + note, next(iter(found))))
+            self.rows.append(
+                Row(shown, value, Status.RENAMED, " and ".join(found) + note, next(iter(found)))
+            )
         else:
             self.rows.append(Row(shown, value, Status.IGNORED, f"this value sets nothing{note}"))
 
 
 def inside(shown: str, error: ConfigError) -> list[Problem]:
     """The problems of a file that the key `shown` names."""
-    return [Problem(f"{shown}: {problem.field}", problem.value, problem.rule, problem.remedy) for problem in error.problems]
+    return [
+        Problem(f"{shown}: {problem.field}", problem.value, problem.rule, problem.remedy)
+        for problem in error.problems
+    ]
 
 
 def truth(value: Any) -> Any:
@@ -131,7 +173,9 @@ def truth(value: Any) -> Any:
 
 
 def put(tree: dict[str, Any], path: str, value: Any) -> str | None:
-    """Set a dotted path in `tree`, unless something else stands there: then the rule that this breaks."""
+    """Set a dotted path in `tree`, unless something else stands there: then the rule that this
+    breaks.
+    """
     *parents, last = path.split(".")
     here: Any = tree
     for name in parents:
@@ -139,4 +183,8 @@ def put(tree: dict[str, Any], path: str, value: Any) -> str | None:
         if not isinstance(here, dict):
             return f"sets {path}, and the file that is named beside it has {name} = {here!r}"
     before = here.setdefault(last, value)
-    return None if before == value else f"sets {path}, and the file that is named beside it says {before!r}"
+    return (
+        None
+        if before == value
+        else f"sets {path}, and the file that is named beside it says {before!r}"
+    )

@@ -1,1 +1,3 @@
-"""Other names of the schema's keys: all of DeepSpeed's, and Megatron-LM's names of sizes. Other programs' files are recognised."""
+"""Other names of the schema's keys: all of DeepSpeed's, and Megatron-LM's names of sizes. Other
+programs' files are recognised.
+"""

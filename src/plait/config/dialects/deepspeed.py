@@ -1,9 +1,12 @@
-"""What the keys of DeepSpeed files that are no fields of the schema mean to Plait, as one table: ignored, or refused, and why.
+"""What the keys of DeepSpeed files that are no fields of the schema mean to Plait, as one table:
+ignored, or refused, and why.
 
-Data only; `examine` reads it. The list is every key that DeepSpeed 0.19.8 knows plus those of older releases and of published files; those
-that are supported are fields of the schema, which documents them. A key is ignored if it only tunes DeepSpeed's own implementation or
-prints; it is refused if it would change the results, the memory or an output that a user expects (a tracker, a checkpoint). A refused key
-is refused for its value: `off` lists the values that switch it off. Wherever DeepSpeed accepts "auto" for an ignored key, so does Plait.
+Data only; `examine` reads it. The list is every key that DeepSpeed 0.19.8 knows plus those of older
+releases and of published files; those that are supported are fields of the schema, which documents
+them. A key is ignored if it only tunes DeepSpeed's own implementation or prints; it is refused if
+it would change the results, the memory or an output that a user expects (a tracker, a checkpoint).
+A refused key is refused for its value: `off` lists the values that switch it off. Wherever
+DeepSpeed accepts "auto" for an ignored key, so does Plait.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         {
             **_each(
                 "zero_optimization",
-                "overlap_comm contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce "
-                "round_robin_gradients stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
+                "overlap_comm contiguous_gradients reduce_scatter allgather_partitions"
+                " use_multi_rank_bucket_allreduce round_robin_gradients"
+                " stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
                 "flag",
             ),
             "zero_optimization.allgather_bucket_size": "whole",
@@ -54,8 +58,9 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         {
             **_each(
                 "zero_optimization",
-                "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold "
-                "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold sub_group_size",
+                "stage3_prefetch_bucket_size stage3_param_persistence_threshold"
+                " stage3_model_persistence_threshold stage3_max_live_parameters"
+                " stage3_max_reuse_distance stage3_module_granularity_threshold sub_group_size",
                 "whole",
             ),
             "zero_optimization.leaf_module": "tree",
@@ -66,8 +71,9 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         {
             **_each(
                 "zero_optimization",
-                "compute_grad_norm parameter_alignment memory_efficient_linear override_module_apply pipeline_loading_checkpoint "
-                "log_trace_cache_warnings enable_sanity_checks legacy_stage1",
+                "compute_grad_norm parameter_alignment memory_efficient_linear"
+                " override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings"
+                " enable_sanity_checks legacy_stage1",
                 "flag",
             ),
             "bf16.immediate_grad_update": "flag",
@@ -78,11 +84,17 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         },
     ),
     (
-        "inputs of recomputed blocks are kept as they come; the allocator's expandable segments avoid fragments",
+        (
+            "inputs of recomputed blocks are kept as they come; the allocator's expandable segments"
+            " avoid fragments"
+        ),
         {"activation_checkpointing.contiguous_memory_optimization": "flag"},
     ),
     (
-        "gradients of embeddings are reduced dense, which gives the same sums; DeepSpeed removed the sparse form too",
+        (
+            "gradients of embeddings are reduced dense, which gives the same sums; DeepSpeed"
+            " removed the sparse form too"
+        ),
         {"sparse_gradients": "flag"},
     ),
     (
@@ -90,24 +102,48 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         {"zero_optimization.offload_optimizer.super_offload": "flag"},
     ),
     (
-        "weights and optimizer states are read and written shard by shard, on any layout; nothing is gathered on one process",
-        _each("zero_optimization", "stage3_gather_16bit_weights_on_model_save load_from_fp32_weights elastic_checkpoint", "flag"),
+        (
+            "weights and optimizer states are read and written shard by shard, on any layout;"
+            " nothing is gathered on one process"
+        ),
+        _each(
+            "zero_optimization",
+            "stage3_gather_16bit_weights_on_model_save load_from_fp32_weights elastic_checkpoint",
+            "flag",
+        ),
     ),
     (
-        "a detail of DeepSpeed's copies; what is offloaded are files in `nvme_path`, read ahead and written behind by threads",
+        (
+            "a detail of DeepSpeed's copies; what is offloaded are files in `nvme_path`, read ahead"
+            " and written behind by threads"
+        ),
         {
-            **_each("zero_optimization", "cpu_offload_use_pin_memory pin_memory save_muon_momentum_buffer_in_memory", "flag"),
-            **_each("zero_optimization.offload_optimizer", "pipeline pipeline_read pipeline_write fast_init", "flag"),
+            **_each(
+                "zero_optimization",
+                "cpu_offload_use_pin_memory pin_memory save_muon_momentum_buffer_in_memory",
+                "flag",
+            ),
+            **_each(
+                "zero_optimization.offload_optimizer",
+                "pipeline pipeline_read pipeline_write fast_init",
+                "flag",
+            ),
             "zero_optimization.offload_optimizer.cpuadam_cores_perc": "number",
             "zero_force_ds_cpu_optimizer": "flag",
         },
     ),
     (
-        "what stays in memory are the buffers, offload_param.buffer_count x buffer_size elements; all shards are in files",
+        (
+            "what stays in memory are the buffers, offload_param.buffer_count x buffer_size"
+            " elements; all shards are in files"
+        ),
         {"zero_optimization.offload_param.max_in_cpu": "whole"},
     ),
     (
-        "files are mapped and need no pinned memory; with device cpu, offload_optimizer.pin_memory pins shards and gradients together",
+        (
+            "files are mapped and need no pinned memory; with device cpu,"
+            " offload_optimizer.pin_memory pins shards and gradients together"
+        ),
         {"zero_optimization.offload_param.pin_memory": "flag"},
     ),
     (
@@ -117,9 +153,15 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             **_each("aio", "single_submit overlap_events use_gds", "flag"),
         },
     ),
-    ("any torch.optim.Optimizer works at every stage, so there is nothing to allow", {"zero_allow_untested_optimizer": "flag"}),
     (
-        "the loss is divided by the global number of targets before the backward pass and gradients are summed: nothing to prescale",
+        "any torch.optim.Optimizer works at every stage, so there is nothing to allow",
+        {"zero_allow_untested_optimizer": "flag"},
+    ),
+    (
+        (
+            "the loss is divided by the global number of targets before the backward pass and"
+            " gradients are summed: nothing to prescale"
+        ),
         {"prescale_gradients": "flag", "gradient_predivide_factor": "number"},
     ),
     ("inputs of the model are always cast to the compute dtype", {"fp16.auto_cast": "flag"}),
@@ -133,7 +175,10 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             **_each("bf16", "initial_scale_power loss_scale_window hysteresis", "whole"),
         },
     ),
-    ("a setting of torch autocast, which is off", {"torch_autocast.dtype": "text", "torch_autocast.lower_precision_safe_modules": "list"}),
+    (
+        "a setting of torch autocast, which is off",
+        {"torch_autocast.dtype": "text", "torch_autocast.lower_precision_safe_modules": "list"},
+    ),
     (
         "`plait train` prints every `run.log_every` steps and writes every step to metrics.jsonl",
         {
@@ -147,9 +192,15 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "timers.throughput.synchronized": "flag",
         },
     ),
-    ("every step is sent to Comet, which thins them out itself", {"comet.samples_log_interval": "whole"}),
     (
-        "a file is copied to where a run is kept; Comet reads the key from COMET_API_KEY or its own configuration file",
+        "every step is sent to Comet, which thins them out itself",
+        {"comet.samples_log_interval": "whole"},
+    ),
+    (
+        (
+            "a file is copied to where a run is kept; Comet reads the key from COMET_API_KEY or its"
+            " own configuration file"
+        ),
         {"comet.api_key": "text"},
     ),
     (
@@ -167,9 +218,18 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "comms_config": "tree",
         },
     ),
-    ("`plait train` reads the `data` section; your own training loop brings its own loader", {"dataloader_drop_last": "flag"}),
-    ("DeepSpeed only warns when it is not a multiple of 8; the model decides its vocabulary", {"vocabulary_size": "whole"}),
-    ("an all-to-all of sequence parallelism that context parallelism does not have", {"seq_parallel_communication_data_type": "text"}),
+    (
+        "`plait train` reads the `data` section; your own training loop brings its own loader",
+        {"dataloader_drop_last": "flag"},
+    ),
+    (
+        "DeepSpeed only warns when it is not a multiple of 8; the model decides its vocabulary",
+        {"vocabulary_size": "whole"},
+    ),
+    (
+        "an all-to-all of sequence parallelism that context parallelism does not have",
+        {"seq_parallel_communication_data_type": "text"},
+    ),
     (
         "checkpoints are Plait's own, one file per process, and processes agree on their name",
         {
@@ -196,19 +256,28 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         "the plan of tensor parallelism is derived from the model",
         {
             **_each("tensor_parallel", "preset_model vocab_parallel_ce_backend dtype", "text"),
-            **_each("tensor_parallel", "tp_overlap_comm vocab_parallel_lm_head keep_module_on_host", "flag"),
+            **_each(
+                "tensor_parallel",
+                "tp_overlap_comm vocab_parallel_lm_head keep_module_on_host",
+                "flag",
+            ),
             "tensor_parallel.tp_grain_size": "whole",
             "tensor_parallel.tp.tp_grain_size": "whole",
         },
     ),
-    ("weights are initialised by parameter name, the same for every layout", {"pipeline.seed_layers": "flag"}),
+    (
+        "weights are initialised by parameter name, the same for every layout",
+        {"pipeline.seed_layers": "flag"},
+    ),
     (
         "how DeepCompile works; `compile` uses torch.compile",
         {
             **_each(
                 "compile",
-                "free_activation offload_activation_pin_memory autoep_non_moe double_buffer symmetric_memory debug_log sync_before_reduce "
-                "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors",
+                "free_activation offload_activation_pin_memory autoep_non_moe double_buffer"
+                " symmetric_memory debug_log sync_before_reduce sync_after_reduce"
+                " sync_before_allgather sync_after_allgather keep_int_input_tensors"
+                " keep_all_input_tensors",
                 "flag",
             ),
             "compile.free_activation_threshold": "whole",
@@ -219,9 +288,11 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         "how to autotune; autotuning is off",
         _each(
             "autotuning",
-            "fast metric metric_path start_profile_step end_profile_step tuner_type tuner_early_stopping tuner_num_trials overwrite "
-            "results_dir exps_dir arg_mappings mp_size model_info model_info_path max_train_batch_size min_train_batch_size "
-            "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes",
+            "fast metric metric_path start_profile_step end_profile_step tuner_type"
+            " tuner_early_stopping tuner_num_trials overwrite results_dir exps_dir arg_mappings"
+            " mp_size model_info model_info_path max_train_batch_size min_train_batch_size"
+            " max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu"
+            " num_tuning_micro_batch_sizes",
             "any",
         ),
     ),
@@ -229,7 +300,8 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         "a setting of the hybrid engine, which is off",
         _each(
             "hybrid_engine",
-            "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size enable_cuda_graph",
+            "max_out_tokens inference_tp_size release_inference_cache pin_parameters"
+            " tp_gather_partition_size enable_cuda_graph",
             "any",
         ),
     ),
@@ -237,11 +309,14 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         "a setting of expert parallelism, which is off",
         _each(
             "expert_parallel",
-            "expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern expert_pattern "
-            "router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl row_weighting_impl "
-            "gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups "
-            "score_func top_k routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts "
-            "shared_experts_pattern shared_experts_gate_pattern expert_activation load_balance_coeff",
+            "expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model"
+            " moe_layer_pattern expert_pattern router_pattern use_grouped_mm"
+            " disable_triton_grouped_mm route_norm route_scale score_apply combine_impl"
+            " row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin"
+            " comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k"
+            " routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr"
+            " has_shared_experts shared_experts_pattern shared_experts_gate_pattern"
+            " expert_activation load_balance_coeff",
             "any",
         ),
     ),
@@ -249,19 +324,25 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         "a setting of elastic batch sizes, which are off",
         _each(
             "elasticity",
-            "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version prefer_larger_batch "
-            "ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
+            "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version"
+            " prefer_larger_batch ignore_non_elastic_batch_info num_gpus_per_node"
+            " model_parallel_size",
             "any",
         ),
     ),
     ("data sampling is off", {"data_efficiency.seed": "whole"}),
-    ("nccl on GPUs and gloo on CPUs, or the process group that exists", {"distributed_backend": "text"}),
+    (
+        "nccl on GPUs and gloo on CPUs, or the process group that exists",
+        {"distributed_backend": "text"},
+    ),
     (
         "describes the model, which comes from the caller or from the `model` section",
         {"hidden_size": "whole", "num_attention_heads": "whole"},
     ),
 )
-"""(reason, keys): accepted, checked for their type, shown by `plait config explain` with the reason."""
+"""(reason, keys): accepted, checked for their type, shown by `plait config explain` with the
+reason.
+"""
 
 
 @dataclass(frozen=True)
@@ -283,7 +364,8 @@ _PRESENT: tuple[Kind, tuple[Any, ...]] = ("tree", ({},))
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "compiled code offloads nothing",
-        "set it to false or leave it out; parallel.activation_offload and zero_optimization.offload_optimizer work without compilation",
+        "set it to false or leave it out; parallel.activation_offload and"
+        " zero_optimization.offload_optimizer work without compilation",
         _each("compile", "offload_activation offload_opt_states offload_parameters", _FLAG),
     ),
     Refusal(
@@ -291,8 +373,8 @@ REFUSED: tuple[Refusal, ...] = (
         "leave the section out",
         _each(
             "zero_optimization.zenflow",
-            "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio full_warm_up_rounds "
-            "pt_reserved_cores_perc steps_per_epoch",
+            "topk_ratio select_strategy select_interval update_interval overlap_step offload"
+            " auto_ratio full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch",
             _GIVEN,
         ),
     ),
@@ -308,16 +390,25 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "DeepSpeed removed it",
-        "leave it out; for shards that stay inside a node set parallel.dp_replicate to the number of nodes",
-        {"zero_optimization.mics_shard_size": ("number", (-1, 0, 1)), "zero_optimization.mics_hierarchical_params_gather": _FLAG},
+        "leave it out; for shards that stay inside a node set parallel.dp_replicate to the number"
+        " of nodes",
+        {
+            "zero_optimization.mics_shard_size": ("number", (-1, 0, 1)),
+            "zero_optimization.mics_hierarchical_params_gather": _FLAG,
+        },
     ),
     Refusal(
         "master weights, gradients and optimizer states are kept in float32",
         "set it to false or leave it out",
-        {"fp16.fp16_master_weights_and_grads": _FLAG, "bf16.bf16_master_weights_and_grads": _FLAG, "bf16.bf16_optimizer_states": _FLAG},
+        {
+            "fp16.fp16_master_weights_and_grads": _FLAG,
+            "bf16.bf16_master_weights_and_grads": _FLAG,
+            "bf16.bf16_optimizer_states": _FLAG,
+        },
     ),
     Refusal(
-        "parameters and buffers keep the dtype of the model; `fp16` and `bf16` set the dtype of the computation",
+        "parameters and buffers keep the dtype of the model; `fp16` and `bf16` set the dtype of the"
+        " computation",
         "leave it out",
         {"data_types.param_dtype": _GIVEN, "data_types.buffer_dtype": _GIVEN},
     ),
@@ -326,8 +417,16 @@ REFUSED: tuple[Refusal, ...] = (
         'leave the section out and set "bf16": {"enabled": true}',
         {"torch_autocast.enabled": _FLAG},
     ),
-    Refusal("Apex is not used; DeepSpeed removed it too", 'leave the section out and set "bf16": {"enabled": true}', {"amp": _SWITCHED}),
-    Refusal("this release computes in fp16, bf16 or the dtype of the model", "leave the section out", {"fp8": _PRESENT}),
+    Refusal(
+        "Apex is not used; DeepSpeed removed it too",
+        'leave the section out and set "bf16": {"enabled": true}',
+        {"amp": _SWITCHED},
+    ),
+    Refusal(
+        "this release computes in fp16, bf16 or the dtype of the model",
+        "leave the section out",
+        {"fp8": _PRESENT},
+    ),
     Refusal(
         "gradients are those of the mean over all targets of the step",
         'use "mean" or leave it out',
@@ -353,12 +452,18 @@ REFUSED: tuple[Refusal, ...] = (
         'set it to false or leave it out; "compile": {"enabled": true} compiles with torch.compile',
         {"compile.deepcompile": _FLAG},
     ),
-    Refusal("torch.compile is called with `backend` and `mode` and nothing else", "set compile.mode", {"compile.kwargs": _PRESENT}),
+    Refusal(
+        "torch.compile is called with `backend` and `mode` and nothing else",
+        "set compile.mode",
+        {"compile.kwargs": _PRESENT},
+    ),
     Refusal(
         "layers are split by the plan of the model's family, or by parallel.plan",
         "leave it out, or write its rules as parallel.plan",
         {
-            **_each("tensor_parallel", "partition_config injection_policy_tuple mpu tp_group", _GIVEN),
+            **_each(
+                "tensor_parallel", "partition_config injection_policy_tuple mpu tp_group", _GIVEN
+            ),
             "tensor_parallel.replace_with_kernel_inject": _FLAG,
             "tensor_parallel.kernel_inject": _FLAG,
             "tensor_parallel.tp.mpu": _GIVEN,
@@ -385,7 +490,11 @@ REFUSED: tuple[Refusal, ...] = (
         "set it to false or leave the section out, and give the batch sizes",
         {"autotuning.enabled": _FLAG},
     ),
-    Refusal("training and generation do not share an engine", "set it to false or leave the section out", {"hybrid_engine.enabled": _FLAG}),
+    Refusal(
+        "training and generation do not share an engine",
+        "set it to false or leave the section out",
+        {"hybrid_engine.enabled": _FLAG},
+    ),
     Refusal(
         "data is neither selected nor dropped by difficulty in this release",
         "set it to false or leave the section out",
@@ -409,13 +518,17 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "each tracker has a section of its own",
-        "leave it out, and write the section of the tracker (tensorboard, wandb, comet, csv_monitor)",
+        "leave it out, and write the section of the tracker (tensorboard, wandb, comet,"
+        " csv_monitor)",
         {"monitor_config": _SWITCHED},
     ),
-    Refusal("weights are not quantised", "leave the section out", {"weight_quantization": _PRESENT}),
+    Refusal(
+        "weights are not quantised", "leave the section out", {"weight_quantization": _PRESENT}
+    ),
     Refusal(
         "the batch size does not follow the number of processes; DeepSpeed removed this too",
-        "leave the section out and give train_batch_size; checkpoints load on any number of processes",
+        "leave the section out and give train_batch_size; checkpoints load on any number of"
+        " processes",
         {"elasticity.enabled": _FLAG},
     ),
     Refusal(
@@ -425,11 +538,13 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "a checkpoint is one folder that all processes see",
-        "leave it out, and name a folder that all machines share, or a store's URL, in run.checkpoints",
+        "leave it out, and name a folder that all machines share, or a store's URL, in"
+        " run.checkpoints",
         {"checkpoint.use_node_local_storage": _FLAG},
     ),
     Refusal(
-        "DeepSpeed's universal checkpoints are not read; Plait's own load on any layout without conversion",
+        "DeepSpeed's universal checkpoints are not read; Plait's own load on any layout without"
+        " conversion",
         "set it to false or leave it out",
         {"checkpoint.load_universal": _FLAG},
     ),
@@ -437,8 +552,16 @@ REFUSED: tuple[Refusal, ...] = (
 
 
 def _table() -> dict[str, Key]:
-    keys = [Key(path, Status.IGNORED, kind, why) for why, group in IGNORED for path, kind in group.items()]
-    keys += [Key(path, Status.REFUSED, kind, r.why, off, r.remedy) for r in REFUSED for path, (kind, off) in r.keys.items()]
+    keys = [
+        Key(path, Status.IGNORED, kind, why)
+        for why, group in IGNORED
+        for path, kind in group.items()
+    ]
+    keys += [
+        Key(path, Status.REFUSED, kind, r.why, off, r.remedy)
+        for r in REFUSED
+        for path, (kind, off) in r.keys.items()
+    ]
     table = {key.path: key for key in keys}
     assert len(table) == len(keys), "a key is in the table twice"
     return table

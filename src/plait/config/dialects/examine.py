@@ -1,6 +1,8 @@
-"""From what was written to what the schema takes: every key looked up, other names moved to their target, every problem collected.
+"""From what was written to what the schema takes: every key looked up, other names moved to their
+target, every problem collected.
 
-Nothing is dropped silently: each key of the file becomes a `Row` that says what it means. Nothing is resolved here: "auto" stays.
+Nothing is dropped silently: each key of the file becomes a `Row` that says what it means. Nothing
+is resolved here: "auto" stays.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Examined:
 
 
 def examine(document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]] = ()) -> Examined:
-    """Look at every key of `document` with `overrides` applied. Whether it is a DeepSpeed file does not depend on the overrides."""
+    """Look at every key of `document` with `overrides` applied. Whether it is a DeepSpeed file does
+    not depend on the overrides.
+    """
     found = Examined(deepspeed=not set(PLAIT_SECTIONS) & set(document.tree))
     tree = _json_like(document.tree)
     for path, value in overrides:
@@ -101,17 +105,17 @@ def _json_like(value: Any) -> Any:
     return [_json_like(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-# ---- one key ------------------------------------------------------------------------------------------------------------------------
-
-
-def _visit_section(written: tuple[str, ...], path: tuple[str, ...], tree: Tree, found: Examined) -> None:
+def _visit_section(
+    written: tuple[str, ...], path: tuple[str, ...], tree: Tree, found: Examined
+) -> None:
     for name, value in tree.items():
         _visit((*written, str(name)), (*path, str(name)), value, found)
 
 
 def _visit(written: tuple[str, ...], path: tuple[str, ...], value: Any, found: Examined) -> None:
     """`written` is how the file names it; `path` is the same under the names the tables know."""
-    shown, dotted = ".".join(written), ".".join(path)
+    shown = ".".join(written)
+    dotted = ".".join(path)
     if is_comment(path[-1]):
         found.rows.append(Row(shown, value, Status.COMMENT, "a remark", dotted))
     elif value is None and dotted in keys.known():
@@ -123,49 +127,84 @@ def _visit(written: tuple[str, ...], path: tuple[str, ...], value: Any, found: E
     elif dotted in keys.fields():
         _visit_field(written, dotted, value, found)
     elif dotted in keys.sections():
-        _visit_known_section(written, path, SHORT_FORMS.get(dotted, lambda same: same)(value), found)
+        _visit_known_section(
+            written, path, SHORT_FORMS.get(dotted, lambda same: same)(value), found
+        )
     else:
         remedy = keys.remedy_for(".".join(path[:-1]), path[-1])
         found.problems.append(Problem(shown, value, "unknown key", remedy))
 
 
-def _visit_known_section(written: tuple[str, ...], path: tuple[str, ...], value: Any, found: Examined) -> None:
-    shown, dotted = ".".join(written), ".".join(path)
+def _visit_known_section(
+    written: tuple[str, ...], path: tuple[str, ...], value: Any, found: Examined
+) -> None:
+    shown = ".".join(written)
+    dotted = ".".join(path)
     if isinstance(value, dict):
         if dotted in keys.schema_sections():
             _section(found.tree, path)  # `"run": {}` asks for the section with its defaults
         _visit_section(written, path, value, found)
     elif value is False and dotted.split(".")[0] not in PLAIT_SECTIONS:
-        found.rows.append(Row(shown, value, Status.IGNORED, "false: the section is left out", dotted))
+        found.rows.append(
+            Row(shown, value, Status.IGNORED, "false: the section is left out", dotted)
+        )
     else:
         inside = keys.inside(dotted)
-        example = next((name for name in ("enabled", "stage", "type", "device", "tp_size", "path") if name in inside), inside[0])
-        found.problems.append(Problem(shown, value, "is a section and needs an object", f'write for example {{"{example}": ...}}'))
+        example = next(
+            (
+                name
+                for name in ("enabled", "stage", "type", "device", "tp_size", "path")
+                if name in inside
+            ),
+            inside[0],
+        )
+        found.problems.append(
+            Problem(
+                shown,
+                value,
+                "is a section and needs an object",
+                f'write for example {{"{example}": ...}}',
+            )
+        )
 
 
 def _visit_alias(written: tuple[str, ...], dotted: str, value: Any, found: Examined) -> None:
-    alias, shown = ALIASES[dotted], ".".join(written)
+    alias = ALIASES[dotted]
+    shown = ".".join(written)
     target = tuple(alias.target.split("."))
     if alias.target in keys.sections():
         _visit_known_section(written, target, value, found)
         return
     converted = alias.convert(value)
     if converted is ABSENT:
-        found.rows.append(Row(shown, value, Status.RENAMED, f"{alias.target}, not set by this value ({alias.note})", alias.target))
+        found.rows.append(
+            Row(
+                shown,
+                value,
+                Status.RENAMED,
+                f"{alias.target}, not set by this value ({alias.note})",
+                alias.target,
+            )
+        )
         return
     if alias.target in TABLE:
         _visit_table(shown, TABLE[alias.target], converted, found)
         return
-    found.rows.append(Row(shown, value, Status.RENAMED, f"{alias.target} ({alias.note})", alias.target))
+    found.rows.append(
+        Row(shown, value, Status.RENAMED, f"{alias.target} ({alias.note})", alias.target)
+    )
     found.candidates.setdefault(alias.target, []).append(Candidate(shown, converted))
 
 
 def _visit_field(written: tuple[str, ...], dotted: str, value: Any, found: Examined) -> None:
-    setting, shown = keys.fields()[dotted], ".".join(written)
+    setting = keys.fields()[dotted]
+    shown = ".".join(written)
     if setting.free and isinstance(value, dict):
         value = _visit_free(written, dotted, value, found)
     else:
-        found.rows.append(Row(shown, value, Status.SUPPORTED, first_sentence(setting.description), dotted))
+        found.rows.append(
+            Row(shown, value, Status.SUPPORTED, first_sentence(setting.description), dotted)
+        )
     found.candidates.setdefault(dotted, []).append(Candidate(shown, value))
 
 
@@ -178,10 +217,13 @@ _FREE = {
 
 
 def _visit_free(written: tuple[str, ...], dotted: str, value: Tree, found: Examined) -> Tree:
-    """The keys of an object that the schema does not list, less those that the table knows to mean nothing."""
+    """The keys of an object that the schema does not list, less those that the table knows to mean
+    nothing.
+    """
     kept: Tree = {}
     for name, item in value.items():
-        shown, inner = ".".join((*written, str(name))), f"{dotted}.{name}"
+        shown = ".".join((*written, str(name)))
+        inner = f"{dotted}.{name}"
         if inner in TABLE:
             _visit_table(shown, TABLE[inner], item, found)
         elif is_comment(str(name)):
@@ -190,7 +232,9 @@ def _visit_free(written: tuple[str, ...], dotted: str, value: Tree, found: Exami
             kept[name] = item
             only = dotted == "optimizer.params" and name in ONLY
             meaning = ONLY[name][1] if only else _FREE.get(dotted, f"part of {dotted}")
-            found.rows.append(Row(shown, item, Status.IGNORED if only else Status.SUPPORTED, meaning, inner))
+            found.rows.append(
+                Row(shown, item, Status.IGNORED if only else Status.SUPPORTED, meaning, inner)
+            )
     return kept
 
 
@@ -201,25 +245,30 @@ def _visit_table(shown: str, key: Key, value: Any, found: Examined) -> None:
         return
     value = "(not shown)" if key.path in SECRETS else value
     name = f"{key.path}: " if shown != key.path else ""
-    status, meaning = key.status, key.why
+    status = key.status
+    meaning = key.why
     if key.status is Status.REFUSED and asks_for_nothing(key, value):
-        status, meaning = Status.IGNORED, f"this value asks for nothing; another would be refused: {key.why}"
+        status = Status.IGNORED
+        meaning = f"this value asks for nothing; another would be refused: {key.why}"
     elif key.status is Status.REFUSED:
         found.problems.append(Problem(shown, value, key.why, key.remedy))
     found.rows.append(Row(shown, value, status, name + meaning, key.path))
 
 
-# ---- several names of one setting ---------------------------------------------------------------------------------------------------
-
-
-def _decide(target: str, candidates: list[Candidate], found: Examined, overridden: set[str]) -> None:
+def _decide(
+    target: str, candidates: list[Candidate], found: Examined, overridden: set[str]
+) -> None:
     """Put the one value in the tree, or refuse two that disagree. A value overrides "auto"."""
     said = [c for c in candidates if c.value != "auto"] or candidates
     first = said[0]
     for other in said[1:]:
         if not _alike(target, first.value, other.value):
-            both = " and ".join(f"{c.written} = {json.dumps(c.value, default=str)}" for c in (first, other))
-            found.problems.append(Problem(both, None, f"both set {target} and disagree", "keep one of them"))
+            both = " and ".join(
+                f"{c.written} = {json.dumps(c.value, default=str)}" for c in (first, other)
+            )
+            found.problems.append(
+                Problem(both, None, f"both set {target} and disagree", "keep one of them")
+            )
             return
     *parents, last = target.split(".")
     _section(found.tree, parents)[last] = first.value
@@ -229,7 +278,9 @@ def _decide(target: str, candidates: list[Candidate], found: Examined, overridde
 
 
 def _alike(target: str, value: Any, other: Any) -> bool:
-    """Whether two values mean the same to the setting, however they are written (`8` and `"8"`, `fp32` and `float32`)."""
+    """Whether two values mean the same to the setting, however they are written (`8` and `"8"`,
+    `fp32` and `float32`).
+    """
     if value == other:
         return True
     if target not in keys.fields():
@@ -250,4 +301,8 @@ def _section(tree: Tree, path: Sequence[str]) -> Tree:
 def _origin(written: str, overridden: set[str]) -> str:
     if any(written == path or written.startswith(f"{path}.") for path in overridden):
         return "override"
-    return "file and override" if any(path.startswith(f"{written}.") for path in overridden) else "file"
+    return (
+        "file and override"
+        if any(path.startswith(f"{written}.") for path in overridden)
+        else "file"
+    )

@@ -1,6 +1,8 @@
-"""Every key that a file may contain, in one index: fields of the schema, keys of the DeepSpeed table, and other names.
+"""Every key that a file may contain, in one index: fields of the schema, keys of the DeepSpeed
+table, and other names.
 
-Built once from the three. It answers what a dotted path is, what is known inside a section, and what a wrong name was meant to be.
+Built once from the three. It answers what a dotted path is, what is known inside a section, and
+what a wrong name was meant to be.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Field:
     path: str
     description: str
     free: bool
-    """Its value is an object with keys that the schema does not list (`model.config`, `optimizer.params`)."""
+    """Its value is an object with keys that the schema does not list (`model.config`,
+    `optimizer.params`).
+    """
     annotation: Any
     """Its type with everything that is asked of a value."""
 
@@ -50,14 +54,18 @@ def _is_free(annotation: Any) -> bool:
 
 
 def walk_fields(policy: type[Policy], prefix: str = "") -> Iterator[Field]:
-    """The settings of a Policy and of the Policies in it, depth first in the order of the source."""
+    """The settings of a Policy and of the Policies in it, depth first in the order of the
+    source.
+    """
     for name, info in policy.model_fields.items():
         path = f"{prefix}{name}"
         section = policy_in(info.annotation)
         if section is not None:
             yield from walk_fields(section, f"{path}.")
         else:
-            whole = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+            whole = (
+                Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+            )
             yield Field(path, info.description or "", _is_free(info.annotation), whole)
 
 
@@ -102,18 +110,27 @@ def known() -> frozenset[str]:
 def inside(section: str) -> tuple[str, ...]:
     """The names known in a section ("" for the top of the file), sorted."""
     start = f"{section}." if section else ""
-    return tuple(sorted({path[len(start) :].split(".")[0] for path in known() if path.startswith(start)}))
+    return tuple(
+        sorted({path[len(start) :].split(".")[0] for path in known() if path.startswith(start)})
+    )
 
 
 _REMOVED = {
-    "parallel.links": "leave it out; parallel.measure_seconds measures the links at the start of a run",
-    "run.history": "leave it out; `plait calibrate` measures a machine, and `plait plan --calibrate FILE` takes what it wrote",
+    "parallel.links": (
+        "leave it out; parallel.measure_seconds measures the links at the start of a run"
+    ),
+    "run.history": (
+        "leave it out; `plait calibrate` measures a machine, and `plait plan --calibrate FILE`"
+        " takes what it wrote"
+    ),
 }
 """Settings of earlier versions, and what to use instead."""
 
 
 def remedy_for(section: str, name: str) -> str:
-    """What to do about an unknown `name` in `section`: the nearest known names, here or in another section, or all that is known here."""
+    """What to do about an unknown `name` in `section`: the nearest known names, here or in another
+    section, or all that is known here.
+    """
     start = f"{section}." if section else ""
     if start + name in _REMOVED:
         return _REMOVED[start + name]
@@ -124,21 +141,32 @@ def remedy_for(section: str, name: str) -> str:
     if sections:
         return f"it belongs elsewhere: {' or '.join(sections[:3])}"
     here = inside(section)
-    return f"known here are {', '.join(here)}" if len(here) <= 40 else "`plait config schema` lists what is known"
+    return (
+        f"known here are {', '.join(here)}"
+        if len(here) <= 40
+        else "`plait config schema` lists what is known"
+    )
 
 
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
-    """All candidates at the least edit distance from `name`, at most a third of its letters away; at most five."""
+    """All candidates at the least edit distance from `name`, at most a third of its letters away;
+    at most five.
+    """
     if len(name) > _LONGEST_NAME:
         return []
-    written, limit = name.lower().replace("-", "_"), max(1, len(name) // 3)
+    written = name.lower().replace("-", "_")
+    limit = max(1, len(name) // 3)
     near = [candidate for candidate in candidates if abs(len(candidate) - len(written)) <= limit]
     measured = sorted((edit_distance(written, candidate.lower()), candidate) for candidate in near)
-    return [candidate for distance, candidate in measured if distance == measured[0][0] <= limit][:5]
+    return [candidate for distance, candidate in measured if distance == measured[0][0] <= limit][
+        :5
+    ]
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Letters to insert, remove, replace or swap with their neighbour to turn `a` into `b` (optimal string alignment)."""
+    """Letters to insert, remove, replace or swap with their neighbour to turn `a` into `b` (optimal
+    string alignment).
+    """
     before: list[int] = []
     last = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
@@ -148,5 +176,6 @@ def edit_distance(a: str, b: str) -> int:
             if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
                 cost = min(cost, before[j - 2] + 1)
             row.append(cost)
-        before, last = last, row
+        before = last
+        last = row
     return last[len(b)]

@@ -1,4 +1,6 @@
-"""`--set a.b=c` on the tree of a file: it wins over what the file says about the same setting, whatever name the file uses for it."""
+"""`--set a.b=c` on the tree of a file: it wins over what the file says about the same setting,
+whatever name the file uses for it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Tree = dict[str, Any]
 
 
 def apply_override(tree: Tree, path: tuple[str, ...], value: Any) -> Problem | None:
-    """Set `path`, after removing what the file says about the same setting under any other name. `null` removes."""
+    """Set `path`, after removing what the file says about the same setting under any other name.
+    `null` removes.
+    """
     dotted = ".".join(path)
     _expand_short_forms(tree, _target(dotted))
     for other in _leaves(tree, ()):
@@ -28,7 +32,12 @@ def apply_override(tree: Tree, path: tuple[str, ...], value: Any) -> Problem | N
         here = here[name]
         if not isinstance(here, dict):
             shown = ".".join(path[:depth])
-            return Problem(f"--set {dotted}", value, f"{shown} is {here!r} and has no keys in it", f"set {shown} itself")
+            return Problem(
+                f"--set {dotted}",
+                value,
+                f"{shown} is {here!r} and has no keys in it",
+                f"set {shown} itself",
+            )
     here[path[-1]] = value
     return None
 
@@ -46,7 +55,10 @@ def _expand_short_forms(tree: Tree, target: str) -> None:
     """Write out a section that stands as one value, where `target` may be in it."""
     for name, expand in SHORT_FORMS.items():
         if name in tree and (
-            target.startswith(f"{name}.") or any(path.startswith(f"{name}.") and a.target == target for path, a in ALIASES.items())
+            target.startswith(f"{name}.")
+            or any(
+                path.startswith(f"{name}.") and a.target == target for path, a in ALIASES.items()
+            )
         ):
             tree[name] = expand(tree[name])
 
@@ -55,7 +67,11 @@ def _leaves(tree: Tree, at: tuple[str, ...]) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = []
     for name, value in tree.items():
         path = (*at, name)
-        found += _leaves(value, path) if isinstance(value, dict) and ".".join(path) not in keys.fields() else [path]
+        found += (
+            _leaves(value, path)
+            if isinstance(value, dict) and ".".join(path) not in keys.fields()
+            else [path]
+        )
     return found
 
 

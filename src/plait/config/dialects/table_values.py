@@ -1,4 +1,6 @@
-"""One value of a key in the DeepSpeed table: is it of the right type, and does it ask for anything."""
+"""One value of a key in the DeepSpeed table: is it of the right type, and does it ask for
+anything.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _NAMES: dict[Kind, str] = {
 
 
 def type_problem(key: Key, value: Any) -> tuple[str, str] | None:
-    """(rule, remedy) for a value of the wrong type. As in DeepSpeed, "auto" fits everywhere, and quoted numbers and flags are read."""
+    """(rule, remedy) for a value of the wrong type. As in DeepSpeed, "auto" fits everywhere, and
+    quoted numbers and flags are read.
+    """
     number = _as_number(value)
     fits = {
         "any": True,
@@ -34,10 +38,16 @@ def type_problem(key: Key, value: Any) -> tuple[str, str] | None:
 
 
 def asks_for_nothing(key: Key, value: Any) -> bool:
-    """Whether a refused key may stay in the file with this value. "auto" is DeepSpeed's default, which asks for nothing."""
+    """Whether a refused key may stay in the file with this value. "auto" is DeepSpeed's default,
+    which asks for nothing.
+    """
     if key.kind == "flag":
         value = as_flag(value)
-    if value is None or value == "auto" or any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in key.off):
+    if (
+        value is None
+        or value == "auto"
+        or any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in key.off)
+    ):
         return True
     return key.kind == "tree" and not _switched_on(value, without_switch=key.off != ())
 
@@ -50,7 +60,9 @@ def as_flag(value: Any) -> bool | None:
 
 
 def _switched_on(value: Any, *, without_switch: bool) -> bool:
-    """Whether a section is switched on by `enabled`, at its top or else anywhere in it. `without_switch`: what a section without any is."""
+    """Whether a section is switched on by `enabled`, at its top or else anywhere in it.
+    `without_switch`: what a section without any is.
+    """
     switches = list(_switches(value))
     return any(switches) if switches else bool(value) and without_switch
 
@@ -62,7 +74,9 @@ def _switches(value: Any) -> list[bool]:
         switch = value["enabled"]
         # "yes" and other texts are true in DeepSpeed, which does not look at the type.
         return [switch not in (None, "auto") and as_flag(switch) is not False]
-    return [switch for item in value.values() if isinstance(item, dict) for switch in _switches(item)]
+    return [
+        switch for item in value.values() if isinstance(item, dict) for switch in _switches(item)
+    ]
 
 
 def _as_number(value: Any) -> float | None:

@@ -1,7 +1,9 @@
-"""What a configuration may be made of: objects, lists, texts, numbers and truth values, of a size that a person writes.
+"""What a configuration may be made of: objects, lists, texts, numbers and truth values, of a size
+that a person writes.
 
-Refuses by its place in the file what would otherwise end in an error of Python's somewhere later: numbers of hundreds of digits, half
-characters, zero bytes, objects nested without end, YAML's references that multiply. Nothing is changed.
+Refuses by its place in the file what would otherwise end in an error of Python's somewhere later:
+numbers of hundreds of digits, half characters, zero bytes, objects nested without end, YAML's
+references that multiply. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -31,15 +33,32 @@ def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
         path, depth, value = left.pop()
         seen += 1
         if seen > _MOST_VALUES:
-            rule = f"holds more than {_MOST_VALUES:,} values (references of YAML are counted as often as they stand)"
+            rule = (
+                f"holds more than {_MOST_VALUES:,} values (references of YAML are counted as often"
+                " as they stand)"
+            )
             raise ConfigError(Problem(name, None, rule, "write sections of keys"))
         if depth > _DEEPEST:
-            raise ConfigError(Problem(_shown(path), None, f"is nested more than {_DEEPEST} deep", "write sections of keys"))
+            raise ConfigError(
+                Problem(
+                    _shown(path),
+                    None,
+                    f"is nested more than {_DEEPEST} deep",
+                    "write sections of keys",
+                )
+            )
         if isinstance(value, Mapping):
             for key, item in value.items():
                 inner = f"{path}.{key}" if path else str(key)
                 if not isinstance(key, str):
-                    problems.append(Problem(_shown(inner), None, f"the key is a {type(key).__name__}, and keys are texts", "quote it"))
+                    problems.append(
+                        Problem(
+                            _shown(inner),
+                            None,
+                            f"the key is a {type(key).__name__}, and keys are texts",
+                            "quote it",
+                        )
+                    )
                 elif rule := _text_rule(key):
                     problems.append(Problem(_shown(inner), None, f"the key {rule}", "correct it"))
                 else:
@@ -54,11 +73,21 @@ def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
 def _problem_of(path: str, value: Any) -> Problem | None:
     if isinstance(value, TooLong) or (type(value) is int and value.bit_length() > 3 * MOST_DIGITS):
         shown = f"{value[:12]}..." if isinstance(value, TooLong) else None
-        return Problem(_shown(path), shown, f"is a number of about {MOST_DIGITS} digits or more", "write one that a computer can hold")
+        return Problem(
+            _shown(path),
+            shown,
+            f"is a number of about {MOST_DIGITS} digits or more",
+            "write one that a computer can hold",
+        )
     if isinstance(value, str) and (rule := _text_rule(value)):
         return Problem(_shown(path), value, rule, "correct it")
     if isinstance(value, bytes | bytearray | set | frozenset):
-        return Problem(_shown(path), None, f"is of the type {type(value).__name__}", "write a text, a number, a list or an object")
+        return Problem(
+            _shown(path),
+            None,
+            f"is of the type {type(value).__name__}",
+            "write a text, a number, a list or an object",
+        )
     return None
 
 
@@ -74,5 +103,9 @@ def _text_rule(text: str) -> str:
 
 def _shown(path: str) -> str:
     """A path as a message shows it: what cannot be printed escaped, what is endless cut."""
-    text = path.encode("ascii", "backslashreplace").decode().replace("\0", "\\0") if not path.isprintable() else path
+    text = (
+        path.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
+        if not path.isprintable()
+        else path
+    )
     return (text if len(text) <= 200 else f"{text[:197]}...") or "the configuration"

@@ -1,8 +1,10 @@
-"""Reading a configuration: a path to JSON or YAML, a mapping, DeepSpeed's base64, and `--set a.b=c`.
+"""Reading a configuration: a path to JSON or YAML, a mapping, DeepSpeed's base64, and `--set
+a.b=c`.
 
-Only text becomes a tree here; what the keys mean is not looked at. Comments (`//`, `#`, `/* */`) and trailing commas are tolerated in
-JSON as DeepSpeed does. A key given twice is refused, never the last one taken. What comes out is made of objects, lists, texts, numbers and
-truth values (`plain`), so that nothing later has to expect anything else.
+Only text becomes a tree here; what the keys mean is not looked at. Comments (`//`, `#`, `/* */`)
+and trailing commas are tolerated in JSON as DeepSpeed does. A key given twice is refused, never the
+last one taken. What comes out is made of objects, lists, texts, numbers and truth values (`plain`),
+so that nothing later has to expect anything else.
 """
 
 from __future__ import annotations
@@ -29,8 +31,18 @@ Source = str | Path | Mapping[str, Any]
 
 _ROOT = "a configuration is an object of sections and keys"
 _DEEPEST_KEY = 32
-_NOT_YAML = (yaml.YAMLError, ConfigError, RecursionError, ValueError, TypeError, AttributeError, LookupError)
-"""What PyYAML raises for a text that is no YAML: `!!int x`, `!!timestamp x` and the like end in errors of Python's own."""
+_NOT_YAML = (
+    yaml.YAMLError,
+    ConfigError,
+    RecursionError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+)
+"""What PyYAML raises for a text that is no YAML: `!!int x`, `!!timestamp x` and the like end in
+errors of Python's own.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,10 +55,14 @@ class Document:
 
 
 def read(source: str | Path | Mapping[str, Any]) -> Document:
-    """The tree in a file, in a base64 text or in a mapping (copied). Raises ConfigError with file, line and column where there are some."""
+    """The tree in a file, in a base64 text or in a mapping (copied). Raises ConfigError with file,
+    line and column where there are some.
+    """
     if isinstance(source, Mapping):
         refuse_unusable(source, "the configuration")
-        return Document("the configuration", _as_tree(copy.deepcopy(dict(source)), "the configuration"))
+        return Document(
+            "the configuration", _as_tree(copy.deepcopy(dict(source)), "the configuration")
+        )
     if isinstance(source, str) and not _is_file(source):
         decoded = _from_base64(source)
         if decoded is not None:
@@ -59,18 +75,27 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
 
 
 def read_named(named: str, by: Document) -> Document:
-    """The file that a value of another file names, as a path from the working folder or else from that file's. Raises ConfigError."""
+    """The file that a value of another file names, as a path from the working folder or else from
+    that file's. Raises ConfigError.
+    """
     beside = os.path.join(os.path.dirname(by.name), named)
     return read(Path(beside if not _is_file(named) and _is_file(beside) else named))
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """`a.b=c` as (("a", "b"), value). The value is JSON, or a scalar of YAML (`true`, `1e-4`, `null`), or else text. Raises ConfigError."""
+    """`a.b=c` as (("a", "b"), value). The value is JSON, or a scalar of YAML (`true`, `1e-4`,
+    `null`), or else text. Raises ConfigError.
+    """
     path, equals, value = text.partition("=")
     keys = tuple(path.strip().split("."))
     if not equals or not all(keys) or len(keys) > _DEEPEST_KEY:
         raise ConfigError(
-            Problem("--set", text, "an override is a dotted key, `=` and a value", "write for example --set zero_optimization.stage=3")
+            Problem(
+                "--set",
+                text,
+                "an override is a dotted key, `=` and a value",
+                "write for example --set zero_optimization.stage=3",
+            )
         )
     found = scalar(value.strip())
     refuse_unusable({".".join(keys): found}, "--set")
@@ -91,7 +116,9 @@ def scalar(text: str) -> Any:
 
 
 def _whole(text: str) -> Any:
-    """A whole number; one of too many digits as what `refuse_unusable` names, because Python and every dtype end before it."""
+    """A whole number; one of too many digits as what `refuse_unusable` names, because Python and
+    every dtype end before it.
+    """
     return int(text) if len(text) <= MOST_DIGITS else TooLong(text)
 
 
@@ -108,19 +135,25 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        rule, remedy = "there is no such file", _near_file(path)
+        rule = "there is no such file"
+        remedy = _near_file(path)
     except IsADirectoryError:
         rule = "is a folder and not a file"
     except UnicodeDecodeError:
         rule = "is not text in UTF-8"
-    except (OSError, ValueError) as error:  # no permission, a name that is too long, a zero byte in it
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # no permission, a name that is too long, a zero byte in it
         rule = f"cannot be read ({getattr(error, 'strerror', None) or error})"
     raise ConfigError(Problem(shown, None, rule, remedy))
 
 
 def _near_file(path: Path) -> str:
     try:
-        beside = [p.name for p in path.parent.iterdir() if p.suffix.lower() in (".json", ".yaml", ".yml")]
+        beside = [
+            p.name for p in path.parent.iterdir() if p.suffix.lower() in (".json", ".yaml", ".yml")
+        ]
     except OSError:
         beside = []
     near = difflib.get_close_matches(path.name, beside, n=1)
@@ -132,12 +165,26 @@ def _near_file(path: Path) -> str:
 def _as_tree(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         kind = "empty" if value is None else _KINDS.get(type(value), "no object")
-        raise ConfigError(Problem(name, None, f"is {kind}, and {_ROOT}", 'write for example {"zero_optimization": {"stage": 2}}'))
+        raise ConfigError(
+            Problem(
+                name,
+                None,
+                f"is {kind}, and {_ROOT}",
+                'write for example {"zero_optimization": {"stage": 2}}',
+            )
+        )
     refuse_unusable(value, name)
     return value
 
 
-_KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a truth value", TooLong: "a number"}
+_KINDS = {
+    list: "a list",
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "a truth value",
+    TooLong: "a number",
+}
 
 
 def _from_base64(text: str) -> str | None:
@@ -148,15 +195,15 @@ def _from_base64(text: str) -> str | None:
     return decoded if decoded.lstrip()[:1] in ("{", "/", "#") and "{" in decoded else None
 
 
-# ---- JSON ---------------------------------------------------------------------------------------------------------------------------
-
 _STRING = r'"(?:\\.|[^"\\\n])*"'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Strings stay; anything else becomes spaces, so that lines and columns in messages stay true."""
+    """Strings stay; anything else becomes spaces, so that lines and columns in messages stay
+    true.
+    """
     return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
 
 
@@ -179,16 +226,28 @@ def _parse_json(text: str, name: str) -> Any:
         near = lines[error.lineno - 1].strip()[:60] if error.lineno <= len(lines) else ""
         where = f"{name}, line {error.lineno}, column {error.colno}"
         raise ConfigError(
-            Problem(where, None, f"is not valid JSON here ({error.msg})", f"correct it at `{near}`" if near else "add what is missing")
+            Problem(
+                where,
+                None,
+                f"is not valid JSON here ({error.msg})",
+                f"correct it at `{near}`" if near else "add what is missing",
+            )
         ) from None
     except RecursionError:
-        raise ConfigError(Problem(name, None, "is nested too deeply", "write sections of keys")) from None
+        raise ConfigError(
+            Problem(name, None, "is nested too deeply", "write sections of keys")
+        ) from None
     refuse(twice)
     return value
 
 
 def _given_twice(key: str, first: Any, second: Any) -> Problem:
-    return Problem(key, None, f"is given twice in one object, as {_short(first)} and as {_short(second)}", "keep one of them")
+    return Problem(
+        key,
+        None,
+        f"is given twice in one object, as {_short(first)} and as {_short(second)}",
+        "keep one of them",
+    )
 
 
 def _short(value: Any) -> str:
@@ -196,11 +255,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ---- YAML ---------------------------------------------------------------------------------------------------------------------------
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML whose plain words are JSON's: `5e-5` is a number, `no`, `010` and `1:30` are not what YAML 1.1 makes of them, dates are text."""
+    """YAML whose plain words are JSON's: `5e-5` is a number, `no`, `010` and `1:30` are not what
+    YAML 1.1 makes of them, dates are text.
+    """
 
 
 _WORDS = {
@@ -251,10 +309,21 @@ def _parse_yaml(text: str, name: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
-        raise ConfigError(Problem(where, None, f"is not valid YAML here ({error.problem})", "correct it there")) from None
+        raise ConfigError(
+            Problem(where, None, f"is not valid YAML here ({error.problem})", "correct it there")
+        ) from None
     except RecursionError:
-        raise ConfigError(Problem(name, None, "is nested too deeply", "write sections of keys")) from None
+        raise ConfigError(
+            Problem(name, None, "is nested too deeply", "write sections of keys")
+        ) from None
     except ConfigError:
         raise
     except _NOT_YAML as error:
-        raise ConfigError(Problem(name, None, f"is not valid YAML ({' '.join(str(error).split())[:200]})", "correct it")) from None
+        raise ConfigError(
+            Problem(
+                name,
+                None,
+                f"is not valid YAML ({' '.join(str(error).split())[:200]})",
+                "correct it",
+            )
+        ) from None

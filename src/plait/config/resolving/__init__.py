@@ -1,1 +1,3 @@
-"""From a Config, which may say "auto", to what runs: degrees, batch sizes, techniques, each value with its source."""
+"""From a Config, which may say "auto", to what runs: degrees, batch sizes, techniques, each value
+with its source.
+"""

@@ -1,4 +1,6 @@
-"""The three batch sizes: samples of a step = micro batch x accumulation x data-parallel processes. Any two give the third."""
+"""The three batch sizes: samples of a step = micro batch x accumulation x data-parallel processes.
+Any two give the third.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,23 @@ class Batch(Policy):
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, dp: int) -> Batch:
-    """What is missing of `train` = `micro` x `accumulation` x `dp`. None is not given; all are at least 1.
+    """What is missing of `train` = `micro` x `accumulation` x `dp`. None is not given; all are at
+    least 1.
 
-    With one of train and micro given, the accumulation is 1, as in DeepSpeed. Where DeepSpeed rounds down and then asserts, this raises
-    ConfigError with the numbers and the nearest that work.
+    With one of train and micro given, the accumulation is 1, as in DeepSpeed. Where DeepSpeed
+    rounds down and then asserts, this raises ConfigError with the numbers and the nearest that
+    work.
     """
     if train is None:
         if micro is None:
             rule = f"neither it nor {TRAIN} is given, and no batch size follows from the rest"
             raise ConfigError(Problem(MICRO, None, rule, f"give one of the two (dp is {dp})"))
         accumulation = accumulation or 1
-        return Batch(train_batch_size=micro * accumulation * dp, micro_batch_size=micro, accumulation=accumulation)
+        return Batch(
+            train_batch_size=micro * accumulation * dp,
+            micro_batch_size=micro,
+            accumulation=accumulation,
+        )
     if micro is not None and accumulation is not None:
         if train != micro * accumulation * dp:
             _contradiction(train, micro, accumulation, dp)
@@ -65,4 +73,6 @@ def _contradiction(train: int, micro: int, accumulation: int, dp: int) -> NoRetu
     if train % (accumulation * dp) == 0:
         ways.append(f"{MICRO} {train // (accumulation * dp)}")
     rule = f"{MICRO} {micro} x {ACCUMULATION} {accumulation} x dp {dp} = {product}, not {train}"
-    raise ConfigError(Problem(TRAIN, train, rule, f"set {', or '.join(ways)}, or leave one of the three out"))
+    raise ConfigError(
+        Problem(TRAIN, train, rule, f"set {', or '.join(ways)}, or leave one of the three out")
+    )

@@ -1,6 +1,8 @@
-"""What a file means, as rows: each of its keys with its status and meaning, and each resolved value with its source. Pure data.
+"""What a file means, as rows: each of its keys with its status and meaning, and each resolved value
+with its source. Pure data.
 
-`plait config explain` prints them. A key that has no effect on the resolved configuration is shown as ignored, with the reason.
+`plait config explain` prints them. A key that has no effect on the resolved configuration is shown
+as ignored, with the reason.
 """
 
 from __future__ import annotations
@@ -51,8 +53,11 @@ class Explanation:
     problems: tuple[Problem, ...]
 
 
-def explain(source: Source | Sequence[str], overrides: Sequence[str] = (), *, world_size: int | None = None) -> Explanation:
-    """Read, check and resolve `source` for `world_size` processes, by default `run.processes`, or else as few as its degrees allow.
+def explain(
+    source: Source | Sequence[str], overrides: Sequence[str] = (), *, world_size: int | None = None
+) -> Explanation:
+    """Read, check and resolve `source` for `world_size` processes, by default `run.processes`, or
+    else as few as its degrees allow.
 
     Raises ConfigError only where there are no keys to show (no such file, no JSON).
     """
@@ -67,7 +72,9 @@ def explain(source: Source | Sequence[str], overrides: Sequence[str] = (), *, wo
     if draft.problems:
         return Explanation(document.name, world_size, rows, values_of(draft), draft.problems)
     resolved = Resolved(**draft.values, sources=draft.sources)
-    return Explanation(document.name, world_size, tuple(_idle(row, resolved) for row in rows), values_of(draft), ())
+    return Explanation(
+        document.name, world_size, tuple(_idle(row, resolved) for row in rows), values_of(draft), ()
+    )
 
 
 def _processes(config: Config) -> int:
@@ -75,12 +82,15 @@ def _processes(config: Config) -> int:
     count = given if isinstance(given, int) else smallest_world(config.parallel)
     if count > MOST_PROCESSES:
         raise ConfigError(
-            Problem("parallel", None, f"its degrees take {count:,} processes, and there are at most {MOST_PROCESSES:,}", "lower one")
+            Problem(
+                "parallel",
+                None,
+                f"its degrees take {count:,} processes, and there are at most {MOST_PROCESSES:,}",
+                "lower one",
+            )
         )
     return count
 
-
-# ---- keys that are supported and not read in this configuration ---------------------------------------------------------------------
 
 _BITS = {0: "none", 4: "int4", 8: "int8"}
 _FP16 = tuple(f"fp16.{key}" for key in LOSS_SCALE.values())
@@ -103,7 +113,10 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     (
         ("zero_optimization.reduce_bucket_size", "parallel.bucket_mib"),
         lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None),
-        "gradients are reduced block by block; there are buckets only at stage 0 in the model's own dtype",
+        (
+            "gradients are reduced block by block; there are buckets only at stage 0 in the model's"
+            " own dtype"
+        ),
     ),
     (_FP16, lambda r: r.precision.loss_scale is None, "fp16 is off"),
     (
@@ -117,16 +130,31 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         lambda r: r.recompute.mode not in ("full", "selective"),
         "it counts blocks for the modes full and selective; a budget decides for every block",
     ),
-    (("parallel.recompute.keep",), lambda r: r.recompute.mode not in ("selective", "budget"), "the mode keeps no results of operators"),
-    (("parallel.recompute.sequence_length",), lambda r: r.recompute.mode != "budget", "the mode is not budget"),
+    (
+        ("parallel.recompute.keep",),
+        lambda r: r.recompute.mode not in ("selective", "budget"),
+        "the mode keeps no results of operators",
+    ),
+    (
+        ("parallel.recompute.sequence_length",),
+        lambda r: r.recompute.mode != "budget",
+        "the mode is not budget",
+    ),
     (
         ("parallel.activation_offload.device", "parallel.activation_offload.path"),
         lambda r: r.activation_offload.fraction == 0,
         "parallel.activation_offload.fraction is 0",
     ),
-    (("parallel.activation_offload.path",), lambda r: r.activation_offload.device != "disk", "the device is not disk"),
     (
-        tuple(f"zero_optimization.offload_optimizer.{name}" for name in ("nvme_path", "buffer_count", "buffer_size")),
+        ("parallel.activation_offload.path",),
+        lambda r: r.activation_offload.device != "disk",
+        "the device is not disk",
+    ),
+    (
+        tuple(
+            f"zero_optimization.offload_optimizer.{name}"
+            for name in ("nvme_path", "buffer_count", "buffer_size")
+        ),
         lambda r: r.optimizer_offload.device != "nvme",
         "zero_optimization.offload_optimizer.device is not nvme",
     ),
@@ -136,7 +164,10 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         "zero_optimization.offload_optimizer.device is not cpu",
     ),
     (
-        tuple(f"zero_optimization.offload_param.{name}" for name in ("nvme_path", "buffer_count", "buffer_size")),
+        tuple(
+            f"zero_optimization.offload_param.{name}"
+            for name in ("nvme_path", "buffer_count", "buffer_size")
+        ),
         lambda r: r.parameter_offload.device != "nvme" or r.parameter_offload.with_states,
         "zero_optimization.offload_param.device is not nvme",
     ),
@@ -145,11 +176,21 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         lambda r: r.optimizer_offload.device == "none",
         "zero_optimization.offload_optimizer.device is none",
     ),
-    (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (
-        ("activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"),
+        ("activation_checkpointing.partition_activations",),
+        lambda r: r.layout.tp == 1,
+        "parallel.tp is 1",
+    ),
+    (
+        (
+            "activation_checkpointing.partition_activations",
+            "activation_checkpointing.cpu_checkpointing",
+        ),
         lambda r: r.recompute.mode == "none",
-        "no block is recomputed (parallel.recompute.mode is none), so no input of one is kept anywhere",
+        (
+            "no block is recomputed (parallel.recompute.mode is none), so no input of one is kept"
+            " anywhere"
+        ),
     ),
     (
         ("data_types.keep_in_fp32_modules",),
@@ -168,16 +209,31 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (
         ("parallel.all_reduce", "parallel.measure_seconds"),
-        lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None) or r.layout.dp == 1,
+        lambda r: (
+            not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None)
+            or r.layout.dp == 1
+        ),
         "it applies only at stage 0, in the model's own dtype, over several processes",
     ),
-    (("parallel.all_reduce",), lambda r: r.compression.scheme.gradients, "compressed gradients have their own all-reduce"),
     (
-        ("parallel.compress_gradients", "parallel.compress_weights", "parallel.secondary_partition"),
+        ("parallel.all_reduce",),
+        lambda r: r.compression.scheme.gradients,
+        "compressed gradients have their own all-reduce",
+    ),
+    (
+        (
+            "parallel.compress_gradients",
+            "parallel.compress_weights",
+            "parallel.secondary_partition",
+        ),
         lambda r: r.layout.dp == 1,
         "one data-parallel process exchanges nothing",
     ),
-    (("parallel.compress_weights",), lambda r: r.data_parallel.stage == 0, "stage 0 gathers no parameters"),
+    (
+        ("parallel.compress_weights",),
+        lambda r: r.data_parallel.stage == 0,
+        "stage 0 gathers no parameters",
+    ),
     (
         ("parallel.secondary_partition",),
         lambda r: r.data_parallel.secondary_partition == 0,
@@ -200,10 +256,17 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (
         ("parallel.transport",),
-        lambda r: r.compression.scheme.gradients and (r.data_parallel.stage == 0 or bool(r.compression.scheme.weight_bits)),
+        lambda r: (
+            r.compression.scheme.gradients
+            and (r.data_parallel.stage == 0 or bool(r.compression.scheme.weight_bits))
+        ),
         "what is compressed goes through torch's collectives",
     ),
-    (("parallel.transport",), lambda r: r.layout.dp == 1, "one data-parallel process exchanges nothing"),
+    (
+        ("parallel.transport",),
+        lambda r: r.layout.dp == 1,
+        "one data-parallel process exchanges nothing",
+    ),
     (
         ("parallel.transport",),
         lambda r: r.layout.dp_shard == 1 and r.precision.compute is not None,
@@ -225,12 +288,15 @@ def _idle(row: Row, resolved: Resolved) -> Row:
     return row
 
 
-# ---- resolved values ----------------------------------------------------------------------------------------------------------------
-
-
 def values_of(resolved: Resolved | Outline) -> tuple[Value, ...]:
-    """Every value of a Resolved, or of what could be had of one, with its source, under the name that sets it."""
-    values = resolved.values if isinstance(resolved, Outline) else {name: getattr(resolved, name) for name in Resolved.model_fields}
+    """Every value of a Resolved, or of what could be had of one, with its source, under the name
+    that sets it.
+    """
+    values = (
+        resolved.values
+        if isinstance(resolved, Outline)
+        else {name: getattr(resolved, name) for name in Resolved.model_fields}
+    )
     named = _named(values, resolved.sources)
     return tuple(Value(name, value, resolved.sources[name]) for name, value in named.items())
 
@@ -240,8 +306,12 @@ def _said(offload: ParameterOffload) -> str:
 
 
 def _scheme_of(compression: Compression) -> str | list[str]:
-    names = ["powersgd" if one.powersgd_rank else _BITS[one.gradient_bits] for one in compression.candidates or [compression.scheme]]
-    return names if compression.candidates else names[0]  # the first steps decide among several, or for none
+    names = [
+        "powersgd" if one.powersgd_rank else _BITS[one.gradient_bits]
+        for one in compression.candidates or [compression.scheme]
+    ]
+    # the first steps decide among several, or for none
+    return names if compression.candidates else names[0]
 
 
 def _named(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
@@ -276,7 +346,9 @@ def _of_compression(compression: Compression) -> dict[str, Any]:
     return {
         "parallel.compress_gradients": _scheme_of(compression),
         "parallel.compress_weights": _BITS[compression.scheme.weight_bits],
-        "parallel.error_feedback": any(scheme.error_feedback or scheme.powersgd_rank for scheme in compression.schemes),
+        "parallel.error_feedback": any(
+            scheme.error_feedback or scheme.powersgd_rank for scheme in compression.schemes
+        ),
         "parallel.powersgd_rank": max(scheme.powersgd_rank for scheme in compression.schemes),
     }
 
@@ -299,9 +371,16 @@ _TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation,
     },
-    "layout": lambda layout: {f"parallel.{axis}": degree for axis, degree in {**layout.degrees, "ep": layout.ep}.items()},
-    "tensor_parallel": lambda tensor: {f"parallel.{name}": getattr(tensor, name) for name in _TENSOR},
-    "routing": lambda routing: {f"experts.{name}": getattr(routing, name) for name in ("bias_update_rate", "balance", "z_loss")},
+    "layout": lambda layout: {
+        f"parallel.{axis}": degree for axis, degree in {**layout.degrees, "ep": layout.ep}.items()
+    },
+    "tensor_parallel": lambda tensor: {
+        f"parallel.{name}": getattr(tensor, name) for name in _TENSOR
+    },
+    "routing": lambda routing: {
+        f"experts.{name}": getattr(routing, name)
+        for name in ("bias_update_rate", "balance", "z_loss")
+    },
     "blocks": lambda blocks: {"parallel.blocks": list(blocks) or "found in the model"},
     "data_parallel": _of_data,
     "compression": _of_compression,
@@ -333,7 +412,9 @@ _TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
         "zero_optimization.offload_optimizer.ratio": offload.ratio,
         "zero_optimization.offload_optimizer.nvme_path": offload.path or "none",
         "zero_optimization.offload_optimizer.buffer_count": offload.buffer_count,
-        "zero_optimization.offload_optimizer.buffer_size": offload.buffer_bytes // 4 or "not needed",
+        "zero_optimization.offload_optimizer.buffer_size": (
+            offload.buffer_bytes // 4 or "not needed"
+        ),
     },
     "precision": _of_precision,
     "gradient_clipping": lambda norm: {"gradient_clipping": norm},
@@ -344,9 +425,14 @@ _TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "scheduler": lambda spec: {
         "scheduler.type": spec.type if spec else "constant",
-        **{f"scheduler.params.{name}": value for name, value in (spec.params if spec else {}).items()},
+        **{
+            f"scheduler.params.{name}": value
+            for name, value in (spec.params if spec else {}).items()
+        },
     },
-    "compile": lambda compiled: {f"compile.{name}": getattr(compiled, name) for name in ("enabled", "backend", "mode")},
+    "compile": lambda compiled: {
+        f"compile.{name}": getattr(compiled, name) for name in ("enabled", "backend", "mode")
+    },
 }
 """Part of a configuration to its values, under the names that set them."""
 
@@ -356,7 +442,8 @@ def _flat(section: Any, path: str, sources: Mapping[str, str]) -> dict[str, Any]
         return {}
     found: dict[str, Any] = {}
     for name in type(section).model_fields:
-        inner, value = f"{path}.{name}", getattr(section, name)
+        inner = f"{path}.{name}"
+        value = getattr(section, name)
         if inner in sources:
             found[inner] = value
         else:

@@ -1,6 +1,8 @@
-"""The JSON schema of the one file, for editors and other programs: the schema's own, and every other key that a file may contain.
+"""The JSON schema of the one file, for editors and other programs: the schema's own, and every
+other key that a file may contain.
 
-Keys that are ignored, or refused for most values, are marked `deprecated` with the reason as their description.
+Keys that are ignored, or refused for most values, are marked `deprecated` with the reason as their
+description.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ _TYPES: dict[Kind, list[str]] = {
 
 def json_schema() -> dict[str, Any]:
     """The schema as JSON values."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema(), "title": "Plait configuration"}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(),
+        "title": "Plait configuration",
+    }
     for path in PLANNED:
         _or_auto(schema, path)
     for path, key in TABLE.items():
@@ -43,7 +49,10 @@ def _or_auto(schema: dict[str, Any], path: str) -> None:
         node = _followed(schema, node["properties"][name])
     found = node["properties"][last]
     told = {name: found.pop(name) for name in ("description", "default", "title") if name in found}
-    node["properties"][last] = {"anyOf": [*(found.get("anyOf") or [found]), {"const": "auto", "type": "string"}], **told}
+    node["properties"][last] = {
+        "anyOf": [*(found.get("anyOf") or [found]), {"const": "auto", "type": "string"}],
+        **told,
+    }
 
 
 def _add(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> None:
@@ -51,7 +60,12 @@ def _add(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> None:
     node = schema
     for name in parents:
         properties = node.setdefault("properties", {})
-        node = _followed(schema, properties.setdefault(name, {"type": ["object", "boolean"], "additionalProperties": False}))
+        node = _followed(
+            schema,
+            properties.setdefault(
+                name, {"type": ["object", "boolean"], "additionalProperties": False}
+            ),
+        )
     node.setdefault("properties", {}).setdefault(last, entry)
 
 

@@ -1,7 +1,8 @@
-"""From a file to what runs: `load` reads and checks it, `resolve` ends every "auto" and fills in what was left out.
+"""From a file to what runs: `load` reads and checks it, `resolve` ends every "auto" and fills in
+what was left out.
 
-Pure: no process group, no environment, no look at the machine; the number of processes is an argument. What is resolved says of every
-value where it came from.
+Pure: no process group, no environment, no look at the machine; the number of processes is an
+argument. What is resolved says of every value where it came from.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ from plait.policy import Policy
 
 
 class Resolved(Policy):
-    """A configuration with nothing left open: no "auto", and None only where a field says what it means."""
+    """A configuration with nothing left open: no "auto", and None only where a field says what it
+    means.
+    """
 
     layout: Layout
     """Degrees of the parallel axes and the placement of ranks."""
@@ -109,8 +112,9 @@ class Resolved(Policy):
     trackers: tuple[TrackerSpec, ...] = ()
     """Trackers that are enabled, with all of their settings."""
     sources: Mapping[str, str]
-    """Where each value came from: "file", "override", "default", "auto: ...", "derived: ...". By the name in the file, else by the path in
-    this class."""
+    """Where each value came from: "file", "override", "default", "auto: ...", "derived: ...". By
+    the name in the file, else by the path in this class.
+    """
 
     def tracker_setting(self, spec: TrackerSpec) -> str:
         """Return the setting that enables a tracker."""
@@ -118,51 +122,77 @@ class Resolved(Policy):
         return "run.trackers" if in_run else f"{spec.name}.enabled"
 
     def assumed(self) -> str | None:
-        """One sentence about what "auto" was filled with that a command line would decide (Transformers' TrainingArguments); None where
-        nothing was."""
+        """One sentence about what "auto" was filled with that a command line would decide
+        (Transformers' TrainingArguments); None where nothing was.
+        """
         names = [name for name, source in self.sources.items() if source == resolved_parts.ASSUMED]
         if not names:
             return None
         values = {**self.optimizer.params, **(self.scheduler.params if self.scheduler else {})}
         shown = ", ".join(f"{name} = {values.get(name.rpartition('.')[2])}" for name in names)
-        return f'"auto" is filled by Transformers\' own defaults: {shown}; write the values of your training command in the file'
+        return (
+            f'"auto" is filled by Transformers\' own defaults: {shown}; write the values of your'
+            " training command in the file"
+        )
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
-        """The one list of them, in order, which the engine and the account iterate over. One that the caller brings and that splits the
-        batch over cp takes the place of Plait's own."""
+        """The one list of them, in order, which the engine and the account iterate over. One that
+        the caller brings and that splits the batch over cp takes the place of Plait's own.
+        """
         values = (getattr(self, name) for name in type(self).model_fields)
         brought = any("cp" in technique.batch_axes for technique in self.added)
-        own = (value for value in values if isinstance(value, Technique) and not (brought and isinstance(value, ContextParallel)))
+        own = (
+            value
+            for value in values
+            if isinstance(value, Technique) and not (brought and isinstance(value, ContextParallel))
+        )
         return in_order([*own, *self.added])
 
-    def context(self, *, device_type: str = "cpu", model: nn.Module | None = None, blocks: tuple[str, ...] = ()) -> Context:
-        """What the techniques' checks ask; without a model, what they can know before it is built."""
-        return Context(self.layout, self.techniques, self.batch.accumulation, device_type, model, blocks)
+    def context(
+        self,
+        *,
+        device_type: str = "cpu",
+        model: nn.Module | None = None,
+        blocks: tuple[str, ...] = (),
+    ) -> Context:
+        """What the techniques' checks ask; without a model, what they can know before it is
+        built.
+        """
+        return Context(
+            self.layout, self.techniques, self.batch.accumulation, device_type, model, blocks
+        )
 
 
 def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
     """A checked configuration; it may still say "auto".
 
-    `source` is a path to JSON (comments allowed) or YAML of Plait or DeepSpeed, a mapping, or DeepSpeed's base64. Files of Accelerate and
-    of the Trainer's fsdp_config, and Megatron's flags, are refused with the command that converts them.
-    `overrides` are `a.b=c` texts that win over the file, whatever name the file uses for the setting. Raises ConfigError with every
-    problem.
+    `source` is a path to JSON (comments allowed) or YAML of Plait or DeepSpeed, a mapping, or
+    DeepSpeed's base64. Files of Accelerate and of the Trainer's fsdp_config, and Megatron's flags,
+    are refused with the command that converts them. `overrides` are `a.b=c` texts that win over the
+    file, whatever name the file uses for the setting. Raises ConfigError with every problem.
     """
     if isinstance(source, Config):
         if overrides:
             raise ConfigError(
-                Problem("overrides", ", ".join(overrides), "apply to a file or a mapping, not to a Config", "load them together")
+                Problem(
+                    "overrides",
+                    ", ".join(overrides),
+                    "apply to a file or a mapping, not to a Config",
+                    "load them together",
+                )
             )
         return source
     return finish(*look(source, overrides))
 
 
-def look(source: Source | Sequence[str], overrides: Sequence[str] = ()) -> tuple[Document, Examined]:
+def look(
+    source: Source | Sequence[str], overrides: Sequence[str] = ()
+) -> tuple[Document, Examined]:
     """The first half of `load`: every key looked up and problems collected, not raised.
 
-    Raises ConfigError only where there are no keys to look at (no such file, no JSON, a file of another program) and for a malformed
-    override.
+    Raises ConfigError only where there are no keys to look at (no such file, no JSON, a file of
+    another program) and for a malformed override.
     """
     if not isinstance(source, str | Path | Mapping | Sequence):
         raise TypeError(f"a configuration is a path or a mapping, not {type(source).__name__}")
@@ -174,12 +204,16 @@ def look(source: Source | Sequence[str], overrides: Sequence[str] = ()) -> tuple
 
 
 def finish(document: Document, found: Examined) -> Config:
-    """The second half of `load`: the Config. Raises ConfigError with every problem of keys and of values."""
+    """The second half of `load`: the Config. Raises ConfigError with every problem of keys and of
+    values.
+    """
     return checked(found, found.tree).with_provenance(found.provenance(document.name))
 
 
 def checked(found: Examined, tree: Mapping[str, Any]) -> Config:
-    """`tree`, which is `found`'s or part of it, as a Config. Raises ConfigError with every problem of keys and of values."""
+    """`tree`, which is `found`'s or part of it, as a Config. Raises ConfigError with every problem
+    of keys and of values.
+    """
     problems = list(found.problems)
     try:
         config = validate(tree, written=found.written)
@@ -200,9 +234,10 @@ def resolve(
 ) -> Resolved:
     """Everything that `config` leaves open, for `world_size` processes.
 
-    `hidden_size` decides an "auto" bucket, `total_steps` an "auto" length of the schedule (else `run.steps`), `micro_batch_size` is taken
-    where the file gives no batch size. `auto` says what "auto" means by path ({"optimizer.params.lr": 1e-4, "bf16.enabled": True}), as
-    Transformers' TrainingArguments do. Raises ConfigError with every problem.
+    `hidden_size` decides an "auto" bucket, `total_steps` an "auto" length of the schedule (else
+    `run.steps`), `micro_batch_size` is taken where the file gives no batch size. `auto` says what
+    "auto" means by path ({"optimizer.params.lr": 1e-4, "bf16.enabled": True}), as Transformers'
+    TrainingArguments do. Raises ConfigError with every problem.
     """
     draft = outline(
         config,
@@ -239,13 +274,28 @@ def outline(
     """As `resolve`, with the problems beside what is right."""
     found = resolved_parts.Findings(config, dict(auto or {}))
     layout = found.attempt(lambda: resolved_parts.layout(found, world_size=world_size))
-    batch = found.attempt(lambda: resolved_parts.batch(found, dp=layout.dp, micro_batch_size=micro_batch_size)) if layout else None
+    batch = (
+        found.attempt(
+            lambda: resolved_parts.batch(found, dp=layout.dp, micro_batch_size=micro_batch_size)
+        )
+        if layout
+        else None
+    )
     precision = found.attempt(lambda: resolved_parts.precision(found))
-    compression = found.attempt(lambda: techniques.compression(found, precision)) if precision is not None else None
+    compression = (
+        found.attempt(lambda: techniques.compression(found, precision))
+        if precision is not None
+        else None
+    )
     data_parallel = None
     if precision is not None and compression is not None:
-        shard, scheme = layout.dp_shard if layout is not None else 1, compression.scheme
-        data_parallel = found.attempt(lambda: techniques.data_parallel(found, precision, scheme, shard=shard, hidden_size=hidden_size))
+        shard = layout.dp_shard if layout is not None else 1
+        scheme = compression.scheme
+        data_parallel = found.attempt(
+            lambda: techniques.data_parallel(
+                found, precision, scheme, shard=shard, hidden_size=hidden_size
+            )
+        )
     optimizer = resolved_parts.optimizer(found)
     scheduler = resolved_parts.scheduler(found, optimizer, total_steps=total_steps)
     compiled = resolved_parts.compiled(found)
@@ -253,11 +303,23 @@ def outline(
     offload = found.attempt(lambda: techniques.activation_offload(found))
     states = found.attempt(lambda: techniques.optimizer_offload(found))
     shards = found.attempt(lambda: techniques.parameter_offload(found))
-    clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, the default of DeepSpeed and of Transformers")
+    clipping = found.value(
+        "gradient_clipping",
+        config.gradient_clipping,
+        1.0,
+        "1.0, the default of DeepSpeed and of Transformers",
+    )
     if layout and batch and precision and compression and data_parallel and states:
         found.attempt(
             lambda: techniques.refuse_in_backward(
-                data_parallel, compression, layout, batch, precision, states, clipping=clipping, non_finite=config.faults.non_finite
+                data_parallel,
+                compression,
+                layout,
+                batch,
+                precision,
+                states,
+                clipping=clipping,
+                non_finite=config.faults.non_finite,
             )
         )
     tensor = techniques.tensor_parallel(found)
@@ -267,7 +329,11 @@ def outline(
     if data_parallel and states:
         found.attempt(lambda: techniques.refuse_small_states(optimizer, data_parallel, states))
     if data_parallel and precision and layout:
-        found.attempt(lambda: techniques.refuse_unsharded_optimizer(optimizer, data_parallel, precision, layout))
+        found.attempt(
+            lambda: techniques.refuse_unsharded_optimizer(
+                optimizer, data_parallel, precision, layout
+            )
+        )
     run = config.run or RunSection()
     tried: dict[str, Any] = {
         "layout": layout,
@@ -286,7 +352,9 @@ def outline(
         "context_parallel": techniques.context_parallel(found),
         "routing": Routing(**config.experts.model_dump()),
         "compile": compiled,
-        "library": Library(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
+        "library": Library(
+            algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol
+        ),
         "faults": config.faults,
         "loss_chunk_tokens": config.parallel.loss_chunk_tokens,
         "tiled_mlp": TiledMLP(tokens=config.parallel.mlp_tile_tokens),

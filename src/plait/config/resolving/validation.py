@@ -1,4 +1,6 @@
-"""A tree under the schema's names to a Config, with pydantic's errors told as Problems: the name as written, the value, rule and remedy."""
+"""A tree under the schema's names to a Config, with pydantic's errors told as Problems: the name as
+written, the value, rule and remedy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from plait.errors import ConfigError, Problem
 
 
 def validate(tree: Mapping[str, Any], *, written: Mapping[str, str]) -> Config:
-    """The Config of `tree`. `written` gives the name in the file of a schema path. Raises ConfigError with every problem."""
+    """The Config of `tree`. `written` gives the name in the file of a schema path. Raises
+    ConfigError with every problem.
+    """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -28,11 +32,17 @@ def problems_of(errors: Sequence[ErrorDetails], *, written: Mapping[str, str]) -
     by_field: dict[str, list[ErrorDetails]] = {}
     for error in errors:
         by_field.setdefault(_field(error["loc"]), []).append(error)
-    return [problem for field, found in by_field.items() for problem in _problems(written.get(field, field), found)]
+    return [
+        problem
+        for field, found in by_field.items()
+        for problem in _problems(written.get(field, field), found)
+    ]
 
 
 def _field(location: tuple[int | str, ...]) -> str:
-    """The schema path of an error, without the names of alternatives and the positions in lists that pydantic adds."""
+    """The schema path of an error, without the names of alternatives and the positions in lists
+    that pydantic adds.
+    """
     best = str(location[0]) if location else "the configuration"
     known = keys.known()
     path = ""
@@ -53,9 +63,23 @@ def _problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
         return [Problem(field, shown, *_split(part)) for part in text.split(" Also: ")]
     if value == "auto" and field in PLANNED:
         remedy = "run `plait plan FILE --out planned.json` and take planned.json"
-        return [Problem(field, value, "is answered by a plan, which only `plait train` makes by itself", remedy)]
+        return [
+            Problem(
+                field,
+                value,
+                "is answered by a plan, which only `plait train` makes by itself",
+                remedy,
+            )
+        ]
     told = [tell(error) for error in errors]
-    return [Problem(field, value, "must be " + " or ".join(dict.fromkeys(rule for rule, _ in told)), told[0][1])]
+    return [
+        Problem(
+            field,
+            value,
+            "must be " + " or ".join(dict.fromkeys(rule for rule, _ in told)),
+            told[0][1],
+        )
+    ]
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -1,7 +1,9 @@
-"""The parameters of each learning rate schedule: DeepSpeed's and Megatron-LM's as classes, Transformers' as a table, torch's by signatures.
+"""The parameters of each learning rate schedule: DeepSpeed's and Megatron-LM's as classes,
+Transformers' as a table, torch's by signatures.
 
-Pure: this checks names and values, `plait.optim.lr_schedules` holds the formulas and builds. Defaults of DeepSpeed's schedules are those of
-DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A schedule counts optimizer steps that were not skipped.
+Pure: this checks names and values, `plait.optim.lr_schedules` holds the formulas and builds.
+Defaults of DeepSpeed's schedules are those of DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A
+schedule counts optimizer steps that were not skipped.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Policy):
-    """The optimizer's own `lr` times a ratio that rises to 1, then falls along a cosine. The very first step has rate 0."""
+    """The optimizer's own `lr` times a ratio that rises to 1, then falls along a cosine. The very
+    first step has rate 0.
+    """
 
     total_num_steps: Steps | None = None
     """Steps of the full run. Left out or `auto`: the length of the run."""
@@ -64,14 +68,18 @@ class WarmupCosineLR(Policy):
 
 
 class OneCycle(Policy):
-    """Up and down once between two rates, momentum the other way round, then an optional decay below the lower rate."""
+    """Up and down once between two rates, momentum the other way round, then an optional decay
+    below the lower rate.
+    """
 
     cycle_min_lr: PerGroup
     """The rate at the start and at the end of the cycle."""
     cycle_max_lr: PerGroup
     """The rate in the middle."""
     decay_lr_rate: NotNegative = 0.0
-    """After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals); 0 keeps cycle_min_lr."""
+    """After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals); 0 keeps
+    cycle_min_lr.
+    """
     cycle_first_step_size: Steps = 2000
     """Steps of the rising half."""
     cycle_second_step_size: Count | None = None
@@ -83,7 +91,9 @@ class OneCycle(Policy):
     decay_step_size: Count = 0
     """Steps in one interval of the decay; 0 means no decay."""
     cycle_momentum: Flag | None = None
-    """Cycle the first of `betas` too (DeepSpeed then sets the second to 0.99). Left out: yes, where the optimizer has betas."""
+    """Cycle the first of `betas` too (DeepSpeed then sets the second to 0.99). Left out: yes, where
+    the optimizer has betas.
+    """
     cycle_min_mom: Fraction | tuple[Fraction, ...] = 0.8
     """The momentum in the middle of the cycle, and at the very first step."""
     cycle_max_mom: Fraction | tuple[Fraction, ...] = 0.9
@@ -106,7 +116,9 @@ class LRRangeTest(Policy):
 
 
 class MegatronLR(Policy):
-    """Megatron-LM's: up to the optimizer's own `lr` with the step, then down to `min_lr`, which holds from the last step on."""
+    """Megatron-LM's: up to the optimizer's own `lr` with the step, then down to `min_lr`, which
+    holds from the last step on.
+    """
 
     decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """How the rate falls. WSD: not at all, up to the last `wsd_decay_steps`."""
@@ -128,18 +140,28 @@ class MegatronLR(Policy):
 
 DeepSpeedSchedule = WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest | MegatronLR
 DEEPSPEED: Mapping[str, type[DeepSpeedSchedule]] = MappingProxyType(
-    {schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, MegatronLR)}
+    {
+        schedule.__name__: schedule
+        for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, MegatronLR)
+    }
 )
 """DeepSpeed's by their names there, and Megatron-LM's, which has none."""
 
-_WARM, _TOTAL = "num_warmup_steps", "num_training_steps"
+_WARM = "num_warmup_steps"
+_TOTAL = "num_training_steps"
 _TRANSFORMERS_VALUES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
     {
         **{name: TypeAdapter(Count) for name in (_WARM, "num_decay_steps", "num_stable_steps")},
         **{name: TypeAdapter(Steps) for name in (_TOTAL, "timescale")},
-        **{name: TypeAdapter(NotNegative) for name in ("num_cycles", "lr_end", "power", "min_lr", "min_lr_rate", "warmup_lr_rate")},
+        **{
+            name: TypeAdapter(NotNegative)
+            for name in ("num_cycles", "lr_end", "power", "min_lr", "min_lr_rate", "warmup_lr_rate")
+        },
         "min_lr_ratio": TypeAdapter(NotNegative),
-        **{name: TypeAdapter(Literal["linear", "cosine", "1-sqrt"]) for name in ("warmup_type", "decay_type")},
+        **{
+            name: TypeAdapter(Literal["linear", "cosine", "1-sqrt"])
+            for name in ("warmup_type", "decay_type")
+        },
     }
 )
 _CYCLED = (_WARM, _TOTAL, "num_cycles")
@@ -154,17 +176,34 @@ TRANSFORMERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "polynomial": (_WARM, _TOTAL, "lr_end", "power"),
         "cosine_with_min_lr": (*_CYCLED, "min_lr", "min_lr_rate"),
         "cosine_warmup_with_min_lr": (*_CYCLED, "min_lr", "min_lr_rate", "warmup_lr_rate"),
-        "warmup_stable_decay": (*_CYCLED, "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio"),
+        "warmup_stable_decay": (
+            *_CYCLED,
+            "num_decay_steps",
+            "num_stable_steps",
+            "warmup_type",
+            "decay_type",
+            "min_lr_ratio",
+        ),
     }
 )
-"""`transformers.SchedulerType` to what `get_scheduler` passes on. Here because the configuration is checked without Transformers."""
+"""`transformers.SchedulerType` to what `get_scheduler` passes on. Here because the configuration is
+checked without Transformers.
+"""
 
-_NEEDS_METRIC = "it follows a validation metric, and a schedule here sees only the step; use `cosine` or `WarmupDecayLR`"
-_NEEDS_OBJECTS = "it is made of functions or other schedules, which a file cannot hold; pass lr_scheduler= to plait.initialize"
+_NEEDS_METRIC = (
+    "it follows a validation metric, and a schedule here sees only the step; use `cosine` or"
+    " `WarmupDecayLR`"
+)
+_NEEDS_OBJECTS = (
+    "it is made of functions or other schedules, which a file cannot hold; pass lr_scheduler= to"
+    " plait.initialize"
+)
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("ReduceLROnPlateau", "reduce_lr_on_plateau", "greedy"), _NEEDS_METRIC),
-        **dict.fromkeys(("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), _NEEDS_OBJECTS),
+        **dict.fromkeys(
+            ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), _NEEDS_OBJECTS
+        ),
     }
 )
 _POSITION = ("last_batch_iteration", "last_epoch")
@@ -196,13 +235,25 @@ def accepted(kind: str) -> dict[str, bool]:
         return {name: name == "num_decay_steps" for name in TRANSFORMERS[kind]}
     hidden = {"optimizer", "scale_fn", *_POSITION}
     # A length of the run that is left out is filled in like "auto", so it is not required.
-    return {name: p.required and name not in RUN_LENGTH for name, p in _torch_parameters(kind).items() if name not in hidden}
+    return {
+        name: p.required and name not in RUN_LENGTH
+        for name, p in _torch_parameters(kind).items()
+        if name not in hidden
+    }
 
 
 def auto_value(name: str) -> object:
-    """What `auto` means for a parameter, by Hugging Face's rules for an unset `TrainingArguments`; None where the optimizer or the
-    length of the run decides. Raises KeyError for a parameter that has no such rule."""
-    rules = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1, _WARM: 0, **dict.fromkeys(RUN_LENGTH)}
+    """What `auto` means for a parameter, by Hugging Face's rules for an unset `TrainingArguments`;
+    None where the optimizer or the length of the run decides. Raises KeyError for a parameter that
+    has no such rule.
+    """
+    rules = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": None,
+        "warmup_num_steps": 1,
+        _WARM: 0,
+        **dict.fromkeys(RUN_LENGTH),
+    }
     return rules[name]
 
 
@@ -212,15 +263,24 @@ def kind_problems(kind: str) -> list[str]:
     if kind in REFUSED:
         return [f"it cannot be used: {REFUSED[kind]}"]
     if kind not in known:
-        return [f"`{kind}` is not a schedule of DeepSpeed, Transformers or torch; {instead(kind, known)}"]
+        return [
+            f"`{kind}` is not a schedule of DeepSpeed, Transformers or torch;"
+            f" {instead(kind, known)}"
+        ]
     return []
 
 
 def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the parameters of a known schedule, whatever the model and the length of the run. Each `rule; remedy`."""
+    """What is wrong with the parameters of a known schedule, whatever the model and the length of
+    the run. Each `rule; remedy`.
+    """
     names = accepted(kind)
     found = [_unknown(kind, name, names) for name in params if name not in names]
-    found += [f"{kind} needs `{name}`; add it" for name, required in names.items() if required and name not in params]
+    found += [
+        f"{kind} needs `{name}`; add it"
+        for name, required in names.items()
+        if required and name not in params
+    ]
     for name, value in params.items():
         if value == AUTO and name in names:
             try:
@@ -234,15 +294,22 @@ def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
 
 def _unknown(kind: str, name: str, names: Mapping[str, bool]) -> str:
     if name in _POSITION:
-        return f"`{name}` is not a setting: the position of a schedule comes from the checkpoint; leave it out"
+        return (
+            f"`{name}` is not a setting: the position of a schedule comes from the checkpoint;"
+            " leave it out"
+        )
     if kind == "WarmupCosineLR" and name in WarmupLR.model_fields:
-        return f"`{name}` is not a parameter of {kind}, which scales the optimizer's own lr; set optimizer.params.lr and the ratios"
+        return (
+            f"`{name}` is not a parameter of {kind}, which scales the optimizer's own lr; set"
+            " optimizer.params.lr and the ratios"
+        )
     return f"`{name}` is not a parameter of {kind}; {instead(name, names)}"
 
 
 def convert(kind: str, name: str, value: object) -> object:
-    """A value from JSON or YAML as the schedule wants it (`1e-4`, which YAML reads as text, becomes a number). Raises pydantic's
-    ValidationError for a value that it cannot take."""
+    """A value from JSON or YAML as the schedule wants it (`1e-4`, which YAML reads as text, becomes
+    a number). Raises pydantic's ValidationError for a value that it cannot take.
+    """
     if value == AUTO:
         return value
     return _adapter(kind, name).validate_python(value)
@@ -252,11 +319,14 @@ def convert(kind: str, name: str, value: object) -> object:
 def _adapter(kind: str, name: str) -> TypeAdapter[Any]:
     if kind in DEEPSPEED:
         return TypeAdapter(get_type_hints(DEEPSPEED[kind], include_extras=True)[name])
-    return _TRANSFORMERS_VALUES[name] if kind in TRANSFORMERS else _torch_parameters(kind)[name].values
+    return (
+        _TRANSFORMERS_VALUES[name] if kind in TRANSFORMERS else _torch_parameters(kind)[name].values
+    )
 
 
 def deepspeed_schedule(kind: str, params: Mapping[str, Any]) -> DeepSpeedSchedule:
-    """The parameters of one of DeepSpeed's schedules with its defaults, `auto` as `auto_value` says. Raises pydantic's
-    ValidationError."""
+    """The parameters of one of DeepSpeed's schedules with its defaults, `auto` as `auto_value`
+    says. Raises pydantic's ValidationError.
+    """
     given = {name: auto_value(name) if value == AUTO else value for name, value in params.items()}
     return DEEPSPEED[kind].model_validate(given)

@@ -1,7 +1,9 @@
-"""The optimizer and the schedule as a file names them: DeepSpeed's `optimizer` and `scheduler` blocks.
+"""The optimizer and the schedule as a file names them: DeepSpeed's `optimizer` and `scheduler`
+blocks.
 
-Whatever is wrong with them without knowing the model is refused when they are made; nothing is built here. What each type accepts is in the
-modules `optimizers` and `schedules`; `plait.optim.optimizer` and `plait.optim.lr_schedules` build from these two.
+Whatever is wrong with them without knowing the model is refused when they are made; nothing is
+built here. What each type accepts is in the modules `optimizers` and `schedules`;
+`plait.optim.optimizer` and `plait.optim.lr_schedules` build from these two.
 """
 
 from __future__ import annotations
@@ -19,14 +21,20 @@ class OptimizerSpec(Policy):
     """Which optimizer, and its parameters."""
 
     type: str = "AdamW"
-    """`AdamW`, `Adam` (DeepSpeed's: AdamW unless `adam_w_mode` is false), `SGD`, `Adagrad`, `Lion` (from lion-pytorch), `Muon`, any other
-    name in `torch.optim`, or a class by its path (`torchao.optim.AdamW8bit`)."""
+    """`AdamW`, `Adam` (DeepSpeed's: AdamW unless `adam_w_mode` is false), `SGD`, `Adagrad`, `Lion`
+    (from lion-pytorch), `Muon`, any other name in `torch.optim`, or a class by its path
+    (`torchao.optim.AdamW8bit`).
+    """
     states: StateForm | None = None
-    """Adam and AdamW: the dtype of the two moments. Left out: that of the parameters, float32 unless model.dtype sets another. bf16: the
-    first in bfloat16, the second in float32. int8 and float8: both in 8 bits per element, with a scale for every block of up to 256; small
-    parameters and vectors in float32. Steps are computed in float32."""
+    """Adam and AdamW: the dtype of the two moments. Left out: that of the parameters, float32
+    unless model.dtype sets another. bf16: the first in bfloat16, the second in float32. int8 and
+    float8: both in 8 bits per element, with a scale for every block of up to 256; small parameters
+    and vectors in float32. Steps are computed in float32.
+    """
     params: dict[str, Any] = Field(default_factory=dict, validate_default=True)
-    """Its parameters by name. `auto` for lr, betas, eps and weight_decay takes Hugging Face's defaults."""
+    """Its parameters by name. `auto` for lr, betas, eps and weight_decay takes Hugging Face's
+    defaults.
+    """
 
     @field_validator("type")
     @classmethod
@@ -41,12 +49,18 @@ class OptimizerSpec(Policy):
         if "type" not in info.data:  # the type itself was refused
             return value
         kind = info.data["type"]
-        _refuse(optimizers.param_problems(kind, value) + optimizers.state_problems(kind, info.data.get("states"), value))
+        _refuse(
+            optimizers.param_problems(kind, value)
+            + optimizers.state_problems(kind, info.data.get("states"), value)
+        )
         return {name: optimizers.convert(kind, name, given) for name, given in value.items()}
 
     def resolved(self) -> Self:
         """The same without `auto`."""
-        params = {name: optimizers.AUTO[name] if given == "auto" else given for name, given in self.params.items()}
+        params = {
+            name: optimizers.AUTO[name] if given == "auto" else given
+            for name, given in self.params.items()
+        }
         return self.model_copy(update={"params": params})
 
 
@@ -54,10 +68,14 @@ class SchedulerSpec(Policy):
     """Which learning rate schedule, and its parameters."""
 
     type: str
-    """DeepSpeed's `WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle` and `LRRangeTest`, Megatron-LM's as `MegatronLR`,
-    Transformers' `linear`, `cosine`, `constant_with_warmup` and the like, or a name in `torch.optim.lr_scheduler`."""
+    """DeepSpeed's `WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle` and `LRRangeTest`,
+    Megatron-LM's as `MegatronLR`, Transformers' `linear`, `cosine`, `constant_with_warmup` and the
+    like, or a name in `torch.optim.lr_scheduler`.
+    """
     params: dict[str, Any] = Field(default_factory=dict, validate_default=True)
-    """Its parameters by name. The length of the run, where it is `auto` or left out, is filled in by the run."""
+    """Its parameters by name. The length of the run, where it is `auto` or left out, is filled in
+    by the run.
+    """
 
     @field_validator("type")
     @classmethod
@@ -75,10 +93,16 @@ class SchedulerSpec(Policy):
         return {name: lr_schedules.convert(kind, name, given) for name, given in value.items()}
 
     def resolved(self, *, learning_rate: float, total_steps: int | None) -> Self:
-        """The same without `auto`: the optimizer's `learning_rate` and the `total_steps` of the run are filled in where they decide.
-        With `total_steps` None, a length of the run stays as it is."""
+        """The same without `auto`: the optimizer's `learning_rate` and the `total_steps` of the run
+        are filled in where they decide. With `total_steps` None, a length of the run stays as it
+        is.
+        """
         params = {
-            name: given if given != "auto" else self._auto(name, learning_rate=learning_rate, total_steps=total_steps)
+            name: (
+                given
+                if given != "auto"
+                else self._auto(name, learning_rate=learning_rate, total_steps=total_steps)
+            )
             for name, given in self.params.items()
         }
         return self.model_copy(update={"params": params})

@@ -1,4 +1,6 @@
-"""Where a configuration came from: the keys of its file as they were written, with what each means here."""
+"""Where a configuration came from: the keys of its file as they were written, with what each means
+here.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""What a value may look like: numbers, names and their misspellings, the parameters of a torch class."""
+"""What a value may look like: numbers, names and their misspellings, the parameters of a torch
+class.
+"""

@@ -7,7 +7,9 @@ from difflib import get_close_matches
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is most like, whatever the case of its letters; None where nothing is near."""
+    """The known name that `name` is most like, whatever the case of its letters; None where nothing
+    is near.
+    """
     by_lower = {candidate.lower(): candidate for candidate in known}
     found = get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None

@@ -1,4 +1,5 @@
-"""Numbers as files write them: `1e-4` in quotes (or from YAML, which reads it as text) is a number, true and false are not.
+"""Numbers as files write them: `1e-4` in quotes (or from YAML, which reads it as text) is a number,
+true and false are not.
 
 Booleans are only true and false. pydantic would also accept "yes", "off" and 1, which DeepSpeed
 reads differently: "no" is a non-empty string, and therefore true.
@@ -43,14 +44,25 @@ Steps = Annotated[Whole, Field(ge=1)]
 def _place(value: object) -> object:
     if isinstance(value, str):
         if not value.strip():
-            raise PydanticCustomError("place", "the name of a file or folder, and this one is empty; write one, or leave the key out")
-        if len(value.encode()) >= LONGEST_PATH or any(len(part.encode()) > LONGEST_NAME for part in value.split("/")):
+            raise PydanticCustomError(
+                "place",
+                "the name of a file or folder, and this one is empty; write one, or leave the"
+                " key out",
+            )
+        if len(value.encode()) >= LONGEST_PATH or any(
+            len(part.encode()) > LONGEST_NAME for part in value.split("/")
+        ):
             numbers = {"part": LONGEST_NAME, "path": LONGEST_PATH - 1}
-            raise PydanticCustomError("place", "a path of at most {path} bytes, {part} between two slashes; shorten it", numbers)
+            raise PydanticCustomError(
+                "place",
+                "a path of at most {path} bytes, {part} between two slashes; shorten it",
+                numbers,
+            )
     return value
 
 
-LONGEST_NAME, LONGEST_PATH = 255, 4096
+LONGEST_NAME = 255
+LONGEST_PATH = 4096
 """Bytes of a name in a folder, and of a path with its end mark: Linux's."""
 Place = Annotated[str, BeforeValidator(_place)]
 """A file or folder, by a name that one can have."""
@@ -59,7 +71,9 @@ Place = Annotated[str, BeforeValidator(_place)]
 def _on_this_machine(value: str) -> str:
     if is_url(value):
         raise PydanticCustomError(
-            "place", "a folder that this machine sees, and this one is a URL; name a folder (a store's URL goes into run.checkpoints)"
+            "place",
+            "a folder that this machine sees, and this one is a URL; name a folder (a store's URL"
+            " goes into run.checkpoints)",
         )
     return value
 

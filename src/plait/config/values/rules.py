@@ -47,7 +47,9 @@ def tell(error: ErrorDetails) -> tuple[str, str]:
         case "union_tag_invalid":
             return "one of what is known", "correct it"
         case "literal_error":
-            return str(context["expected"]), _nearest_literal(error["input"], str(context["expected"]))
+            return str(context["expected"]), _nearest_literal(
+                error["input"], str(context["expected"])
+            )
         case "place":
             rule, _, remedy = error["msg"].rpartition("; ")
             return rule, remedy

@@ -1,6 +1,8 @@
-"""The parameters of a torch class, read from its signature: names, which are required, and a check and conversion for each value.
+"""The parameters of a torch class, read from its signature: names, which are required, and a check
+and conversion for each value.
 
-So a new parameter of a new torch is known here without a change. Annotations that cannot be read mean that any value passes.
+So a new parameter of a new torch is known here without a change. Annotations that cannot be read
+mean that any value passes.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ def parameters(found: Callable[..., object]) -> Mapping[str, Parameter]:
     config = ConfigDict(arbitrary_types_allowed=True)
     return MappingProxyType(
         {
-            name: Parameter(parameter.default is parameter.empty, TypeAdapter(hints.get(name, Any), config=config))
+            name: Parameter(
+                parameter.default is parameter.empty,
+                TypeAdapter(hints.get(name, Any), config=config),
+            )
             for name, parameter in inspect.signature(found).parameters.items()
         }
     )
 
 
 def _hints(found: Callable[..., object]) -> dict[str, Any]:
-    # torch writes these as text and imports them for type checkers only. A list, because pydantic would leave an Iterable unchecked.
+    # torch writes these as text and imports them for type checkers only. A list, because pydantic
+    # would leave an Iterable unchecked.
     names = {"Iterable": list, "Sequence": list, "Callable": Callable}
     try:
         return typing.get_type_hints(found.__init__, localns=names)
@@ -49,15 +55,21 @@ def _hints(found: Callable[..., object]) -> dict[str, Any]:
 
 
 def wrong_value(name: str, value: object, error: ValidationError) -> str:
-    """One sentence; a union reports every member that did not fit, of which the first is the plain one."""
+    """One sentence; a union reports every member that did not fit, of which the first is the plain
+    one.
+    """
     first = error.errors(include_url=False)[0]
     if first["type"] == "number":  # of `numbers`: a sentence already
         return f"`{name}` is {value!r}: {first['msg']}"
     return f"`{name}` is {value!r}: it must be {tell(first)[0]}"
 
 
-def value_problems(convert: Callable[[str, str, object], object], kind: str, params: Mapping[str, object]) -> list[str]:
-    """What is wrong with the values of the parameters of a `kind`, each `rule; remedy`, by what `convert` refuses."""
+def value_problems(
+    convert: Callable[[str, str, object], object], kind: str, params: Mapping[str, object]
+) -> list[str]:
+    """What is wrong with the values of the parameters of a `kind`, each `rule; remedy`, by what
+    `convert` refuses.
+    """
     found = []
     for name, value in params.items():
         try:

@@ -1,4 +1,6 @@
-"""Charts: stacked bars as plain boxes that follow the page's width, and points in a plane as an SVG. Every part has a hover title."""
+"""Charts: stacked bars as plain boxes that follow the page's width, and points in a plane as an
+SVG. Every part has a hover title.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Bar:
 
 def bars(rows: Sequence[Bar], *, limit: tuple[float, str] | None = None) -> Markup:
     """Bars under each other on one scale from 0; `limit` is a line across them, with its name."""
-    ends = [row.high if row.high is not None else row.size for row in rows] + [limit[0] if limit else 0.0]
+    ends = [row.high if row.high is not None else row.size for row in rows] + [
+        limit[0] if limit else 0.0
+    ]
     return part("bars", rows, 100 / (max(ends) * 1.02), limit)
 
 
@@ -56,19 +60,29 @@ class Dot:
     """One or two characters; marked points are discs over all others."""
 
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 460, 70, 24, 14, 48
+_WIDTH = 1000
+_HEIGHT = 460
+_LEFT = 70
+_RIGHT = 24
+_TOP = 14
+_BOTTOM = 48
 
 
-def plane(dots: Sequence[Dot], *, x_name: str, y_name: str, x_limit: tuple[float, str], title: str) -> Markup:
+def plane(
+    dots: Sequence[Dot], *, x_name: str, y_name: str, x_limit: tuple[float, str], title: str
+) -> Markup:
     """Points by x (from 0) and y (logarithmic), with a line at `x_limit` beyond which is shaded."""
     right = max([dot.x for dot in dots] + [x_limit[0]]) * 1.02
-    low, high = min(dot.y for dot in dots) / 1.08, max(dot.y for dot in dots) * 1.08
+    low = min(dot.y for dot in dots) / 1.08
+    high = max(dot.y for dot in dots) * 1.08
 
     def across(value: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / right
 
     def up(value: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * log10(value / low) / log10(high / low)
+        return (
+            _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * log10(value / low) / log10(high / low)
+        )
 
     return render(
         "plane.svg",
@@ -90,7 +104,9 @@ def plane(dots: Sequence[Dot], *, x_name: str, y_name: str, x_limit: tuple[float
     )
 
 
-def _marks(dots: Sequence[tuple[Dot, float, float]]) -> Iterator[tuple[Dot, float, float, float, float]]:
+def _marks(
+    dots: Sequence[tuple[Dot, float, float]],
+) -> Iterator[tuple[Dot, float, float, float, float]]:
     """Every marked point (dot, x, y) with a free place near it for the disc with its mark."""
     taken: list[tuple[float, float]] = []
     for dot, x, y in dots:
@@ -121,11 +137,18 @@ def _columns(right: float) -> list[float]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers of a logarithmic axis: 1, 2, 5 of each power of ten, or more of them over a short range."""
+    """Round numbers of a logarithmic axis: 1, 2, 5 of each power of ten, or more of them over a
+    short range.
+    """
     digits: tuple[float, ...] = (1, 2, 5)
     if high / low < 20:
         digits = (1, 1.5, 2, 3, 4, 5, 7)
     if high / low < 4:
         digits = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
-    return [value for power in powers for digit in digits if low <= (value := float(f"{digit}e{power}")) <= high]
+    return [
+        value
+        for power in powers
+        for digit in digits
+        if low <= (value := float(f"{digit}e{power}")) <= high
+    ]

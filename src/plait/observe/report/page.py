@@ -1,4 +1,6 @@
-"""The frame of a page and its plain parts: sections, tables, notes, legends. `page.css` is written into the page; nothing is loaded."""
+"""The frame of a page and its plain parts: sections, tables, notes, legends. `page.css` is written
+into the page; nothing is loaded.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ def page(title: str, subtitle: str, sections: Iterable[tuple[str, str, Markup]])
     """A whole page. A section is (id, heading, content); those without content are left out."""
     style = Markup(files("plait.observe.report").joinpath("page.css").read_text(encoding="utf-8"))
     shown = [entry for entry in sections if entry[2]]
-    return str(render("page.html", title=title, subtitle=subtitle, style=style, sections=shown, version=__version__))
+    return str(
+        render(
+            "page.html",
+            title=title,
+            subtitle=subtitle,
+            style=style,
+            sections=shown,
+            version=__version__,
+        )
+    )
 
 
 def join(*parts: Markup) -> Markup:
@@ -34,9 +45,15 @@ def warning(text: str) -> Markup:
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[str | Markup]], *, numbers: Sequence[int] = (), marked: int | None = None
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Markup]],
+    *,
+    numbers: Sequence[int] = (),
+    marked: int | None = None,
 ) -> Markup:
-    """A table; the columns in `numbers` are set to the right, the row `marked` stands out. Nothing for no rows."""
+    """A table; the columns in `numbers` are set to the right, the row `marked` stands out. Nothing
+    for no rows.
+    """
     body = list(rows)
     return part("table", columns, body, numbers, marked) if body else Markup("")
 

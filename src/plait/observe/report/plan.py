@@ -1,7 +1,8 @@
-"""The page of a plan: the query, the chosen layout and the reasons, its memory and time by part, its ranks on the machines, the layouts
-that were left out.
+"""The page of a plan: the query, the chosen layout and the reasons, its memory and time by part,
+its ranks on the machines, the layouts that were left out.
 
-Every figure is the planner's. A section is one function from the story to markup, and is left out where it is empty.
+Every figure is the planner's. A section is one function from the story to markup, and is left out
+where it is empty.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _MEMORY_NAMES = MEMORY_TERMS | {
 }
 _MOST_DRAWN = 2400
 _MOST_IN_A_ROW = 180
-"""Actions of a timeline on the page, of all ranks and of one; of longer ones the start and the end are drawn."""
+"""Actions of a timeline on the page, of all ranks and of one; of longer ones the start and the end
+are drawn.
+"""
 _MOST_POINTS_OF_BEST = 5
 _LEAST_SHARE = 0.0005
 """Of a step: smaller terms would read 0.0 %, and are one row together."""
@@ -62,7 +65,9 @@ class Story:
 
     @cached_property
     def marks(self) -> dict[str, Choice]:
-        """The choices that are talked about: 1, 2, .. the best ones, a, b, .. others that were asked for."""
+        """The choices that are talked about: 1, 2, .. the best ones, a, b, .. others that were
+        asked for.
+        """
         marks = {str(index + 1): choice for index, choice in enumerate(self.plan.best)}
         letters = iter(ascii_lowercase + ascii_uppercase)
         for reason in self.reasons:
@@ -73,13 +78,17 @@ class Story:
 
     def mark_of(self, choice: Choice) -> str:
         """Its mark; none for more choices than there are letters."""
-        return next((mark for mark, known in self.marks.items() if known.layout == choice.layout), "")
+        return next(
+            (mark for mark, known in self.marks.items() if known.layout == choice.layout), ""
+        )
 
     @cached_property
     def timeline(self) -> Timeline | str:
         """Of the best choice; or why there is none."""
         try:
-            return detail.timeline(self.plan.request, self.plan.best[0], calibration=self.calibration)
+            return detail.timeline(
+                self.plan.request, self.plan.best[0], calibration=self.calibration
+            )
         except InputError as error:
             return str(error)
 
@@ -90,9 +99,10 @@ def plan_page(story: Story) -> str:
     model = request.model.architecture
     title = f"Plan: {model.name} on {request.cluster}"
     subtitle = (
-        f"{format_count(float(model.parameters))} parameters; a step is {request.global_batch:,} samples of {request.sequence:,} "
-        f"tokens, {request.precision}{', compiled' if request.compile else ''}. "
-        f"{story.plan.candidates:,} layouts priced, {story.plan.fitting:,} fit."
+        f"{format_count(float(model.parameters))} parameters; a step is {request.global_batch:,}"
+        f" samples of {request.sequence:,} tokens,"
+        f" {request.precision}{', compiled' if request.compile else ''}. {story.plan.candidates:,}"
+        f" layouts priced, {story.plan.fitting:,} fit."
     )
     sections = [("chosen", "Nothing fits", nothing_section(story))]
     if story.plan.best:
@@ -114,7 +124,8 @@ def plan_page(story: Story) -> str:
 
 def chosen_section(story: Story) -> Markup:
     """The best choice in figures, next to the others."""
-    best, request = story.plan.best[0], story.plan.request
+    best = story.plan.best[0]
+    request = story.plan.request
     tokens = request.global_batch * request.sequence
     per_mfu = best.mfu * best.seconds
     figures = [
@@ -122,13 +133,23 @@ def chosen_section(story: Story) -> Markup:
         (
             "tokens/s",
             format_count(best.tokens_per_second),
-            f"{format_count(tokens / best.seconds_high)} to {format_count(tokens / best.seconds_low)}",
+            (
+                f"{format_count(tokens / best.seconds_high)} to"
+                f" {format_count(tokens / best.seconds_low)}"
+            ),
         ),
-        ("MFU", f"{best.mfu:.1%}", f"{per_mfu / best.seconds_high:.1%} to {per_mfu / best.seconds_low:.1%}"),
+        (
+            "MFU",
+            f"{best.mfu:.1%}",
+            f"{per_mfu / best.seconds_high:.1%} to {per_mfu / best.seconds_low:.1%}",
+        ),
         (
             "memory of a rank",
             _gib(best.needed),
-            f"{lower_end(best.needed, best.needed_high) / GIB:.1f} to {_gib(best.needed_high)}, of {_gib(story.room)}",
+            (
+                f"{lower_end(best.needed, best.needed_high) / GIB:.1f} to {_gib(best.needed_high)},"
+                f" of {_gib(story.room)}"
+            ),
         ),
         ("fits with probability", f"{best.fit_probability:.1%}", "of that memory"),
     ]
@@ -141,7 +162,10 @@ def chosen_section(story: Story) -> Markup:
             format_count(choice.tokens_per_second),
             f"{choice.mfu:.1%}",
             _gib(choice.needed),
-            f"{lower_end(choice.needed, choice.needed_high) / GIB:.1f} to {_gib(choice.needed_high)}",
+            (
+                f"{lower_end(choice.needed, choice.needed_high) / GIB:.1f} to"
+                f" {_gib(choice.needed_high)}"
+            ),
         ]
         for index, choice in enumerate(story.plan.best)
     ]
@@ -149,7 +173,10 @@ def chosen_section(story: Story) -> Markup:
     return page.join(
         Markup('<p class="lead">{}</p>\n').format(describe(best.layout)),
         page.tiles(figures),
-        page.note(f"Predicted, not measured. {coverage_of_intervals(experts=bool(request.model.architecture.experts))}."),
+        page.note(
+            "Predicted, not measured."
+            f" {coverage_of_intervals(experts=bool(request.model.architecture.experts))}."
+        ),
         *(page.note(text) for text in story.notes),
         page.table(columns, rows, numbers=(2, 3, 4, 5, 6, 7), marked=0),
     )
@@ -157,10 +184,16 @@ def chosen_section(story: Story) -> Markup:
 
 def nothing_section(story: Story) -> Markup:
     """What was priced, where no layout fits."""
-    margin = f"{story.plan.fitting:,} would fit by a margin smaller than the uncertainty of their memory. " if story.plan.fitting else ""
+    margin = (
+        f"{story.plan.fitting:,} would fit by a margin smaller than the uncertainty of their"
+        " memory. "
+        if story.plan.fitting
+        else ""
+    )
     return page.warning(
-        f"None of {story.plan.candidates:,} layouts fits into {_gib(story.room)} with enough certainty. {margin}"
-        "Use more GPUs, GPUs with more memory, shorter samples, or a smaller model."
+        f"None of {story.plan.candidates:,} layouts fits into {_gib(story.room)} with enough"
+        f" certainty. {margin}Use more GPUs, GPUs with more memory, shorter samples, or a smaller"
+        " model."
     )
 
 
@@ -171,7 +204,10 @@ def memory_section(story: Story) -> Markup:
     rows = [
         charts.Bar(
             one.rank,
-            tuple(charts.Part(f"m-{name}", f"{_MEMORY_NAMES[name]}: {_gib(size)}", size) for name, size in one.terms.items()),
+            tuple(
+                charts.Part(f"m-{name}", f"{_MEMORY_NAMES[name]}: {_gib(size)}", size)
+                for name, size in one.terms.items()
+            ),
             f"{_gib(one.needed)} ({one.needed_low / GIB:.1f} to {_gib(one.needed_high)})",
             low=one.needed_low,
             high=one.needed_high,
@@ -181,17 +217,34 @@ def memory_section(story: Story) -> Markup:
     fullest = max(ranks, key=lambda one: one.needed)
     most = f"Bytes on a device, the same on every rank, at the peak: {fullest.moment}."
     if len(ranks) > 1:
-        most = f"Bytes on one device of each pipeline rank at its peak; the fullest is {fullest.rank}, at its peak in: {fullest.moment}."
+        most = (
+            f"Bytes on one device of each pipeline rank at its peak; the fullest is {fullest.rank},"
+            f" at its peak in: {fullest.moment}."
+        )
     used = [name for name in _MEMORY_NAMES if any(one.terms[name] > 0 for one in ranks)]
-    numbers = [[_MEMORY_NAMES[name], *(f"{one.terms[name] / GIB:.2f}" for one in _ends(ranks))] for name in used]
+    numbers = [
+        [_MEMORY_NAMES[name], *(f"{one.terms[name] / GIB:.2f}" for one in _ends(ranks))]
+        for name in used
+    ]
     numbers += [["needed", *(f"{one.needed / GIB:.2f}" for one in _ends(ranks))]]
-    numbers += [["90 % interval", *(f"{one.needed_low / GIB:.2f} to {one.needed_high / GIB:.2f}" for one in _ends(ranks))]]
+    numbers += [
+        [
+            "90 % interval",
+            *(f"{one.needed_low / GIB:.2f} to {one.needed_high / GIB:.2f}" for one in _ends(ranks)),
+        ]
+    ]
     numbers += [["peak at the", *(one.moment for one in _ends(ranks))]]
     return page.join(
-        page.note(f"{most} The line is the device's {_gib(story.room)}; the whisker is the 90 % interval."),
+        page.note(
+            f"{most} The line is the device's {_gib(story.room)}; the whisker is the 90 % interval."
+        ),
         charts.bars(rows, limit=(story.room, f"the device has {_gib(story.room)}")),
         page.legend({f"m-{name}": _MEMORY_NAMES[name] for name in used}),
-        page.table(("GiB", *(one.rank for one in _ends(ranks))), numbers, numbers=range(1, len(_ends(ranks)) + 1)),
+        page.table(
+            ("GiB", *(one.rank for one in _ends(ranks))),
+            numbers,
+            numbers=range(1, len(_ends(ranks)) + 1),
+        ),
     )
 
 
@@ -208,7 +261,9 @@ def step_section(story: Story) -> Markup:
         charts.Bar(
             f"{index + 1}: {describe(choice.layout)}",
             tuple(
-                charts.Part(f"t-{name}", f"{TERMS[name]}: {size:.4g} s, {size / choice.seconds:.1%}", size)
+                charts.Part(
+                    f"t-{name}", f"{TERMS[name]}: {size:.4g} s, {size / choice.seconds:.1%}", size
+                )
                 for name, size in choice.terms.items()
             ),
             f"{choice.seconds:.4g} s",
@@ -228,7 +283,10 @@ def step_section(story: Story) -> Markup:
         numbers += [["all else", f"{rest:.4g} s", f"{rest / best.seconds:.1%}"]]
     numbers += [["step", f"{best.seconds:.4g} s", "100.0%"]]
     return page.join(
-        page.note("Seconds of an optimizer step by what they go to, for the best layouts; the whisker is the 90 % interval of the whole."),
+        page.note(
+            "Seconds of an optimizer step by what they go to, for the best layouts; the whisker is"
+            " the 90 % interval of the whole."
+        ),
         charts.bars(rows),
         page.legend({f"t-{name}": TERMS[name] for name in used}),
         page.table(("1: the step", "seconds", "share"), numbers, numbers=(1, 2)),
@@ -243,10 +301,13 @@ def timeline_section(story: Story) -> Markup:
     timeline = story.timeline
     if isinstance(timeline, str):
         return page.note(f"Not drawn: {timeline}.")
-    rest = ", ".join(f"{meaning} {seconds:.3g} s" for meaning, seconds in detail.beyond(best, timeline).items())
+    rest = ", ".join(
+        f"{meaning} {seconds:.3g} s" for meaning, seconds in detail.beyond(best, timeline).items()
+    )
     lines = [
-        f"The {timeline.total:.4g} s of a step in which micro-batches pass through the pipeline; hover over a computation for its stage, "
-        f"micro-batch and seconds. On top of it, to {best.seconds:.4g} s, come: {rest}."
+        f"The {timeline.total:.4g} s of a step in which micro-batches pass through the pipeline;"
+        " hover over a computation for its stage, micro-batch and seconds. On top of it, to"
+        f" {best.seconds:.4g} s, come: {rest}."
     ]
     actions = sum(len(row) for row in timeline.ranks)
     windows: list[tuple[float, float]] = [(0.0, timeline.total)]
@@ -255,15 +316,20 @@ def timeline_section(story: Story) -> Markup:
         part = timeline.total * share / 2
         windows = [(0.0, part), (timeline.total - part, timeline.total)]
         lines.append(
-            f"{actions:,} computations are too many to draw: the first and the last {part:.4g} s are drawn. --trace writes all of them."
+            f"{actions:,} computations are too many to draw: the first and the last {part:.4g} s"
+            " are drawn. --trace writes all of them."
         )
     drawing = Markup('<div class="wide schedule">{}</div>\n')
-    return page.join(*(page.note(line) for line in lines), *(drawing.format(Markup(svg(timeline, window=w, unit=" s"))) for w in windows))
+    return page.join(
+        *(page.note(line) for line in lines),
+        *(drawing.format(Markup(svg(timeline, window=w, unit=" s"))) for w in windows),
+    )
 
 
 def ranks_section(story: Story) -> Markup:
     """Which rank sits where."""
-    at, cluster = story.plan.best[0].layout, story.plan.request.cluster
+    at = story.plan.best[0].layout
+    cluster = story.plan.request.cluster
     layout = Layout(**{axis: int(at[axis]) for axis in AXES})
     per_node = min(cluster.devices, int(cluster.device.devices_per_node))
     nodes = tuple(Node(f"machine {index}", per_node) for index in range(cluster.nodes))
@@ -283,7 +349,9 @@ def candidates_section(story: Story) -> Markup:
             point.seconds,
             colours[point.cost] if point.fits else "c-memory",
             f"{describe(point.layout)}: {point.seconds:.4g} s, {_gib(point.needed)}; "
-            + (f"{point.cost} {point.cost_share:.1%} of the step" if point.fits else "does not fit"),
+            + (
+                f"{point.cost} {point.cost_share:.1%} of the step" if point.fits else "does not fit"
+            ),
         )
         for point in found.points
     ]
@@ -298,15 +366,23 @@ def candidates_section(story: Story) -> Markup:
         for mark, choice in story.marks.items()
     ]
     used = {point.cost for point in found.points if point.fits}
-    keys = {colours[name]: name for name in detail.COSTS if name in used} | {"c-memory": "does not fit in memory"}
+    keys = {colours[name]: name for name in detail.COSTS if name in used} | {
+        "c-memory": "does not fit in memory"
+    }
     keys |= {"c-best": "1: the plan"} if plan.best else {}
-    others = [words for mark, words in (("2", "2, 3, ..: the next best"), ("a", "a, b, ..: asked with --why")) if mark in story.marks]
+    others = [
+        words
+        for mark, words in (("2", "2, 3, ..: the next best"), ("a", "a, b, ..: asked with --why"))
+        if mark in story.marks
+    ]
     keys |= {"c-chosen": "; ".join(others)} if others else {}
     return page.join(
         page.note(
-            f"The fastest of {found.candidates:,} candidates in each of {len(found.points):,} cells of memory and time; "
-            f"{found.outside:,} need more memory or time than is drawn. The colour is what a step spends most on besides the "
-            "computation of the model itself. Discs have their idle time from the schedule's table; the other points are closed forms."
+            f"The fastest of {found.candidates:,} candidates in each of {len(found.points):,} cells"
+            f" of memory and time; {found.outside:,} need more memory or time than is drawn. The"
+            " colour is what a step spends most on besides the computation of the model itself."
+            " Discs have their idle time from the schedule's table; the other points are closed"
+            " forms."
         ),
         charts.plane(
             dots,
@@ -325,15 +401,33 @@ def why_section(story: Story) -> Markup:
     terms: list[Markup] = []
     for reason in story.reasons:
         other = reason.other if reason.other is not reason.winner else None
-        seconds = [f"{other.seconds:.4g} s", f"{other.seconds / reason.winner.seconds - 1:+.1%}", _gib(other.needed)] if other else [""] * 3
-        rows.append([story.mark_of(other) if other else "", reason.query, _layout(other) if other else "", *seconds, reason.reason])
+        seconds = (
+            [
+                f"{other.seconds:.4g} s",
+                f"{other.seconds / reason.winner.seconds - 1:+.1%}",
+                _gib(other.needed),
+            ]
+            if other
+            else [""] * 3
+        )
+        rows.append(
+            [
+                story.mark_of(other) if other else "",
+                reason.query,
+                _layout(other) if other else "",
+                *seconds,
+                reason.reason,
+            ]
+        )
         if other is not None:
             entries = [
                 [TERMS[name], f"{ours:.3g} s", f"{theirs:.3g} s", f"{theirs - ours:+.3g} s"]
                 for name, ours, theirs in reason.differences
                 if abs(ours - theirs) > 1e-4
             ]
-            compared = page.table(("term", "the plan", reason.query, "difference"), entries, numbers=(1, 2, 3))
+            compared = page.table(
+                ("term", "the plan", reason.query, "difference"), entries, numbers=(1, 2, 3)
+            )
             terms.append(page.folded(f"{reason.query}, term by term", compared))
     columns = ("", "asked", "best layout with it", "step", "against the plan", "memory", "because")
     return page.join(page.table(columns, rows, numbers=(3, 4, 5)), *terms)
@@ -371,7 +465,10 @@ def left_out_section(story: Story) -> Markup:
     if rules:
         parts += [Markup("<h3>By a rule</h3>\n"), rules]
     if smallest:
-        parts += [Markup("<h3>Does not fit into {}</h3>\n").format(_gib(story.room)), page.table(columns, smallest, numbers=(1, 2, 3))]
+        parts += [
+            Markup("<h3>Does not fit into {}</h3>\n").format(_gib(story.room)),
+            page.table(columns, smallest, numbers=(1, 2, 3)),
+        ]
     return page.join(*parts)
 
 

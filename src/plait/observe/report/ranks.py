@@ -1,4 +1,5 @@
-"""Which rank sits where: a row a machine, a cell a device, tensor-parallel groups framed, pipeline stages in colours.
+"""Which rank sits where: a row a machine, a cell a device, tensor-parallel groups framed, pipeline
+stages in colours.
 
 Machines in a row that hold the same stages are one row where there are many of them.
 """
@@ -45,7 +46,9 @@ def rank_grid(layout: Layout, topology: Topology) -> Markup:
 
 
 def runs(layout: Layout, topology: Topology) -> list[Run]:
-    """Machines in rank order; where they are more than a page shows, consecutive ones that hold the same stages together."""
+    """Machines in rank order; where they are more than a page shows, consecutive ones that hold the
+    same stages together.
+    """
     found: list[Run] = []
     held: tuple[int, ...] | None = None
     start = 0
@@ -61,17 +64,27 @@ def runs(layout: Layout, topology: Topology) -> list[Run]:
     return found
 
 
-def _said(layout: Layout, topology: Topology, found: Sequence[Run], shown: Sequence[Run]) -> list[str]:
-    lines = [f"{topology.world_size:,} ranks on {len(topology.nodes):,} machines: {layout}. Ranks count through the machines in order."]
+def _said(
+    layout: Layout, topology: Topology, found: Sequence[Run], shown: Sequence[Run]
+) -> list[str]:
+    lines = [
+        f"{topology.world_size:,} ranks on {len(topology.nodes):,} machines: {layout}. Ranks count"
+        " through the machines in order."
+    ]
     if layout.tp > 1:
         lines[0] += " A frame is a tensor-parallel group."
     if layout.pp > 1:
         lines[0] += " A colour is a pipeline rank."
     crossed = [f"{c.axis} ({c.groups:,} of {c.of:,} groups)" for c in crossings(layout, topology)]
     if crossed:
-        lines.append(f"Groups that span machines: {', '.join(crossed)}; all others stay inside one.")
+        lines.append(
+            f"Groups that span machines: {', '.join(crossed)}; all others stay inside one."
+        )
     if any(run.last_node > run.first_node for run in found):
-        lines.append("A row with several machines shows the first of them; the others hold the same stages, for other parts of the batch.")
+        lines.append(
+            "A row with several machines shows the first of them; the others hold the same stages,"
+            " for other parts of the batch."
+        )
     if len(shown) < len(found):
         lines.append(f"The first {len(shown)} of {len(found)} rows.")
     return lines
@@ -81,13 +94,23 @@ def _machine(run: Run, layout: Layout) -> dict[str, Any]:
     """What the row of a run shows."""
     several = run.last_node > run.first_node
     places = [layout.coordinates(rank) for rank in run.ranks]
-    shared = [axis for axis in AXES if getattr(layout, axis) > 1 and len({at[axis] for at in places}) == 1]
+    shared = [
+        axis for axis in AXES if getattr(layout, axis) > 1 and len({at[axis] for at in places}) == 1
+    ]
     groups: dict[tuple[int, ...], list[dict[str, Any]]] = {}
     for rank, at in zip(run.ranks, places, strict=True):
-        groups.setdefault(tuple(at[axis] for axis in AXES if axis != "tp"), []).append(_cell(rank, layout, shared))
+        groups.setdefault(tuple(at[axis] for axis in AXES if axis != "tp"), []).append(
+            _cell(rank, layout, shared)
+        )
     return {
-        "name": f"machines {run.first_node} to {run.last_node}" if several else f"machine {run.first_node}",
-        "beside": ", ".join(_named(axis, places[0][axis]) for axis in shared if axis == "pp" or not several),
+        "name": (
+            f"machines {run.first_node} to {run.last_node}"
+            if several
+            else f"machine {run.first_node}"
+        ),
+        "beside": ", ".join(
+            _named(axis, places[0][axis]) for axis in shared if axis == "pp" or not several
+        ),
         "groups": list(groups.values()),
         "framed": layout.tp > 1,
     }

@@ -1,8 +1,9 @@
-"""A scheme of compression between data-parallel ranks: which collectives it compresses, and the same in numbers.
+"""A scheme of compression between data-parallel ranks: which collectives it compresses, and the
+same in numbers.
 
-`comm.compress` holds the collectives. Here they are put in place: as the reducer's buckets at stage 0, as each unit's own at the sharded
-stages. Every rank ends with the same bits. With `dp_replicate > 1` what is compressed are the collectives over `dp_shard`; the sum over
-the replicas is torch's.
+`comm.compress` holds the collectives. Here they are put in place: as the reducer's buckets at stage
+0, as each unit's own at the sharded stages. Every rank ends with the same bits. With `dp_replicate
+> 1` what is compressed are the collectives over `dp_shard`; the sum over the replicas is torch's.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ MaybeBits = Literal[0, 4, 8]
 Numbers = NDArray[np.int64]
 _POWERSGD_CODE = 1
 QUANTISED_BUCKET_BYTES = 4 * MIB
-"""Default bucket of gradients that are sent as int8 or int4: a MiB or less is sent, so that most of it overlaps with the backward, and
-large enough for a thread (2 to 4 MiB were best on links of 1 Gbit/s and on fast ones)."""
+"""Default bucket of gradients that are sent as int8 or int4: a MiB or less is sent, so that most of
+it overlaps with the backward, and large enough for a thread (2 to 4 MiB were best on links of 1
+Gbit/s and on fast ones).
+"""
 
 
 class Scheme(Policy):
@@ -50,12 +53,18 @@ class Scheme(Policy):
     error_feedback: bool = False
     """Add what the last step lost to this step's gradients. PowerSGD always does."""
     revocable: bool = False
-    """Steps may be skipped: a step writes residuals and factors to second tensors until it is known that it is applied."""
+    """Steps may be skipped: a step writes residuals and factors to second tensors until it is known
+    that it is applied.
+    """
 
     @property
     def name(self) -> str:
         """A description of the compression."""
-        return f"PowerSGD of rank {self.powersgd_rank}" if self.powersgd_rank else f"int{self.gradient_bits}"
+        return (
+            f"PowerSGD of rank {self.powersgd_rank}"
+            if self.powersgd_rank
+            else f"int{self.gradient_bits}"
+        )
 
     @property
     def code(self) -> int:
@@ -63,7 +72,9 @@ class Scheme(Policy):
         return _POWERSGD_CODE if self.powersgd_rank else self.gradient_bits
 
     def bucket_bytes(self, otherwise: int) -> int:
-        """Of gradients in a bucket where no file and no measurement says it; `otherwise` where they are not quantised."""
+        """Of gradients in a bucket where no file and no measurement says it; `otherwise` where they
+        are not quantised.
+        """
         return QUANTISED_BUCKET_BYTES if self.gradient_bits else otherwise
 
     @property
@@ -72,32 +83,61 @@ class Scheme(Policy):
         return bool(self.gradient_bits or self.powersgd_rank)
 
     def buckets(
-        self, group: dist.ProcessGroup, device: torch.device, flats: Sequence[Flat], *, whole_steps: int = POWERSGD_START
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        flats: Sequence[Flat],
+        *,
+        whole_steps: int = POWERSGD_START,
     ) -> Buckets:
         """Stage 0's. `whole_steps`: those that PowerSGD sums as they are before it begins."""
         if self.powersgd_rank:
-            return PowerSGDBuckets(group, flats, device, rank=self.powersgd_rank, whole_steps=whole_steps, revocable=self.revocable)
+            return PowerSGDBuckets(
+                group,
+                flats,
+                device,
+                rank=self.powersgd_rank,
+                whole_steps=whole_steps,
+                revocable=self.revocable,
+            )
         assert self.gradient_bits != 0
-        return QuantisedBuckets(group, flats, device, bits=self.gradient_bits, feedback=self.error_feedback, revocable=self.revocable)
+        return QuantisedBuckets(
+            group,
+            flats,
+            device,
+            bits=self.gradient_bits,
+            feedback=self.error_feedback,
+            revocable=self.revocable,
+        )
 
     def install(self, model: nn.Module, levels: Levels | None) -> dict[str, QuantisedReduceScatter]:
-        """Give every unit of a sharded model its own compressed collectives; those that keep errors, by name."""
+        """Give every unit of a sharded model its own compressed collectives; those that keep
+        errors, by name.
+        """
         found = {}
         for index, module in enumerate(sharded_modules(model)):
             if self.weight_bits:
-                segments = [Segment(numel, dimensions > 1) for dimensions, numel, _ in gathered_shapes(module)]
+                segments = [
+                    Segment(numel, dimensions > 1)
+                    for dimensions, numel, _ in gathered_shapes(module)
+                ]
                 module.set_custom_all_gather(QuantisedAllGather(segments, bits=self.weight_bits))
             if self.gradient_bits:
-                segments = [Segment(numel, dimensions > 1) for dimensions, numel, trainable in reduced_shapes(module) if trainable]
+                segments = [
+                    Segment(numel, dimensions > 1)
+                    for dimensions, numel, trainable in reduced_shapes(module)
+                    if trainable
+                ]
                 scatter = QuantisedReduceScatter(
-                    segments, bits=self.gradient_bits, feedback=self.error_feedback, levels=levels, revocable=self.revocable
+                    segments,
+                    bits=self.gradient_bits,
+                    feedback=self.error_feedback,
+                    levels=levels,
+                    revocable=self.revocable,
                 )
                 module.set_custom_reduce_scatter(scatter)
                 found[f"unit.{index}"] = scatter
         return found
-
-
-# ---- in numbers -----------------------------------------------------------------------------------------------------------------------
 
 
 def sent_bytes(bits: Any, shape: Sequence[int], numel: Numbers, itemsize: Any) -> Numbers:
@@ -109,7 +149,9 @@ def sent_bytes(bits: Any, shape: Sequence[int], numel: Numbers, itemsize: Any) -
 
 
 def error_bytes(scheme: Scheme, shape: Sequence[int], numel: Numbers, ranks: Numbers) -> Numbers:
-    """Bytes of the error that a sharded unit keeps for a parameter: float32, of all ranks' parts."""
+    """Bytes of the error that a sharded unit keeps for a parameter: float32, of all ranks'
+    parts.
+    """
     if len(shape) < 2:
         return np.zeros_like(numel)
     on = (np.asarray(scheme.gradient_bits) > 0) & np.asarray(scheme.error_feedback)

@@ -1,5 +1,6 @@
-"""How experts on different ranks are held: split over ep along their first dimension, as tensor parallelism splits, then replicated or
-sharded over the ranks that have the same ones."""
+"""How experts on different ranks are held: split over ep along their first dimension, as tensor
+parallelism splits, then replicated or sharded over the ranks that have the same ones.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,12 @@ def is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
 
 
 def of_experts(ledger: Ledger) -> Ledger:
-    """The degrees as experts see them; nothing is priced yet. Ranks of dp_replicate that have the same ones share them out too."""
+    """The degrees as experts see them; nothing is priced yet. Ranks of dp_replicate that have the
+    same ones share them out too.
+    """
     same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
-    shards, one = is_sharded(ledger), np.ones_like(same)
+    shards = is_sharded(ledger)
+    one = np.ones_like(same)
     return ledger.with_(
         dp_replicate=np.where(shards, one, same),
         dp_shard=np.where(shards, same, one),

@@ -1,7 +1,9 @@
-"""Timeline points of a forward and a backward, and the allocated bytes at each: figures, no tensors.
+"""Timeline points of a forward and a backward, and the allocated bytes at each: figures, no
+tensors.
 
-`dryrun.predicted_peak` measures them for one micro-batch of a stage on fake tensors; `peak` combines them to a full step. A point ends
-where something about the parameters changes: a block begins or ends, the loss is reached, a gradient arrives.
+`dryrun.predicted_peak` measures them for one micro-batch of a stage on fake tensors; `peak`
+combines them to a full step. A point ends where something about the parameters changes: a block
+begins or ends, the loss is reached, a gradient arrives.
 """
 
 from __future__ import annotations
@@ -10,11 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-BESIDE, HEAD, LOSS = -1, -2, -3
-"""Units that are no block: before, between and outside of the blocks; from the last block's output to the model's; the loss."""
+BESIDE = -1
+HEAD = -2
+LOSS = -3
+"""Units that are no block: before, between and outside of the blocks; from the last block's output
+to the model's; the loss.
+"""
 
 Direction = Literal["forward", "backward", "weights"]
-"""`weights` is the second half of a backward that is split in two; the first half is a `backward` too."""
+"""`weights` is the second half of a backward that is split in two; the first half is a `backward`
+too.
+"""
 
 
 PEAK_KINDS: dict[str, str] = {
@@ -45,14 +53,18 @@ class Alive:
     temporaries: int = 0
     """Made in backward: gradients of activations, what is computed again."""
     gradients: int = 0
-    """Gradients of the block's parameters, or of a head that is a sharding unit, in the dtype of computation."""
+    """Gradients of the block's parameters, or of a head that is a sharding unit, in the dtype of
+    computation.
+    """
     root_gradients: int = 0
     """Gradients of the other parameters outside of the blocks."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.activations + self.logits + self.temporaries + self.gradients + self.root_gradients
+        return (
+            self.activations + self.logits + self.temporaries + self.gradients + self.root_gradients
+        )
 
 
 @dataclass(frozen=True)
@@ -63,10 +75,13 @@ class Moment:
     unit: int
     """Index of the block on the rank; BESIDE, HEAD or LOSS."""
     peak: Alive
-    """The most that was alive, where a parameter's gradient is gone as soon as it is made (added to another, or put into a bucket)."""
+    """The most that was alive, where a parameter's gradient is gone as soon as it is made (added to
+    another, or put into a bucket).
+    """
     peak_with_gradients: Alive
-    """The same where gradients of a block stay until its backward ends, and those of other parameters until the backward of the model
-    does."""
+    """The same where gradients of a block stay until its backward ends, and those of other
+    parameters until the backward of the model does.
+    """
     end: Alive
     """What is left at the end; with gradients."""
 
@@ -98,4 +113,6 @@ class StepFacts:
     optimizer_temporary_bytes: int
     """The most that the optimizer's step holds besides its states."""
     exchanges_reductions: bool = False
-    """Whether a reduce-scatter is an exchange into a buffer as large as its input, as on CPUs (`comm.reduce_scatter`)."""
+    """Whether a reduce-scatter is an exchange into a buffer as large as its input, as on CPUs
+    (`comm.reduce_scatter`).
+    """

@@ -1,8 +1,10 @@
-"""Bytes of the units that `fully_shard` moves as one (a block, an outer unit, the root): gathered, on the wire, reduced.
+"""Bytes of the units that `fully_shard` moves as one (a block, an outer unit, the root): gathered,
+on the wire, reduced.
 
-What torch 2.13 does with them (`torch/distributed/fsdp/_fully_shard`): a gather copies shards into one flat buffer of the full size, and
-from there into one tensor a parameter; a reduction copies gradients into one flat buffer in the reduction's dtype, and the result is cast
-to the parameters' dtype, where the parameters' gradients are views of it.
+What torch 2.13 does with them (`torch/distributed/fsdp/_fully_shard`): a gather copies shards into
+one flat buffer of the full size, and from there into one tensor a parameter; a reduction copies
+gradients into one flat buffer in the reduction's dtype, and the result is cast to the parameters'
+dtype, where the parameters' gradients are views of it.
 """
 
 from __future__ import annotations

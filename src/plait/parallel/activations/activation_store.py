@@ -1,8 +1,10 @@
-"""Stores for saved tensors: pinned host memory, reached by copies on a side stream, and files, reached by threads.
+"""Stores for saved tensors: pinned host memory, reached by copies on a side stream, and files,
+reached by threads.
 
-Stored tensors leave the device while the forward continues; in the backward, the first access to a tensor of a block starts the prefetch of
-the block before it. Files have no name (they are unlinked as soon as they are open), so nothing is left behind by a process that dies. A
-store changes no bit of what it holds.
+Stored tensors leave the device while the forward continues; in the backward, the first access to a
+tensor of a block starts the prefetch of the block before it. Files have no name (they are unlinked
+as soon as they are open), so nothing is left behind by a process that dies. A store changes no bit
+of what it holds.
 """
 
 from __future__ import annotations
@@ -57,12 +59,11 @@ class _Chain:
         return prefetch
 
 
-# ---- host memory ----------------------------------------------------------------------------------------------------------------------
-
-
 class HostStore:
-    """Pinned host memory. Buffers are used again by the next micro-batch, also by tensors of about their size: lengths may differ from step
-    to step. What is held is never more than was once in use."""
+    """Pinned host memory. Buffers are used again by the next micro-batch, also by tensors of about
+    their size: lengths may differ from step to step. What is held is never more than was once in
+    use.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,7 +76,9 @@ class HostStore:
         self.back = accelerator.new_stream(device) if behind else None
 
     def begin(self) -> None:
-        """Another forward begins: groups that were opened before are not prefetched ahead of those opened now."""
+        """Another forward begins: groups that were opened before are not prefetched ahead of those
+        opened now.
+        """
         self.chain.begin()
 
     def open(self, index: int) -> HostGroup:
@@ -98,7 +101,9 @@ class HostStore:
         self._drop(self._held)
 
     def buffer(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory or more: the next power of 2, to which torch rounds pinned memory anyway."""
+        """`size` bytes of host memory or more: the next power of 2, to which torch rounds pinned
+        memory anyway.
+        """
         room = 1 << (size - 1).bit_length() if size else 0
         self._used += room
         self._most = max(self._most, self._used)
@@ -112,7 +117,9 @@ class HostStore:
         return torch.empty(room, dtype=torch.uint8, pin_memory=accelerator.is_one(self.device))
 
     def _drop(self, surplus: int) -> None:
-        """Free at least so many bytes that nothing uses; torch keeps pinned memory until copies that read it are done."""
+        """Free at least so many bytes that nothing uses; torch keeps pinned memory until copies
+        that read it are done.
+        """
         for room in sorted(self._free, reverse=True):
             while surplus > 0 and self._free[room]:
                 self._free[room].pop(0)
@@ -144,7 +151,8 @@ class HostGroup:
 
     def put(self, flat: torch.Tensor) -> int:
         """Copy out, behind what the device is computing now."""
-        buffer, stream = self._store.buffer(flat.numel()), self._store.out
+        buffer = self._store.buffer(flat.numel())
+        stream = self._store.out
         if stream is not None:
             stream.wait_stream(accelerator.current_stream(self._store.device))
         with accelerator.on_stream(stream):
@@ -165,7 +173,11 @@ class HostGroup:
             stream.wait_event(self._left)
         with accelerator.on_stream(stream):
             self._returned = {
-                index: torch.empty_like(value, device=self._store.device).copy_(value, non_blocking=True)
+                index: (
+                    torch.empty_like(value, device=self._store.device).copy_(
+                        value, non_blocking=True
+                    )
+                )
                 for index, value in enumerate(self._values)
             }
         if stream is not None:
@@ -188,13 +200,17 @@ class HostGroup:
         return flat
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------------------------
-
-
 class DiskStore:
     """Files without a name in a folder, written and read by threads."""
 
-    def __init__(self, folder: Path, device: torch.device, *, workers: int = 2, pending_bytes: int = PENDING_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        *,
+        workers: int = 2,
+        pending_bytes: int = PENDING_BYTES,
+    ) -> None:
         self.folder = folder
         self.device = device
         self.chain = _Chain()
@@ -205,7 +221,9 @@ class DiskStore:
         require_writable(folder, field="parallel.activation_offload.path")
 
     def begin(self) -> None:
-        """Another forward begins: groups that were opened before are not prefetched ahead of those opened now."""
+        """Another forward begins: groups that were opened before are not prefetched ahead of those
+        opened now.
+        """
         self.chain.begin()
 
     def open(self, index: int) -> DiskGroup:
@@ -242,8 +260,9 @@ class DiskStore:
     def failed(self, error: OSError) -> DiskError:
         """What to tell."""
         return DiskError(
-            f"activations cannot be kept in {self.folder}: {error.strerror or error}; free some space there, name another folder in "
-            "parallel.activation_offload.path, or lower parallel.activation_offload.fraction. No training state was touched"
+            f"activations cannot be kept in {self.folder}: {error.strerror or error}; free some"
+            " space there, name another folder in parallel.activation_offload.path, or lower"
+            " parallel.activation_offload.fraction. No training state was touched"
         )
 
 
@@ -284,7 +303,9 @@ class DiskGroup:
         self._store.wait_for_room(size)
         host, event = _to_host(flat)
         del flat
-        written = self._store.pool.submit(_write, self._store, self._file, self._end, [host], event, version_of(host))
+        written = self._store.pool.submit(
+            _write, self._store, self._file, self._end, [host], event, version_of(host)
+        )
         extent = _Extent(self._end, size, written)
         self._extents.append(extent)
         self._end += size
@@ -307,7 +328,8 @@ class DiskGroup:
         extent = self._extents[handle]
         if extent.read is None:  # asked a second time
             return _read(self._store, self._file, extent).to(self._store.device)
-        host, extent.read = extent.read.result(), None
+        host = extent.read.result()
+        extent.read = None
         return host.to(self._store.device)
 
 
@@ -320,9 +342,12 @@ def _to_host(flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
     return host, accelerator.current_stream(flat.device).record_event()
 
 
-def _write(store: DiskStore, file: Any, offset: int, host: list[torch.Tensor], event: Any, version: int) -> None:
-    """`host` is emptied, so that the memory is free when `written` says so. Raises ModelError, told where the tensor is used, if it was
-    written to meanwhile (`version`: as it was saved)."""
+def _write(
+    store: DiskStore, file: Any, offset: int, host: list[torch.Tensor], event: Any, version: int
+) -> None:
+    """`host` is emptied, so that the memory is free when `written` says so. Raises ModelError, told
+    where the tensor is used, if it was written to meanwhile (`version`: as it was saved).
+    """
     data = host.pop()
     size = data.numel()
     left = memoryview(data.numpy())  # type: ignore[arg-type]
@@ -331,11 +356,13 @@ def _write(store: DiskStore, file: Any, offset: int, host: list[torch.Tensor], e
             event.synchronize()
         while left:
             done = os.pwrite(file.fileno(), left, offset)
-            left, offset = left[done:], offset + done
+            left = left[done:]
+            offset = offset + done
         if version_of(data) != version:
             raise ModelError(
-                "a tensor that a block with parallel.activation_offload saved for its backward was modified in place before it was stored, "
-                "so its gradients would be wrong (torch refuses the same without offload); use an operation that is not in place"
+                "a tensor that a block with parallel.activation_offload saved for its backward was"
+                " modified in place before it was stored, so its gradients would be wrong (torch"
+                " refuses the same without offload); use an operation that is not in place"
             )
     except OSError as error:
         raise store.failed(error) from error
@@ -351,6 +378,10 @@ def _read(store: DiskStore, file: Any, extent: _Extent) -> torch.Tensor:
     while left:
         done = os.preadv(file.fileno(), [left], offset)
         if not done:
-            raise PlaitError(f"a file of activations in {store.folder} ended {format_bytes(len(left))} too early; is the disk sound?")
-        left, offset = left[done:], offset + done
+            raise PlaitError(
+                f"a file of activations in {store.folder} ended {format_bytes(len(left))} too"
+                " early; is the disk sound?"
+            )
+        left = left[done:]
+        offset = offset + done
     return host

@@ -1,8 +1,8 @@
 """Reuse of decisions of a block's forward in its recomputation.
 
 A forward may have to read a number from the device, such as how many tokens go to each expert. The
-recomputation would wait for the device again, and could decide differently. It reads the decision that
-the forward recorded instead.
+recomputation would wait for the device again, and could decide differently. It reads the decision
+that the forward recorded instead.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from plait.parallel.activations.selective import keeping_nothing
 
 Result = TypeVar("Result")
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""`context_fn` of `torch.utils.checkpoint`: returns the context managers around the forward of one call of a
-block and around its recomputations."""
+"""`context_fn` of `torch.utils.checkpoint`: returns the context managers around the forward of one
+call of a block and around its recomputations.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,16 @@ class Deciding:
 def decided_once(decide: Callable[[], Result]) -> Result:
     """Return `decide()`, or in a recomputation the value that it returned in the original forward.
 
-    A block must make the same calls in the same order in its forward and in its recomputation. Without
-    recomputation this function only calls `decide`.
+    A block must make the same calls in the same order in its forward and in its recomputation.
+    Without recomputation this function only calls `decide`.
     """
     current = _CURRENT.get()
     if isinstance(current, _Reading):
         return next(current.decisions)
     if current is None:
         return decide()
-    # Selective recomputation stores results of operators by their order, and the recomputation does not call
-    # the operators of `decide`.
+    # Selective recomputation stores results of operators by their order, and the recomputation does
+    # not call the operators of `decide`.
     with keeping_nothing():
         result = decide()
     current.decisions.append(result)
@@ -46,7 +47,9 @@ def decided_once(decide: Callable[[], Result]) -> Result:
 
 
 def contexts(inner: ContextFn | None) -> ContextFn:
-    """Return `inner` extended by contexts that record the decisions of a forward and read them again."""
+    """Return `inner` extended by contexts that record the decisions of a forward and read them
+    again.
+    """
 
     def pair() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         decisions: list[Any] = []

@@ -1,8 +1,9 @@
-"""Where a block's saved tensors live between forward and backward: by default where autograd puts them; a slice on each rank of the tp
-axis; or in a store (host memory, disk).
+"""Where a block's saved tensors live between forward and backward: by default where autograd puts
+them; a slice on each rank of the tp axis; or in a store (host memory, disk).
 
-Only what the block alone keeps is moved. Parameters, buffers and tensors that all blocks share (masks, rotary tables) stay: moving a copy
-of them would free nothing. Tensors that are saved more than once, or as views of one storage, are moved once.
+Only what the block alone keeps is moved. Parameters, buffers and tensors that all blocks share
+(masks, rotary tables) stay: moving a copy of them would free nothing. Tensors that are saved more
+than once, or as views of one storage, are moved once.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Store(Protocol):
         """Another forward begins; needed where one may begin before the backward of the last."""
 
     def open(self, index: int) -> Group:
-        """A group for block `index`; groups of one forward are opened in the order of its blocks."""
+        """A group for block `index`; groups of one forward are opened in the order of its
+        blocks.
+        """
 
     def prefetcher(self) -> Callable[[], None]:
         """Starts the prefetch of the group that was opened last."""
@@ -65,7 +68,8 @@ class OffloadedActivations(StepHook):
     """The first `blocks` blocks of a rank put what they save into `store`."""
 
     def __init__(self, store: Store, blocks: int) -> None:
-        self.store, self.blocks = store, blocks
+        self.store = store
+        self.blocks = blocks
 
     def on_error(self, lost: Lost) -> None:
         """What the failed step put there is forgotten."""
@@ -111,7 +115,9 @@ class _Slice:
 class SavedTensors:
     """The hooks of one block."""
 
-    def __init__(self, block: nn.Module, *, store: Store | None, partition: ProcessGroup | None, index: int) -> None:
+    def __init__(
+        self, block: nn.Module, *, store: Store | None, partition: ProcessGroup | None, index: int
+    ) -> None:
         self._block = block
         self._store = store
         self._partition = partition
@@ -123,30 +129,59 @@ class SavedTensors:
         return self._store is not None or self._partition is not None
 
     def hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Hooks for one call of the block with these arguments. The first argument (or `hidden_states`) is the block's own, the other
-        tensors are shared."""
+        """Hooks for one call of the block with these arguments. The first argument (or
+        `hidden_states`) is the block's own, the other tensors are shared.
+        """
         hidden = args[0] if args else kwargs.get("hidden_states")
         own = _storage(hidden) if isinstance(hidden, torch.Tensor) else None
-        shared = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)} - {own}
-        shared |= {_storage(local_tensor(tensor)) for tensor in (*self._block.parameters(), *self._block.buffers())}
+        shared = {
+            _storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        } - {own}
+        shared |= {
+            _storage(local_tensor(tensor))
+            for tensor in (*self._block.parameters(), *self._block.buffers())
+        }
         group = self._store.open(self._index) if self._store is not None else None
         entries: dict[int, _Entry] = {}
-        units = [module for module in self._block.modules() if isinstance(module, FSDPModule) and module is not self._block]
+        units = [
+            module
+            for module in self._block.modules()
+            if isinstance(module, FSDPModule) and module is not self._block
+        ]
 
         def into_store(tensor: torch.Tensor) -> Any:
             if group is None:
                 return tensor
-            key, storage = _storage(tensor), tensor.untyped_storage()
+            key = _storage(tensor)
+            storage = tensor.untyped_storage()
             entry = entries.get(key)
-            if entry is None or entry.source() is not storage or entry.version != version_of(tensor):
-                flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
-                entry = entries[key] = _Entry(group, group.put(flat), weakref.ref(storage), version_of(tensor))
-            return _Whole(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            if (
+                entry is None
+                or entry.source() is not storage
+                or entry.version != version_of(tensor)
+            ):
+                flat = (
+                    tensor.detach()
+                    .as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+                    .view(torch.uint8)
+                )
+                entry = entries[key] = _Entry(
+                    group, group.put(flat), weakref.ref(storage), version_of(tensor)
+                )
+            return _Whole(
+                entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            )
 
         def pack(tensor: torch.Tensor) -> Any:
-            if type(tensor) not in _PLAIN or _storage(tensor) in shared or tensor.untyped_storage().nbytes() < LEAST_BYTES:
+            if (
+                type(tensor) not in _PLAIN
+                or _storage(tensor) in shared
+                or tensor.untyped_storage().nbytes() < LEAST_BYTES
+            ):
                 return tensor
-            if any(_storage(tensor) == _storage(weight) for unit in units for weight in _gathered(unit)):
+            if any(
+                _storage(tensor) == _storage(weight) for unit in units for weight in _gathered(unit)
+            ):
                 return tensor
             if self._partition is not None and _storage(tensor) == own and tensor.is_contiguous():
                 start, size = shard_range(tensor.numel(), self._partition)
@@ -160,14 +195,18 @@ class SavedTensors:
         if isinstance(packed, _Slice):
             assert self._partition is not None
             part = self._unpack(packed.part)
-            return all_gather_dim(part, self._partition, dim=0, length=packed.shape.numel()).view(packed.shape)
+            return all_gather_dim(part, self._partition, dim=0, length=packed.shape.numel()).view(
+                packed.shape
+            )
         if isinstance(packed, _Whole):
             return _from_store(packed)
         return packed
 
 
 def _gathered(unit: nn.Module) -> list[torch.Tensor]:
-    """What a unit of its own inside of the block computes with: gathered after the block's forward has begun."""
+    """What a unit of its own inside of the block computes with: gathered after the block's forward
+    has begun.
+    """
     held = (*own_parameters(unit).values(), *vars(unit).values())
     return [local_tensor(tensor) for tensor in held if isinstance(tensor, torch.Tensor)]
 

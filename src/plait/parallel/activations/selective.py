@@ -1,8 +1,11 @@
-"""Selective recompute: during a block's forward the results of chosen operators are kept, during its recomputation they are returned.
+"""Selective recompute: during a block's forward the results of chosen operators are kept, during
+its recomputation they are returned.
 
-Not torch's `create_selective_checkpoint_contexts`: that one returns a wrong value where something writes into a kept result through
-another view (the in-place all-reduce after a row-split matrix product does), and it lets dropout drift where a kept operator draws random
-numbers. Here a result that is written into is dropped and recomputed, and the generator is put where the kept operator left it.
+Not torch's `create_selective_checkpoint_contexts`: that one returns a wrong value where something
+writes into a kept result through another view (the in-place all-reduce after a row-split matrix
+product does), and it lets dropout drift where a kept operator draws random numbers. Here a result
+that is written into is dropped and recomputed, and the generator is put where the kept operator
+left it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,13 @@ from typing import Any
 
 import torch
 
-from plait._torch.operators import TorchDispatchMode, operator_named, schema_of, tree_leaves, tree_map
+from plait._torch.operators import (
+    TorchDispatchMode,
+    operator_named,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 from plait._torch.storage import storage_id
 from plait.cluster import accelerator
 from plait.errors import ConfigError, Problem
@@ -32,10 +41,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "matmul": ("aten.mm", "aten.addmm", "aten.linear"),
 }
-"""Names for several operators. `matmul` are the products with weights; products of activations (`aten.bmm`), which a softmax follows, are
-not among them: their results are the large ones."""
+"""Names for several operators. `matmul` are the products with weights; products of activations
+(`aten.bmm`), which a softmax follows, are not among them: their results are the large ones.
+"""
 EVERY_SECOND = "every_second_matmul"
-"""The matrix products with weights that come first, third, fifth ... in a block: half of the arithmetic for half of the memory."""
+"""The matrix products with weights that come first, third, fifth ... in a block: half of the
+arithmetic for half of the memory.
+"""
 DEFAULT = ("attention", EVERY_SECOND)
 
 
@@ -63,7 +75,9 @@ class Kept:
 
 
 def kept(names: Sequence[str]) -> Kept:
-    """From a user's list: names of groups, `every_second_matmul`, or operators as `aten.mm`. Raises ConfigError for an unknown one."""
+    """From a user's list: names of groups, `every_second_matmul`, or operators as `aten.mm`. Raises
+    ConfigError for an unknown one.
+    """
     always: set[Any] = set()
     alternating: set[Any] = set()
     for name in names:
@@ -76,7 +90,12 @@ def kept(names: Sequence[str]) -> Kept:
             if found is None:
                 known = ", ".join((*GROUPS, EVERY_SECOND))
                 raise ConfigError(
-                    Problem("parallel.recompute.keep", name, "torch has no such operator", f"use {known} or a name like aten.mm")
+                    Problem(
+                        "parallel.recompute.keep",
+                        name,
+                        "torch has no such operator",
+                        f"use {known} or a name like aten.mm",
+                    )
                 )
             always.add(found)
     return Kept(frozenset(always), frozenset(alternating - always))
@@ -99,7 +118,9 @@ class _Result:
 
 @dataclass
 class _Calls:
-    """The kept calls of one forward of one block, in order; the same forward repeated makes the same calls."""
+    """The kept calls of one forward of one block, in order; the same forward repeated makes the
+    same calls.
+    """
 
     kept: Kept
     results: list[_Result] = field(default_factory=list)
@@ -137,12 +158,16 @@ class _Keep(TorchDispatchMode):
                 result.value = None
         if self._is_kept(func):
             draws = torch.Tag.nondeterministic_seeded in func.tags
-            device = next((leaf.device for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), None)
+            device = next(
+                (leaf.device for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), None
+            )
             result = _Result(_detached(out), _generator_state(device) if draws else None, device)
             self._calls.results.append(result)
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
-                    self._by_storage.setdefault(storage_id(leaf.untyped_storage()), []).append(result)
+                    self._by_storage.setdefault(storage_id(leaf.untyped_storage()), []).append(
+                        result
+                    )
         return out
 
 
@@ -180,7 +205,8 @@ def contexts(what: Kept) -> Callable[[], tuple[Any, Any]]:
 
 
 def _detached(value: Any) -> Any:
-    # Autograd makes the tensor that the operator returned part of its graph; what is kept must not hold that graph.
+    # Autograd makes the tensor that the operator returned part of its graph; what is kept must not
+    # hold that graph.
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
@@ -206,4 +232,8 @@ def _set_generator_state(device: torch.device | None, state: torch.Tensor) -> No
 
 
 def _generator(device: torch.device | None) -> torch.Generator:
-    return accelerator.generator(device) if device is not None and accelerator.is_one(device) else torch.default_generator
+    return (
+        accelerator.generator(device)
+        if device is not None and accelerator.is_one(device)
+        else torch.default_generator
+    )

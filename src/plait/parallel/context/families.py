@@ -1,7 +1,9 @@
-"""Which models a sequence can be cut for, and why another cannot: decided from the model's class and configuration.
+"""Which models a sequence can be cut for, and why another cannot: decided from the model's class
+and configuration.
 
-Between the parts of a sequence only attention may pass anything on, and it has to be called through Transformers' attention interface, with
-masks that are causal, of a window or of documents. The families listed are those that tests compare with one process.
+Between the parts of a sequence only attention may pass anything on, and it has to be called through
+Transformers' attention interface, with masks that are causal, of a window or of documents. The
+families listed are those that tests compare with one process.
 """
 
 from __future__ import annotations
@@ -18,18 +20,35 @@ from plait.parallel.context.kernel import Kernel, Rule, kernel_for
 from plait.parallel.context.kinds import Kind
 
 FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
+    *(
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "gpt2",
+        "gpt_neox",
+    ),
     *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"),
 )
 """`config.model_type` of the causal language models that are compared with one process."""
 WITHOUT_DOCUMENTS = ("gpt_oss",)
-"""Those whose masks Transformers makes without `position_ids`: documents in one row see each other, which one process does not tell."""
+"""Those whose masks Transformers makes without `position_ids`: documents in one row see each other,
+which one process does not tell.
+"""
 WITH_CAPPED_SCORES = ("gemma2",)
 """Families whose attention caps its scores. On GPUs FlexAttention computes them."""
 KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
-"""What computes attention: SDPA's kernels, products and a softmax, FlexAttention, or FlashAttention."""
+"""What computes attention: SDPA's kernels, products and a softmax, FlexAttention, or
+FlashAttention.
+"""
 WITHOUT_FLEX_BACKWARD = ("cpu",)
-"""Device types for which torch's FlexAttention raises NotImplementedError where it would need a backward."""
+"""Device types for which torch's FlexAttention raises NotImplementedError where it would need a
+backward.
+"""
 _KERNEL_NAMES: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
 """Kernels of `Rule.kernel`, keyed by Transformers' names. "sdpa" stands for all other names."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -38,33 +57,55 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LAYERS = ("full_attention", "sliding_attention")
 
 
-def refuse_unknown_model(model: nn.Module, *, cp: int, kind: Kind, tp: int, device_type: str) -> None:
-    """Raise ModelError or ConfigError for a model that would not compute what one process does, on devices of that type."""
+def refuse_unknown_model(
+    model: nn.Module, *, cp: int, kind: Kind, tp: int, device_type: str
+) -> None:
+    """Raise ModelError or ConfigError for a model that would not compute what one process does, on
+    devices of that type.
+    """
     config: Any = getattr(model, "config", None)
-    reason = _unknown(model, config) or next(_unfit(config), None) or _kernel(config, kind, device_type)
+    reason = (
+        _unknown(model, config) or next(_unfit(config), None) or _kernel(config, kind, device_type)
+    )
     if reason is not None:
         raise ModelError(f"parallel.cp = {cp}: {type(model).__name__} {reason}, or parallel.cp = 1")
     heads = config.num_attention_heads
     if kind == "ulysses" and heads % (tp * cp):
         per = f"{heads} / parallel.tp {tp} = {heads // tp}" if tp > 1 else str(heads)
-        rule = f'num_attention_heads is {per}, parallel.context = "ulysses" gives each rank its heads, and {heads // tp} % {cp} != 0'
-        raise ConfigError(Problem("parallel.cp", cp, rule, 'use a divisor, or parallel.context = "all-gather-kv" or "ring"'))
+        rule = (
+            f'num_attention_heads is {per}, parallel.context = "ulysses" gives each rank its heads,'
+            f" and {heads // tp} % {cp} != 0"
+        )
+        raise ConfigError(
+            Problem(
+                "parallel.cp",
+                cp,
+                rule,
+                'use a divisor, or parallel.context = "all-gather-kv" or "ring"',
+            )
+        )
 
 
 def _unknown(model: nn.Module, config: Any) -> str | None:
-    kind, name = getattr(config, "model_type", None), type(model).__name__
+    kind = getattr(config, "model_type", None)
+    name = type(model).__name__
     own = type(model).__module__.startswith("transformers.models.")
     if not own or not hasattr(model, "set_attn_implementation"):
         return (
-            "is no model of Transformers, whose attention is called through its attention interface, so nothing says what passes from "
-            f"token to token; use one of the families {', '.join(FAMILIES)}"
+            "is no model of Transformers, whose attention is called through its attention"
+            " interface, so nothing says what passes from token to token; use one of the families"
+            f" {', '.join(FAMILIES)}"
         )
     if kind not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
-        return f"(model_type {kind!r}) is not among the causal language models that are compared with one process: {', '.join(FAMILIES)}"
+        return (
+            f"(model_type {kind!r}) is not among the causal language models that are compared with"
+            f" one process: {', '.join(FAMILIES)}"
+        )
     if config._attn_implementation not in KERNELS:
         return (
-            f"computes attention with {config._attn_implementation!r}, which does not say what parts of a softmax add up to; use "
-            f"attn_implementation = {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
+            f"computes attention with {config._attn_implementation!r}, which does not say what"
+            f" parts of a softmax add up to; use attn_implementation = {', '.join(KERNELS[:-1])} or"
+            f" {KERNELS[-1]}"
         )
     return None
 
@@ -73,16 +114,20 @@ def _kernel(config: Any, kind: Kind, device_type: str) -> str | None:
     chosen = config._attn_implementation
     if chosen == "flex_attention" and device_type in WITHOUT_FLEX_BACKWARD:
         return (
-            f"computes attention with {chosen!r}, of which torch has no backward on devices of type {device_type!r}; use "
-            'attn_implementation="sdpa" or "eager"'
+            f"computes attention with {chosen!r}, of which torch has no backward on devices of type"
+            f' {device_type!r}; use attn_implementation="sdpa" or "eager"'
         )
     if chosen in IMPLEMENTATIONS and kind != "ulysses":
         return (
-            f"computes attention with {chosen!r}, which is given complete sequences, and with parallel.context = {kind!r} a rank has none; "
-            'use parallel.context = "ulysses", or attn_implementation="sdpa"'
+            f"computes attention with {chosen!r}, which is given complete sequences, and with"
+            f' parallel.context = {kind!r} a rank has none; use parallel.context = "ulysses", or'
+            ' attn_implementation="sdpa"'
         )
     if chosen in IMPLEMENTATIONS and config.model_type == "gpt_oss":
-        return f'has attention sinks, which {chosen!r} leaves out in silence in some of its versions; use attn_implementation="eager"'
+        return (
+            f"has attention sinks, which {chosen!r} leaves out in silence in some of its versions;"
+            ' use attn_implementation="eager"'
+        )
     return None
 
 
@@ -91,30 +136,45 @@ def _unfit(config: Any) -> Iterator[str]:
     for name in _DROPOUTS:
         value = getattr(config, name, 0) or 0
         if value:
-            yield f"has config.{name} = {value:g}, and dropout of attention weights is not computed in parts; set it to 0"
+            yield (
+                f"has config.{name} = {value:g}, and dropout of attention weights is not computed"
+                " in parts; set it to 0"
+            )
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if rope in _LENGTH_DEPENDENT:
             yield (
-                f"has rotary embeddings of type {rope!r}, whose frequencies follow from the longest position, which a rank does not have; "
-                "use another type"
+                f"has rotary embeddings of type {rope!r}, whose frequencies follow from the longest"
+                " position, which a rank does not have; use another type"
             )
-    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+    if (
+        getattr(config, "use_bidirectional_attention", False)
+        or getattr(config, "is_causal", True) is False
+    ):
         yield "attends in both directions, and only causal attention is cut; use a causal model"
     if getattr(config, "add_cross_attention", False):
         yield "has cross-attention, which is not cut; set config.add_cross_attention = False"
     if getattr(config, "reorder_and_upcast_attn", False):
-        yield "has config.reorder_and_upcast_attn, which does not call the attention interface; set it to False"
-    other = next((layer for layer in getattr(config, "layer_types", None) or () if layer not in _LAYERS), None)
+        yield (
+            "has config.reorder_and_upcast_attn, which does not call the attention interface; set"
+            " it to False"
+        )
+    other = next(
+        (layer for layer in getattr(config, "layer_types", None) or () if layer not in _LAYERS),
+        None,
+    )
     if other is not None:
-        yield f"has layers of type {other!r}, and only {' and '.join(_LAYERS)} are cut; use another model"
+        yield (
+            f"has layers of type {other!r}, and only {' and '.join(_LAYERS)} are cut; use another"
+            " model"
+        )
 
 
 def implementation_of(model: nn.Module) -> str:
     """Return Transformers' name of the attention implementation of a model.
 
-    Transformers does not offer "sdpa" for GPT-OSS and Gemma 2, because its SDPA supports neither sinks nor
-    capped scores. Their "eager" is therefore not a choice of the user. Plait has fused kernels for both
-    models, so it treats their "eager" as "sdpa".
+    Transformers does not offer "sdpa" for GPT-OSS and Gemma 2, because its SDPA supports neither
+    sinks nor capped scores. Their "eager" is therefore not a choice of the user. Plait has fused
+    kernels for both models, so it treats their "eager" as "sdpa".
     """
     config: Any = model.config
     chosen = str(config._attn_implementation)
@@ -126,7 +186,9 @@ def kernel_named(implementation: str) -> Kernel:
     return _KERNEL_NAMES.get(implementation, "sdpa")
 
 
-def why_in_tiles(config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool) -> str:
+def why_in_tiles(
+    config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool
+) -> str:
     """Return why attention is computed in tiles of matrix products on a GPU.
 
     Args:

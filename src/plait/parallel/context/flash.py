@@ -1,4 +1,6 @@
-"""FlashAttention on complete sequences, through the function that Transformers finds for a name: the package, or a kernel of the Hub."""
+"""FlashAttention on complete sequences, through the function that Transformers finds for a name:
+the package, or a kernel of the Hub.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,17 @@ class Documents:
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, rule: Rule, implementation: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents | None,
+    rule: Rule,
+    implementation: str,
 ) -> torch.Tensor:
-    """Causal attention [batch, heads, tokens, width] of queries [batch, heads, tokens, head_dim], and keys and values
-    [batch, kv_heads, tokens, ...]; differentiable. If `documents` is None, each row is one document."""
+    """Causal attention [batch, heads, tokens, width] of queries [batch, heads, tokens, head_dim],
+    and keys and values [batch, kv_heads, tokens, ...]; differentiable. If `documents` is None, each
+    row is one document.
+    """
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
     (of_rows, of_documents, *_), (arguments_of, _) = lazy_import_flash_attention(implementation)

@@ -1,5 +1,5 @@
-"""torch's FlexAttention for a part of a softmax: outputs, log-sum-exps, and the gradients of a softmax over
-more keys.
+"""torch's FlexAttention for a part of a softmax: outputs, log-sum-exps, and the gradients of a
+softmax over more keys.
 
 Visibility is a function of positions, so that blocks of scores without a visible pair are skipped.
 FlexAttention is compiled, except on CPUs, where torch has no backward for it.
@@ -36,7 +36,9 @@ class Scores:
     softcap: float | None
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention. The result is differentiable.
 
     Args:
@@ -45,9 +47,8 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score
         value: [batch, kv_heads, keys, width].
         scores: What the layer does to its scores.
 
-    Returns:
-        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries], which is
-        -inf where a query sees no key.
+    Returns: The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries],
+        which is -inf where a query sees no key.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -80,9 +81,9 @@ def gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Return the share of the gradients of query, key and value that flows through these keys.
 
-    Let o and l be the output and the log-sum-exp over these keys, and O and L those over all keys. O is the
-    sum of w o over all parts of the keys, with w = exp(l - L). A gradient g of O therefore gives the gradient
-    w g for o, and w (g o - g O) for l.
+    Let o and l be the output and the log-sum-exp over these keys, and O and L those over all keys.
+    O is the sum of w o over all parts of the keys, with w = exp(l - L). A gradient g of O therefore
+    gives the gradient w g for o, and w (g o - g O) for l.
 
     Args:
         grad: Gradient of `output`.
@@ -100,7 +101,9 @@ def gradients(
     weight = torch.exp(part_log_sum_exp.detach() - log_sum_exp.to(wide))
     part_grad = weight.unsqueeze(-1) * grad.to(wide)
     log_sum_exp_grad = (part_grad * (part.detach().to(wide) - output.to(wide))).sum(-1)
-    return torch.autograd.grad((part, part_log_sum_exp), (query, key, value), (part_grad.to(part.dtype), log_sum_exp_grad))
+    return torch.autograd.grad(
+        (part, part_log_sum_exp), (query, key, value), (part_grad.to(part.dtype), log_sum_exp_grad)
+    )
 
 
 def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
@@ -112,7 +115,8 @@ def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
         return new_mask(query.device, *sizes, None)
     masks = _document_masks.setdefault(view_base(starts), {})
     if sizes not in masks:
-        # The mask refers to a copy, because an entry that refers to its own weak key would live forever.
+        # The mask refers to a copy, because an entry that refers to its own weak key would live
+        # forever.
         masks[sizes] = _new_mask(query.device, *sizes, starts.clone())
     return masks[sizes]
 
@@ -128,13 +132,15 @@ def _new_mask(
     window: int | None,
     starts: torch.Tensor | None,
 ) -> Any:
-    # Numbers are tensors, because code would be compiled anew for each of them, and torch runs a function
-    # uncompiled after it has compiled it eight times.
+    # Numbers are tensors, because code would be compiled anew for each of them, and torch runs a
+    # function uncompiled after it has compiled it eight times.
     first_query = _on_device(query_at, device)
     first_key = _on_device(key_at, device)
     seen_tokens = _on_device(query_at + queries if window is None else window, device)
 
-    def seen(batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor) -> torch.Tensor:
+    def seen(
+        batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor
+    ) -> torch.Tensor:
         query_position = query_index + first_query
         key_position = key_index + first_key
         visible = (key_position <= query_position) & (key_position > query_position - seen_tokens)
@@ -143,7 +149,9 @@ def _new_mask(
         return visible
 
     rows = None if starts is None else len(starts)
-    return _function("create_block_mask", device.type)(seen, rows, None, queries, keys, device=device)
+    return _function("create_block_mask", device.type)(
+        seen, rows, None, queries, keys, device=device
+    )
 
 
 _position_mask = lru_cache(maxsize=64)(_new_mask)
@@ -151,7 +159,9 @@ _position_mask = lru_cache(maxsize=64)(_new_mask)
 
 
 def _on_device(number: float, device: torch.device) -> torch.Tensor:
-    """Return a 0-dimensional tensor. `torch.full` fills it on the device, so the host does not wait."""
+    """Return a 0-dimensional tensor. `torch.full` fills it on the device, so the host does not
+    wait.
+    """
     return torch.full((), number, device=device)
 
 

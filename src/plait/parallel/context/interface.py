@@ -1,6 +1,8 @@
-"""The attention function that Transformers' models call on a part of a sequence, and the change of a model to it and back.
+"""The attention function that Transformers' models call on a part of a sequence, and the change of
+a model to it and back.
 
-Transformers has one table of attention functions by name. The function in it is one for all models; what differs is kept at the modules.
+Transformers has one table of attention functions by name. The function in it is one for all models;
+what differs is kept at the modules.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ def remove(model: Any, before: str) -> None:
 def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
     """Move this rank's part of a micro-batch to the device.
 
-    If the attention of `model` is FlashAttention, the documents of the rows are computed once for all
-    layers and attached to the mask. This does not wait for the device if the part is on the host.
+    If the attention of `model` is FlashAttention, the documents of the rows are computed once for
+    all layers and attached to the mask. This does not wait for the device if the part is on the
+    host.
 
     Args:
         model: The model, after `install`.
@@ -111,19 +114,23 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention function: query [batch, heads, tokens, head_dim], key and value [batch, kv_heads, tokens, ...] of this rank's
-    tokens; returns [batch, tokens, heads, width]. `attention_mask` is what `visible.as_mask` made, `s_aux` [heads] are attention sinks."""
+    """Transformers' attention function: query [batch, heads, tokens, head_dim], key and value
+    [batch, kv_heads, tokens, ...] of this rank's tokens; returns [batch, tokens, heads, width].
+    `attention_mask` is what `visible.as_mask` made, `s_aux` [heads] are attention sinks.
+    """
     chosen: PartialAttention | None = getattr(module, _ATTRIBUTE, None)
     if chosen is None:
         raise ModelError(
-            f"this {type(module).__name__} is of a copy of a model under parallel.cp, and has no ranks that hold the rest of a sequence; "
-            'call model.set_attn_implementation("sdpa") on the copy'
+            f"this {type(module).__name__} is of a copy of a model under parallel.cp, and has no"
+            ' ranks that hold the rest of a sequence; call model.set_attn_implementation("sdpa")'
+            " on the copy"
         )
     _refuse_what_is_not_cut(module, dropout, other)
     if attention_mask is None or not is_ours(attention_mask):
         raise InputError(
-            "parallel.cp: the model was called with a batch that is not cut; call engine.train_batch, engine.eval_batch or "
-            "engine.predict, which give each rank its part of every sequence"
+            "parallel.cp: the model was called with a batch that is not cut; call"
+            " engine.train_batch, engine.eval_batch or engine.predict, which give each rank its"
+            " part of every sequence"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_meta:  # a model that is run for its shapes: its ranks are not asked
@@ -139,7 +146,9 @@ def attend(
 
             output = exchanged(query, key, value, place, flash)
         else:
-            output = attention(chosen.kind, query, key, value, of_mask(attention_mask), place, rule, s_aux)
+            output = attention(
+                chosen.kind, query, key, value, of_mask(attention_mask), place, rule, s_aux
+            )
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -151,4 +160,7 @@ def _refuse_what_is_not_cut(module: nn.Module, dropout: float, other: dict[str, 
     if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
         reason = "attention in both directions"
     if reason is not None:
-        raise ModelError(f"parallel.cp: {type(module).__name__} computes attention with {reason}, which is not cut; use parallel.cp = 1")
+        raise ModelError(
+            f"parallel.cp: {type(module).__name__} computes attention with {reason}, which is not"
+            " cut; use parallel.cp = 1"
+        )

@@ -1,9 +1,9 @@
 """Attention of some queries to some keys, as a part of a softmax over more keys.
 
-Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU one
-fused kernel computes a complete piece. If the kernel does not support its shape, the piece is divided
-into parts that are fully visible or causal, or into tiles that are small enough for a mask. Scores are
-computed in float32 or wider. This module does not communicate.
+Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU
+one fused kernel computes a complete piece. If the kernel does not support its shape, the piece is
+divided into parts that are fully visible or causal, or into tiles that are small enough for a mask.
+Scores are computed in float32 or wider. This module does not communicate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from plait.parallel.context import flex
 TILE_ELEMENTS = 2**22
 """Largest number of scores of a tile; 2^22 are 16 MiB of float32."""
 LOWEST = -1e30
-"""Log-sum-exp of a query that sees no key. It is finite, so that the difference of two of them is not nan."""
+"""Log-sum-exp of a query that sees no key. It is finite, so that the difference of two of them is
+not nan.
+"""
 Kernel = Literal["sdpa", "cpu", "flash", "efficient", "flex", "products"]
 FUSED: dict[Kernel, FusedAttention] = {"cpu": CPU, "flash": FLASH, "efficient": EFFICIENT}
 
@@ -46,8 +48,9 @@ class Rule:
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
     kernel: Kernel = "sdpa"
-    """Kernel of the layer. "sdpa" stands for the best kernel of the device (`kernel_for`), "products" for
-    matrix products in tiles."""
+    """Kernel of the layer. "sdpa" stands for the best kernel of the device (`kernel_for`),
+    "products" for matrix products in tiles.
+    """
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ class Piece:
 
     def keys(self, low: int, high: int) -> Piece:
         """Return the piece with the keys from position `low` up to but not including `high`."""
-        start, end = low - self.key_at, high - self.key_at
+        start = low - self.key_at
+        end = high - self.key_at
         return replace(
             self,
             key=self.key[:, :, start:end],
@@ -103,7 +107,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], rule: Rule, *, documents: bool) -> tuple[Kernel, str]:
+def kernel_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, int],
+    rule: Rule,
+    *,
+    documents: bool,
+) -> tuple[Kernel, str]:
     """Choose the kernel of a layer.
 
     Args:
@@ -133,7 +144,9 @@ def kernel_for(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]
         reason = why_not_flash(device, dtype, max(widths))
         if not reason and (rule.window is None or FLASH.bands):
             return "flash", ""
-        why_not.append(reason or "ROCm's FlashAttention takes no window between parts of a sequence")
+        why_not.append(
+            reason or "ROCm's FlashAttention takes no window between parts of a sequence"
+        )
         reason = why_not_efficient(dtype)
         if not reason and rule.window is None:
             return "efficient", ""
@@ -180,17 +193,18 @@ class PartialSoftmax:
         self._output = self._output.to(dtype)
         merged_output = self._output[:, :, row : row + count]
         merged_log_sum_exp = self._log_sum_exp[:, :, row : row + count]
-        # Let l be the new log-sum-exp, m the previous one, and L that of both. The new output has the weight
-        # exp(l - L) = sigmoid(l - m).
+        # Let l be the new log-sum-exp, m the previous one, and L that of both. The new output has
+        # the weight exp(l - L) = sigmoid(l - m).
         weight = torch.sigmoid(log_sum_exp - merged_log_sum_exp)
         merged_output.lerp_(output.to(dtype), weight.unsqueeze(-1))
         torch.logaddexp(merged_log_sum_exp, log_sum_exp, out=merged_log_sum_exp)
 
     def finished(self, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output in the dtype of the queries, and the log-sum-exp, of the softmax over all keys.
+        """Return the output in the dtype of the queries, and the log-sum-exp, of the softmax over
+        all keys.
 
-        Args:
-            sinks: [heads], score of an additional key of each head, whose value is 0. It is added once,
+        Args: sinks: [heads], score of an additional key of each head, whose value is 0. It is added
+            once,
                 after the parts of the sequence are combined.
         """
         output = self._output
@@ -215,14 +229,16 @@ class Outputs:
     def rows(self, start: int, end: int) -> Outputs:
         """Return the inputs for the queries from index `start` up to but not including `end`.
 
-        Their tokens follow each other in memory, which fused kernels require. The result is cached for
-        the next piece with the same queries.
+        Their tokens follow each other in memory, which fused kernels require. The result is cached
+        for the next piece with the same queries.
         """
         if (start, end) == (0, self.output.shape[2]):
             return self
         if (start, end) not in self._rows:
             grad, output = (_gapless(x[:, :, start:end]) for x in (self.grad, self.output))
-            self._rows[start, end] = Outputs(grad, output, self.log_sum_exp[:, :, start:end].contiguous())
+            self._rows[start, end] = Outputs(
+                grad, output, self.log_sum_exp[:, :, start:end].contiguous()
+            )
         return self._rows[start, end]
 
 
@@ -240,9 +256,8 @@ class GradientSum:
     def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
         """Start with a sum of zero.
 
-        Args:
-            like: The tensor whose gradient this is.
-            total: Tensor of zeros that receives the sum. None: a first gradient that covers all tokens
+        Args: like: The tensor whose gradient this is. total: Tensor of zeros that receives the sum.
+            None: a first gradient that covers all tokens
                 becomes the sum without a copy.
         """
         self.like = like
@@ -272,13 +287,17 @@ class Gradients:
     """Sums of the gradients of queries, keys and values."""
 
     def __init__(self, query: GradientSum, key: GradientSum, value: GradientSum) -> None:
-        self.query, self.key, self.value = query, key, value
+        self.query = query
+        self.key = key
+        self.value = value
 
-    def add(self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def add(
+        self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
         """Add the gradients of a piece.
 
-        The gradients of keys and values may have one head per query head. They are then summed over the
-        query heads of each key-value head.
+        The gradients of keys and values may have one head per query head. They are then summed over
+        the query heads of each key-value head.
         """
         self.query.add(piece.row, query)
         self.key.add(piece.column, _summed(key, piece.key.shape[1]))
@@ -293,7 +312,9 @@ def attend(piece: Piece, rule: Rule, into: PartialSoftmax) -> None:
     piece = visible
     kernel = _kernel(piece, rule)
     if kernel == "flex":
-        output, log_sum_exp = flex.attention(piece.query, piece.key, piece.value, _scores_of(piece, rule))
+        output, log_sum_exp = flex.attention(
+            piece.query, piece.key, piece.value, _scores_of(piece, rule)
+        )
         into.add(piece.row, output, log_sum_exp.clamp_(min=LOWEST))
         return
 
@@ -334,7 +355,9 @@ def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients)
     if kernel == "flex":
         rows = outputs.rows(first_row, end_row)
         scores = _scores_of(piece, rule)
-        gradients = flex.gradients(rows.grad, piece.query, piece.key, piece.value, rows.output, rows.log_sum_exp, scores)
+        gradients = flex.gradients(
+            rows.grad, piece.query, piece.key, piece.value, rows.output, rows.log_sum_exp, scores
+        )
         into.add(piece, *gradients)
         return
 
@@ -360,7 +383,9 @@ def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients)
             into.add(visible, *_tile_gradients(visible, rule, outputs))
 
 
-def sink_gradient(sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor) -> torch.Tensor | None:
+def sink_gradient(
+    sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor
+) -> torch.Tensor | None:
     """Return the gradient of the attention sinks that flows through these queries.
 
     Args:
@@ -378,7 +403,9 @@ def sink_gradient(sinks: torch.Tensor | None, grad: torch.Tensor, output: torch.
 
 def _kernel(piece: Piece, rule: Rule) -> Kernel:
     widths = piece.query.shape[3], piece.value.shape[3]
-    return kernel_for(piece.query.device, piece.query.dtype, widths, rule, documents=piece.starts is not None)[0]
+    return kernel_for(
+        piece.query.device, piece.query.dtype, widths, rule, documents=piece.starts is not None
+    )[0]
 
 
 def _visible(piece: Piece, rule: Rule) -> Piece | None:
@@ -410,8 +437,8 @@ def _band(piece: Piece, rule: Rule) -> Band:
     """Return the band of keys that queries see according to their positions and the window."""
     queries = piece.query.shape[2]
     keys = piece.key.shape[2]
-    # Query i sees key j if i + ahead - window < j <= i + ahead. A band counts from i + keys - queries.
-    # `_visible` has left no query without a key, so neither limit is negative.
+    # Query i sees key j if i + ahead - window < j <= i + ahead. A band counts from i + keys -
+    # queries. `_visible` has left no query without a key, so neither limit is negative.
     ahead = piece.query_at - piece.key_at
     right = ahead - (keys - queries) if ahead < keys - 1 else None
     if rule.window is None:
@@ -422,14 +449,16 @@ def _band(piece: Piece, rule: Rule) -> Band:
 
 
 def _supports(fused: FusedAttention, piece: Piece, band: Band) -> bool:
-    return piece.starts is None and (fused.bands or band.is_square(piece.query.shape[2], piece.key.shape[2]))
+    return piece.starts is None and (
+        fused.bands or band.is_square(piece.query.shape[2], piece.key.shape[2])
+    )
 
 
 def _divided(piece: Piece) -> tuple[Piece, Piece] | None:
     """Divide the keys at the position of the first query.
 
-    Returns the piece with the keys from that position on, and the piece with the keys before it. Returns
-    None if one of them would be empty, or if the piece has documents.
+    Returns the piece with the keys from that position on, and the piece with the keys before it.
+    Returns None if one of them would be empty, or if the piece has documents.
     """
     low = piece.key_at
     high = low + piece.key.shape[2]
@@ -452,14 +481,20 @@ def _heads_for(fused: FusedAttention, piece: Piece) -> tuple[torch.Tensor, torch
 
 
 def _scores_of(piece: Piece, rule: Rule) -> flex.Scores:
-    return flex.Scores(piece.query_at, piece.key_at, piece.starts, rule.window, rule.scale, rule.softcap)
+    return flex.Scores(
+        piece.query_at, piece.key_at, piece.starts, rule.window, rule.scale, rule.softcap
+    )
 
 
 def _mask(piece: Piece, rule: Rule) -> torch.Tensor | None:
-    """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all keys are visible."""
+    """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all keys are
+    visible.
+    """
     if piece.starts is None and _band(piece, rule) == Band():
         return None
-    query = torch.arange(piece.query_at, piece.query_at + piece.query.shape[2], device=piece.query.device)[:, None]
+    query = torch.arange(
+        piece.query_at, piece.query_at + piece.query.shape[2], device=piece.query.device
+    )[:, None]
     key = torch.arange(piece.key_at, piece.key_at + piece.key.shape[2], device=piece.query.device)
     is_visible = (key <= query)[None]
     if piece.starts is not None:
@@ -500,9 +535,13 @@ def _scores(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None
     return scores, slope
 
 
-def _tile_gradients(piece: Piece, rule: Rule, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tile_gradients(
+    piece: Piece, rule: Rule, outputs: Outputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = slice(piece.row, piece.row + piece.query.shape[2])
-    grad, output, log_sum_exp = (x[:, :, rows] for x in (outputs.grad, outputs.output, outputs.log_sum_exp))
+    grad, output, log_sum_exp = (
+        x[:, :, rows] for x in (outputs.grad, outputs.output, outputs.log_sum_exp)
+    )
     scores, slope = _scores(piece, rule)
     weights = torch.exp(scores - log_sum_exp.unsqueeze(-1))
     dtype = piece.query.dtype

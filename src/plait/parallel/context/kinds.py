@@ -1,7 +1,8 @@
-"""Three ways in which queries reach the keys of other ranks. Each is an autograd function of local tensors.
+"""Three ways in which queries reach the keys of other ranks. Each is an autograd function of local
+tensors.
 
-    all-gather-kv   keys and values are all-gathered, in the forward and again in the backward, and their
-                    gradients are reduce-scattered
+    all-gather-kv   keys and values are all-gathered, in the forward and again in the backward, and
+                    their gradients are reduce-scattered
     ring            keys and values travel from rank to rank, and their gradients follow them
     ulysses         heads are exchanged for tokens: each rank has all tokens of some of the heads
 
@@ -60,16 +61,12 @@ def attention(
 ) -> torch.Tensor:
     """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
 
-    Args:
-        kind: How queries reach the keys of other ranks.
-        query: [batch, heads, tokens, head_dim].
-        key: [batch, kv_heads, tokens, head_dim].
-        value: [batch, kv_heads, tokens, width].
-        starts: [batch, tokens], position at which the document of each query begins (see `visible`). With
+    Args: kind: How queries reach the keys of other ranks. query: [batch, heads, tokens, head_dim].
+        key: [batch, kv_heads, tokens, head_dim]. value: [batch, kv_heads, tokens, width]. starts:
+        [batch, tokens], position at which the document of each query begins (see `visible`). With
             `ulysses` it has all tokens of the sequence.
-        place: Layout and process group.
-        rule: What the layer does to its scores.
-        sinks: [heads], see `PartialSoftmax.finished`. Their gradient covers the queries of this rank, with
+        place: Layout and process group. rule: What the layer does to its scores. sinks: [heads],
+        see `PartialSoftmax.finished`. Their gradient covers the queries of this rank, with
             `ulysses` the heads of this rank.
 
     Returns:
@@ -82,7 +79,9 @@ def attention(
 
 
 def kv_copies(kv_heads: int, ranks: int) -> int:
-    """Return how often `ulysses` repeats a key-value head so that the heads divide evenly over the ranks."""
+    """Return how often `ulysses` repeats a key-value head so that the heads divide evenly over the
+    ranks.
+    """
     return lcm(kv_heads, ranks) // kv_heads
 
 
@@ -111,7 +110,8 @@ class _Gathered(torch.autograd.Function):
             results.append(softmax.finished(sinks))
         outputs, log_sum_exps = zip(*results, strict=True)
         output = _joined(outputs)
-        ctx.place, ctx.rule = place, rule
+        ctx.place = place
+        ctx.rule = rule
         ctx.save_for_backward(query, key, value, output, starts, sinks, *log_sum_exps)
         return output
 
@@ -129,21 +129,37 @@ class _Gathered(torch.autograd.Function):
         value_sum = GradientSum(gathered_value, grad_kv[..., width:])
         grad_queries = []
         pieces = _pieces(query, gathered_key, gathered_value, starts, place)
-        for piece, chunk, log_sum_exp in zip(pieces, place.layout.chunks(query.shape[2]), log_sum_exps, strict=True):
+        for piece, chunk, log_sum_exp in zip(
+            pieces, place.layout.chunks(query.shape[2]), log_sum_exps, strict=True
+        ):
             rows = slice(chunk.local, chunk.local + chunk.size)
             into = Gradients(GradientSum(piece.query), key_sum, value_sum)
-            attend_backward(piece, ctx.rule, Outputs(grad[:, :, rows], output[:, :, rows], log_sum_exp), into)
+            attend_backward(
+                piece, ctx.rule, Outputs(grad[:, :, rows], output[:, :, rows], log_sum_exp), into
+            )
             grad_queries.append(into.query.total)
 
         stacked = place.layout.stacked(grad_kv.to(key.dtype), dim=2)
         local_grad_kv = stacked.new_empty(*key.shape[:3], grad_kv.shape[3])
         reduce_scatter(local_grad_kv, stacked, place.group)
         grad_key, grad_value = local_grad_kv.split([width, value.shape[3]], -1)
-        grad_sinks = sink_gradient(sinks, grad, output, _joined(log_sum_exps)) if sinks is not None else None
-        return _joined(grad_queries).to(query.dtype), grad_key, grad_value, None, None, None, grad_sinks
+        grad_sinks = (
+            sink_gradient(sinks, grad, output, _joined(log_sum_exps)) if sinks is not None else None
+        )
+        return (
+            _joined(grad_queries).to(query.dtype),
+            grad_key,
+            grad_value,
+            None,
+            None,
+            None,
+            grad_sinks,
+        )
 
 
-def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered(
+    key: torch.Tensor, value: torch.Tensor, place: Place
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values of the sequence, in the order of its tokens. Collective."""
     local_kv = torch.cat([key, value], -1)
     ranks = place.layout.ranks
@@ -153,7 +169,13 @@ def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[tor
     return sequence_kv[..., : key.shape[3]], sequence_kv[..., key.shape[3] :]
 
 
-def _pieces(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, place: Place) -> Iterator[Piece]:
+def _pieces(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    place: Place,
+) -> Iterator[Piece]:
     """Yield each chunk of the queries with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
         rows = slice(chunk.local, chunk.local + chunk.size)
@@ -174,13 +196,18 @@ class _Ring(torch.autograd.Function):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         ring = _RingPieces(query, key.shape[3], starts, place, rule)
-        softmaxes = [PartialSoftmax(query[:, :, start:end], value.shape[3]) for start, end in ring.runs]
+        softmaxes = [
+            PartialSoftmax(query[:, :, start:end], value.shape[3]) for start, end in ring.runs
+        ]
         for source, kv in _ring_steps(torch.cat([key, value], -1), place):
             for run, piece in ring.pieces(kv, source):
                 attend(piece, rule, softmaxes[run])
-        outputs, log_sum_exps = zip(*(softmax.finished(sinks) for softmax in softmaxes), strict=True)
+        outputs, log_sum_exps = zip(
+            *(softmax.finished(sinks) for softmax in softmaxes), strict=True
+        )
         output = _joined(outputs)
-        ctx.place, ctx.rule = place, rule
+        ctx.place = place
+        ctx.rule = rule
         ctx.save_for_backward(query, key, value, output, starts, sinks, *log_sum_exps)
         return output
 
@@ -197,30 +224,37 @@ class _Ring(torch.autograd.Function):
             grad_queries.append(GradientSum(query[:, :, start:end]))
         exchange: _Exchange | None = None
         for source, kv in _ring_steps(torch.cat([key, value], -1), place):
-            # The gradients of a rank's keys and values follow them from rank to rank. They arrive while this
-            # rank computes its share of them. After one step per rank they are back at their rank.
+            # The gradients of a rank's keys and values follow them from rank to rank. They arrive
+            # while this rank computes its share of them. After one step per rank they are back at
+            # their rank.
             grad_kv = _RingGradients(kv, exchange)
             key_sum = _RingGradientSum(grad_kv, 0, width)
             value_sum = _RingGradientSum(grad_kv, width, kv.shape[3])
             for run, piece in ring.pieces(kv, source):
-                attend_backward(piece, ctx.rule, outputs[run], Gradients(grad_queries[run], key_sum, value_sum))
+                attend_backward(
+                    piece, ctx.rule, outputs[run], Gradients(grad_queries[run], key_sum, value_sum)
+                )
             exchange = _Exchange(grad_kv.total, place)
         assert exchange is not None
         grad_key, grad_value = exchange.wait().to(key.dtype).split([width, value.shape[3]], -1)
         grad_query = _joined([total.total for total in grad_queries]).to(query.dtype)
-        grad_sinks = sink_gradient(sinks, grad, output, _joined(log_sum_exps)) if sinks is not None else None
+        grad_sinks = (
+            sink_gradient(sinks, grad, output, _joined(log_sum_exps)) if sinks is not None else None
+        )
         return grad_query, grad_key, grad_value, None, None, None, grad_sinks
 
 
 class _RingPieces:
     """Pieces that combine this rank's queries with the keys of one rank at a time.
 
-    If visibility depends on the order of tokens only, each step of the ring is one piece: the tokens of a
-    rank are in order, and its queries see a rectangle of another rank's keys in full (see
-    `SequenceLayout.block`). With a window or documents, each pair of chunks is a piece.
+    If visibility depends on the order of tokens only, each step of the ring is one piece: the
+    tokens of a rank are in order, and its queries see a rectangle of another rank's keys in full
+    (see `SequenceLayout.block`). With a window or documents, each pair of chunks is a piece.
     """
 
-    def __init__(self, query: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, rule: Rule) -> None:
+    def __init__(
+        self, query: torch.Tensor, width: int, starts: torch.Tensor | None, place: Place, rule: Rule
+    ) -> None:
         self._query = query
         self._width = width
         self._starts = starts
@@ -230,7 +264,9 @@ class _RingPieces:
         self.runs = [(0, tokens)]
         """First and last index of the queries that share one softmax."""
         if self._in_pairs:
-            self.runs = [(chunk.local, chunk.local + chunk.size) for chunk in place.layout.chunks(tokens)]
+            self.runs = [
+                (chunk.local, chunk.local + chunk.size) for chunk in place.layout.chunks(tokens)
+            ]
 
     def pieces(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
         """Yield (index of the run of queries, piece) for the keys and values of one rank.
@@ -246,11 +282,21 @@ class _RingPieces:
         block = self._layout.block(kv.shape[2], source)
         if block is None:
             return
-        # These positions only have the right order: the tokens of this rank are causal, and its queries see
-        # the block of another rank in full.
+        # These positions only have the right order: the tokens of this rank are causal, and its
+        # queries see the block of another rank in full.
         query_at = 0 if source == self._layout.rank else block.keys
         key, value = self._split(kv[:, :, : block.keys])
-        yield 0, Piece(self._query[:, :, block.first_query :], key, value, query_at, 0, row=block.first_query)
+        yield (
+            0,
+            Piece(
+                self._query[:, :, block.first_query :],
+                key,
+                value,
+                query_at,
+                0,
+                row=block.first_query,
+            ),
+        )
 
     def _split(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the keys and of the values."""
@@ -262,11 +308,24 @@ class _RingPieces:
             starts = None if self._starts is None else self._starts[:, rows]
             for keys in self._layout.chunks(kv.shape[2], source):
                 key, value = self._split(kv[:, :, keys.local : keys.local + keys.size])
-                yield run, Piece(self._query[:, :, rows], key, value, chunk.at, keys.at, starts, column=keys.local)
+                yield (
+                    run,
+                    Piece(
+                        self._query[:, :, rows],
+                        key,
+                        value,
+                        chunk.at,
+                        keys.at,
+                        starts,
+                        column=keys.local,
+                    ),
+                )
 
 
 class _RingGradients:
-    """Gradients of the keys and values of one rank, summed over the ranks that have visited them."""
+    """Gradients of the keys and values of one rank, summed over the ranks that have visited
+    them.
+    """
 
     def __init__(self, kv: torch.Tensor, exchange: _Exchange | None) -> None:
         self.kv = kv
@@ -274,7 +333,9 @@ class _RingGradients:
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """Sum to which this rank adds its share. The first access waits until the sum has arrived."""
+        """Sum to which this rank adds its share. The first access waits until the sum has
+        arrived.
+        """
         if self._exchange is None:
             return torch.zeros_like(self.kv, dtype=wide(self.kv.dtype))
         return self._exchange.wait()
@@ -299,7 +360,8 @@ def _ring_steps(local: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.
 
     The next tensor is received while the caller works with the current one.
     """
-    ranks, rank = place.layout.ranks, place.layout.rank
+    ranks = place.layout.ranks
+    rank = place.layout.rank
     current = local.contiguous()
     for step in range(ranks):
         exchange = _Exchange(current, place) if step < ranks - 1 else None
@@ -312,7 +374,8 @@ class _Exchange:
     """Exchange that sends a tensor to the next rank and receives one from the previous rank."""
 
     def __init__(self, tensor: torch.Tensor, place: Place) -> None:
-        ranks, rank = place.layout.ranks, place.layout.rank
+        ranks = place.layout.ranks
+        rank = place.layout.rank
         following = dist.get_global_rank(place.group, (rank + 1) % ranks)
         previous = dist.get_global_rank(place.group, (rank - 1) % ranks)
         self._sent = tensor  # referenced until the message has left
@@ -349,10 +412,15 @@ def _ulysses(
 
 
 def exchanged(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: Place, compute: Callable[..., torch.Tensor]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    place: Place,
+    compute: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Outputs of this rank's queries, where `compute` is given queries, keys and values [batch, heads, tokens, ...] of all tokens for this
-    rank's heads, and returns their outputs."""
+    """Outputs of this rank's queries, where `compute` is given queries, keys and values [batch,
+    heads, tokens, ...] of all tokens for this rank's heads, and returns their outputs.
+    """
     copies = kv_copies(key.shape[1], place.layout.ranks)
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
@@ -361,11 +429,14 @@ def exchanged(
 
 
 class _Exchanged(torch.autograd.Function):
-    """[batch, heads, tokens / n, width] to [batch, heads / n, tokens, width] where `to_tokens`, else back."""
+    """[batch, heads, tokens / n, width] to [batch, heads / n, tokens, width] where `to_tokens`,
+    else back.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, place: Place, to_tokens: bool) -> torch.Tensor:
-        ctx.place, ctx.to_tokens = place, to_tokens
+        ctx.place = place
+        ctx.to_tokens = to_tokens
         return _exchanged(x, place, to_tokens=to_tokens)
 
     @staticmethod
@@ -406,6 +477,11 @@ class _AllTokens(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_sum_exp, starts, sinks = ctx.saved_tensors
         into = Gradients(GradientSum(query), GradientSum(key), GradientSum(value))
-        attend_backward(Piece(query, key, value, 0, 0, starts), ctx.rule, Outputs(grad, output, log_sum_exp), into)
+        attend_backward(
+            Piece(query, key, value, 0, 0, starts),
+            ctx.rule,
+            Outputs(grad, output, log_sum_exp),
+            into,
+        )
         grads = [total.total.to(total.like.dtype) for total in (into.query, into.key, into.value)]
         return *grads, None, None, sink_gradient(sinks, grad, output, log_sum_exp)

@@ -1,8 +1,10 @@
-"""Which tokens of a sequence a rank of the cp axis has, and how what is [batch, seq, ...] is cut and put together again.
+"""Which tokens of a sequence a rank of the cp axis has, and how what is [batch, seq, ...] is cut
+and put together again.
 
-A sequence is padded at its end to equal chunks. With one chunk a rank, rank r has the r-th. With two (zigzag) it has the r-th from the
-front and the r-th from the end: a token sees the tokens before it, so every rank then has equally much attention to compute. Nothing here
-knows what attention is.
+A sequence is padded at its end to equal chunks. With one chunk a rank, rank r has the r-th. With
+two (zigzag) it has the r-th from the front and the r-th from the end: a token sees the tokens
+before it, so every rank then has equally much attention to compute. Nothing here knows what
+attention is.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """Smallest rectangle of this rank's queries and another rank's keys that holds every visible pair."""
+    """Smallest rectangle of this rank's queries and another rank's keys that holds every visible
+    pair.
+    """
 
     first_query: int
     """Index of its first query in this rank's part. The block extends to the last query."""
@@ -69,11 +73,12 @@ class SequenceLayout:
         return tuple(Chunk(local * size, index * size, size) for local, index in enumerate(held))
 
     def block(self, part: int, source: int) -> VisibleBlock | None:
-        """Return the block of this rank's queries and the keys of `source` if only token order matters.
+        """Return the block of this rank's queries and the keys of `source` if only token order
+        matters.
 
-        With two chunks per rank, the first chunk of an earlier rank is before both chunks of this rank,
-        and its second chunk is after them. Both chunks of a later rank are between the chunks of this
-        rank. The block is therefore fully visible, or causal if `source` is this rank.
+        With two chunks per rank, the first chunk of an earlier rank is before both chunks of this
+        rank, and its second chunk is after them. Both chunks of a later rank are between the chunks
+        of this rank. The block is therefore fully visible, or causal if `source` is this rank.
 
         Args:
             part: Tokens of a part.
@@ -95,7 +100,9 @@ class SequenceLayout:
         if missing:
             whole = F.pad(whole, (0, 0) * (whole.ndim - 1 - dim) + (0, missing), value=fill)
         size = whole.shape[dim] // self.count
-        return torch.cat([whole.narrow(dim, index * size, size) for index in self.indices(self.rank)], dim).contiguous()
+        return torch.cat(
+            [whole.narrow(dim, index * size, size) for index in self.indices(self.rank)], dim
+        ).contiguous()
 
     def join(self, parts: Iterable[torch.Tensor], *, dim: int) -> torch.Tensor:
         """The padded sequence from the parts of all ranks, in their order."""
@@ -107,12 +114,15 @@ class SequenceLayout:
         return torch.cat([chunks[index] for index in range(self.count)], dim)
 
     def stacked(self, whole: torch.Tensor, *, dim: int) -> torch.Tensor:
-        """Return the parts of all ranks, concatenated in the first dimension. This is the inverse of `join`.
+        """Return the parts of all ranks, concatenated in the first dimension. This is the inverse
+        of `join`.
 
         Args:
             whole: The padded sequence.
             dim: The dimension of its tokens.
         """
         chunks = whole.chunk(self.count, dim)
-        in_order = torch.cat([chunks[index] for rank in range(self.ranks) for index in self.indices(rank)], dim)
+        in_order = torch.cat(
+            [chunks[index] for rank in range(self.ranks) for index in self.indices(rank)], dim
+        )
         return in_order.unflatten(dim, (self.ranks, -1)).movedim(dim, 0).flatten(0, 1).contiguous()

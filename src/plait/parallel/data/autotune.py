@@ -1,10 +1,11 @@
 """Choice of gradient compression by measured step time, where the user allows several candidates.
 
-The costs of the links cannot decide it, because a step gains no more than the communication that computation does not hide. The run's
-own steps are timed instead: first uncompressed ones, then a few of every candidate. A lossier candidate is chosen if its steps are 5 %
-shorter than the best before it. Before that, uncompressed gradients run a few more steps, in case the first ones were slow by chance.
-The decision is taken once, the same on every rank of the groups, and saved in the checkpoint. The residual of a candidate is dropped
-when another one is activated.
+The costs of the links cannot decide it, because a step gains no more than the communication that
+computation does not hide. The run's own steps are timed instead: first uncompressed ones, then a
+few of every candidate. A lossier candidate is chosen if its steps are 5 % shorter than the best
+before it. Before that, uncompressed gradients run a few more steps, in case the first ones were
+slow by chance. The decision is taken once, the same on every rank of the groups, and saved in the
+checkpoint. The residual of a candidate is dropped when another one is activated.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from plait.parallel.hooks import StepEnd, StepHook
 SHARE = 0.05
 """Of a step, which has to be saved."""
 _UNCOMPRESSED = "uncompressed"
-_UNCOUNTED, _COUNTED = 2, 3
+_UNCOUNTED = 2
+_COUNTED = 3
 """Steps per candidate. Caches and buffers come into being in the first ones."""
 _DECISION = "autotune.decision"
 
 
 def best_of(seconds: Mapping[str, float]) -> str:
-    """Return the last of the candidates (to seconds per step, the least lossy first) that is shorter by SHARE than the best before it."""
+    """Return the last of the candidates (to seconds per step, the least lossy first) that is
+    shorter by SHARE than the best before it.
+    """
     best, *others = seconds
     for name in others:
         if seconds[name] < (1 - SHARE) * seconds[best]:
@@ -41,10 +45,8 @@ def best_of(seconds: Mapping[str, float]) -> str:
 class Candidate:
     """A candidate for compression.
 
-    Attributes:
-        name: Shown to the user.
-        code: Stands for it in a checkpoint; positive.
-        activate: Uses it from the next step on. Called between two steps, on every rank of the groups.
+    Attributes: name: Shown to the user. code: Stands for it in a checkpoint; positive. activate:
+        Uses it from the next step on. Called between two steps, on every rank of the groups.
     """
 
     name: str
@@ -56,12 +58,11 @@ class Candidate:
 class CompressionAutotuner(StepHook):
     """Times steps and chooses the compression of gradients.
 
-    Attributes:
-        groups: One group along each axis whose ranks must take the same decision (see `deciding_groups`).
-        device: The device of this rank. Its queue is empty when a step's time is taken.
-        deactivate: Returns to uncompressed gradients.
-        candidates: The least lossy first.
-        decision: For a checkpoint. -1: not decided; 0: uncompressed; otherwise the code of a candidate.
+    Attributes: groups: One group along each axis whose ranks must take the same decision (see
+        `deciding_groups`). device: The device of this rank. Its queue is empty when a step's time
+        is taken. deactivate: Returns to uncompressed gradients. candidates: The least lossy first.
+        decision: For a checkpoint. -1: not decided; 0: uncompressed; otherwise the code of a
+        candidate.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -88,10 +89,12 @@ class CompressionAutotuner(StepHook):
             self.commit(decided)
 
     def after_step(self, end: StepEnd) -> str:
-        """Time a step. Returns a description of the decision after the step that takes it, else nothing.
+        """Time a step. Returns a description of the decision after the step that takes it, else
+        nothing.
 
-        Collective over the groups at the end of every candidate's steps. Until the decision the host waits for the device after each
-        step: kernels are queued, so without the wait the clock would measure how quickly the host launches them.
+        Collective over the groups at the end of every candidate's steps. Until the decision the
+        host waits for the device after each step: kernels are queued, so without the wait the clock
+        would measure how quickly the host launches them.
         """
         if int(self.decision) >= 0:
             return ""
@@ -124,26 +127,37 @@ class CompressionAutotuner(StepHook):
 
     def _slowest_rank(self) -> float:
         """Return the seconds of a step, of the slowest rank. Collective."""
-        seconds = torch.tensor(median(self._steps[_UNCOUNTED:]), dtype=torch.float64, device=self.device)
+        seconds = torch.tensor(
+            median(self._steps[_UNCOUNTED:]), dtype=torch.float64, device=self.device
+        )
         for group in self.groups:  # one axis after the other gives the maximum over all of them
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
         return float(seconds)
 
     def _decide(self) -> str:
         chosen = best_of(self._seconds)
-        code = next((candidate.code for candidate in self.candidates if candidate.name == chosen), 0)
+        code = next(
+            (candidate.code for candidate in self.candidates if candidate.name == chosen), 0
+        )
         self.commit(code)
         times = {name: seconds for name, seconds in self._seconds.items() if name != _UNCOMPRESSED}
         if self._seconds_again is not None:
             times["uncompressed again"] = self._seconds_again
         measured = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times.items())
-        verdict = f"gradients are sent as {chosen} from now on" if code else "gradients stay uncompressed"
-        return f"{verdict}: a step takes {self._seconds[_UNCOMPRESSED] * 1e3:.3g} ms uncompressed; candidates: {measured}"
+        verdict = (
+            f"gradients are sent as {chosen} from now on" if code else "gradients stay uncompressed"
+        )
+        return (
+            f"{verdict}: a step takes {self._seconds[_UNCOMPRESSED] * 1e3:.3g} ms uncompressed;"
+            f" candidates: {measured}"
+        )
 
     def commit(self, code: int) -> None:
         """Decide, or restore an earlier decision; 0 leaves gradients uncompressed."""
         self.decision.fill_(code)
-        self._activate(next((candidate for candidate in self.candidates if candidate.code == code), None))
+        self._activate(
+            next((candidate for candidate in self.candidates if candidate.code == code), None)
+        )
 
     def _activate(self, candidate: Candidate | None) -> None:
         if candidate is self._active:

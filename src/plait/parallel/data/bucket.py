@@ -10,7 +10,9 @@ from torch import nn
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that are reduced together. `flat` [numel] holds them, one after the other, each in its parameter's memory layout."""
+    """Gradients that are reduced together. `flat` [numel] holds them, one after the other, each in
+    its parameter's memory layout.
+    """
 
     parameters: list[nn.Parameter]
     flat: torch.Tensor
@@ -33,5 +35,7 @@ class Slot:
     bucket: Bucket
     view: torch.Tensor
     grad: torch.Tensor
-    """What the parameter's `grad` is set to: the view, or for a parameter split over tp a DTensor around it."""
+    """What the parameter's `grad` is set to: the view, or for a parameter split over tp a DTensor
+    around it.
+    """
     index: int

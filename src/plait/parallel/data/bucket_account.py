@@ -1,4 +1,5 @@
-"""The reducer's buckets in bytes: which parameters share one, and what their sum sends where that depends on the bucket's size.
+"""The reducer's buckets in bytes: which parameters share one, and what their sum sends where that
+depends on the bucket's size.
 
 A plain sum does not need this: its bytes are those of all gradients together (`data`'s account).
 """
@@ -24,8 +25,9 @@ ALGORITHM_KINDS: dict[str, tuple[str, ...]] = {
     "ring": ("send",),
     "recursive-doubling": ("send",),
 }
-"""The collectives that the messages of an algorithm count as, in equal parts. The hierarchical algorithm sends as many bytes as one
-all-reduce."""
+"""The collectives that the messages of an algorithm count as, in equal parts. The hierarchical
+algorithm sends as many bytes as one all-reduce.
+"""
 
 
 def account_buckets(
@@ -37,9 +39,12 @@ def account_buckets(
     bucket_bytes: int,
     at: NDArray[np.bool_],
 ) -> Ledger:
-    """Traffic and memory of stage 0 with compressed gradients or an algorithm of several messages, for the candidates where `at` is true:
-    what the first rank sends. `numels` are the elements of every trainable parameter on a rank, in the facts' order."""
-    scheme, parameters = ledger.scheme, facts.trainable
+    """Traffic and memory of stage 0 with compressed gradients or an algorithm of several messages,
+    for the candidates where `at` is true: what the first rank sends. `numels` are the elements of
+    every trainable parameter on a rank, in the facts' order.
+    """
+    scheme = ledger.scheme
+    parameters = facts.trainable
     columns = list(numels)
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "send", "memory")
     sums = {kind: np.zeros_like(ledger.dp_replicate) for kind in kinds}
@@ -49,7 +54,14 @@ def account_buckets(
         held = [int(np.broadcast_to(column, at.shape)[candidate]) for column in columns]
         split = ledger.tensor_dims if int(ledger.tp[candidate]) > 1 else {}
         sizes = [
-            (numel * p.itemsize, (p.itemsize, len(p.shape) > 1 or not scheme.gradients, split.get(p.name) is not None))
+            (
+                numel * p.itemsize,
+                (
+                    p.itemsize,
+                    len(p.shape) > 1 or not scheme.gradients,
+                    split.get(p.name) is not None,
+                ),
+            )
             for numel, p in zip(held, parameters, strict=True)
         ]
         carried = 0
@@ -57,9 +69,21 @@ def account_buckets(
             carried += 8  # its count of steps
         for members in partition(sizes, bucket_bytes):
             numel = sum(held[i] for i in members)
-            itemsize = parameters[members[0]].itemsize if ledger.reduce_bytes is None else int(ledger.reduce_bytes[candidate])
+            itemsize = (
+                parameters[members[0]].itemsize
+                if ledger.reduce_bytes is None
+                else int(ledger.reduce_bytes[candidate])
+            )
             if not scheme.gradients:
-                sent = sum(wire_bytes(cast(Name, algorithm), numel=numel, itemsize=itemsize, ranks=ranks, per_node=ranks))
+                sent = sum(
+                    wire_bytes(
+                        cast(Name, algorithm),
+                        numel=numel,
+                        itemsize=itemsize,
+                        ranks=ranks,
+                        per_node=ranks,
+                    )
+                )
                 for kind in ALGORITHM_KINDS[algorithm]:
                     sums[kind][candidate] += sent // len(ALGORITHM_KINDS[algorithm])
             elif len(parameters[members[0]].shape) < 2:
@@ -67,8 +91,12 @@ def account_buckets(
             elif scheme.powersgd_rank:
                 shapes = [parameters[i].shape for i in members]
                 factors = sum(factor_numel(shape, scheme.powersgd_rank) for shape in shapes)
-                sums["all_reduce"][candidate] += 2 * (ranks - 1) * factors * max(itemsize, 4) // ranks
-                rights = sum(prod(shape[1:]) * factor_rank(shape, scheme.powersgd_rank) for shape in shapes)
+                sums["all_reduce"][candidate] += (
+                    2 * (ranks - 1) * factors * max(itemsize, 4) // ranks
+                )
+                rights = sum(
+                    prod(shape[1:]) * factor_rank(shape, scheme.powersgd_rank) for shape in shapes
+                )
                 carried += (numel + rights) * max(itemsize, 4) * bool(rights)
             else:
                 part = part_of(numel, ranks)
@@ -84,8 +112,10 @@ def account_buckets(
 
 
 def partition(sizes: Sequence[tuple[int, Hashable]], bucket_bytes: int) -> list[list[int]]:
-    """Buckets of parameters, given as (bytes, kind), in about the order in which their gradients appear: last registered first, cut at
-    `bucket_bytes`, one kind a bucket. A bucket comes when its last gradient does."""
+    """Buckets of parameters, given as (bytes, kind), in about the order in which their gradients
+    appear: last registered first, cut at `bucket_bytes`, one kind a bucket. A bucket comes when its
+    last gradient does.
+    """
     closed: list[list[int]] = []
     open_: dict[Hashable, tuple[list[int], int]] = {}
     for index in reversed(range(len(sizes))):
@@ -93,7 +123,10 @@ def partition(sizes: Sequence[tuple[int, Hashable]], bucket_bytes: int) -> list[
         members, held = open_.get(kind, ([], 0))
         if members and held + nbytes > bucket_bytes:
             closed.append(members)
-            members, held = [], 0
+            members = []
+            held = 0
         members.append(index)
         open_[kind] = members, held + nbytes
-    return sorted([*closed, *(members for members, _ in open_.values())], key=lambda members: -members[-1])
+    return sorted(
+        [*closed, *(members for members, _ in open_.values())], key=lambda members: -members[-1]
+    )

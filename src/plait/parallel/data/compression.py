@@ -1,7 +1,8 @@
-"""Compressed communication between data-parallel ranks: which scheme, or which of several the first steps may choose.
+"""Compressed communication between data-parallel ranks: which scheme, or which of several the first
+steps may choose.
 
-The collectives are chosen with all others (`collective_selection`), by the technique that reduces; here is what can be set, and what
-stays from step to step.
+The collectives are chosen with all others (`collective_selection`), by the technique that reduces;
+here is what can be set, and what stays from step to step.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ class Compression(Technique):
     scheme: Scheme = Scheme()
     """From the first step on."""
     candidates: tuple[Scheme, ...] = ()
-    """From which the first steps may select one, the least lossy first (see `parallel.data.autotune`)."""
+    """From which the first steps may select one, the least lossy first (see
+    `parallel.data.autotune`).
+    """
 
     @property
     def gradients(self) -> bool:
-        """Whether gradients are compressed, from the first step or perhaps after the first steps."""
+        """Whether gradients are compressed, from the first step or perhaps after the first
+        steps.
+        """
         return self.scheme.gradients or bool(self.candidates)
 
     @property
@@ -43,8 +48,11 @@ class Compression(Technique):
         """The steps that decide, where that is open, and what compressed collectives carry."""
         if not self.gradients:
             return []
-        autotuner, units = parts.noted(CompressionAutotuner), parts.noted(CompressedUnits)
-        residuals = Residuals(parts.noted(Reducer), CompressedUnits() if units is None else units, device=mesh.device)
+        autotuner = parts.noted(CompressionAutotuner)
+        units = parts.noted(CompressedUnits)
+        residuals = Residuals(
+            parts.noted(Reducer), CompressedUnits() if units is None else units, device=mesh.device
+        )
         return [residuals] if autotuner is None else [autotuner, residuals]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:

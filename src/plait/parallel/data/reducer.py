@@ -1,10 +1,13 @@
-"""Data parallelism's gradient reduction for replicated parameters (ZeRO stage 0): buckets, all-reduced while backward still runs.
+"""Data parallelism's gradient reduction for replicated parameters (ZeRO stage 0): buckets,
+all-reduced while backward still runs.
 
-The same idea as DistributedDataParallel's reducer, which cannot be used here because it wraps or hijacks the root module's forward,
-breaks under pipeline schedules and averages. This one listens to gradients only, so it works for any part of a model, in any schedule.
-Invariant: gradients live in the buckets (one copy), all ranks launch the buckets in one fixed order, and nothing is added to a bucket
-between its launch and the end of its sum: what arrives then (a reentrant checkpoint's backward runs inside another one) is kept apart in
-`parameter.grad` and summed in a round of its own. A gradient that has been summed over the ranks is never summed again.
+The same idea as DistributedDataParallel's reducer, which cannot be used here because it wraps or
+hijacks the root module's forward, breaks under pipeline schedules and averages. This one listens to
+gradients only, so it works for any part of a model, in any schedule. Invariant: gradients live in
+the buckets (one copy), all ranks launch the buckets in one fixed order, and nothing is added to a
+bucket between its launch and the end of its sum: what arrives then (a reentrant checkpoint's
+backward runs inside another one) is kept apart in `parameter.grad` and summed in a round of its
+own. A gradient that has been summed over the ranks is never summed again.
 """
 
 from __future__ import annotations
@@ -38,12 +41,13 @@ from plait.parallel.placed import like_parameter
 
 @dataclass
 class Reducer(StepHook):
-    """All-reduces the gradients of `model` over `group`, once attached: buckets start in the last backward of a step as they are complete,
-    and `finish_reduction` ends the sums.
+    """All-reduces the gradients of `model` over `group`, once attached: buckets start in the last
+    backward of a step as they are complete, and `finish_reduction` ends the sums.
 
-    `mean` divides by the group's size (what DistributedDataParallel does); otherwise gradients are summed. `reduce_dtype` is the dtype on
-    the wire. With `track_unused`, a parameter that no rank used keeps `grad = None`, and ranks may get gradients in different numbers of
-    parts; one small all-reduce a step finds out.
+    `mean` divides by the group's size (what DistributedDataParallel does); otherwise gradients are
+    summed. `reduce_dtype` is the dtype on the wire. With `track_unused`, a parameter that no rank
+    used keeps `grad = None`, and ranks may get gradients in different numbers of parts; one small
+    all-reduce a step finds out.
     """
 
     model: nn.Module
@@ -57,7 +61,9 @@ class Reducer(StepHook):
     apart: frozenset[nn.Parameter] = frozenset()
     """Parameters of the model that another hook reduces."""
     separate_vectors: bool = False
-    """Give parameters of fewer than two dimensions buckets of their own: compression leaves them as they are."""
+    """Give parameters of fewer than two dimensions buckets of their own: compression leaves them as
+    they are.
+    """
     synchronise: bool = True
     """Whether the coming backward is the last of its step; the others only accumulate."""
     accepts: bool = True
@@ -75,7 +81,9 @@ class Reducer(StepHook):
     _task: int | None = field(default=None, init=False)
     """The backward that the last gradient of this round came from."""
     _nested: bool = field(default=False, init=False)
-    """Whether gradients of one round came from several backwards, ever: reentrant checkpoints run one inside another."""
+    """Whether gradients of one round came from several backwards, ever: reentrant checkpoints run
+    one inside another.
+    """
     _listens: bool = field(default=False, init=False)
     """Whether the end of a backward finishes the sums, because no code calls `finish_reduction`."""
     _queued: bool = field(default=False, init=False)
@@ -83,18 +91,22 @@ class Reducer(StepHook):
     _handles: list[Any] = field(default_factory=list, init=False)
     _trained: list[nn.Parameter] = field(default_factory=list, init=False)
 
-    # ---- setting up -------------------------------------------------------------------------------------------------------------------
-
     def attach(self) -> None:
-        """Allocate the buckets and listen to the parameters. Once, when the model has its final parameters (not on `meta`)."""
+        """Allocate the buckets and listen to the parameters. Once, when the model has its final
+        parameters (not on `meta`).
+        """
         # Kept, because a parameter that is frozen while buckets are rebuilt may train again.
-        self._trained = [p for p in self.model.parameters() if p.requires_grad and p not in self.apart]
+        self._trained = [
+            p for p in self.model.parameters() if p.requires_grad and p not in self.apart
+        ]
         self._allocate()
         for parameter in self._slots:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 
     def finish_with_backward(self) -> None:
-        """For your own training loop: gradients are means, complete when `loss.backward()` returns, as DistributedDataParallel's are."""
+        """For your own training loop: gradients are means, complete when `loss.backward()` returns,
+        as DistributedDataParallel's are.
+        """
         self.mean = self._listens = True
         if not is_compiled(self.model):  # inside a compiled call hooks would be compiled too
             self._handles.append(self.model.register_forward_hook(_OutputHook(self)))
@@ -111,9 +123,19 @@ class Reducer(StepHook):
         self.buckets.clear()
         self.make_buckets = self.reduction = None  # type: ignore[assignment]  # shared memory, and descriptors of processes
 
-    def rebuild(self, make_buckets: Callable[[Sequence[Flat]], Buckets], *, bucket_bytes: int, separate_vectors: bool) -> None:
-        """Other buckets from the next step on. Between two steps, when no gradient is needed any more. Collective like `attach`."""
-        self.make_buckets, self.bucket_bytes, self.separate_vectors = make_buckets, bucket_bytes, separate_vectors
+    def rebuild(
+        self,
+        make_buckets: Callable[[Sequence[Flat]], Buckets],
+        *,
+        bucket_bytes: int,
+        separate_vectors: bool,
+    ) -> None:
+        """Other buckets from the next step on. Between two steps, when no gradient is needed any
+        more. Collective like `attach`.
+        """
+        self.make_buckets = make_buckets
+        self.bucket_bytes = bucket_bytes
+        self.separate_vectors = separate_vectors
         self.buckets.clear()
         self._slots.clear()
         self._allocate()
@@ -134,7 +156,11 @@ class Reducer(StepHook):
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         trained = {*self._trained, *unfrozen}
         self._trained = [p for p in self.model.parameters() if p in trained]
-        self.rebuild(self.make_buckets, bucket_bytes=self.bucket_bytes, separate_vectors=self.separate_vectors)
+        self.rebuild(
+            self.make_buckets,
+            bucket_bytes=self.bucket_bytes,
+            separate_vectors=self.separate_vectors,
+        )
 
     def _allocate(self) -> None:
         others = {*self._trained, *self.apart}
@@ -155,8 +181,10 @@ class Reducer(StepHook):
         self.start_step()
 
     def _partition(self) -> list[list[nn.Parameter]]:
-        """Trainable parameters by bucket, one dtype a bucket; parameters that tensor parallelism splits separately from replicated ones,
-        which must stay bitwise equal on every rank of its axis."""
+        """Trainable parameters by bucket, one dtype a bucket; parameters that tensor parallelism
+        splits separately from replicated ones, which must stay bitwise equal on every rank of its
+        axis.
+        """
         trainable = self._trained
         sizes = [
             (
@@ -169,14 +197,27 @@ class Reducer(StepHook):
 
     def _add_bucket(self, members: list[nn.Parameter], wire: torch.Tensor) -> None:
         locals_ = [local_tensor(p.detach()) for p in members]
-        flat = wire if wire.dtype == members[0].dtype else torch.zeros_like(wire, dtype=members[0].dtype)
-        views = [like_in_memory(part, t) for part, t in zip(flat.split([t.numel() for t in locals_]), locals_, strict=True)]
-        bucket = Bucket(members, flat, wire, len(self.buckets), range(len(self._slots), len(self._slots) + len(members)))
+        flat = (
+            wire
+            if wire.dtype == members[0].dtype
+            else torch.zeros_like(wire, dtype=members[0].dtype)
+        )
+        views = [
+            like_in_memory(part, t)
+            for part, t in zip(flat.split([t.numel() for t in locals_]), locals_, strict=True)
+        ]
+        bucket = Bucket(
+            members,
+            flat,
+            wire,
+            len(self.buckets),
+            range(len(self._slots), len(self._slots) + len(members)),
+        )
         self.buckets.append(bucket)
         for parameter, view in zip(members, views, strict=True):
-            self._slots[parameter] = Slot(bucket, view, like_parameter(view, parameter), len(self._slots))
-
-    # ---- a step's calls -----------------------------------------------------------------------------------------------------------------
+            self._slots[parameter] = Slot(
+                bucket, view, like_parameter(view, parameter), len(self._slots)
+            )
 
     def before_microbatch(self, last: bool) -> None:
         """The others of a step only accumulate."""
@@ -198,18 +239,19 @@ class Reducer(StepHook):
         if lost == "step":
             self.abandon()
 
-    # ---- during a backward ------------------------------------------------------------------------------------------------------------
-
     def _set_aside(self) -> None:
         for bucket in self.buckets:
             for index, parameter in zip(bucket.slots, bucket.parameters, strict=True):
-                self._used[index] = self._collect(parameter)  # the user may have dropped or changed it
+                # the user may have dropped or changed it
+                self._used[index] = self._collect(parameter)
                 parameter.grad = None
             bucket.reduced = bucket.flat.clone()
         self._begin_round()
 
     def expect_backward(self, output: Any) -> None:
-        """Finish when the backward of `output` ends: the outermost one, where reentrant checkpoints run others inside of it."""
+        """Finish when the backward of `output` ends: the outermost one, where reentrant checkpoints
+        run others inside of it.
+        """
         if not (torch.is_grad_enabled() and self.synchronise):
             return
         if self._queued and not self._done and graph_task() is None:
@@ -239,26 +281,31 @@ class Reducer(StepHook):
         self._collect(parameter)
         if not self.synchronise:
             return
-        task, self._task = self._task, graph_task()
+        task = self._task
+        self._task = graph_task()
         self._nested |= task is not None and task != self._task
         if self._listens:
             self._finish_afterwards()
-        # Buckets that were complete before this gradient: hooks of the user's on a parameter find its gradient in place.
+        # Buckets that were complete before this gradient: hooks of the user's on a parameter find
+        # its gradient in place.
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._send(self.buckets[self._next])
         bucket.missing.discard(slot.index)
 
     def _collect(self, parameter: nn.Parameter) -> bool:
-        """Bring a parameter's gradient into its bucket; without one, zero. Returns whether there is one."""
-        slot, gradient = self._slots[parameter], parameter.grad
+        """Bring a parameter's gradient into its bucket; without one, zero. Returns whether there is
+        one.
+        """
+        slot = self._slots[parameter]
+        gradient = parameter.grad
         if gradient is None:
             slot.view.zero_()
             return False
         if gradient is not slot.grad:
             if gradient.layout != torch.strided:
                 raise ModelError(
-                    f"`{self._name(parameter)}` has a {str(gradient.layout).removeprefix('torch.')} gradient, and ranks sum dense ones; "
-                    "build the embedding with sparse=False"
+                    f"`{self._name(parameter)}` has a {str(gradient.layout).removeprefix('torch.')}"
+                    " gradient, and ranks sum dense ones; build the embedding with sparse=False"
                 )
             with torch.no_grad():
                 slot.view.copy_(local_tensor(gradient))
@@ -280,11 +327,10 @@ class Reducer(StepHook):
             self.reduction.start(self._next)
         self._next += 1
 
-    # ---- at its end -------------------------------------------------------------------------------------------------------------------
-
     def finish_reduction(self) -> None:
-        """Reduce what is left, also on a rank whose loss reached no parameter, and wait; gradients are then the sum (or mean) over the
-        group. Safe to call twice for one backward."""
+        """Reduce what is left, also on a rank whose loss reached no parameter, and wait; gradients
+        are then the sum (or mean) over the group. Safe to call twice for one backward.
+        """
         if self._done:
             return
         for bucket in self.buckets[self._next :]:
@@ -331,7 +377,9 @@ class Reducer(StepHook):
         if not self.track_unused or not self.buckets:  # a pipeline stage may have nothing to train
             return None
         late = [index in self._late for index in range(len(self.buckets))]
-        flags = accelerator.tensor_of([*self._used, *late], dtype=torch.uint8, device=self.buckets[0].flat.device)
+        flags = accelerator.tensor_of(
+            [*self._used, *late], dtype=torch.uint8, device=self.buckets[0].flat.device
+        )
         return Pending(flags, self.group, dist.ReduceOp.MAX)
 
     def _answer(self, asked: Pending | None) -> tuple[list[bool], list[int]]:
@@ -340,11 +388,14 @@ class Reducer(StepHook):
             return [True] * len(self._used), sorted(self._late)
         with naming("all-reduce over dp_replicate"):
             flags = asked.value()
-        # Who used all, in one part, need not look (a device synchronisation): then all are used, and the others' gradients came so too.
+        # Who used all, in one part, need not look (a device synchronisation): then all are used,
+        # and the others' gradients came so too.
         if all(self._used) and not self._nested:
             return self._used, []
         found = [bool(flag) for flag in flags.tolist()]
-        return found[: len(self._used)], [index for index, late in enumerate(found[len(self._used) :]) if late]
+        return found[: len(self._used)], [
+            index for index, late in enumerate(found[len(self._used) :]) if late
+        ]
 
     @property
     def unfinished(self) -> bool:
@@ -352,7 +403,9 @@ class Reducer(StepHook):
         return not self._done and any(parameter.grad is not None for parameter in self._slots)
 
     def abandon(self) -> None:
-        """After a step that failed on all ranks: end what was launched, and drop all gradients. Collective, wherever each rank stopped."""
+        """After a step that failed on all ranks: end what was launched, and drop all gradients.
+        Collective, wherever each rank stopped.
+        """
         if not self._done:
             for bucket in self.buckets[self._next :]:
                 bucket.flat.zero_()
@@ -368,7 +421,9 @@ class Reducer(StepHook):
         self.start_step()
 
     def start_step(self) -> None:
-        """Forget the previous step. Needed before a step in which this rank may get no gradient at all; else the first one does it."""
+        """Forget the previous step. Needed before a step in which this rank may get no gradient at
+        all; else the first one does it.
+        """
         for bucket in self.buckets:
             bucket.reduced = None
         self._begin_round()
@@ -387,7 +442,9 @@ class Reducer(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward of a step that ends with `finish_reduction`. What has been summed already is set aside, to be added again."""
+        """Around a backward of a step that ends with `finish_reduction`. What has been summed
+        already is set aside, to be added again.
+        """
         if self._done:
             self._set_aside()
         self.accepts = True
@@ -397,7 +454,9 @@ class Reducer(StepHook):
             self.accepts = False
 
     def _name(self, parameter: nn.Parameter) -> str:
-        return next((name for name, p in self.model.named_parameters() if p is parameter), "a parameter")
+        return next(
+            (name for name, p in self.model.named_parameters() if p is parameter), "a parameter"
+        )
 
 
 class _OutputHook:

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from plait._torch.outer_units import follow_root
@@ -43,26 +49,41 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
             return CPUOffloadPolicy(pin_memory=parts.shard.pin_master_weights)
         return OffloadPolicy()
 
-    policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
+    policy = MixedPrecisionPolicy(
+        param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype
+    )
     # Experts receive routing weights besides tokens, and those must keep their dtype.
     expert_policy = MixedPrecisionPolicy(
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
         cast_forward_inputs=False,
     )
-    replicated = {*quantised_by_bitsandbytes(parts.model).values(), *(p for p in parts.model.parameters() if p.ndim == 0)}
+    replicated = {
+        *quantised_by_bitsandbytes(parts.model).values(),
+        *(p for p in parts.model.parameters() if p.ndim == 0),
+    }
 
-    def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> FSDPModule:
+    def shard(
+        name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int
+    ) -> FSDPModule:
         module = parts.model.get_submodule(name)
         return fully_shard(
-            module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=replicated
+            module,
+            mesh=over,
+            mp_policy=precision,
+            offload_policy=offload(unit),
+            reshard_after_forward=free,
+            ignored_params=replicated,
         )
 
     for name, expert_mesh in parts.shard.own_mesh.items():
         unit = _block_of(parts.blocks, name)
         shard(name, expert_mesh, expert_policy, unit, free=free_after_forward)
     float32 = MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=True
+        param_dtype=torch.float32,
+        reduce_dtype=policy.reduce_dtype,
+        output_dtype=policy.param_dtype,
+        cast_forward_inputs=True,
     )
     for name in parts.shard.float32_modules:
         unit = _block_of(parts.blocks, name)
@@ -76,8 +97,14 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
     outer = parts.noted(OuterUnits) if mesh.layout.pp == 1 else None
     outer = (outer or OuterUnits()).without(parts.shard.float32_modules)
     free_embeddings = bool(free_after_forward)
-    embeddings = [shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings]
-    heads = [shard(outer.head, mesh.sub(*axes), policy, "", free=False)] if outer.head is not None else []
+    embeddings = [
+        shard(name, mesh.sub(*axes), policy, "", free=free_embeddings) for name in outer.embeddings
+    ]
+    heads = (
+        [shard(outer.head, mesh.sub(*axes), policy, "", free=False)]
+        if outer.head is not None
+        else []
+    )
     # The root unit (final norms, small layers) is used at both ends of a pass. It stays gathered
     # from the forward to the end of the backward.
     root = shard("", mesh.sub(*axes), policy, "", free=False)
@@ -104,8 +131,9 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
         if parameter.ndim == 0:
             if is_pipeline or parts.shard.master_weights_on_host:
                 raise ModelError(
-                    f"{name} is a 0-dimensional parameter, which a pipeline and an offloaded optimizer cannot shard; make it 1-dimensional "
-                    "(shape [1]) or use ZeRO stage 0"
+                    f"{name} is a 0-dimensional parameter, which a pipeline and an offloaded"
+                    " optimizer cannot shard; make it 1-dimensional (shape [1]) or use ZeRO"
+                    " stage 0"
                 )
             continue
         block = _block_of(parts.blocks, name) or "the rest of the model"

@@ -26,7 +26,12 @@ from torch.distributed.fsdp import FSDPModule
 from plait._torch.dtensor import local_tensor
 from plait._torch.passes import around_backward
 from plait._torch.unit_order import DIGEST_BITS, UnitOrder
-from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules, sharded_parameters
+from plait._torch.units import (
+    gathered_parameters,
+    reduce_unused_parameters,
+    sharded_modules,
+    sharded_parameters,
+)
 from plait.cluster import accelerator
 from plait.cluster.host_copy import HostCopy
 from plait.errors import CommunicationError, InputError
@@ -40,13 +45,16 @@ def foreign_backward() -> InputError:
     """Return the error for a gradient that arrives while this model's engine runs no backward."""
     if backward_underway():
         return InputError(
-            "engine.backward(loss): the loss was computed by the model of another engine too, whose gradients that engine does not expect "
-            "and would not reduce; call requires_grad_(False) on the other engine's model before its forward for this loss (a "
-            "discriminator's, where the generator is trained), and requires_grad_(True) afterwards; gradients go through it all the same"
+            "engine.backward(loss): the loss was computed by the model of another engine too, whose"
+            " gradients that engine does not expect and would not reduce; call"
+            " requires_grad_(False) on the other engine's model before its forward for this loss (a"
+            " discriminator's, where the generator is trained), and requires_grad_(True)"
+            " afterwards; gradients go through it all the same"
         )
     return InputError(
-        "loss.backward() was called on a model of plait.initialize: it does not divide by the number of micro-batches and ranks; call "
-        "engine.backward(loss), or use plait.parallelize with your own training loop"
+        "loss.backward() was called on a model of plait.initialize: it does not divide by the"
+        " number of micro-batches and ranks; call engine.backward(loss), or use plait.parallelize"
+        " with your own training loop"
     )
 
 
@@ -154,13 +162,16 @@ class UnusedTracker(StepHook):
         self._used[index] = True
 
     def finish_reduction(self) -> None:
-        """Set `grad = None` for parameters that no rank used since the last call. One small all-reduce.
+        """Set `grad = None` for parameters that no rank used since the last call. One small
+        all-reduce.
 
         Raises:
             CommunicationError: The ranks have gathered or reduced different units.
         """
         digest = self._comparison.begin() if self._comparison is not None else []
-        flags = accelerator.tensor_of([*digest, *self._used], dtype=torch.uint8, device=self._device)
+        flags = accelerator.tensor_of(
+            [*digest, *self._used], dtype=torch.uint8, device=self._device
+        )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         if self._comparison is not None:
             self._comparison.end(flags[: len(digest)])
@@ -187,10 +198,13 @@ class UnusedTracker(StepHook):
         assert gradient is not None
         if not bool(local_tensor(gradient).any()):
             return
-        name = next((name for name, p in self._model.named_parameters() if p is parameter), "a parameter")
+        name = next(
+            (name for name, p in self._model.named_parameters() if p is parameter), "a parameter"
+        )
         raise CommunicationError(
-            f"{name} has a gradient that no rank has seen autograd compute, and would not be trained; report this, and meanwhile set "
-            "parallel.unused_parameters = false (if every step uses every parameter) or use ZeRO stage 0"
+            f"{name} has a gradient that no rank has seen autograd compute, and would not be"
+            " trained; report this, and meanwhile set parallel.unused_parameters = false (if every"
+            " step uses every parameter) or use ZeRO stage 0"
         )
 
 
@@ -249,15 +263,17 @@ class _OrderComparison:
         # `take` returns the newest collectives only, which may agree.
         each = "; ".join(texts) or "the difference is older than the recorded collectives"
         return CommunicationError(
-            f"the ranks ran different parts of the model in one step, and exchanged weights or gradients of "
-            f"different blocks ({each}); run the same blocks in the same order on all ranks (draw the blocks "
-            "that are skipped from a generator with one seed on all ranks), or use ZeRO stage 1 or 2, where "
-            "ranks may skip different blocks"
+            "the ranks ran different parts of the model in one step, and exchanged weights or"
+            f" gradients of different blocks ({each}); run the same blocks in the same order on all"
+            " ranks (draw the blocks that are skipped from a generator with one seed on all"
+            " ranks), or use ZeRO stage 1 or 2, where ranks may skip different blocks"
         )
 
 
 def _may_train(parameter: torch.Tensor) -> bool:
-    """Return whether torch allows `requires_grad`, which it does not for quantised weights of integers."""
+    """Return whether torch allows `requires_grad`, which it does not for quantised weights of
+    integers.
+    """
     return parameter.is_floating_point() or parameter.is_complex()
 
 

@@ -1,5 +1,6 @@
-"""Routing without a balance loss, as in DeepSeek-V3: a bias for every expert, which a router adds to its scores where it chooses, is raised
-after a step for experts that had fewer tokens than the mean, and lowered for those that had more.
+"""Routing without a balance loss, as in DeepSeek-V3: a bias for every expert, which a router adds
+to its scores where it chooses, is raised after a step for experts that had fewer tokens than the
+mean, and lowered for those that had more.
 
 Transformers' classes have the bias and never change it.
 """
@@ -23,18 +24,31 @@ from plait.parallel.tokens import TokensOfForward
 
 
 class BiasUpdate(StepHook):
-    """Counts how many tokens of a step every expert was chosen for, over micro-batches and ranks with other tokens, and updates the biases
-    once. Padding, evaluations, recomputed blocks and steps that are skipped do not count."""
+    """Counts how many tokens of a step every expert was chosen for, over micro-batches and ranks
+    with other tokens, and updates the biases once. Padding, evaluations, recomputed blocks and
+    steps that are skipped do not count.
+    """
 
-    def __init__(self, model: nn.Module, routers: Sequence[str], *, rate: float, group: dist.ProcessGroup | None) -> None:
-        self.rate, self.group = rate, group
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: Sequence[str],
+        *,
+        rate: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.rate = rate
+        self.group = group
         self._routers = [model.get_submodule(name) for name in routers]
         self._tokens = TokensOfForward(model)
         self._counts: list[torch.Tensor] = []
         self._totals: list[torch.Tensor] = []
         for index, (name, router) in enumerate(zip(routers, self._routers, strict=True)):
             self._counts.append(torch.zeros_like(self._bias(router), dtype=torch.int64))
-            self._handles = [*getattr(self, "_handles", ()), router.register_forward_hook(partial(self._note, index, name))]
+            self._handles = [
+                *getattr(self, "_handles", ()),
+                router.register_forward_hook(partial(self._note, index, name)),
+            ]
         self.said = f"the biases of {len(routers)} routers move by {rate:g} after every step"
 
     @staticmethod
@@ -49,12 +63,15 @@ class BiasUpdate(StepHook):
         chosen = chosen_experts(output)
         if chosen is None:
             raise ModelError(
-                f"experts.bias_update_rate: {name} returns no table of the experts of every token, so they cannot be counted; use 0"
+                f"experts.bias_update_rate: {name} returns no table of the experts of every token,"
+                " so they cannot be counted; use 0"
             )
         counts = self._counts[index]
         mask = self._tokens.now
-        known = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() == len(chosen)
-        each = mask.to(chosen.dtype).reshape(-1, 1).expand_as(chosen) if known else torch.ones_like(chosen)  # type: ignore[union-attr]
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() == len(chosen):
+            each = mask.to(chosen.dtype).reshape(-1, 1).expand_as(chosen)
+        else:
+            each = torch.ones_like(chosen)
         counts.scatter_add_(0, chosen.detach().reshape(-1), each.reshape(-1))
 
     def finish_reduction(self) -> None:

@@ -1,7 +1,9 @@
-"""A layer of experts of which this rank has some: tokens are sent to the ranks of their experts, and the results return.
+"""A layer of experts of which this rank has some: tokens are sent to the ranks of their experts,
+and the results return.
 
-Dropless: every token reaches each expert that its router chose. A rank computes with the module's own forward, whose experts are this
-rank's. The routing weights stay with the tokens, so that a router's gradient is computed where its tokens are.
+Dropless: every token reaches each expert that its router chose. A rank computes with the module's
+own forward, whose experts are this rank's. The routing weights stay with the tokens, so that a
+router's gradient is computed where its tokens are.
 """
 
 from __future__ import annotations
@@ -42,39 +44,65 @@ class Dispatch:
     tp: ProcessGroup | None = None
     """Ranks that are called with the same tokens: each sends its part of them."""
     sequence: Region | None = None
-    """Where of the output [batch x seq, hidden] each of these ranks keeps its shard of the sequence, and reads nothing else."""
+    """Where of the output [batch x seq, hidden] each of these ranks keeps its shard of the
+    sequence, and reads nothing else.
+    """
 
-    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`hidden` [tokens, hidden], the experts of every token `chosen` [tokens, k] int64, and their `weights` [tokens, k]; the weighted
-        sums [tokens, hidden]. Collective over the group, also where a rank has no token."""
+    def __call__(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`hidden` [tokens, hidden], the experts of every token `chosen` [tokens, k] int64, and
+        their `weights` [tokens, k]; the weighted sums [tokens, hidden]. Collective over the group,
+        also where a rank has no token.
+        """
         if self.tp is None:
             return self._routed(hidden, chosen, weights)
-        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))  # some routers have narrower ones, and gradients are sent
+        # some routers have narrower ones, and gradients are sent
+        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
         if self.sequence is not None and not _is_watched(self.module):
             return self._of_own_tokens(hidden, chosen, wide, weights.dtype, self.sequence.length)
         own, experts, factors = (split(x, self.tp, dim=0) for x in (hidden, chosen, wide))
-        return gather(self._routed(own, experts, factors.to(weights.dtype)), self.tp, dim=0, length=len(hidden))
+        return gather(
+            self._routed(own, experts, factors.to(weights.dtype)),
+            self.tp,
+            dim=0,
+            length=len(hidden),
+        )
 
     def _of_own_tokens(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype, length: int
+        self,
+        hidden: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        dtype: torch.dtype,
+        length: int,
     ) -> torch.Tensor:
-        """Of this rank's shards of sequences of `length`; the other tokens of the output are 0. Their gradients are not gathered either:
-        each rank keeps those of its own tokens. Routers are computed by all ranks for all tokens, so gradients of weights are."""
+        """Of this rank's shards of sequences of `length`; the other tokens of the output are 0.
+        Their gradients are not gathered either: each rank keeps those of its own tokens. Routers
+        are computed by all ranks for all tokens, so gradients of weights are.
+        """
         assert self.tp is not None
-        rows, width = len(hidden) // length, hidden.shape[-1]
+        rows = len(hidden) // length
+        width = hidden.shape[-1]
         start, size = shard_range(length, self.tp)
-        own, experts = (x.reshape(rows, length, -1).narrow(1, start, size).flatten(0, 1) for x in (hidden, chosen))
+        own, experts = (
+            x.reshape(rows, length, -1).narrow(1, start, size).flatten(0, 1)
+            for x in (hidden, chosen)
+        )
         factors = split(weights.reshape(rows, length, -1), self.tp, dim=1).flatten(0, 1)
         found = self._routed(own, experts, factors.to(dtype)).view(rows, size, width)
         return F.pad(found, (0, 0, start, length - start - size)).flatten(0, 1)
 
-    def _routed(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _routed(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         tokens, k = chosen.shape
         plan = decided_once(lambda: self._plan(chosen.reshape(-1)))
         order = plan.order
         rows = hidden.index_select(0, order // k)
         if torch.is_grad_enabled() and not rows.requires_grad:
-            rows = rows.detach().requires_grad_()  # the backward is collective too, whatever this rank's own rows need
+            # the backward is collective too, whatever this rank's own rows need
+            rows = rows.detach().requires_grad_()
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
 
@@ -88,8 +116,14 @@ class Dispatch:
 
     def _compute(self, arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         if not len(arrived):
-            return arrived  # the module's own forward would return zeros that no gradient comes from
-        local = {name: local_tensor(parameter) for name, parameter in own_parameters(self.module).items() if parameter is not None}
+            return (
+                arrived  # the module's own forward would return zeros that no gradient comes from
+            )
+        local = {
+            name: local_tensor(parameter)
+            for name, parameter in own_parameters(self.module).items()
+            if parameter is not None
+        }
         with own_values(self.module, local):
             return self.original(arrived, experts.unsqueeze(-1), arrived.new_ones(len(arrived), 1))
 
@@ -102,7 +136,9 @@ class Dispatch:
         ranks = self.group.size()
         if isinstance(flat, FakeTensor) or flat.is_meta or is_fake(self.group):
             # Choices of a router have no values here, so all experts have equally many tokens.
-            exchange_counts(torch.zeros(ranks, self.here, dtype=torch.int64, device=flat.device), self.group)
+            exchange_counts(
+                torch.zeros(ranks, self.here, dtype=torch.int64, device=flat.device), self.group
+            )
             return _EvenPlan(torch.sort(flat, stable=True).indices, ranks, self.here)
         counts = torch.zeros(ranks * self.here, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(ranks, self.here)
@@ -119,17 +155,16 @@ Sizes = tuple[list[int], list[int]]
 class _Plan:
     """Destinations of the rows of one call.
 
-    A recomputation uses the plan of its forward, even if its router would choose differently. The ranks
-    then agree on the sizes of their messages, and no rank waits for its device again.
+    A recomputation uses the plan of its forward, even if its router would choose differently. The
+    ranks then agree on the sizes of their messages, and no rank waits for its device again.
     """
 
     def __init__(self, order: torch.Tensor, received_counts: torch.Tensor, sizes: HostCopy) -> None:
         """Create the plan.
 
-        Args:
-            order: [rows], indices of the rows in the order of their experts.
-            received_counts: [ranks, experts of this rank], rows that come from each rank for each expert.
-            sizes: [2, ranks], rows to each rank and rows from each rank.
+        Args: order: [rows], indices of the rows in the order of their experts. received_counts:
+            [ranks, experts of this rank], rows that come from each rank for each expert. sizes: [2,
+            ranks], rows to each rank and rows from each rank.
         """
         self.order = order
         self._received_counts = received_counts
@@ -168,10 +203,19 @@ class _EvenPlan:
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether a hook of the user gets what the module returns, or its gradient: all of it, then."""
-    return any(is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values())
+    return any(
+        is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values()
+    )
 
 
-def install(module: nn.Module, group: ProcessGroup, *, here: int, tp: ProcessGroup | None, sequence: Region | None) -> None:
+def install(
+    module: nn.Module,
+    group: ProcessGroup,
+    *,
+    here: int,
+    tp: ProcessGroup | None,
+    sequence: Region | None,
+) -> None:
     """Give a module of experts, whose parameters are this rank's, the forward of `Dispatch`."""
     module.forward = Dispatch(module, module.forward, group, here, tp, sequence)
     module.num_experts = here  # type: ignore[assignment]  # grouped products count them

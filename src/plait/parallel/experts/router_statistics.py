@@ -1,10 +1,12 @@
-"""The losses of routers where no module computes them from all that they are of: the balance loss of a model whose routers are on several
-pipeline stages, see parts of sequences, or are balanced over the tokens of all ranks; and the z loss, which Transformers does not have.
+"""The losses of routers where no module computes them from all that they are of: the balance loss
+of a model whose routers are on several pipeline stages, see parts of sequences, or are balanced
+over the tokens of all ranks; and the z loss, which Transformers does not have.
 
-Transformers sums, over all routers of a model, how many tokens each expert was chosen for and the probabilities that it was given, and
-multiplies the two sums. So no stage can compute its part of the loss alone: the sums of the stages before are sent with the activations,
-and the gradient of the probabilities returns with theirs. On the last stage the sums of other ranks are added up. In the order and the
-dtypes of Transformers' `load_balancing_loss_func`, so that the value is the same.
+Transformers sums, over all routers of a model, how many tokens each expert was chosen for and the
+probabilities that it was given, and multiplies the two sums. So no stage can compute its part of
+the loss alone: the sums of the stages before are sent with the activations, and the gradient of the
+probabilities returns with theirs. On the last stage the sums of other ranks are added up. In the
+order and the dtypes of Transformers' `load_balancing_loss_func`, so that the value is the same.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ from plait.model.experts import Router
 from plait.parallel.tokens import TokensOfForward
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""(tokens of each expert [experts], sums of its probabilities [experts], rows and squares of logarithms, both 0-dimensional)."""
+"""(tokens of each expert [experts], sums of its probabilities [experts], rows and squares of
+logarithms, both 0-dimensional).
+"""
 
 
 class RouterStatistics:
-    """What the routers of a rank's stages have chosen for the micro-batch that runs. `begin` and `end` of a stage's forward are called by
-    the pipeline."""
+    """What the routers of a rank's stages have chosen for the micro-batch that runs. `begin` and
+    `end` of a stage's forward are called by the pipeline.
+    """
 
     tensors = 4
     """How many tensors are sent with the activations."""
@@ -46,11 +51,17 @@ class RouterStatistics:
         group: dist.ProcessGroup | None = None,
         is_global: bool = False,
     ) -> None:
-        """`balances`: whether there is a balance loss, `is_global`: of the tokens of all data-parallel ranks. `z_loss`: the coefficient of
-        the other. `group`: ranks whose tokens count too. With `balances` the model's own forward computes none; its config says what it
-        did."""
+        """`balances`: whether there is a balance loss, `is_global`: of the tokens of all
+        data-parallel ranks. `z_loss`: the coefficient of the other. `group`: ranks whose tokens
+        count too. With `balances` the model's own forward computes none; its config says what it
+        did.
+        """
         self.is_global = is_global
-        self.experts, self.top_k, self.balances, self.z_loss, self.group = experts, top_k, balances, z_loss, group
+        self.experts = experts
+        self.top_k = top_k
+        self.balances = balances
+        self.z_loss = z_loss
+        self.group = group
         self.routers = len(routers)
         self._logits: list[torch.Tensor] | None = None
         self._before: Sums | None = None
@@ -66,11 +77,10 @@ class RouterStatistics:
         for handle in self._handles:
             handle.remove()
 
-    # ---- around the forward of a stage ------------------------------------------------------------------------------------------------
-
     def begin(self, first: bool, received: Any) -> Any:
         """Before it. `received`: what the stage before has sent; returns its activations alone."""
-        self._logits, self._before = [], None
+        self._logits = []
+        self._before = None
         if first:
             return received
         received, self._before = received
@@ -85,47 +95,66 @@ class RouterStatistics:
         leaves = output if isinstance(output, tuple) else (output,)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         each = torch.zeros(self.experts, dtype=torch.float32, device=device)
-        return output, (each, torch.zeros_like(each), torch.zeros_like(each[0]), torch.zeros_like(each[0]))
-
-    # ---- the sums ---------------------------------------------------------------------------------------------------------------------
+        return output, (
+            each,
+            torch.zeros_like(each),
+            torch.zeros_like(each[0]),
+            torch.zeros_like(each[0]),
+        )
 
     def sums(self) -> Sums:
         """Of all routers so far."""
-        logits, given = self._logits or [], self._tokens.now
+        logits = self._logits or []
+        given = self._tokens.now
         if self._before is not None:
             tokens, probabilities, rows, squares = self._before
         else:
             device = logits[0].device if logits else None
             tokens = torch.zeros(self.experts, dtype=torch.float32, device=device)
-            probabilities, rows, squares = torch.zeros_like(tokens), torch.zeros_like(tokens[0]), torch.zeros_like(tokens[0])
+            probabilities = torch.zeros_like(tokens)
+            rows = torch.zeros_like(tokens[0])
+            squares = torch.zeros_like(tokens[0])
         for one in logits:
             weights = torch.softmax(one, dim=-1)
             chosen = torch.topk(weights, self.top_k, dim=-1).indices.reshape(-1)
             wide = weights if weights.dtype == torch.float64 else weights.float()
-            square = torch.logsumexp(one if one.dtype == torch.float64 else one.float(), -1).square() if self.z_loss else wide.new_zeros(1)
+            square = (
+                torch.logsumexp(one if one.dtype == torch.float64 else one.float(), -1).square()
+                if self.z_loss
+                else wide.new_zeros(1)
+            )
             if given is None:
                 squares = squares + square.sum()
                 counted = torch.ones_like(chosen, dtype=torch.float32)
-                probabilities, rows = probabilities + wide.sum(0), rows + len(one)
+                probabilities = probabilities + wide.sum(0)
+                rows = rows + len(one)
             else:
                 mask = given.reshape(-1).to(one.device, torch.float32)
                 squares = squares + (square * mask).sum()
                 counted = mask.repeat_interleave(self.top_k)
-                probabilities, rows = probabilities + (wide * mask.unsqueeze(-1)).sum(0), rows + mask.sum()
+                probabilities = probabilities + (wide * mask.unsqueeze(-1)).sum(0)
+                rows = rows + mask.sum()
             tokens = tokens + torch.zeros_like(tokens).scatter_add_(0, chosen, counted)
         return tokens, probabilities, rows, squares
 
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(balance loss, z loss times its coefficient) of the micro-batch whose last stage has run here; 0-dimensional. Collective over the
-        group, and so is the backward: each rank adds a loss as often as it has targets."""
+        """(balance loss, z loss times its coefficient) of the micro-batch whose last stage has run
+        here; 0-dimensional. Collective over the group, and so is the backward: each rank adds a
+        loss as often as it has targets.
+        """
         if self._logits is None:
-            raise ModelError("the losses of a pipeline's routers are known on its last stage, after its forward")
+            raise ModelError(
+                "the losses of a pipeline's routers are known on its last stage, after its forward"
+            )
         tokens, probabilities, rows, squares = self.sums()
         if self.group is not None:
             single = torch.stack([rows.to(probabilities.dtype), squares.to(probabilities.dtype)])
             own = torch.cat([tokens.to(probabilities.dtype), probabilities, single])
-            counted, probabilities, row, squares = leave(enter(own, self.group), self.group).split([self.experts, self.experts, 1, 1])
-            tokens, rows = counted.to(tokens.dtype), row.to(rows.dtype)
+            counted, probabilities, row, squares = leave(enter(own, self.group), self.group).split(
+                [self.experts, self.experts, 1, 1]
+            )
+            tokens = counted.to(tokens.dtype)
+            rows = row.to(rows.dtype)
         balance = (tokens / rows * (probabilities / rows)).sum() * self.experts
         return balance, (squares / rows).sum() * (self.z_loss * self.routers)
 
@@ -133,7 +162,10 @@ class RouterStatistics:
         if self._logits is not None and graph_task() is None:  # in a backward a block is recomputed
             self._logits.append(output[index] if isinstance(output, tuple | list) else output)
 
-    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _begin_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._logits = []
-        # The model's own sum would be of its last stage, or of a part of the tokens. The configuration is the user's, who saves it.
+        # The model's own sum would be of its last stage, or of a part of the tokens. The
+        # configuration is the user's, who saves it.
         return args, {**kwargs, "output_router_logits": False} if self.balances else kwargs

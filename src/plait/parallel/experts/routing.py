@@ -1,5 +1,6 @@
-"""What a step does for the routers of a mixture-of-experts model: the balance loss over pipeline stages and parts of sequences, and biases
-that are updated."""
+"""What a step does for the routers of a mixture-of-experts model: the balance loss over pipeline
+stages and parts of sequences, and biases that are updated.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from torch import nn
 
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
-from plait.model.experts import BIAS, biased_routers, find_experts, recorded_routers, wants_balance_loss
+from plait.model.experts import (
+    BIAS,
+    biased_routers,
+    find_experts,
+    recorded_routers,
+    wants_balance_loss,
+)
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.experts.bias_update import BiasUpdate
@@ -27,13 +34,19 @@ class Routing(Technique):
     bias_update_rate: float = 0.0
     """By how much the bias of an expert changes after a step; 0 leaves biases as they are."""
     balance: Balance = "micro_batch"
-    """What a balance loss is of: the micro-batch of a data-parallel rank, as Transformers', or those that all compute at the same time."""
+    """What a balance loss is of: the micro-batch of a data-parallel rank, as Transformers', or
+    those that all compute at the same time.
+    """
     z_loss: float = 0.0
-    """Coefficient of the squared logarithms of the sums of exponentials of routers' logits; 0 for none."""
+    """Coefficient of the squared logarithms of the sums of exponentials of routers' logits; 0 for
+    none.
+    """
 
     @property
     def added(self) -> list[tuple[str, float | str, float | str]]:
-        """What this adds to the loss, or changes of it, as (setting, its value, the value that leaves the loss as it is)."""
+        """What this adds to the loss, or changes of it, as (setting, its value, the value that
+        leaves the loss as it is).
+        """
         settings: tuple[tuple[str, float | str, float | str], ...] = (
             ("experts.z_loss", self.z_loss, 0.0),
             ("experts.balance", self.balance, "micro_batch"),
@@ -41,18 +54,30 @@ class Routing(Technique):
         return [setting for setting in settings if setting[1] != setting[2]]
 
     def check(self, context: Context) -> None:
-        """Raise ConfigError or ModelError for what would be counted on a part of the tokens, or not at all."""
+        """Raise ConfigError or ModelError for what would be counted on a part of the tokens, or not
+        at all.
+        """
         model = context.model
         if model is None:
             return
-        cut = next((f"{axis} = {getattr(context.layout, axis)}" for axis in ("pp", "cp") if getattr(context.layout, axis) > 1), None)
+        cut = next(
+            (
+                f"{axis} = {getattr(context.layout, axis)}"
+                for axis in ("pp", "cp")
+                if getattr(context.layout, axis) > 1
+            ),
+            None,
+        )
         if cut is not None and wants_balance_loss(model):
             _check_statistics(model, f"parallel.{cut}", f"use parallel.{cut[:2]} = 1")
         if self.balance == "global" and not wants_balance_loss(model):
             rule = (
-                f"{type(model).__name__} has no balance loss, which model.config.output_router_logits = True adds to models that know one"
+                f"{type(model).__name__} has no balance loss, which"
+                " model.config.output_router_logits = True adds to models that know one"
             )
-            raise ConfigError(Problem("experts.balance", self.balance, rule, 'set that, or use "micro_batch"'))
+            raise ConfigError(
+                Problem("experts.balance", self.balance, rule, 'set that, or use "micro_batch"')
+            )
         if self.balance == "global":
             _check_statistics(model, 'experts.balance = "global"', 'use "micro_batch"')
         if self.z_loss and not (recorded_routers(model) and find_experts(model)):
@@ -62,8 +87,11 @@ class Routing(Technique):
             _check_bias(model, self.bias_update_rate)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Collect what the losses of routers are made of where the model's own sum is not what is wanted."""
-        model, balances = parts.model, wants_balance_loss(parts.model)
+        """Collect what the losses of routers are made of where the model's own sum is not what is
+        wanted.
+        """
+        model = parts.model
+        balances = wants_balance_loss(parts.model)
         own = mesh.layout.pp * mesh.layout.cp == 1 and self.balance == "micro_batch"
         if not self.z_loss and (own or not balances):
             return parts
@@ -87,7 +115,14 @@ class Routing(Technique):
             hooks.append(RecordedBalance(statistics))
         if self.bias_update_rate:
             names = list(biased_routers(parts.model))
-            hooks.append(BiasUpdate(parts.model, names, rate=self.bias_update_rate, group=mesh.group(*parts.batch_axes)))
+            hooks.append(
+                BiasUpdate(
+                    parts.model,
+                    names,
+                    rate=self.bias_update_rate,
+                    group=mesh.group(*parts.batch_axes),
+                )
+            )
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
@@ -107,29 +142,52 @@ class RecordedBalance(StepHook):
 
 
 def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
-    known = all(isinstance(getattr(model, name, None), int) for name in ("num_experts", "num_experts_per_tok"))
+    known = all(
+        isinstance(getattr(model, name, None), int)
+        for name in ("num_experts", "num_experts_per_tok")
+    )
     if not known or not recorded_routers(model):
         raise ModelError(
-            f"{setting}: model.config.output_router_logits is true, and {type(model).__name__} does not say which modules its routers "
-            f"are, so their balance cannot be summed over ranks; set it to False, or {remedy}"
+            f"{setting}: model.config.output_router_logits is true, and {type(model).__name__} does"
+            " not say which modules its routers are, so their balance cannot be summed over ranks;"
+            f" set it to False, or {remedy}"
         )
 
 
 def _check_bias(model: nn.Module, rate: float) -> None:
     routers = biased_routers(model)
     if not routers:
-        rule = f"no module of {type(model).__name__} has a buffer `{BIAS}` [experts], which it would update"
-        raise ConfigError(Problem("experts.bias_update_rate", rate, rule, "use 0, or a model of that kind (DeepSeek-V3, GLM-4.5)"))
+        rule = (
+            f"no module of {type(model).__name__} has a buffer `{BIAS}` [experts], which it would"
+            " update"
+        )
+        raise ConfigError(
+            Problem(
+                "experts.bias_update_rate",
+                rate,
+                rule,
+                "use 0, or a model of that kind (DeepSeek-V3, GLM-4.5)",
+            )
+        )
     for name in routers:
         bias = model.get_submodule(name).get_buffer(BIAS)
         if bias.dtype not in (torch.float32, torch.float64):
             raise ModelError(
-                f"experts.bias_update_rate = {rate:g}: `{name}.{BIAS}` is {str(bias.dtype).removeprefix('torch.')}, in which steps of that "
-                "size are lost; keep this buffer in float32, or use 0"
+                f"experts.bias_update_rate = {rate:g}: `{name}.{BIAS}` is"
+                f" {str(bias.dtype).removeprefix('torch.')}, in which steps of that size are lost;"
+                " keep this buffer in float32, or use 0"
             )
-    own = next((name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True), None)
+    own = next(
+        (
+            name
+            for name, module in model.named_modules()
+            if getattr(module, "gradient_checkpointing", False) is True
+        ),
+        None,
+    )
     if own is not None:
         raise ModelError(
-            f"experts.bias_update_rate = {rate:g}: {own or 'the model'} recomputes its blocks itself (gradient_checkpointing is on), where "
-            "tokens are not counted reliably; call model.gradient_checkpointing_disable(), and set parallel.recompute"
+            f"experts.bias_update_rate = {rate:g}: {own or 'the model'} recomputes its blocks"
+            " itself (gradient_checkpointing is on), where tokens are not counted reliably; call"
+            " model.gradient_checkpointing_disable(), and set parallel.recompute"
         )

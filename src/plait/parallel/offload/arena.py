@@ -1,9 +1,11 @@
-"""Tensors in files: memory-mapped, reserved on disk before use, fetched and evicted in ranges by the code that iterates over them.
+"""Tensors in files: memory-mapped, reserved on disk before use, fetched and evicted in ranges by
+the code that iterates over them.
 
-A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it unchanged. The order of accesses bounds the
-memory: `fetch` reads a range before it is used, `evict` starts its write to the disk and releases its pages. Space is reserved when a
-tensor is made, so a full disk is an error there and never a fault in the middle of a step. The file has no name: a process that dies leaves
-nothing behind.
+A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it
+unchanged. The order of accesses bounds the memory: `fetch` reads a range before it is used, `evict`
+starts its write to the disk and releases its pages. Space is reserved when a tensor is made, so a
+full disk is an error there and never a fault in the middle of a step. The file has no name: a
+process that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from plait.parallel.offload.folders import require_writable
 from plait.units import MIB, format_bytes
 
 PAGE = mmap.PAGESIZE
-_WILLNEED, _DONTNEED, _POPULATE_READ, _POPULATE_WRITE = 3, 4, 22, 23  # Linux's numbers; the last two since 5.14
+# Linux's numbers; the last two since 5.14
+_WILLNEED, _DONTNEED, _POPULATE_READ, _POPULATE_WRITE = (3, 4, 22, 23)
 _MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
 _WRITE_RANGE = 2  # SYNC_FILE_RANGE_WRITE: start to write, do not wait
 
@@ -40,21 +43,25 @@ def _pages(size: int) -> int:
 class Arena:
     """Mapped tensors in one folder."""
 
-    def __init__(self, folder: Path, *, field: str = "zero_optimization.offload_optimizer.nvme_path") -> None:
+    def __init__(
+        self, folder: Path, *, field: str = "zero_optimization.offload_optimizer.nvme_path"
+    ) -> None:
         """`field` of the configuration names the folder."""
         self.folder = folder
         self.field = field
         self.reserved_bytes = 0
         self._libc = ctypes.CDLL(None, use_errno=True)
         if hasattr(self._libc, "mallopt"):
-            # glibc keeps what is freed below a threshold that grows with use. Blocks are gathered and freed all the time here: kept, their
-            # memory would be what the files were to save.
+            # glibc keeps what is freed below a threshold that grows with use. Blocks are gathered
+            # and freed all the time here: kept, their memory would be what the files were to save.
             self._libc.mallopt(_MMAP_THRESHOLD, MIB)
         self._segments: list[_Segment] = []
         require_writable(folder, field=field)
 
     def reserve(self, size: int) -> None:
-        """Take `size` bytes of disk now, for tensors to come. Raises PlaitError where the disk does not have them."""
+        """Take `size` bytes of disk now, for tensors to come. Raises PlaitError where the disk does
+        not have them.
+        """
         self._segments.append(_Segment(self._file(size), size))
         self.reserved_bytes += size
 
@@ -85,7 +92,9 @@ class Arena:
         return self._segment(tensor) is not None
 
     def fetch(self, tensor: torch.Tensor, *, write: bool) -> None:
-        """Bring a mapped tensor, or a slice of one, into memory; blocks, without the interpreter's lock. `write`: it will be written to."""
+        """Bring a mapped tensor, or a slice of one, into memory; blocks, without the interpreter's
+        lock. `write`: it will be written to.
+        """
         if not tensor.numel():
             return
         self.transfer(tensor.numel() * tensor.element_size(), reading=True)
@@ -93,7 +102,9 @@ class Arena:
             self._advise(tensor, _WILLNEED)  # an older kernel: reading ahead without waiting
 
     def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
-        """Release the memory of a mapped tensor, or of a slice of one; the system writes changed pages to the disk."""
+        """Release the memory of a mapped tensor, or of a slice of one; the system writes changed
+        pages to the disk.
+        """
         segment = self._segment(tensor)
         if segment is None or not tensor.numel():
             return
@@ -102,8 +113,14 @@ class Arena:
             self.transfer(size, reading=False)
             offset = tensor.data_ptr() - segment.bytes.data_ptr()
             if hasattr(self._libc, "sync_file_range"):
-                self._libc.sync_file_range(segment.file.fileno(), ctypes.c_longlong(offset), ctypes.c_longlong(size), _WRITE_RANGE)
-        self._advise(tensor, _DONTNEED)  # of a shared mapping: the pages leave this process, their content stays in the file
+                self._libc.sync_file_range(
+                    segment.file.fileno(),
+                    ctypes.c_longlong(offset),
+                    ctypes.c_longlong(size),
+                    _WRITE_RANGE,
+                )
+        # of a shared mapping: the pages leave this process, their content stays in the file
+        self._advise(tensor, _DONTNEED)
 
     def close(self) -> None:
         """Close the files. Tensors stay readable; none is fetched or evicted any more."""
@@ -128,12 +145,23 @@ class Arena:
 
     def _segment(self, tensor: torch.Tensor) -> _Segment | None:
         address = tensor.data_ptr()
-        return next((s for s in self._segments if s.bytes.data_ptr() <= address < s.bytes.data_ptr() + s.size), None)
+        return next(
+            (
+                s
+                for s in self._segments
+                if s.bytes.data_ptr() <= address < s.bytes.data_ptr() + s.size
+            ),
+            None,
+        )
 
     def _advise(self, tensor: torch.Tensor, advice: int) -> int:
         start = tensor.data_ptr() // PAGE * PAGE
         end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-        return int(self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(-(-(end - start) // PAGE) * PAGE), advice))
+        return int(
+            self._libc.madvise(
+                ctypes.c_void_p(start), ctypes.c_size_t(-(-(end - start) // PAGE) * PAGE), advice
+            )
+        )
 
 
 class _Segment:
@@ -143,6 +171,8 @@ class _Segment:
         self.file = file
         self.size = size
         self.used = 0
-        storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.fileno()}", True, max(size, PAGE))
+        storage = torch.UntypedStorage.from_file(
+            f"/proc/self/fd/{file.fileno()}", True, max(size, PAGE)
+        )
         assert isinstance(storage, torch.UntypedStorage)
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -9,10 +9,14 @@ from plait.errors import PlaitError
 
 
 def require_writable(folder: Path, *, field: str) -> None:
-    """Make `folder` if need be and write into it. Raises PlaitError, which names `field` of the configuration, where that fails."""
+    """Make `folder` if need be and write into it. Raises PlaitError, which names `field` of the
+    configuration, where that fails.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise PlaitError(f"{field} = {str(folder)!r}: {error.strerror}; name a folder that can be written") from error
+        raise PlaitError(
+            f"{field} = {str(folder)!r}: {error.strerror}; name a folder that can be written"
+        ) from error

@@ -1,7 +1,9 @@
-"""Shards of parameters in files: prefetched for the unit that will be gathered, evicted as soon as the all-gather has read them.
+"""Shards of parameters in files: prefetched for the unit that will be gathered, evicted as soon as
+the all-gather has read them.
 
-A training step gathers its units in the same order every time, so the unit that followed an all-gather in the previous step is prefetched:
-in forward, in backward and between the two. A changed order costs needless reads and never a wrong result: the files are mapped.
+A training step gathers its units in the same order every time, so the unit that followed an
+all-gather in the previous step is prefetched: in forward, in backward and between the two. A
+changed order costs needless reads and never a wrong result: the files are mapped.
 """
 
 from __future__ import annotations
@@ -21,14 +23,25 @@ _Gather = tuple[Moment, int | None, int]
 
 
 class ShardReader:
-    """Between the units of a sharded model and the arena that holds their shards. Shards take at most `pool_bytes` of memory at once, or
-    as much as the one unit that is gathered, if that is more."""
+    """Between the units of a sharded model and the arena that holds their shards. Shards take at
+    most `pool_bytes` of memory at once, or as much as the one unit that is gathered, if that is
+    more.
+    """
 
-    def __init__(self, arena: Arena, units: Sequence[FSDPModule], *, pool_bytes: int, reader: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        units: Sequence[FSDPModule],
+        *,
+        pool_bytes: int,
+        reader: ThreadPoolExecutor,
+    ) -> None:
         """`reader` must be one thread: what it is told is done in order."""
         self._arena = arena
         self._shards = [shard_buffers(unit) for unit in units]
-        self._sizes = [sum(shard.numel() * shard.element_size() for shard in shards) for shards in self._shards]
+        self._sizes = [
+            sum(shard.numel() * shard.element_size() for shard in shards) for shards in self._shards
+        ]
         self._pool_bytes = pool_bytes
         self._reader = reader
         self._follows: dict[_Gather, tuple[Moment, int] | None] = {}
@@ -66,7 +79,8 @@ class ShardReader:
     def _read_ahead(self, current: int) -> None:
         room = self._pool_bytes - self._sizes[current]
         wanted: list[int] = []
-        at, self._kept = self._last, False
+        at = self._last
+        self._kept = False
         while at is not None:
             following = self._follows.get(at)
             if following is None:

@@ -1,8 +1,10 @@
-"""The ledger of one rank of a pipeline, and what it holds unsharded after every computation of its schedule.
+"""The ledger of one rank of a pipeline, and what it holds unsharded after every computation of its
+schedule.
 
-A rank's parameters are those of its stages; on them the accounts of all techniques hold as without a pipeline. What differs is counted from
-the schedule's table: how often the root unit (what is outside of the blocks) is gathered and reduced, what is held between computations,
-and what is sent to other stages.
+A rank's parameters are those of its stages; on them the accounts of all techniques hold as without
+a pipeline. What differs is counted from the schedule's table: how often the root unit (what is
+outside of the blocks) is gathered and reduced, what is held between computations, and what is sent
+to other stages.
 """
 
 from __future__ import annotations
@@ -34,22 +36,41 @@ class Held:
 
 
 def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> ModelFacts:
-    """What of the model is on a rank with these stages; tied parameters of several stages on each of them."""
+    """What of the model is on a rank with these stages; tied parameters of several stages on each
+    of them.
+    """
     own = set(stages)
-    blocks = tuple(name for stage in stages for name in cut.blocks[cut.bounds[stage] : cut.bounds[stage + 1]])
+    blocks = tuple(
+        name for stage in stages for name in cut.blocks[cut.bounds[stage] : cut.bounds[stage + 1]]
+    )
     unit = {facts.blocks.index(name): index for index, name in enumerate(blocks)}
-    kept = [replace(p, unit=unit.get(p.unit, -1)) for p in facts.parameters if cut.owners[p.name] & own]
+    kept = [
+        replace(p, unit=unit.get(p.unit, -1)) for p in facts.parameters if cut.owners[p.name] & own
+    ]
     plan = None if facts.tensor_plan is None else _plan_of_rank(facts.tensor_plan, cut, own, blocks)
     experts = facts.experts
     if experts is not None:
         here = {p.name for p in kept}
-        experts = replace(experts, parameters=tuple(name for name in experts.parameters if name in here))
+        experts = replace(
+            experts, parameters=tuple(name for name in experts.parameters if name in here)
+        )
     # In a pipeline everything outside of the blocks is one unit (`data.shard_units`).
-    return replace(facts, parameters=tuple(kept), blocks=blocks, tensor_plan=plan, experts=experts, outer=OuterUnits())
+    return replace(
+        facts,
+        parameters=tuple(kept),
+        blocks=blocks,
+        tensor_plan=plan,
+        experts=experts,
+        outer=OuterUnits(),
+    )
 
 
-def _plan_of_rank(plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[str, ...]) -> TensorPlan:
-    """The modules that run on these stages. A tied weight has two modules: one runs on the first stage, the other on the last."""
+def _plan_of_rank(
+    plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[str, ...]
+) -> TensorPlan:
+    """The modules that run on these stages. A tied weight has two modules: one runs on the first
+    stage, the other on the last.
+    """
 
     def runs(module: str) -> bool:
         if any(module.startswith(f"{block}.") for block in cut.blocks):
@@ -67,8 +88,18 @@ def _plan_of_rank(plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[
     )
 
 
-def stage_counts(schedule: Schedule, rank: int, *, cut: StageCut, facts: ModelFacts, boundary_bytes: int, ledger: Ledger) -> StageCounts:
-    """The counts of a rank, as arrays that fit `ledger` (one candidate). `facts` is the whole model's."""
+def stage_counts(
+    schedule: Schedule,
+    rank: int,
+    *,
+    cut: StageCut,
+    facts: ModelFacts,
+    boundary_bytes: int,
+    ledger: Ledger,
+) -> StageCounts:
+    """The counts of a rank, as arrays that fit `ledger` (one candidate). `facts` is the whole
+    model's.
+    """
     like = np.ones_like(ledger.dp_shard)
     sends = sum(len(sent) for (source, _), sent in messages(schedule).items() if source == rank)
     ends = cut.outside_stages() & set(schedule.stages_of(rank))
@@ -84,14 +115,17 @@ def stage_counts(schedule: Schedule, rank: int, *, cut: StageCut, facts: ModelFa
 
 def _root_gathers(row: Iterable[Action]) -> int:
     """At ZeRO stage 3 every computation needs the root gathered, and every backward frees it."""
-    count, gathered = 0, False
+    count = 0
+    gathered = False
     for action in row:
         count += not gathered
         gathered = action.kind is Kind.FORWARD
     return count
 
 
-def _shared_bytes(schedule: Schedule, rank: int, cut: StageCut, facts: ModelFacts, ledger: Ledger) -> int:
+def _shared_bytes(
+    schedule: Schedule, rank: int, cut: StageCut, facts: ModelFacts, ledger: Ledger
+) -> int:
     """2 (n - 1) / n of this rank's part of every gradient that n ranks of the pipeline share."""
     total = 0
     for parameter in facts.trainable:
@@ -103,24 +137,35 @@ def _shared_bytes(schedule: Schedule, rank: int, cut: StageCut, facts: ModelFact
 
 
 def _local_bytes(parameter: ParameterFacts, dim: int | None, ledger: Ledger) -> int:
-    """Bytes of a rank's part of a parameter that tp splits along `dim`, and dp_shard along the first dimension."""
+    """Bytes of a rank's part of a parameter that tp splits along `dim`, and dp_shard along the
+    first dimension.
+    """
     part = part_of(parameter.shape, dim, ledger)
     return int(part.held[0] * part.row[0]) * parameter.itemsize
 
 
-# ---- after every computation --------------------------------------------------------------------------------------------------------
-
-
 def held_after(
-    schedule: Schedule, rank: int, *, zero: int, facts: ModelFacts, cut: StageCut, gathered: dict[str, int], gradients: dict[str, int]
+    schedule: Schedule,
+    rank: int,
+    *,
+    zero: int,
+    facts: ModelFacts,
+    cut: StageCut,
+    gathered: dict[str, int],
+    gradients: dict[str, int],
 ) -> list[Held]:
     """What is unsharded after every computation of a rank, in the order of its row.
 
-    `facts` is the whole model's; `gathered` and `gradients` are the bytes of every parameter when gathered (padding included) and of its
-    unsharded gradient. Nothing is where parameters are neither sharded nor cast.
+    `facts` is the whole model's; `gathered` and `gradients` are the bytes of every parameter when
+    gathered (padding included) and of its unsharded gradient. Nothing is where parameters are
+    neither sharded nor cast.
     """
     stages = set(schedule.stages_of(rank))
-    unit_stage = {name: stage for stage in stages for name in cut.blocks[cut.bounds[stage] : cut.bounds[stage + 1]]}
+    unit_stage = {
+        name: stage
+        for stage in stages
+        for name in cut.blocks[cut.bounds[stage] : cut.bounds[stage + 1]]
+    }
     blocks: dict[int, list[str]] = {stage: [] for stage in stages}
     root: dict[str, set[int]] = {}
     for parameter in facts.parameters:
@@ -140,7 +185,10 @@ def held_after(
         if zero == 3:
             is_gathered -= set(blocks[stage])
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            has_gradient |= {*blocks[stage], *(name for name, users in root.items() if stage in users)}
+            has_gradient |= {
+                *blocks[stage],
+                *(name for name, users in root.items() if stage in users),
+            }
             for names, then in (
                 (blocks[stage], of_block(zero, left, ran=stage, own=stage)),
                 (root, of_root(zero, left, ran=stage, users=ends)),
@@ -148,11 +196,14 @@ def held_after(
                 has_gradient -= set(names) if then.reduce else set()
                 is_gathered -= set(names) if then.free else set()
             left[stage] -= 1
-        rows.append(Held(action, sum(gathered[name] for name in is_gathered), sum(gradients.get(name, 0) for name in has_gradient)))
+        rows.append(
+            Held(
+                action,
+                sum(gathered[name] for name in is_gathered),
+                sum(gradients.get(name, 0) for name in has_gradient),
+            )
+        )
     return rows
-
-
-# ---- the stages, to be read ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

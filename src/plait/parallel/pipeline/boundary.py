@@ -1,4 +1,6 @@
-"""What passes from a stage to the next: how it is made of tensors, and what their shapes follow from."""
+"""What passes from a stage to the next: how it is made of tensors, and what their shapes follow
+from.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,27 @@ class Boundary:
 
     def allows(self, other: Boundary) -> bool:
         """Whether the next stage, which knows this one, takes the other for what it is."""
-        plain = lambda structure: [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Slot | int | float | str | None)]  # noqa: E731
-        return (self.tensors, self.length) == (other.tensors, other.length) and plain(self.structure) == plain(other.structure)
+
+        def plain(structure: Any) -> list[Any]:
+            return [
+                leaf
+                for leaf in tree_leaves(structure)
+                if isinstance(leaf, Slot | int | float | str | None)
+            ]
+
+        return (self.tensors, self.length) == (other.tensors, other.length) and plain(
+            self.structure
+        ) == plain(other.structure)
 
     def summary(self) -> str:
         """Shapes and dtypes, for a message."""
-        return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype, _ in self.tensors) or "no tensor"
+        return (
+            ", ".join(
+                f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+                for shape, dtype, _ in self.tensors
+            )
+            or "no tensor"
+        )
 
 
 class EarlierStageFailed(ModelError):
@@ -55,21 +72,31 @@ class EarlierStageFailed(ModelError):
 
 
 def signature(piece: Any) -> Signature:
-    """What the shapes between stages follow from. Those of single tokens do not follow from the mask over all tokens before them."""
+    """What the shapes between stages follow from. Those of single tokens do not follow from the
+    mask over all tokens before them.
+    """
     if has_cache(piece):
-        piece = {key: entry for key, entry in piece.items() if key != MASK and not isinstance(entry, StageCaches)}
+        piece = {
+            key: entry
+            for key, entry in piece.items()
+            if key != MASK and not isinstance(entry, StageCaches)
+        }
     tensors = [tensor for leaf in tree_leaves(piece) for tensor in tensors_in(leaf)]
     return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
 
 def has_cache(piece: Any) -> bool:
     """Whether a micro-batch comes with what stages keep of earlier tokens."""
-    return isinstance(piece, Mapping) and any(isinstance(entry, StageCaches) for entry in piece.values())
+    return isinstance(piece, Mapping) and any(
+        isinstance(entry, StageCaches) for entry in piece.values()
+    )
 
 
 def assembled(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:
     """A block's output, of its tensors."""
-    return tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, boundary.structure)
+    return tree_map(
+        lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, boundary.structure
+    )
 
 
 def slot(leaf: Any, tensors: list[torch.Tensor]) -> Any:

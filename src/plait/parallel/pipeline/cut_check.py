@@ -88,30 +88,44 @@ class CutCheck:
         settings = outer_settings(self._modules)
         changed = changed_settings(self._settings, settings)
         self._settings = settings
-        changed = {name: value for name, value in changed.items() if name not in self._set_by_forward}
+        changed = {
+            name: value for name, value in changed.items() if name not in self._set_by_forward
+        }
         if changed:
             set_settings(self.skeleton.model, changed)
             self._results.clear()
 
     def _refuse_state(self, flow: Dataflow, name: str) -> None:
-        """Refuse state that only the last stage would change, and parameters that the loss reads."""
+        """Refuse state that only the last stage would change, and parameters that the loss
+        reads.
+        """
         last = self.cut.blocks[-1]
         if flow.late_settings:
             setting = setting_text(min(flow.late_settings))
             raise ModelError(
-                f"parallel.pp: the forward of {name} sets {setting} after {last}, where only the last stage runs, so the other stages "
-                "would read another value; set it in the training loop, between two steps, or before the first block, or use "
-                "parallel.pp = 1"
+                f"parallel.pp: the forward of {name} sets {setting} after {last}, where only the"
+                " last stage runs, so the other stages would read another value; set it in the"
+                " training loop, between two steps, or before the first block, or use"
+                " parallel.pp = 1"
             )
         if flow.late_buffers:
             raise ModelError(
-                f"parallel.pp: the forward of {name} changes the buffer {min(flow.late_buffers)} after {last}, where only the last stage "
-                "runs, and reads it before, on other stages; change it in the training loop, between two steps, or before the first "
-                "block, or use parallel.pp = 1"
+                f"parallel.pp: the forward of {name} changes the buffer {min(flow.late_buffers)}"
+                f" after {last}, where only the last stage runs, and reads it before, on other"
+                " stages; change it in the training loop, between two steps, or before the first"
+                " block, or use parallel.pp = 1"
             )
-        owned_by_last = {parameter for parameter, stages in self.cut.owners.items() if self.cut.stages - 1 in stages}
+        owned_by_last = {
+            parameter
+            for parameter, stages in self.cut.owners.items()
+            if self.cut.stages - 1 in stages
+        }
         inside = tuple(f"{block}." for block in self.cut.blocks)
-        foreign = {parameter for parameter in flow.strangers if parameter.startswith(inside) or parameter not in owned_by_last}
+        foreign = {
+            parameter
+            for parameter in flow.strangers
+            if parameter.startswith(inside) or parameter not in owned_by_last
+        }
         if foreign:
             raise ModelError(
                 f"parallel.pp: the loss reads parameters of the model ({min(foreign)}), and each "
@@ -119,7 +133,13 @@ class CutCheck:
                 "weight_decay, or use parallel.pp = 1"
             )
 
-    def _ask(self, piece: Any, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> CutResult:
+    def _ask(
+        self,
+        piece: Any,
+        forward: Callable[[nn.Module, Any], Any],
+        loss: LossFunction | None,
+        training: bool,
+    ) -> CutResult:
         name = type(self.skeleton.model).__name__
         cpu = _on_cpu(piece)
         missing: dict[str | int, str] = {}
@@ -157,10 +177,13 @@ class CutCheck:
         ):
             for parameter, stages in owners.items():
                 if lacking := stages - available.get(parameter, frozenset()):
+                    owners_of_parameter = sorted(self.cut.owners.get(parameter, ()))
+                    owner_list = ", ".join(map(str, owners_of_parameter)) or "none"
                     raise ModelError(
-                        f"parallel.pp: on this batch stage {min(lacking)} of {name} {verb} {parameter}, which belongs to stage "
-                        f"{', '.join(map(str, sorted(self.cut.owners.get(parameter, ())))) or 'none'}: the model was cut by a forward of "
-                        "token ids alone, and this batch takes another path through it; use parallel.pp = 1"
+                        f"parallel.pp: on this batch stage {min(lacking)} of {name} {verb}"
+                        f" {parameter}, which belongs to stage {owner_list}:"
+                        " the model was cut by a forward of token ids alone, and this batch takes"
+                        " another path through it; use parallel.pp = 1"
                     )
         # `_shapes_differ` runs `run` again, which fills `missing` anew.
         result_missing = dict(missing)
@@ -169,22 +192,35 @@ class CutCheck:
             depends_on_values = self._shapes_differ(run, trace, training)
         return CutResult(result_missing, depends_on_values)
 
-    def _shapes_differ(self, run: Callable[[nn.Module, Trace], Any], trace: Trace, training: bool) -> bool:
+    def _shapes_differ(
+        self, run: Callable[[nn.Module, Trace], Any], trace: Trace, training: bool
+    ) -> bool:
         """Return whether inverting every branch on a batch's values changes shapes of blocks."""
         try:
-            return self.skeleton.trace(run, training=training, negate=True).flow.shapes != trace.flow.shapes
+            return (
+                self.skeleton.trace(run, training=training, negate=True).flow.shapes
+                != trace.flow.shapes
+            )
         except PlaitError:
             return True
 
-    def _why_missing(self, entry: str | int, leaves: list[torch.Tensor], trace: Trace) -> str | None:
+    def _why_missing(
+        self, entry: str | int, leaves: list[torch.Tensor], trace: Trace
+    ) -> str | None:
         last = self.cut.stages - 1
         begin = self.cut.bounds[last]
         for leaf in leaves:
             origin = trace.origin(leaf)
             if origin.since < begin:
-                what = f"follows from blocks before {self.cut.blocks[begin]}, not only through the chain of blocks"
+                what = (
+                    f"follows from blocks before {self.cut.blocks[begin]}, not only through the"
+                    " chain of blocks"
+                )
             elif lacking := self._lacking(origin, last):
-                what = f"follows from {lacking}, which belongs to stage {min(self.cut.owners[lacking])}"
+                what = (
+                    f"follows from {lacking}, which belongs to stage"
+                    f" {min(self.cut.owners[lacking])}"
+                )
             else:
                 continue
             return (
@@ -203,7 +239,9 @@ class CutCheck:
         return None
 
 
-def _loss_of_copy(loss: LossFunction, output: Any, piece: Any, trace: Trace, parameters: dict[int, str]) -> torch.Tensor:
+def _loss_of_copy(
+    loss: LossFunction, output: Any, piece: Any, trace: Trace, parameters: dict[int, str]
+) -> torch.Tensor:
     """Compute the loss of a traced output.
 
     The trace notes which of the real `parameters` (storage to name) the loss reads.
@@ -217,9 +255,10 @@ def _loss_of_copy(loss: LossFunction, output: Any, piece: Any, trace: Trace, par
         if isinstance(error, PlaitError) or trace.failed:  # a module that the loss runs has failed
             raise
         raise ModelError(
-            f"parallel.pp: the loss cannot be computed from the model's output and the batch alone ({type(error).__name__}: {error}), "
-            "and each stage has the attributes of its own blocks only; return what the loss reads in the model's output, or use "
-            "parallel.pp = 1"
+            "parallel.pp: the loss cannot be computed from the model's output and the batch alone"
+            f" ({type(error).__name__}: {error}), and each stage has the attributes of its own"
+            " blocks only; return what the loss reads in the model's output, or use"
+            " parallel.pp = 1"
         ) from error
     finally:
         trace.strangers = {}
@@ -242,4 +281,8 @@ def _on_cpu(piece: Any) -> Any:
     if isinstance(piece, torch.Tensor):
         return piece.detach().cpu()
     inside = entries(piece)
-    return piece if inside is None else rebuilt(piece, {key: _on_cpu(entry) for key, entry in inside.items()})
+    return (
+        piece
+        if inside is None
+        else rebuilt(piece, {key: _on_cpu(entry) for key, entry in inside.items()})
+    )

@@ -1,8 +1,10 @@
-"""Pipeline parallelism: consecutive blocks on different ranks, micro-batches flowing through them by a schedule.
+"""Pipeline parallelism: consecutive blocks on different ranks, micro-batches flowing through them
+by a schedule.
 
-The schedule is a table (`schedules.schedule`), the cut is data (`model.stages`), `stage.py` takes from the model in place what other
-ranks own, `runtime.py` executes the table, `pipeline_zero.py` keeps the meaning of the ZeRO stages. Here is what can be set, and what a
-rank of a pipeline needs besides: the gradients of tied parameters, which several stages hold.
+The schedule is a table (`schedules.schedule`), the cut is data (`model.stages`), `stage.py` takes
+from the model in place what other ranks own, `runtime.py` executes the table, `pipeline_zero.py`
+keeps the meaning of the ZeRO stages. Here is what can be set, and what a rank of a pipeline needs
+besides: the gradients of tied parameters, which several stages hold.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Pipeline(Technique):
     """How the pp axis is used; its degree is the layout's."""
 
     schedule: str = "1f1b"
-    """Order of forwards and backwards: gpipe, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv, dualpipev."""
+    """Order of forwards and backwards: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
+    interleaved-zero-bubble, zbv, dualpipev.
+    """
     stages_per_rank: int | None = None
     """Stages of each rank; None takes the schedule's own number."""
     blocks_per_stage: tuple[int, ...] | None = None
@@ -55,44 +59,106 @@ class Pipeline(Technique):
         plan = parts.noted(PipelineParts)
         if plan is None:
             return parts
-        schedule, found = plan.schedule, plan.cut
+        schedule = plan.schedule
+        found = plan.cut
         rank = mesh.coordinates["pp"]
-        if parts.noted(RouterStatistics) is not None:  # which have the place of the model's own balance loss
+        # which have the place of the model's own balance loss
+        if parts.noted(RouterStatistics) is not None:
             plan.skeleton.model.config.output_router_logits = False  # type: ignore[union-attr]
-        staged = stage_model(parts.model, found, schedule.stages_of(rank), region=parts.noted(Region), device=mesh.device)
+        staged = stage_model(
+            parts.model,
+            found,
+            schedule.stages_of(rank),
+            region=parts.noted(Region),
+            device=mesh.device,
+        )
         own = tuple(name for stage in staged.stages.values() for name in stage.blocks)
         return parts.with_(blocks=own).with_notes(replace(plan, staged=staged))
 
     def check(self, context: Context) -> PipelineParts | None:
-        """The table and the cut; None for one rank. Raises ConfigError or ModelError where the schedule or the model does not allow it."""
-        pp, model, blocks = context.layout.pp, context.model, context.blocks
+        """The table and the cut; None for one rank. Raises ConfigError or ModelError where the
+        schedule or the model does not allow it.
+        """
+        pp = context.layout.pp
+        model = context.model
+        blocks = context.blocks
         if pp == 1 or model is None:
             return None
-        schedule = make_schedule(self.schedule, pp=pp, microbatches=context.accumulation, stages_per_rank=self.stages_per_rank)
+        schedule = make_schedule(
+            self.schedule,
+            pp=pp,
+            microbatches=context.accumulation,
+            stages_per_rank=self.stages_per_rank,
+        )
         if schedule.splits_backward and context.chosen(DataParallel).stage == 3:
-            whole = ", ".join(name for name in SCHEDULES if name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"))
-            rule = "it defers the gradients of weights, for which freed parameters would have to be gathered a third time and all at once"
+            whole = ", ".join(
+                name
+                for name in SCHEDULES
+                if name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+            )
+            rule = (
+                "it defers the gradients of weights, for which freed parameters would have to be"
+                " gathered a third time and all at once"
+            )
             raise ConfigError(
-                Problem("parallel.pipeline.schedule", self.schedule, f"with ZeRO stage 3: {rule}", f"use ZeRO stage 2, or one of {whole}")
+                Problem(
+                    "parallel.pipeline.schedule",
+                    self.schedule,
+                    f"with ZeRO stage 3: {rule}",
+                    f"use ZeRO stage 2, or one of {whole}",
+                )
             )
         if schedule.splits_backward and context.layout.ep > 1:
-            rule = f"with parallel.ep = {context.layout.ep}: it computes a backward in two parts, and tokens are exchanged in one"
-            raise ConfigError(Problem("parallel.pipeline.schedule", self.schedule, rule, 'use "1f1b" or "gpipe", or parallel.ep = 1'))
+            rule = (
+                f"with parallel.ep = {context.layout.ep}: it computes a backward in two parts, and"
+                " tokens are exchanged in one"
+            )
+            raise ConfigError(
+                Problem(
+                    "parallel.pipeline.schedule",
+                    self.schedule,
+                    rule,
+                    'use "1f1b" or "gpipe", or parallel.ep = 1',
+                )
+            )
         block_list(model, blocks)
-        bounds, skeleton = self._bounds(model, blocks, schedule.stages), Skeleton.of(model, blocks)
-        return PipelineParts(schedule, cut_model(model, blocks, bounds, skeleton=skeleton), skeleton)
+        bounds = self._bounds(model, blocks, schedule.stages)
+        skeleton = Skeleton.of(model, blocks)
+        return PipelineParts(
+            schedule, cut_model(model, blocks, bounds, skeleton=skeleton), skeleton
+        )
 
     def _bounds(self, model: nn.Module, blocks: tuple[str, ...], stages: int) -> tuple[int, ...]:
         counts = self.blocks_per_stage
         if counts is None:
             if stages > len(blocks):
-                rule = f"{self.schedule} makes {stages} stages, each needs a block, and the model has {len(blocks)}"
-                raise ConfigError(Problem("parallel.pipeline.schedule", self.schedule, rule, "lower parallel.pp or stages_per_rank"))
+                rule = (
+                    f"{self.schedule} makes {stages} stages, each needs a block, and the model has"
+                    f" {len(blocks)}"
+                )
+                raise ConfigError(
+                    Problem(
+                        "parallel.pipeline.schedule",
+                        self.schedule,
+                        rule,
+                        "lower parallel.pp or stages_per_rank",
+                    )
+                )
             costs = forward_costs(model_facts(model, blocks))
             counts = cut(costs.blocks, stages, first=costs.first, last=costs.last)
         elif len(counts) != stages or sum(counts) != len(blocks) or min(counts) < 1:
-            rule = f"{self.schedule} has {stages} stages, and their blocks, at least 1 each, add up to the model's {len(blocks)}"
-            raise ConfigError(Problem("parallel.pipeline.blocks_per_stage", list(counts), rule, "leave it out to balance the stages"))
+            rule = (
+                f"{self.schedule} has {stages} stages, and their blocks, at least 1 each, add up to"
+                f" the model's {len(blocks)}"
+            )
+            raise ConfigError(
+                Problem(
+                    "parallel.pipeline.blocks_per_stage",
+                    list(counts),
+                    rule,
+                    "leave it out to balance the stages",
+                )
+            )
         bounds = [0]
         for count in counts:
             bounds.append(bounds[-1] + count)
@@ -101,7 +167,11 @@ class Pipeline(Technique):
     def groups(self, context: Context) -> Groups:
         """The ranks that sum the gradients of tied parameters."""
         plan = context.notes.get(PipelineParts)
-        return Groups(stages=tuple(plan.tied().values())) if isinstance(plan, PipelineParts) else Groups()
+        return (
+            Groups(stages=tuple(plan.tied().values()))
+            if isinstance(plan, PipelineParts)
+            else Groups()
+        )
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """The runtime of this rank."""
@@ -109,11 +179,15 @@ class Pipeline(Technique):
         return [] if plan is None else [_rank_of(plan, parts, mesh)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Messages between stages, and the sum of shared gradients; `ledger.stage` and `facts` are of one rank (`account`)."""
+        """Messages between stages, and the sum of shared gradients; `ledger.stage` and `facts` are
+        of one rank (`account`).
+        """
         if ledger.stage is None:
             return ledger
         stage = ledger.stage
-        return ledger.add_traffic("send", stage.sends * stage.boundary_bytes).add_traffic("all_reduce", stage.shared_bytes)
+        return ledger.add_traffic("send", stage.sends * stage.boundary_bytes).add_traffic(
+            "all_reduce", stage.shared_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -128,10 +202,19 @@ class PipelineParts:
     """This rank's stages; None until they are taken from the model."""
 
     def tied(self) -> dict[str, frozenset[int]]:
-        """The first name of every parameter that several ranks of the pipeline hold, to those ranks; in one order on all of them."""
-        ranks = {name: frozenset(self.schedule.stage_ranks[stage] for stage in stages) for name, stages in self.cut.shared().items()}
+        """The first name of every parameter that several ranks of the pipeline hold, to those
+        ranks; in one order on all of them.
+        """
+        ranks = {
+            name: frozenset(self.schedule.stage_ranks[stage] for stage in stages)
+            for name, stages in self.cut.shared().items()
+        }
         first = self.cut.first_names
-        return {name: found for name, found in ranks.items() if len(found) > 1 and first.get(name, name) == name}
+        return {
+            name: found
+            for name, found in ranks.items()
+            if len(found) > 1 and first.get(name, name) == name
+        }
 
 
 @dataclass
@@ -160,7 +243,9 @@ class PipelineRank(StepHook):
         self.runtime.messenger.forget()
 
     def finish_reduction(self) -> None:
-        """Sum the gradients of shared parameters over the stages that hold them. After all other reductions. Collective."""
+        """Sum the gradients of shared parameters over the stages that hold them. After all other
+        reductions. Collective.
+        """
         for parameter, group in self.shared.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             mine = parameter.grad is not None
@@ -168,13 +253,22 @@ class PipelineRank(StepHook):
             dist.all_reduce(local_tensor(gradient), group=group)
             if self.track_unused:
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-            parameter.grad = gradient if mine or not self.track_unused or bool(used) else None  # looking at it waits
+            # looking at it waits
+            parameter.grad = gradient if mine or not self.track_unused or bool(used) else None
 
 
 def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
-    staged, schedule, found = plan.staged, plan.schedule, plan.cut
-    upwards, data = mesh.group("pp"), parts.noted(DataParallel)
-    assert staged is not None and upwards is not None and mesh.reverse_pp is not None and data is not None
+    staged = plan.staged
+    schedule = plan.schedule
+    found = plan.cut
+    upwards = mesh.group("pp")
+    data = parts.noted(DataParallel)
+    assert (
+        staged is not None
+        and upwards is not None
+        and mesh.reverse_pp is not None
+        and data is not None
+    )
     zero = StagedZero(staged, schedule, zero=data.stage, reducer=parts.noted(Reducer))
     messenger = Messenger([(upwards, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
     check = CutCheck(plan.skeleton, found, parts.model)
@@ -182,7 +276,9 @@ def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
     runtime.statistics = parts.noted(RouterStatistics)
     offloaded = parts.noted(OffloadedActivations)
     if offloaded is not None:
-        runtime.observers.append(StagedStore(offloaded.store, staged.stages, parts.blocks[: offloaded.blocks]))
+        runtime.observers.append(
+            StagedStore(offloaded.store, staged.stages, parts.blocks[: offloaded.blocks])
+        )
     shared: dict[nn.Parameter, dist.ProcessGroup] = {}
     counted: set[nn.Parameter] = set()
     own: dict[str, nn.Parameter] = {}
@@ -194,4 +290,6 @@ def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
             shared[own[name]] = group
             if not Reduction(stages=tuple(ranks)).is_first_stage(mesh.coordinates):
                 counted.add(own[name])
-    return PipelineRank(runtime, zero, shared, frozenset(counted), data.unused_parameters, schedule.stage_ranks[-1])
+    return PipelineRank(
+        runtime, zero, shared, frozenset(counted), data.unused_parameters, schedule.stage_ranks[-1]
+    )

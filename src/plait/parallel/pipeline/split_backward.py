@@ -81,7 +81,11 @@ class Deferred:
     gradients: tuple[torch.Tensor, ...] | None = None
 
 
-def backward_inputs(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None, inputs: Sequence[torch.Tensor]) -> Deferred:
+def backward_inputs(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor] | None,
+    inputs: Sequence[torch.Tensor],
+) -> Deferred:
     """Run the first half of a backward pass. See Note [Splitting a backward pass].
 
     Args:
@@ -92,7 +96,9 @@ def backward_inputs(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.T
     Returns:
         What `backward_weights` needs.
     """
-    complete = Deferred(outputs=tuple(outputs), gradients=None if gradients is None else tuple(gradients))
+    complete = Deferred(
+        outputs=tuple(outputs), gradients=None if gradients is None else tuple(gradients)
+    )
     sources = [get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad]
     if not sources:
         return complete
@@ -104,7 +110,9 @@ def backward_inputs(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.T
         torch.autograd.backward(complete.outputs, complete.gradients)
         return Deferred()
 
-    entering = [torch.ones_like(tensor) for tensor in outputs] if gradients is None else list(gradients)
+    entering = (
+        [torch.ones_like(tensor) for tensor in outputs] if gradients is None else list(gradients)
+    )
     groups = graph.groups()
     eager = [group for group in groups if graph.must_run_once(group)]
     later = [group for group in groups if group not in eager]
@@ -118,8 +126,8 @@ def backward_inputs(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.T
         group.starts += [(edges[index], entering[index]) for index in group.outputs]
         group.owners = graph.owners(group, edges)
 
-    # Frees what only the first half needed (the probabilities of a loss), whoever holds the outputs.
-    # torch does not detach views in place.
+    # Frees what only the first half needed (the probabilities of a loss), whoever holds the
+    # outputs. torch does not detach views in place.
     for tensor in outputs:
         if not is_view(tensor):
             tensor.detach_()
@@ -138,7 +146,11 @@ def backward_weights(deferred: Deferred) -> None:
             _run_group(deferred.groups.pop())
 
 
-def _run_first(starts: Sequence[tuple[GradientEdge, torch.Tensor]], leaves: Sequence[Node], groups: Iterable[WeightGroup]) -> None:
+def _run_first(
+    starts: Sequence[tuple[GradientEdge, torch.Tensor]],
+    leaves: Sequence[Node],
+    groups: Iterable[WeightGroup],
+) -> None:
     """Accumulate into `leaves`, and record what arrives at the intermediates of `groups`."""
 
     def recording(group: WeightGroup, node: Node) -> Callable[[Any], None]:
@@ -147,7 +159,11 @@ def _run_first(starts: Sequence[tuple[GradientEdge, torch.Tensor]], leaves: Sequ
 
         return hook
 
-    handles = [node.register_prehook(recording(group, node)) for group in groups for node in group.intermediates]
+    handles = [
+        node.register_prehook(recording(group, node))
+        for group in groups
+        for node in group.intermediates
+    ]
     try:
         torch.autograd.backward(
             [edge for edge, _ in starts],
@@ -165,7 +181,11 @@ def _run_group(group: WeightGroup) -> None:
     starts = group.starts
     handles = []
     for node, gradients in group.recorded.items():
-        starts += [(GradientEdge(node, index), gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+        starts += [
+            (GradientEdge(node, index), gradient)
+            for index, gradient in enumerate(gradients)
+            if gradient is not None
+        ]
         # Hooks of the user on the node's tensor run again and have changed the gradient already.
         handles.append(node.register_prehook(lambda _, recorded=gradients: recorded))
     if not starts:
@@ -189,9 +209,8 @@ def _is_custom(node: object) -> bool:
 class _Graph:
     """The autograd graph of a stage. See Note [Splitting a backward pass].
 
-    Attributes:
-        leads_to_inputs: Whether any output does.
-        has_reentrant_checkpoint: Whether a node is the backward of `checkpoint(use_reentrant=True)`.
+    Attributes: leads_to_inputs: Whether any output does. has_reentrant_checkpoint: Whether a node
+        is the backward of `checkpoint(use_reentrant=True)`.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
@@ -207,8 +226,12 @@ class _Graph:
             if not self._carrying.isdisjoint(children):
                 self._carrying.add(node)
         self.leads_to_inputs = not self._carrying.isdisjoint(roots)
-        # By name: the checkpoints of Megatron-LM and DeepSpeed are copies of torch's, with its rules.
-        self.has_reentrant_checkpoint = any(_is_custom(node) and node.name() == "CheckpointFunctionBackward" for node in self._children)
+        # By name: the checkpoints of Megatron-LM and DeepSpeed are copies of torch's, with its
+        # rules.
+        self.has_reentrant_checkpoint = any(
+            _is_custom(node) and node.name() == "CheckpointFunctionBackward"
+            for node in self._children
+        )
         self._chained: list[WeightGroup] = []
 
     def _walk(self) -> None:
@@ -268,7 +291,9 @@ class _Graph:
         several = [group for group in groups if len(group.intermediates) > 1]
         if not several:
             return []
-        bits = {node: 1 << index for index, group in enumerate(several) for node in group.intermediates}
+        bits = {
+            node: 1 << index for index, group in enumerate(several) for node in group.intermediates
+        }
         below: dict[Node, int] = {}
         chained = 0
         for node, children in self._children.items():
@@ -295,6 +320,7 @@ class _Graph:
                 owner = node
                 while _is_custom(owner) and owner in self._parents:
                     owner = self._parents[owner]
-                # The edge of a root that is a custom Function holds a view of the output, which owns it.
+                # The edge of a root that is a custom Function holds a view of the output, which
+                # owns it.
                 found += [owner, *(edge for edge in edges if edge.node is owner)]
         return found

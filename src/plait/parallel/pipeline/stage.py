@@ -1,10 +1,12 @@
-"""One pipeline rank's part of a model, in place: the model keeps its own `forward`, and each stage runs the part of it that it owns.
+"""One pipeline rank's part of a model, in place: the model keeps its own `forward`, and each stage
+runs the part of it that it owns.
 
-The list of blocks keeps its length. To run a stage, blocks outside of it are replaced by placeholders for the time of the call: the one
-before the stage returns what arrived from the stage before, the last block of the stage ends the forward. What a model computes before its
-blocks is not known on later stages: it is NaN there, unless the cut says that a stage computes it again. Names of parameters stay; a rank
-has only its own, and in the place of others stands what cannot be used: NaN where the model's code passes over it with values that are not
-known either, an error elsewhere.
+The list of blocks keeps its length. To run a stage, blocks outside of it are replaced by
+placeholders for the time of the call: the one before the stage returns what arrived from the stage
+before, the last block of the stage ends the forward. What a model computes before its blocks is not
+known on later stages: it is NaN there, unless the cut says that a stage computes it again. Names of
+parameters stay; a rank has only its own, and in the place of others stands what cannot be used: NaN
+where the model's code passes over it with values that are not known either, an error elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from plait._torch.passes import leave_forward
 from plait.errors import ModelError
 from plait.model.stages import StageCut, stage_at
 from plait.model.unavailable import Unavailable
-from plait.parallel.pipeline.placeholders import PlaceholderBlock, StageEnd, absent, placeholder_block, stage_exit
+from plait.parallel.pipeline.placeholders import (
+    PlaceholderBlock,
+    StageEnd,
+    absent,
+    placeholder_block,
+    stage_exit,
+)
 from plait.parallel.tensor.styles import Region
 
 Run = Callable[[nn.Module], Any]
@@ -47,7 +55,9 @@ class Stage:
     before: tuple[PlaceholderBlock, ...] = field(repr=False)
     """The placeholders of the blocks before the stage."""
     unknown: tuple[nn.Embedding, ...] = field(repr=False)
-    """Embeddings of the front whose values the stage does not need: they return NaN and cost nothing."""
+    """Embeddings of the front whose values the stage does not need: they return NaN and cost
+    nothing.
+    """
 
 
 @dataclass
@@ -63,7 +73,9 @@ class PassedOver:
         """As a tensor of NaN without memory."""
         held = self.module.__dict__.get(self.leaf)
         if not isinstance(held, torch.Tensor) or held.dtype != dtype:
-            self.module.__dict__[self.leaf] = torch.full((), float("nan"), dtype=dtype, device=self.device).expand(self.shape)
+            self.module.__dict__[self.leaf] = torch.full(
+                (), float("nan"), dtype=dtype, device=self.device
+            ).expand(self.shape)
 
 
 @dataclass
@@ -80,8 +92,8 @@ class StagedModel:
     def run(self, stage: Stage, call: Run, received: Any = None, *, length: int = 0) -> Any:
         """Forward of one stage: the model's output on the last, else what its last block returns.
 
-        `received` is what the last block of the stage before returned, and `length` its sequences' length where tp splits them; not
-        needed on the first.
+        `received` is what the last block of the stage before returned, and `length` its sequences'
+        length where tp splits them; not needed on the first.
         """
         if self.region is not None and not stage.first:
             self.region.length = length
@@ -89,11 +101,13 @@ class StagedModel:
             try:
                 output = call(self.model)
             except StageEnd as end:
-                output, end.__traceback__ = end.output, None
+                output = end.output
+                end.__traceback__ = None
                 return leave_forward(self.model, output)
         if not stage.last:
             raise ModelError(
-                f"pipeline stage {stage.index}: the model ended without running {stage.blocks[-1]}; every block must run in every step"
+                f"pipeline stage {stage.index}: the model ended without running {stage.blocks[-1]};"
+                " every block must run in every step"
             )
         return output
 
@@ -107,7 +121,14 @@ class StagedModel:
             stage.stage_input.plait_value = received
             unknown = tree_map(partial(_unknown_like, dense=self.cut.writes), received)
             # What a model makes of an embedding besides (masks) takes its dtype from it.
-            dtype = next((t.dtype for t in tree_leaves(received) if isinstance(t, torch.Tensor) and t.is_floating_point()), None)
+            dtype = next(
+                (
+                    t.dtype
+                    for t in tree_leaves(received)
+                    if isinstance(t, torch.Tensor) and t.is_floating_point()
+                ),
+                None,
+            )
             for module in stage.before:
                 module.plait_value = unknown
             if dtype is not None:
@@ -115,7 +136,9 @@ class StagedModel:
                     parameter.set(dtype)
             for embedding in stage.unknown:
                 forwards[embedding] = embedding.__dict__.get("forward")
-                embedding.__dict__["forward"] = partial(_unknown_embedding, embedding, embedding.forward, dtype, self.cut.writes)
+                embedding.__dict__["forward"] = partial(
+                    _unknown_embedding, embedding, embedding.forward, dtype, self.cut.writes
+                )
         try:
             yield
         finally:
@@ -129,9 +152,19 @@ class StagedModel:
                         embedding.__dict__["forward"] = forward
 
 
-def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, region: Region | None, device: torch.device) -> StagedModel:
+def stage_model(
+    model: nn.Module,
+    cut: StageCut,
+    indices: Sequence[int],
+    *,
+    region: Region | None,
+    device: torch.device,
+) -> StagedModel:
     """Take from `model`, in place, what does not belong to the stages `indices`."""
-    names = {f"{cut.container}.{child}" if cut.container else child: child for child in own_children(model.get_submodule(cut.container))}
+    names = {
+        f"{cut.container}.{child}" if cut.container else child: child
+        for child in own_children(model.get_submodule(cut.container))
+    }
     blocks = {name: model.get_submodule(name) for name in cut.blocks}
     front = {
         f"{name}.weight": module
@@ -143,18 +176,30 @@ def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, regi
     others: dict[str, PlaceholderBlock] = {}
     for at, name in enumerate(cut.blocks):
         stage = stage_at(cut.bounds, at)
-        others[name] = placeholder_block(blocks[name]) if stage in indices else absent(blocks[name], partial(_absent, name, stage))
+        others[name] = (
+            placeholder_block(blocks[name])
+            if stage in indices
+            else absent(blocks[name], partial(_absent, name, stage))
+        )
     stages = {}
     for index in indices:
-        low, high = cut.bounds[index], cut.bounds[index + 1]
+        low = cut.bounds[index]
+        high = cut.bounds[index + 1]
         last = index == cut.stages - 1
-        view = {names[name]: blocks[name] if low <= at < high else others[name] for at, name in enumerate(cut.blocks)}
+        view = {
+            names[name]: blocks[name] if low <= at < high else others[name]
+            for at, name in enumerate(cut.blocks)
+        }
         if not last:
             view[names[cut.blocks[high - 1]]] = stage_exit(blocks[cut.blocks[high - 1]])
         earlier = tuple(others[name] for name in cut.blocks[:low])
         stage_input = earlier[-1] if index else None
-        unknown = tuple(module for name, module in front.items() if index not in cut.recomputed.get(name, ()))
-        stages[index] = Stage(index, index == 0, last, cut.blocks[low:high], view, stage_input, earlier[:-1], unknown)
+        unknown = tuple(
+            module for name, module in front.items() if index not in cut.recomputed.get(name, ())
+        )
+        stages[index] = Stage(
+            index, index == 0, last, cut.blocks[low:high], view, stage_input, earlier[:-1], unknown
+        )
     own = {name for stage in stages.values() for name in stage.blocks}
     for name in cut.blocks:
         if name not in own:
@@ -164,14 +209,19 @@ def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, regi
 
 def _absent(block: str, stage: int, name: str) -> str:
     return (
-        f"parallel.pp: the model reads {block}.{name} outside of that block, which belongs to stage {stage} and another rank; a pipeline "
-        "stage has the tensors of its own blocks only; use parallel.pp = 1"
+        f"parallel.pp: the model reads {block}.{name} outside of that block, which belongs to stage"
+        f" {stage} and another rank; a pipeline stage has the tensors of its own blocks only; use"
+        " parallel.pp = 1"
     )
 
 
-def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: torch.device) -> tuple[PassedOver, ...]:
-    """Take parameters outside of the blocks that are used on other stages only. Those that an earlier stage uses are NaN here, without
-    memory, because the model's code still passes over them; any use of another is an error."""
+def _drop_parameters(
+    model: nn.Module, cut: StageCut, own: set[int], device: torch.device
+) -> tuple[PassedOver, ...]:
+    """Take parameters outside of the blocks that are used on other stages only. Those that an
+    earlier stage uses are NaN here, without memory, because the model's code still passes over
+    them; any use of another is an error.
+    """
     begin = max(cut.bounds[stage] for stage in own)
     passed_over = []
     for name, stages in cut.owners.items():
@@ -189,14 +239,17 @@ def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: tor
         else:
             where = ", ".join(str(stage) for stage in sorted(stages))
             module.__dict__[leaf] = Unavailable(
-                f"parallel.pp: the model uses {name} on stage {', '.join(map(str, sorted(own)))}, and it belongs to stage {where}: the "
-                "forward of this batch takes another way through the model than the one it was cut by; use parallel.pp = 1",
+                f"parallel.pp: the model uses {name} on stage {', '.join(map(str, sorted(own)))},"
+                f" and it belongs to stage {where}: the forward of this batch takes another way"
+                " through the model than the one it was cut by; use parallel.pp = 1",
                 local,
             )
     return tuple(passed_over)
 
 
-def _nan(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device, *, dense: bool) -> torch.Tensor:
+def _nan(
+    shape: Sequence[int], dtype: torch.dtype | None, device: torch.device, *, dense: bool
+) -> torch.Tensor:
     """NaN without memory; `dense` where the model may write to it."""
     if dense:
         return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
@@ -210,9 +263,16 @@ def _unknown_like(value: Any, *, dense: bool) -> Any:
 
 
 def _unknown_embedding(
-    embedding: nn.Embedding, forward: Callable[..., Any], dtype: torch.dtype | None, dense: bool, *args: Any, **kwargs: Any
+    embedding: nn.Embedding,
+    forward: Callable[..., Any],
+    dtype: torch.dtype | None,
+    dense: bool,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """NaN of an embedding's shape; a class with a forward of its own (a table of positions) says that shape itself."""
+    """NaN of an embedding's shape; a class with a forward of its own (a table of positions) says
+    that shape itself.
+    """
     if type(embedding).forward is nn.Embedding.forward and args:
         return _nan((*args[0].shape, embedding.embedding_dim), dtype, args[0].device, dense=dense)
     output = forward(*args, **kwargs)

@@ -1,7 +1,8 @@
 """What a model keeps of earlier tokens, where a rank has some of its blocks only.
 
-A model asks its cache how many tokens it has seen, and asks its first layer, which another stage may have. So every stage of a rank has a
-cache of its own, in which the layers of other stages are those of the stage's own blocks: they answer the same, and nobody writes to them.
+A model asks its cache how many tokens it has seen, and asks its first layer, which another stage
+may have. So every stage of a rank has a cache of its own, in which the layers of other stages are
+those of the stage's own blocks: they answer the same, and nobody writes to them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from plait.parallel.pipeline.stage import StagedModel
 
 
 class StageCaches:
-    """The caches of a rank's stages. `make` returns an empty one of the whole model, with all of its layers."""
+    """The caches of a rank's stages. `make` returns an empty one of the whole model, with all of
+    its layers.
+    """
 
     def __init__(self, staged: StagedModel, make: Callable[[], Any]) -> None:
         self._make = make
@@ -24,7 +27,8 @@ class StageCaches:
         self.caches = {index: self._shared(index) for index in staged.stages}
 
     def _shared(self, stage: int) -> Any:
-        cache, own = self._make(), self._own[stage]
+        cache = self._make()
+        own = self._own[stage]
         first: dict[type, int] = {}
         for index in own:
             first.setdefault(type(cache.layers[index]), index)
@@ -39,7 +43,11 @@ class StageCaches:
 
     def own_layers(self) -> list[Any]:
         """Those that this rank's blocks write to."""
-        return [cache.layers[index] for stage, cache in self.caches.items() for index in self._own[stage]]
+        return [
+            cache.layers[index]
+            for stage, cache in self.caches.items()
+            for index in self._own[stage]
+        ]
 
     def get_seq_length(self) -> int:
         """How many tokens were seen."""
@@ -53,7 +61,9 @@ def for_stage(piece: Any, stage: int) -> Any:
 
 
 def with_empty_cache(piece: Any) -> Any:
-    """A micro-batch for a model that has all of its blocks and has seen no token, where it has a cache."""
+    """A micro-batch for a model that has all of its blocks and has seen no token, where it has a
+    cache.
+    """
     return _replaced(piece, lambda caches: caches.empty())
 
 
@@ -61,7 +71,9 @@ def _replaced(piece: Any, cache_of: Callable[[StageCaches], Any]) -> Any:
     """Replace the caches of a micro-batch, which may have either of the names in `CACHES`."""
     if not isinstance(piece, Mapping):
         return piece
-    caches = {name: cache_of(entry) for name, entry in piece.items() if isinstance(entry, StageCaches)}
+    caches = {
+        name: cache_of(entry) for name, entry in piece.items() if isinstance(entry, StageCaches)
+    }
     return {**piece, **caches} if caches else piece
 
 
@@ -69,12 +81,17 @@ def _layers(staged: StagedModel, stage: int) -> list[int]:
     """The layers of a cache that a stage's blocks write to."""
     found = set()
     for name in staged.stages[stage].blocks:
-        own = {at for module in staged.model.get_submodule(name).modules() if (at := _index(module)) is not None}
+        own = {
+            at
+            for module in staged.model.get_submodule(name).modules()
+            if (at := _index(module)) is not None
+        }
         if not own:
             raise ModelError(
-                f"parallel.pp: {name} does not say which layer of a cache is its own (`layer_idx` of its attention), so its stage cannot "
-                'keep keys and values; keep none: use_cache=False, or "use_cache": false in the generation_config.json of its folder; '
-                "or use parallel.pp = 1 (--pp 1)"
+                f"parallel.pp: {name} does not say which layer of a cache is its own (`layer_idx`"
+                " of its attention), so its stage cannot keep keys and values; keep none:"
+                ' use_cache=False, or "use_cache": false in the generation_config.json of its'
+                " folder; or use parallel.pp = 1 (--pp 1)"
             )
         found |= own
     return sorted(found)

@@ -12,14 +12,19 @@ from plait.parallel.schedules.actions import Action, Kind
 
 
 class StagedStore:
-    """An observer of a pipeline's `Runtime`: the prefetch of tensors that a stage's last blocks have stored starts when their backward is
-    next, so while the rank waits for the gradient. Micro-batches are stored separately, and so are the stages of a rank."""
+    """An observer of a pipeline's `Runtime`: the prefetch of tensors that a stage's last blocks
+    have stored starts when their backward is next, so while the rank waits for the gradient.
+    Micro-batches are stored separately, and so are the stages of a rank.
+    """
 
-    def __init__(self, store: Store, stages: Mapping[int, Stage], offloaded: Collection[str]) -> None:
+    def __init__(
+        self, store: Store, stages: Mapping[int, Stage], offloaded: Collection[str]
+    ) -> None:
         self._store = store
         self._ends = {index for index, stage in stages.items() if stage.blocks[-1] in offloaded}
-        """Stages whose last block's saved tensors are prefetched first. Others start their prefetch when that block's backward begins
-        (`recompute`)."""
+        """Stages whose last block's saved tensors are prefetched first. Others start their prefetch
+        when that block's backward begins (`recompute`).
+        """
         self._returning: dict[tuple[int, int], Callable[[], None]] = {}
 
     def __call__(self, action: Action, done: bool) -> None:

@@ -1,10 +1,13 @@
-"""Loss scaling for float16: what can be set, and the rule that turns a sequence of overflows into a sequence of scales.
+"""Loss scaling for float16: what can be set, and the rule that turns a sequence of overflows into a
+sequence of scales.
 
-float16 gradients below 6e-8 become zero, so the loss is multiplied by a scale before the backward pass and the gradients are divided by the
-same scale before the optimizer. This file only decides the scale. It reads no tensor: the decision "some gradient is not finite", shared by
-all ranks, comes from outside, so every rank computes the same scale.
+float16 gradients below 6e-8 become zero, so the loss is multiplied by a scale before the backward
+pass and the gradients are divided by the same scale before the optimizer. This file only decides
+the scale. It reads no tensor: the decision "some gradient is not finite", shared by all ranks,
+comes from outside, so every rank computes the same scale.
 
-The sequence of scales is that of DeepSpeed 0.19.8 (`DynamicLossScaler` as its ZeRO optimizers use it), at every ZeRO stage.
+The sequence of scales is that of DeepSpeed 0.19.8 (`DynamicLossScaler` as its ZeRO optimizers use
+it), at every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -23,18 +26,24 @@ FACTOR = 2.0
 
 
 class LossScale(Policy):
-    """How the loss is scaled for float16. `static` 0 means dynamic; the other fields are only read then."""
+    """How the loss is scaled for float16. `static` 0 means dynamic; the other fields are only read
+    then.
+    """
 
     static: float = Field(0.0, ge=0, allow_inf_nan=False)
     """A constant scale; 0 adapts the scale to the gradients."""
     initial_scale_power: int = Field(16, ge=0, le=126)
-    """The first scale is 2 to this power. float32, in which the loss is scaled, ends below 2^128."""
+    """The first scale is 2 to this power. float32, in which the loss is scaled, ends below 2^128.
+    """
     window: int = Field(1000, ge=1)
     """Steps without overflow after which the scale doubles."""
     hysteresis: int = Field(2, ge=1)
-    """The overflow that first halves the scale: 1 halves at the first, 2 forgives one. A doubling restores the allowance."""
+    """The overflow that first halves the scale: 1 halves at the first, 2 forgives one. A doubling
+    restores the allowance.
+    """
     consecutive_hysteresis: bool = False
-    """Restore the allowance at every step without overflow, so that only overflows in a row count."""
+    """Restore the allowance at every step without overflow, so that only overflows in a row count.
+    """
     minimum: float = Field(1.0, gt=0, allow_inf_nan=False)
     """The scale is not halved below this. An overflow at the minimum ends the run with an error."""
 
@@ -42,8 +51,9 @@ class LossScale(Policy):
     def _starts_above_minimum(self) -> Self:
         if self.dynamic and FACTOR**self.initial_scale_power < self.minimum:
             raise ValueError(
-                f"the first scale is 2^{self.initial_scale_power} = {FACTOR**self.initial_scale_power:g} and the minimum is "
-                f"{self.minimum:g}, above it; lower the minimum or raise the power"
+                f"the first scale is 2^{self.initial_scale_power} ="
+                f" {FACTOR**self.initial_scale_power:g} and the minimum is {self.minimum:g}, above"
+                " it; lower the minimum or raise the power"
             )
         return self
 
@@ -68,7 +78,9 @@ class ScaleState:
     last_overflow: int
     """The index (from 0) of the last step that overflowed; -1 before the first."""
     allowance: int
-    """The overflow, counted from now, that halves the scale: `hysteresis` less the overflows forgiven."""
+    """The overflow, counted from now, that halves the scale: `hysteresis` less the overflows
+    forgiven.
+    """
 
 
 def first_state(policy: LossScale) -> ScaleState:
@@ -78,13 +90,17 @@ def first_state(policy: LossScale) -> ScaleState:
 
 
 def next_state(policy: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
-    """The state after one step; `overflow` says that some gradient, on any rank, was inf or nan, so that the step is skipped.
+    """The state after one step; `overflow` says that some gradient, on any rank, was inf or nan, so
+    that the step is skipped.
 
-    With index `i = state.step`, as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`, `DynamicLossScaler.update_scale`):
+    With index `i = state.step`, as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`,
+    `DynamicLossScaler.update_scale`):
 
-    - overflow, allowance 1: scale = max(scale / 2, minimum); the allowance stays 1, so overflows that follow halve at once
+    - overflow, allowance 1: scale = max(scale / 2, minimum); the allowance stays 1, so overflows
+      that follow halve at once
     - overflow, allowance above 1: allowance - 1
-    - no overflow: with n = i - last_overflow - 1, if n > 0 and n is a multiple of `window`, scale = 2 scale, allowance restored
+    - no overflow: with n = i - last_overflow - 1, if n > 0 and n is a multiple of `window`, scale =
+      2 scale, allowance restored
 
     Raises LossScaleError when the scale would have to go below `minimum`.
     """
@@ -104,12 +120,15 @@ def next_state(policy: LossScale, state: ScaleState, *, overflow: bool) -> Scale
 
 def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
     if state.allowance > 1:
-        return replace(state, allowance=state.allowance - 1, last_overflow=state.step, step=state.step + 1)
+        return replace(
+            state, allowance=state.allowance - 1, last_overflow=state.step, step=state.step + 1
+        )
     if state.scale == policy.minimum:
         raise LossScaleError(
-            f"optimizer step {state.step + 1}: gradients are not finite although the loss scale is {state.scale:g}, the smallest allowed "
-            f"(fp16.min_loss_scale = {policy.minimum:g}), so smaller scales cannot help; train with bf16 instead of fp16, lower the "
-            f"learning rate or clip (gradient_clipping), or look for nan in the data and the loss"
+            f"optimizer step {state.step + 1}: gradients are not finite although the loss scale is"
+            f" {state.scale:g}, the smallest allowed (fp16.min_loss_scale = {policy.minimum:g}), so"
+            " smaller scales cannot help; train with bf16 instead of fp16, lower the learning rate"
+            " or clip (gradient_clipping), or look for nan in the data and the loss"
         )
     scale = max(state.scale / FACTOR, policy.minimum)
     return replace(state, scale=scale, last_overflow=state.step, step=state.step + 1)
@@ -124,11 +143,15 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by, and the gradients are divided by, until the next `update`."""
+        """What the loss is multiplied by, and the gradients are divided by, until the next
+        `update`.
+        """
         return self.state.scale
 
     def update(self, overflow: bool) -> None:
-        """Once an optimizer step, skipped or not, after the gradients were unscaled. Raises LossScaleError, see `next_state`."""
+        """Once an optimizer step, skipped or not, after the gradients were unscaled. Raises
+        LossScaleError, see `next_state`.
+        """
         self.state = next_state(self.policy, self.state, overflow=overflow)
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,15 +159,25 @@ class LossScaler:
         return {**asdict(self.state), "dynamic": self.policy.dynamic}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`. This run's policy rules: a state of the other kind (static, dynamic) gives only the step count,
-        a saved scale is raised to `minimum`, a saved allowance is cut to `hysteresis`. Raises CheckpointError for missing entries."""
+        """Go on from `state_dict()`. This run's policy rules: a state of the other kind (static,
+        dynamic) gives only the step count, a saved scale is raised to `minimum`, a saved allowance
+        is cut to `hysteresis`. Raises CheckpointError for missing entries.
+        """
         names = [f.name for f in fields(ScaleState)] + ["dynamic"]
         missing = [name for name in names if name not in state]
         if missing:
-            raise CheckpointError(f"the saved loss scale has no {', '.join(missing)} (it has {', '.join(sorted(state)) or 'nothing'})")
+            raise CheckpointError(
+                f"the saved loss scale has no {', '.join(missing)} (it has"
+                f" {', '.join(sorted(state)) or 'nothing'})"
+            )
         if not self.policy.dynamic or not state["dynamic"]:
-            # The first doubling of a run that turns dynamic comes a window after now, not after step 0.
-            self.state = replace(first_state(self.policy), step=int(state["step"]), last_overflow=int(state["step"]) - 1)
+            # The first doubling of a run that turns dynamic comes a window after now, not after
+            # step 0.
+            self.state = replace(
+                first_state(self.policy),
+                step=int(state["step"]),
+                last_overflow=int(state["step"]) - 1,
+            )
             return
         self.state = ScaleState(
             scale=max(float(state["scale"]), self.policy.minimum),

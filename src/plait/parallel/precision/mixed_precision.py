@@ -1,7 +1,9 @@
-"""Mixed precision: what forward and backward compute in, what gradients are reduced in, and how float16 is kept from underflowing.
+"""Mixed precision: what forward and backward compute in, what gradients are reduced in, and how
+float16 is kept from underflowing.
 
-Parameters, gradients and optimizer states stay in the parameters' own dtype (float32 master weights, sharded by ZeRO). The casts are
-arguments of the one call that shards, so `apply` only leaves them in Parts.
+Parameters, gradients and optimizer states stay in the parameters' own dtype (float32 master
+weights, sharded by ZeRO). The casts are arguments of the one call that shards, so `apply` only
+leaves them in Parts.
 """
 
 from __future__ import annotations
@@ -28,13 +30,17 @@ class Precision(Technique):
     compute: ComputeDtype | None = None
     """Dtype of forward and backward; None computes in the parameters' own dtype."""
     reduce: ReduceDtype | None = None
-    """Dtype of the gradient reduction; None means float32 where `compute` is set, else the gradients' own dtype."""
+    """Dtype of the gradient reduction; None means float32 where `compute` is set, else the
+    gradients' own dtype.
+    """
     loss_scale: LossScale | None = None
     """How the loss is scaled; only for float16."""
     check_overflow: bool = False
     """Skip an optimizer step whose gradients are not finite. Always done with a loss scale."""
     float32_modules: tuple[str, ...] = ()
-    """Names or patterns of modules that compute in float32 where `compute` is set (see `model.float32_modules`)."""
+    """Names or patterns of modules that compute in float32 where `compute` is set (see
+    `model.float32_modules`).
+    """
 
     @property
     def reduction(self) -> ReduceDtype | None:
@@ -44,7 +50,11 @@ class Precision(Technique):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Leave the dtypes for the technique that shards."""
         is_float16 = self.compute == "float16"
-        kept = float32_modules(parts.model, self.float32_modules, is_float16=is_float16) if self.compute else ()
+        kept = (
+            float32_modules(parts.model, self.float32_modules, is_float16=is_float16)
+            if self.compute
+            else ()
+        )
         return parts.with_shard(
             float32_modules=kept,
             compute_dtype=dtype_of(self.compute) if self.compute else None,
@@ -54,8 +64,10 @@ class Precision(Technique):
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Leave the element sizes for the technique that shards."""
         size = {None: None, "float16": 2, "bfloat16": 2, "float32": 4}
-        compute, reduce = size[self.compute], size[self.reduction]
+        compute = size[self.compute]
+        reduce = size[self.reduction]
         like = np.ones_like(ledger.dp_shard)
         return ledger.with_(
-            compute_bytes=None if compute is None else like * compute, reduce_bytes=None if reduce is None else like * reduce
+            compute_bytes=None if compute is None else like * compute,
+            reduce_bytes=None if reduce is None else like * reduce,
         )

@@ -1,4 +1,6 @@
-"""The computations of a pipeline and the messages between its stages: what each needs, and what it produces."""
+"""The computations of a pipeline and the messages between its stages: what each needs, and what it
+produces.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What is computed. A backward is either unsplit (B) or split in two, so that the second half can fill a bubble."""
+    """What is computed. A backward is either unsplit (B) or split in two, so that the second half
+    can fill a bubble.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -21,7 +25,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation of one stage on one micro-batch. Printed as `2F0`: stage 2, forward, micro-batch 0."""
+    """One computation of one stage on one micro-batch. Printed as `2F0`: stage 2, forward,
+    micro-batch 0.
+    """
 
     stage: int
     kind: Kind
@@ -52,11 +58,13 @@ class Message(NamedTuple):
 
 
 class Numbered:
-    """Messages of a pipeline as whole numbers from 0: to look one up in a list is several times faster than in a set, and tables have tens
-    of thousands."""
+    """Messages of a pipeline as whole numbers from 0: to look one up in a list is several times
+    faster than in a set, and tables have tens of thousands.
+    """
 
     def __init__(self, *, stages: int, microbatches: int) -> None:
-        self._microbatches, self._stages = microbatches, stages
+        self._microbatches = microbatches
+        self._stages = stages
         self.gradients = stages * microbatches
         """The first of the gradients; activations are before."""
 
@@ -66,13 +74,20 @@ class Numbered:
         return 2 * self.gradients
 
     def needed_by(self, action: Action) -> tuple[int, ...]:
-        """What must exist before a computation can start: the stage's own earlier result first, then its neighbour's."""
-        at, kind = action.stage * self._microbatches + action.microbatch, action.kind
+        """What must exist before a computation can start: the stage's own earlier result first,
+        then its neighbour's.
+        """
+        at = action.stage * self._microbatches + action.microbatch
+        kind = action.kind
         if kind is Kind.FORWARD:
             return (at - self._microbatches,) if action.stage else ()
         if kind is Kind.WEIGHT:
             return (self.gradients + at,)
-        return (at, self.gradients + at + self._microbatches) if action.stage < self._stages - 1 else (at,)
+        return (
+            (at, self.gradients + at + self._microbatches)
+            if action.stage < self._stages - 1
+            else (at,)
+        )
 
     def produced_by(self, action: Action) -> int | None:
         """What a computation sends; None for W, for which nothing waits."""

@@ -1,8 +1,10 @@
-"""Pipeline schedules as tables: which computation every pp rank does, in which order. Nothing here runs a model.
+"""Pipeline schedules as tables: which computation every pp rank does, in which order. Nothing here
+runs a model.
 
-The runtime, the simulator (`timeline.py`), the drawing and the tests read the same `Schedule`. GPipe and 1F1B are written here; the others
-come from torch's own generators, without a process group. Every table that `make_schedule` returns has passed `Schedule.check`: each stage
-does each micro-batch forward and backward exactly once, and no rank waits for ever.
+The runtime, the simulator (`timeline.py`), the drawing and the tests read the same `Schedule`.
+GPipe and 1F1B are written here; the others come from torch's own generators, without a process
+group. Every table that `make_schedule` returns has passed `Schedule.check`: each stage does each
+micro-batch forward and backward exactly once, and no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from plait.parallel.schedules.actions import Action, Kind, Message, Numbered, Pa
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of computations. Moving tensors between ranks is not in it: `messages` derives that."""
+    """A table of computations. Moving tensors between ranks is not in it: `messages` derives
+    that.
+    """
 
     name: str
     pp: int
@@ -47,7 +51,9 @@ class Schedule:
         return any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in self.ranks for action in row)
 
     def check(self) -> None:
-        """Raise InputError unless this table can be run: complete, every action once and on its stage's rank, no rank waiting for ever."""
+        """Raise InputError unless this table can be run: complete, every action once and on its
+        stage's rank, no rank waiting for ever.
+        """
         _check_shape(self)
         _check_counts(self)
         for _ in in_order(self):
@@ -55,21 +61,35 @@ class Schedule:
 
 
 def _malformed(schedule: Schedule, what: str) -> InputError:
-    return InputError(f"schedule {schedule.name} with pp {schedule.pp} and {schedule.microbatches} micro-batches: {what}")
+    return InputError(
+        f"schedule {schedule.name} with pp {schedule.pp} and {schedule.microbatches} micro-batches:"
+        f" {what}"
+    )
 
 
 def _check_shape(schedule: Schedule) -> None:
     if len(schedule.ranks) != schedule.pp:
         raise _malformed(schedule, f"the table has {len(schedule.ranks)} ranks")
     if set(schedule.stage_ranks) != set(range(schedule.pp)):
-        raise _malformed(schedule, f"stages are on ranks {sorted(set(schedule.stage_ranks))}, and every rank from 0 to pp - 1 needs one")
+        raise _malformed(
+            schedule,
+            f"stages are on ranks {sorted(set(schedule.stage_ranks))}, and every rank from 0 to pp"
+            " - 1 needs one",
+        )
     for rank, row in enumerate(schedule.ranks):
         for action in row:
-            if not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
-                raise _malformed(schedule, f"rank {rank} does {action}, and there are {schedule.stages} stages")
+            if not (
+                0 <= action.stage < schedule.stages
+                and 0 <= action.microbatch < schedule.microbatches
+            ):
+                raise _malformed(
+                    schedule, f"rank {rank} does {action}, and there are {schedule.stages} stages"
+                )
             if schedule.stage_ranks[action.stage] != rank:
                 raise _malformed(
-                    schedule, f"rank {rank} does {action}, and stage {action.stage} is on rank {schedule.stage_ranks[action.stage]}"
+                    schedule,
+                    f"rank {rank} does {action}, and stage {action.stage} is on rank"
+                    f" {schedule.stage_ranks[action.stage]}",
                 )
 
 
@@ -90,14 +110,18 @@ def _check_counts(schedule: Schedule) -> None:
             if kinds not in _COMPLETE:
                 has = ", ".join(sorted(kinds)) or "nothing"
                 raise _malformed(
-                    schedule, f"stage {stage} does {has} of micro-batch {microbatch}; it must do F, and either B or both I and W"
+                    schedule,
+                    f"stage {stage} does {has} of micro-batch {microbatch}; it must do F, and"
+                    " either B or both I and W",
                 )
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Every (rank, action) in an order in which the table can be run: each rank in its own order, each action after all that it needs.
+    """Every (rank, action) in an order in which the table can be run: each rank in its own order,
+    each action after all that it needs.
 
-    A rank goes on until it must wait for another. Raises InputError, naming what each rank waits for, where all ranks wait.
+    A rank goes on until it must wait for another. Raises InputError, naming what each rank waits
+    for, where all ranks wait.
     """
     numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
     done = bytearray(numbered.size)
@@ -135,9 +159,11 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """What every (source, destination) pair of ranks passes on, in the order in which the source produces it.
+    """What every (source, destination) pair of ranks passes on, in the order in which the source
+    produces it.
 
-    Receives posted in this order match the sends. Stages on the same rank pass nothing, and pairs without messages are left out.
+    Receives posted in this order match the sends. Stages on the same rank pass nothing, and pairs
+    without messages are left out.
     """
     numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
     found: dict[tuple[int, int], list[Message]] = {}
@@ -154,9 +180,14 @@ def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
 
 
 def destination(schedule: Schedule, message: Message) -> int | None:
-    """The other rank that a message goes to; None at the end of the pipeline and where the next stage is on the same rank."""
+    """The other rank that a message goes to; None at the end of the pipeline and where the next
+    stage is on the same rank.
+    """
     reader = message.stage + (1 if message.payload is Payload.ACTIVATION else -1)
-    if not 0 <= reader < schedule.stages or schedule.stage_ranks[reader] == schedule.stage_ranks[message.stage]:
+    if (
+        not 0 <= reader < schedule.stages
+        or schedule.stage_ranks[reader] == schedule.stage_ranks[message.stage]
+    ):
         return None
     return schedule.stage_ranks[reader]
 
@@ -169,7 +200,9 @@ class ScheduleSpec:
     stages_per_rank: tuple[int, int | None]
     """The fewest and the most stages a rank may have; None for any number."""
     placement: Literal["loop", "v"] = "loop"
-    """`loop`: stage s is on rank s % pp. `v`: stages s and 2 pp - 1 - s are on rank s, so that rank 0 has both ends."""
+    """`loop`: stage s is on rank s % pp. `v`: stages s and 2 pp - 1 - s are on rank s, so that rank
+    0 has both ends.
+    """
     generator: str | None = None
     """The class of torch that makes the table; None where it is made here."""
     splits_backward: bool = False
@@ -184,15 +217,23 @@ class ScheduleSpec:
 
 SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
     {
-        "gpipe": ScheduleSpec("all forwards, then all backwards; holds the activations of every micro-batch", (1, 1)),
-        "1f1b": ScheduleSpec("one forward, one backward in turn; GPipe's bubble, activations of at most pp micro-batches", (1, 1)),
+        "gpipe": ScheduleSpec(
+            "all forwards, then all backwards; holds the activations of every micro-batch", (1, 1)
+        ),
+        "1f1b": ScheduleSpec(
+            "one forward, one backward in turn; GPipe's bubble, activations of at most pp"
+            " micro-batches",
+            (1, 1),
+        ),
         "interleaved-1f1b": ScheduleSpec(
-            "1F1B over several stages a rank: the bubble divided by their number, for as many times the messages",
+            "1F1B over several stages a rank: the bubble divided by their number, for as many times"
+            " the messages",
             (2, None),
             generator="ScheduleInterleaved1F1B",
         ),
         "looped-bfs": ScheduleSpec(
-            "GPipe over several stages a rank: one stage after the other, all micro-batches in a row on each",
+            "GPipe over several stages a rank: one stage after the other, all micro-batches in a"
+            " row on each",
             (1, None),
             generator="ScheduleLoopedBFS",
         ),
@@ -210,7 +251,8 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
             splits_backward=True,
         ),
         "dualpipev": ScheduleSpec(
-            "a V of stages in which forwards overlap with backwards, and so can their communication",
+            "a V of stages in which forwards overlap with backwards, and so can their"
+            " communication",
             (2, 2),
             "v",
             generator="ScheduleDualPipeV",
@@ -221,58 +263,106 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
 """Name to what is known of the schedule."""
 
 
-def make_schedule(name: str, *, pp: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The checked table of a schedule. `stages_per_rank` None takes the schedule's default: 1, or 2 where it takes several.
+def make_schedule(
+    name: str, *, pp: int, microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """The checked table of a schedule. `stages_per_rank` None takes the schedule's default: 1, or 2
+    where it takes several.
 
-    Raises ConfigError, with what works instead, where the schedule does not exist for these numbers.
+    Raises ConfigError, with what works instead, where the schedule does not exist for these
+    numbers.
     """
     spec = SCHEDULES.get(name)
     if spec is None:
         near = get_close_matches(name.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.5)
         remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(SCHEDULES)}"
-        raise ConfigError(Problem("parallel.pipeline.schedule", name, f"it is not one of {', '.join(SCHEDULES)}", remedy))
+        raise ConfigError(
+            Problem(
+                "parallel.pipeline.schedule",
+                name,
+                f"it is not one of {', '.join(SCHEDULES)}",
+                remedy,
+            )
+        )
     each = spec.default_stages_per_rank if stages_per_rank is None else stages_per_rank
     problems = problems_of(name, pp=pp, microbatches=microbatches, stages_per_rank=each)
     if problems:
         raise ConfigError(*problems)
-    schedule = Schedule(name, pp, microbatches, _placed(spec, pp, each), _rows(name, pp, microbatches, each))
+    schedule = Schedule(
+        name, pp, microbatches, _placed(spec, pp, each), _rows(name, pp, microbatches, each)
+    )
     schedule.check()
     return schedule
 
 
-def row_of(name: str, *, pp: int, microbatches: int, stages_per_rank: int, rank: int) -> tuple[Action, ...]:
-    """One rank's row of the table that `make_schedule` returns for the same numbers, which are not checked again; without the others it is
-    made in a fraction of the time."""
+def row_of(
+    name: str, *, pp: int, microbatches: int, stages_per_rank: int, rank: int
+) -> tuple[Action, ...]:
+    """One rank's row of the table that `make_schedule` returns for the same numbers, which are not
+    checked again; without the others it is made in a fraction of the time.
+    """
     return _rows(name, pp, microbatches, stages_per_rank, only=rank)[rank]
 
 
-def _rows(name: str, pp: int, microbatches: int, each: int, *, only: int | None = None) -> tuple[tuple[Action, ...], ...]:
+def _rows(
+    name: str, pp: int, microbatches: int, each: int, *, only: int | None = None
+) -> tuple[tuple[Action, ...], ...]:
     generator = SCHEDULES[name].generator
     if generator is None:
-        return tuple(tuple(_WRITTEN_HERE[name](rank, pp, microbatches)) if only in (None, rank) else () for rank in range(pp))
-    table = schedule_actions(generator, pp=pp, stages_per_rank=each, microbatches=microbatches, only=only)
+        return tuple(
+            tuple(_WRITTEN_HERE[name](rank, pp, microbatches)) if only in (None, rank) else ()
+            for rank in range(pp)
+        )
+    table = schedule_actions(
+        generator, pp=pp, stages_per_rank=each, microbatches=microbatches, only=only
+    )
     return tuple(
-        tuple(Action(stage, Kind(kind), microbatch) for stage, kind, microbatch in row) if only in (None, rank) else ()
+        (
+            tuple(Action(stage, Kind(kind), microbatch) for stage, kind, microbatch in row)
+            if only in (None, rank)
+            else ()
+        )
         for rank, row in enumerate(table)
     )
 
 
-def problems_of(name: str, *, pp: int, microbatches: int, stages_per_rank: int) -> tuple[Problem, ...]:
-    """Why a schedule of SCHEDULES does not exist for these numbers; empty where it does. Makes no table."""
+def problems_of(
+    name: str, *, pp: int, microbatches: int, stages_per_rank: int
+) -> tuple[Problem, ...]:
+    """Why a schedule of SCHEDULES does not exist for these numbers; empty where it does. Makes no
+    table.
+    """
     return tuple(_problems(name, SCHEDULES[name], pp, microbatches, stages_per_rank))
 
 
-def _problems(name: str, spec: ScheduleSpec, pp: int, microbatches: int, each: int) -> Iterator[Problem]:
+def _problems(
+    name: str, spec: ScheduleSpec, pp: int, microbatches: int, each: int
+) -> Iterator[Problem]:
     if pp < 1:
         yield Problem("parallel.pp", pp, "a pipeline has at least 1 rank", "use 1 or more")
     if microbatches < 1:
-        yield Problem("gradient_accumulation_steps", microbatches, "a pipeline needs at least 1 micro-batch", "use 1 or more")
+        yield Problem(
+            "gradient_accumulation_steps",
+            microbatches,
+            "a pipeline needs at least 1 micro-batch",
+            "use 1 or more",
+        )
     fewest, most = spec.stages_per_rank
     if each < fewest or (most is not None and each > most):
         allowed = f"exactly {fewest}" if fewest == most else f"at least {fewest}"
-        others = ", ".join(other for other, it in SCHEDULES.items() if it.stages_per_rank[0] <= each <= (it.stages_per_rank[1] or each))
-        remedy = f"use {fewest}" + (" or more" if most is None else "") + (f", or one of {others}" if others else "")
-        yield Problem("parallel.pipeline.stages_per_rank", each, f"{name} has {allowed} on a rank", remedy)
+        others = ", ".join(
+            other
+            for other, it in SCHEDULES.items()
+            if it.stages_per_rank[0] <= each <= (it.stages_per_rank[1] or each)
+        )
+        remedy = (
+            f"use {fewest}"
+            + (" or more" if most is None else "")
+            + (f", or one of {others}" if others else "")
+        )
+        yield Problem(
+            "parallel.pipeline.stages_per_rank", each, f"{name} has {allowed} on a rank", remedy
+        )
     elif pp >= 1 and microbatches >= 1:
         yield from _MICROBATCHES.get(name, _any_number)(name, pp, microbatches)
 
@@ -292,7 +382,8 @@ def _whole_rounds(name: str, pp: int, microbatches: int) -> Iterator[Problem]:
         above = next(count for count in range(microbatches, 2 * microbatches + pp) if works(count))
         rounds = microbatches // pp
         rule = (
-            f"{name} with pp {pp} takes micro-batches in {microbatches} // {pp} = {rounds} equal rounds, and {microbatches} % {rounds} != 0"
+            f"{name} with pp {pp} takes micro-batches in {microbatches} // {pp} = {rounds} equal"
+            f" rounds, and {microbatches} % {rounds} != 0"
         )
         yield Problem("gradient_accumulation_steps", microbatches, rule, f"use {below} or {above}")
 
@@ -301,12 +392,19 @@ def _at_least_stages(name: str, pp: int, microbatches: int) -> Iterator[Problem]
     if microbatches < 2 * pp:
         rule = f"{name} with pp {pp} has {2 * pp} stages and needs as many micro-batches"
         yield Problem(
-            "gradient_accumulation_steps", microbatches, rule, f"use {2 * pp} or more, or the schedule zbv, which takes any number"
+            "gradient_accumulation_steps",
+            microbatches,
+            rule,
+            f"use {2 * pp} or more, or the schedule zbv, which takes any number",
         )
 
 
 _MICROBATCHES: Mapping[str, Callable[[str, int, int], Iterator[Problem]]] = MappingProxyType(
-    {"interleaved-1f1b": _whole_rounds, "interleaved-zero-bubble": _whole_rounds, "dualpipev": _at_least_stages}
+    {
+        "interleaved-1f1b": _whole_rounds,
+        "interleaved-zero-bubble": _whole_rounds,
+        "dualpipev": _at_least_stages,
+    }
 )
 
 
@@ -324,7 +422,9 @@ def _gpipe(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
-    """PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473: a rank runs ahead by one forward for every rank behind it."""
+    """PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473: a rank runs ahead by one forward
+    for every rank behind it.
+    """
     ahead = min(microbatches, pp - 1 - rank)
     for microbatch in range(ahead):
         yield Action(rank, Kind.FORWARD, microbatch)

@@ -1,8 +1,10 @@
-"""When every computation of a schedule runs, given how long each takes: the idle part of the step and the activations held.
+"""When every computation of a schedule runs, given how long each takes: the idle part of the step
+and the activations held.
 
-Iterates over the same table as the runtime, with one assumption a line: a rank computes one action at a time, in its order; a message
-starts when its producer ends and the link is free, and takes no time of either rank (communication overlaps with computation); what a rank
-receives waits without limit. Stages may differ in cost. Units are the caller's.
+Iterates over the same table as the runtime, with one assumption a line: a rank computes one action
+at a time, in its order; a message starts when its producer ends and the link is free, and takes no
+time of either rank (communication overlaps with computation); what a rank receives waits without
+limit. Stages may differ in cost. Units are the caller's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from plait.parallel.schedules.schedule import Schedule, destination, in_order
 
 @dataclass(frozen=True)
 class Durations:
-    """How long one micro-batch takes on each stage, and across each boundary between neighbouring stages."""
+    """How long one micro-batch takes on each stage, and across each boundary between neighbouring
+    stages.
+    """
 
     forward: tuple[float, ...]
     input: tuple[float, ...]
@@ -25,7 +29,9 @@ class Durations:
     weight: tuple[float, ...]
     """The gradients of the weights alone. An unsplit backward takes input + weight."""
     send: tuple[float, ...]
-    """Entry s: a message between stages s and s + 1, either way. Not used where both are on one rank."""
+    """Entry s: a message between stages s and s + 1, either way. Not used where both are on one
+    rank.
+    """
 
     def of(self, action: Action) -> float:
         """How long one action takes."""
@@ -39,12 +45,26 @@ class Durations:
         return self.input[stage] + self.weight[stage]
 
 
-def even(schedule: Schedule, *, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, send: float = 0.0) -> Durations:
-    """Stages of equal cost. `forward`, `input` and `weight` are what all stages of a rank take together for one micro-batch, so that
-    schedules with different numbers of stages do the same work; `send` is one message."""
+def even(
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    input: float = 1.0,
+    weight: float = 1.0,
+    send: float = 0.0,
+) -> Durations:
+    """Stages of equal cost. `forward`, `input` and `weight` are what all stages of a rank take
+    together for one micro-batch, so that schedules with different numbers of stages do the same
+    work; `send` is one message.
+    """
     each = schedule.stages // schedule.pp
     stages = schedule.stages
-    return Durations((forward / each,) * stages, (input / each,) * stages, (weight / each,) * stages, (send,) * (stages - 1))
+    return Durations(
+        (forward / each,) * stages,
+        (input / each,) * stages,
+        (weight / each,) * stages,
+        (send,) * (stages - 1),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +117,8 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Run the table. Messages of one (source, destination) pair go one after another, in the order of `schedule.messages`.
+    """Run the table. Messages of one (source, destination) pair go one after another, in the order
+    of `schedule.messages`.
 
     Raises InputError for durations of another number of stages or below 0.
     """
@@ -130,25 +151,40 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
 
 
 def _check(schedule: Schedule, durations: Durations) -> None:
-    lengths = {"forward": schedule.stages, "input": schedule.stages, "weight": schedule.stages, "send": schedule.stages - 1}
+    lengths = {
+        "forward": schedule.stages,
+        "input": schedule.stages,
+        "weight": schedule.stages,
+        "send": schedule.stages - 1,
+    }
     for name, length in lengths.items():
         values = getattr(durations, name)
         if len(values) != length:
-            raise InputError(f"durations.{name} has {len(values)} values; {schedule.name} with {schedule.stages} stages needs {length}")
+            raise InputError(
+                f"durations.{name} has {len(values)} values; {schedule.name} with {schedule.stages}"
+                f" stages needs {length}"
+            )
         if not all(0 <= value < float("inf") for value in values):
-            raise InputError(f"durations.{name}: {min(values)} to {max(values)}; a duration is finite and not below 0")
+            raise InputError(
+                f"durations.{name}: {min(values)} to {max(values)}; a duration is finite and not"
+                " below 0"
+            )
 
 
 def peak_in_flight(schedule: Schedule, *, held: Sequence[float] | None = None) -> tuple[float, ...]:
-    """The most that every pp rank holds of activations at one moment. A forward holds `held[stage]` from its start to the end of its
-    backward, with a split backward to the end of W.
+    """The most that every pp rank holds of activations at one moment. A forward holds `held[stage]`
+    from its start to the end of its backward, with a split backward to the end of W.
 
-    `held` left out: 1 / (stages a rank), so that the result counts micro-batches through all stages of a rank. Give bytes for bytes, or 1
-    for each stage to count single stages. A rank does one thing at a time, so the order of its actions decides; durations do not.
+    `held` left out: 1 / (stages a rank), so that the result counts micro-batches through all stages
+    of a rank. Give bytes for bytes, or 1 for each stage to count single stages. A rank does one
+    thing at a time, so the order of its actions decides; durations do not.
     """
     size = tuple(held) if held is not None else (schedule.pp / schedule.stages,) * schedule.stages
     if len(size) != schedule.stages:
-        raise InputError(f"held has {len(size)} values; {schedule.name} with {schedule.stages} stages needs {schedule.stages}")
+        raise InputError(
+            f"held has {len(size)} values; {schedule.name} with {schedule.stages} stages needs"
+            f" {schedule.stages}"
+        )
     peaks = []
     for rank, row in enumerate(schedule.ranks):
         counts = dict.fromkeys(schedule.stages_of(rank), 0)

@@ -1,6 +1,7 @@
 """Cross entropy over logits that are split along the vocabulary: the full logits are never built.
 
-Three elements per token are sent: the largest logit, then the sum of exponentials together with the target's logit.
+Three elements per token are sent: the largest logit, then the sum of exponentials together with the
+target's logit.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from torch.distributed.tensor import DTensor, Shard
 from plait.comm.collectives import shard_range
 
 
-def vocab_parallel_cross_entropy(logits: DTensor, targets: torch.Tensor, *, ignored: int) -> torch.Tensor:
+def vocab_parallel_cross_entropy(
+    logits: DTensor, targets: torch.Tensor, *, ignored: int
+) -> torch.Tensor:
     """Sum over tokens of the cross entropy; 0-dimensional, the same on every rank of the tp axis.
 
-    `logits` [..., vocab] over a one-dimensional mesh, split along the last dimension; any other way they are laid out, they are split so
-    first. `targets` [...] int64, `ignored` ones count for nothing. Computed in float32, in float64 for float64 logits.
+    `logits` [..., vocab] over a one-dimensional mesh, split along the last dimension; any other way
+    they are laid out, they are split so first. `targets` [...] int64, `ignored` ones count for
+    nothing. Computed in float32, in float64 for float64 logits.
     """
     last = Shard(logits.ndim - 1)
-    if logits.placements != (last,):  # an operator after the head (a log_softmax) may have gathered them, or made them parts of a sum
+    # an operator after the head (a log_softmax) may have gathered them, or made them parts of a
+    # sum
+    if logits.placements != (last,):
         logits = logits.redistribute(placements=[last])
     local = logits.to_local()
     group = logits.device_mesh.get_group()
@@ -33,7 +39,14 @@ def vocab_parallel_cross_entropy(logits: DTensor, targets: torch.Tensor, *, igno
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, start: int, ignored: int, group: ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        start: int,
+        ignored: int,
+        group: ProcessGroup,
+    ) -> torch.Tensor:
         tokens, width = logits.shape
         top = logits.amax(-1) if width else logits.new_full((tokens,), float("-inf"))
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)

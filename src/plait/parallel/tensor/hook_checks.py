@@ -1,7 +1,8 @@
-"""Hooks and parametrizations of modules that tensor parallelism computes in parts: a hook would get this rank's part in place of the full
-tensor, and compute other values than one process. Refused by name: before a process group exists for what is there, in the forward for what
-comes later. Hooks that see full tensors stay (in front of a column-split layer, behind a row-split one, on the containers around both), and
-so do Plait's, torch's and Transformers' own.
+"""Hooks and parametrizations of modules that tensor parallelism computes in parts: a hook would get
+this rank's part in place of the full tensor, and compute other values than one process. Refused by
+name: before a process group exists for what is there, in the forward for what comes later. Hooks
+that see full tensors stay (in front of a column-split layer, behind a row-split one, on the
+containers around both), and so do Plait's, torch's and Transformers' own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from plait._torch.modules import DROPOUTS, HookKind, has_gradient_hooks, hooks_of, own_children, own_parameters
+from plait._torch.modules import (
+    DROPOUTS,
+    HookKind,
+    has_gradient_hooks,
+    hooks_of,
+    own_children,
+    own_parameters,
+)
 from plait.errors import ModelError
 from plait.model.plans import TensorPlan
 from plait.model.rules import Style
@@ -35,20 +43,29 @@ _SEES: dict[Style, tuple[tuple[HookKind, ...], str]] = {
 _ALL = (*_BEFORE, *_AFTER, *_BACKWARD)
 
 
-def refuse_hooks(model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool) -> None:
-    """Raise ModelError for a hook that would be given a part, and for one on a parameter that is replaced by its shard."""
+def refuse_hooks(
+    model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
+) -> None:
+    """Raise ModelError for a hook that would be given a part, and for one on a parameter that is
+    replaced by its shard.
+    """
     for part in _parts(model, plan, blocks=blocks, sequence_parallel=sequence_parallel):
         _refuse(*part)
     for name, parameter in model.named_parameters():
         if plan.dims[name] is not None and has_gradient_hooks(parameter):
             raise ModelError(
-                f"{name} has a hook, and tensor parallelism replaces this parameter by its shard; register the hook on the sharded model's "
-                "parameter, after plait.initialize, or use parallel.tp = 1"
+                f"{name} has a hook, and tensor parallelism replaces this parameter by its shard;"
+                " register the hook on the sharded model's parameter, after plait.initialize, or"
+                " use parallel.tp = 1"
             )
 
 
-def watch(model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool) -> None:
-    """Refuse what is put on later, when the layer, or the part that holds it, is next called. Last: it wraps what `forward` is now."""
+def watch(
+    model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
+) -> None:
+    """Refuse what is put on later, when the layer, or the part that holds it, is next called. Last:
+    it wraps what `forward` is now.
+    """
     styles = plan.styles
     parts = list(_parts(model, plan, blocks=blocks, sequence_parallel=sequence_parallel))
     linear = {name for name, style in styles.items() if style != "replicated_with_grad_allreduce"}
@@ -71,7 +88,9 @@ def _first_layer(name: str, linear: set[str]) -> str | None:
     return None
 
 
-def _watched(name: str, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]) -> Callable[..., Any]:
+def _watched(
+    name: str, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]
+) -> Callable[..., Any]:
     watched = tuple(hooks_of(part, kind) for _, part, kinds, _ in parts for kind in kinds)
 
     @functools.wraps(forward)
@@ -81,22 +100,36 @@ def _watched(name: str, module: nn.Module, forward: Callable[..., Any], parts: S
                 _refuse(*part)
         if "weight" not in own_parameters(module) or "parametrizations" in own_children(module):
             raise ModelError(
-                f"{name}: its weight is no longer a parameter of the layer (a parametrization, weight_norm, spectral_norm or pruning was "
-                "put on after tensor parallelism had split it); use parallel.tp = 1, or a parallel.plan that leaves the layer out, and put "
-                "it on before plait.initialize"
+                f"{name}: its weight is no longer a parameter of the layer (a parametrization,"
+                " weight_norm, spectral_norm or pruning was put on after tensor parallelism had"
+                " split it); use parallel.tp = 1, or a parallel.plan that leaves the layer out,"
+                " and put it on before plait.initialize"
             )
         return forward(*args, **kwargs)
 
     return run
 
 
-def _parts(model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool) -> Iterator[Part]:
+def _parts(
+    model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
+) -> Iterator[Part]:
     styles = plan.styles
-    inside = {inner for name, style in styles.items() if style in ("colwise", "kv_replicated") for inner in _between(model, name, plan)}
+    inside = {
+        inner
+        for name, style in styles.items()
+        if style in ("colwise", "kv_replicated")
+        for inner in _between(model, name, plan)
+    }
     for name, module in model.named_modules():
         in_blocks = name in blocks or is_inside(name, blocks)
-        if sequence_parallel and (name in plan.norms or in_blocks) and not is_inside(name, plan.whole):
-            behind_the_end = name == plan.final_norm or (plan.final_norm is None and name == blocks[-1])
+        if (
+            sequence_parallel
+            and (name in plan.norms or in_blocks)
+            and not is_inside(name, plan.whole)
+        ):
+            behind_the_end = name == plan.final_norm or (
+                plan.final_norm is None and name == blocks[-1]
+            )
             yield name, module, (*_BEFORE, *_BACKWARD) if behind_the_end else _ALL, "the sequence"
         elif name in styles:
             if styles[name] in _SEES:
@@ -106,8 +139,10 @@ def _parts(model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], seque
 
 
 def _between(model: nn.Module, layer: str, plan: TensorPlan) -> Iterator[str]:
-    """Modules next to a column-parallel layer that no style names and that hold no parameters, such as an activation function. Dropouts are
-    not among them: they may follow the row-parallel layer, where tensors are unsharded."""
+    """Modules next to a column-parallel layer that no style names and that hold no parameters, such
+    as an activation function. Dropouts are not among them: they may follow the row-parallel layer,
+    where tensors are unsharded.
+    """
     parent = layer.rpartition(".")[0]
     for leaf, child in model.get_submodule(parent).named_children():
         if isinstance(child, DROPOUTS) or next(child.parameters(), None) is not None:
@@ -121,8 +156,9 @@ def _refuse(name: str, module: nn.Module, kinds: tuple[HookKind, ...], what: str
             if is_foreign(hook):
                 shown = getattr(hook, "__qualname__", type(hook).__qualname__)
                 raise ModelError(
-                    f"{name}: the {kind.replace('_', ' ')} hook {shown} would be given this rank's part of {what} only, because tensor "
-                    f"parallelism splits the computation there; hook {_remedy(name, what)}, or use {_other(what)}"
+                    f"{name}: the {kind.replace('_', ' ')} hook {shown} would be given this rank's"
+                    f" part of {what} only, because tensor parallelism splits the computation"
+                    f" there; hook {_remedy(name, what)}, or use {_other(what)}"
                 )
 
 

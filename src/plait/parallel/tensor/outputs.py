@@ -1,8 +1,9 @@
-"""What a model returns besides its logits under tensor parallelism: hidden states of its blocks, which sequence parallelism shards, and
-attention weights, of which a rank has its own heads.
+"""What a model returns besides its logits under tensor parallelism: hidden states of its blocks,
+which sequence parallelism shards, and attention weights, of which a rank has its own heads.
 
-They are tensors like any other while the model runs. Where one is among what the model returns it is gathered, so that a loss computes what
-one process would; nothing is gathered that is not used. A tensor's mark says along which dimension it is a part.
+They are tensors like any other while the model runs. Where one is among what the model returns it
+is gathered, so that a loss computes what one process would; nothing is gathered that is not used. A
+tensor's mark says along which dimension it is a part.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def mark(tensor: Any, *, dim: int, length: int) -> None:
 
 
 def mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
-    """Mark the attention weights [batch, heads, queries, keys] that an attention returns behind its output."""
+    """Mark the attention weights [batch, heads, queries, keys] that an attention returns behind its
+    output.
+    """
     own = heads // group.size()
 
     def after(_module: nn.Module, _args: object, output: object) -> None:
@@ -38,8 +41,9 @@ def mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
 
 
 def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
-    """Gather every marked tensor in what `module` returns. What reads it is computed on every rank, so a rank's part of its gradient
-    is the gradient of the part."""
+    """Gather every marked tensor in what `module` returns. What reads it is computed on every rank,
+    so a rank's part of its gradient is the gradient of the part.
+    """
 
     def after(_module: nn.Module, _args: object, output: Any) -> Any:
         gathered = _gathered(output, group)
@@ -59,12 +63,17 @@ def _gathered(value: Any, group: ProcessGroup) -> Any:
             return value
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     if isinstance(value, Mapping):
-        changed = {key: new for key, old in value.items() if (new := _gathered(old, group)) is not old}
+        changed = {
+            key: new for key, old in value.items() if (new := _gathered(old, group)) is not old
+        }
         for key, new in changed.items():
             value[key] = new  # type: ignore[index]  # a ModelOutput or a dict
         return value
     if not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
         for key, old in list(vars(value).items()):
-            if isinstance(old, torch.Tensor | tuple | list) and (new := _gathered(old, group)) is not old:
+            if (
+                isinstance(old, torch.Tensor | tuple | list)
+                and (new := _gathered(old, group)) is not old
+            ):
                 object.__setattr__(value, key, new)  # a frozen dataclass too
     return value

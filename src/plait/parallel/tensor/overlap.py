@@ -1,13 +1,15 @@
 """All-reduces of tensor parallelism, overlapped with the matrix products around them.
 
-Forward: a row-parallel product is computed in chunks of its rows; the all-reduce of a chunk overlaps with the product of the next.
-Backward: the gradient of a column-parallel layer's input is all-reduced while the gradients of the weights that read it are computed
-(Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication). The bytes are the same, and so are the results up to the order of additions
-in a product.
+Forward: a row-parallel product is computed in chunks of its rows; the all-reduce of a chunk
+overlaps with the product of the next. Backward: the gradient of a column-parallel layer's input is
+all-reduced while the gradients of the weights that read it are computed (Megatron-LM's
+LinearWithGradAccumulationAndAsyncCommunication). The bytes are the same, and so are the results up
+to the order of additions in a product.
 
-Of the nodes that are ready, autograd runs the one that was created last. So the copy to the tensor-parallel region that siblings share
-creates, in this order: the node that waits for the all-reduce, the node that computes the gradients of their weights, the node that starts
-the all-reduce.
+Of the nodes that are ready, autograd runs the one that was created last. So the copy to the
+tensor-parallel region that siblings share creates, in this order: the node that waits for the
+all-reduce, the node that computes the gradients of their weights, the node that starts the
+all-reduce.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from plait.comm.pending import Pending
 
 
 class Deferred:
-    """What the gradient of a weight is computed from, later than that of its layer's input. Holds no tensor of the graph before the
-    backward: nodes of the graph hold it, and a circle would keep activations until Python looks for circles."""
+    """What the gradient of a weight is computed from, later than that of its layer's input. Holds
+    no tensor of the graph before the backward: nodes of the graph hold it, and a circle would keep
+    activations until Python looks for circles.
+    """
 
     def __init__(self) -> None:
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -38,7 +42,8 @@ class Deferred:
     def gradient(self) -> torch.Tensor:
         """Of the weight; once."""
         assert self._operands is not None
-        operands, self._operands = self._operands, None
+        operands = self._operands
+        self._operands = None
         return _weight_gradient(*operands)
 
 
@@ -46,12 +51,18 @@ Weight = tuple[torch.Tensor, Deferred]
 """A weight whose gradient is computed later."""
 
 
-def enter_overlapped(x: torch.Tensor, group: ProcessGroup, weights: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, dict[int, Weight]]:
-    """`x`, alike on every rank, as column-split siblings read it, and their weights as they compute with them, by the same keys."""
+def enter_overlapped(
+    x: torch.Tensor, group: ProcessGroup, weights: Mapping[int, torch.Tensor]
+) -> tuple[torch.Tensor, dict[int, Weight]]:
+    """`x`, alike on every rank, as column-split siblings read it, and their weights as they compute
+    with them, by the same keys.
+    """
     gradient_sum = _GradientSum(group)
     waiting = _Wait.apply(x, gradient_sum)
     deferred = {key: Deferred() for key in weights}
-    found = {key: (_Later.apply(weight, deferred[key]), deferred[key]) for key, weight in weights.items()}
+    found = {
+        key: (_Later.apply(weight, deferred[key]), deferred[key]) for key, weight in weights.items()
+    }
     entered: torch.Tensor = _Start.apply(waiting, gradient_sum)
     return entered, found
 
@@ -82,7 +93,9 @@ def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch
     return y if bias is None else y + bias
 
 
-def summed_product(x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, *, pieces: int) -> torch.Tensor:
+def summed_product(
+    x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, *, pieces: int
+) -> torch.Tensor:
     """The sum over the ranks of `x` [.., in] times `weight` [out, in]."""
     y: torch.Tensor = _SummedProduct.apply(x, weight, group, pieces)
     return y
@@ -123,7 +136,9 @@ class _Start(_Mark):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, deferred: Deferred) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, deferred: Deferred
+    ) -> torch.Tensor:
         allow_two_runs(ctx)
         ctx.save_for_backward(x, weight)
         ctx.deferred = deferred
@@ -139,13 +154,19 @@ class _Product(torch.autograd.Function):
 
 class _SummedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, pieces: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, pieces: int
+    ) -> torch.Tensor:
         allow_two_runs(ctx)
         ctx.save_for_backward(x, weight)
         features = weight.shape[0]
         total = x.new_empty(*x.shape[:-1], features)  # no view: models add to it in place
         works = []
-        for rows, piece in zip(x.reshape(-1, x.shape[-1]).chunk(pieces), total.view(-1, features).chunk(pieces), strict=True):
+        for rows, piece in zip(
+            x.reshape(-1, x.shape[-1]).chunk(pieces),
+            total.view(-1, features).chunk(pieces),
+            strict=True,
+        ):
             torch.mm(rows, weight.t(), out=piece)
             works.append(dist.all_reduce(piece, group=group, async_op=True))
         for work in works:
@@ -154,7 +175,9 @@ class _SummedProduct(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         of_weight = _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
         return grad @ weight, of_weight, None, None

@@ -1,10 +1,12 @@
-"""Random numbers of tensor parallelism (dropout): one stream for tensors that all ranks of the axis replicate, one per rank for tensors
-that they split.
+"""Random numbers of tensor parallelism (dropout): one stream for tensors that all ranks of the axis
+replicate, one per rank for tensors that they split.
 
-Between a column-split layer and the row-split one behind it, and on sequence shards, a rank has its own numbers: heads, columns and tokens
-of different ranks are dropped independently, and however many numbers a rank's part takes, all ranks continue with the same numbers after
-it. The same as Megatron-LM's tracker of model-parallel generators, but without a second state: the seed of a rank's own stream is derived
-from the shared one where the split part begins. So restoring the shared generator (recomputation, a checkpoint) restores the same masks.
+Between a column-split layer and the row-split one behind it, and on sequence shards, a rank has its
+own numbers: heads, columns and tokens of different ranks are dropped independently, and however
+many numbers a rank's part takes, all ranks continue with the same numbers after it. The same as
+Megatron-LM's tracker of model-parallel generators, but without a second state: the seed of a rank's
+own stream is derived from the shared one where the split part begins. So restoring the shared
+generator (recomputation, a checkpoint) restores the same masks.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ class SplitStream:
     _generator: torch.Generator | None = field(default=None, repr=False)
     """Of the last split part."""
     _own_seed: int | None = None
-    """Of that part. That the generator still has this seed means that it draws for this rank alone: code that left the region by an
-    exception and restored the generator has left it here too."""
+    """Of that part. That the generator still has this seed means that it draws for this rank alone:
+    code that left the region by an exception and restored the generator has left it here too.
+    """
     _resume: Callable[[], None] | None = field(default=None, repr=False)
     """Puts the shared stream back."""
     _input: weakref.ref[torch.Tensor] | None = field(default=None, repr=False)
@@ -42,9 +45,11 @@ class SplitStream:
     _began: Any = field(default=None, repr=False)
 
     def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
-        """A split part begins, on the device of `like`; nothing happens inside of one. `read` is what its first layer read.
+        """A split part begins, on the device of `like`; nothing happens inside of one. `read` is
+        what its first layer read.
 
-        Raises ModelError where numbers were drawn in the part for something that another of its layers reads in full.
+        Raises ModelError where numbers were drawn in the part for something that another of its
+        layers reads in full.
         """
         generator = _generator(like)
         if generator is None:
@@ -60,8 +65,14 @@ class SplitStream:
         self._began = _position(generator) if read is not None else None
 
     def leave(self) -> None:
-        """The region ends: all ranks draw the same numbers again. Nothing happens outside of one."""
-        if self._generator is not None and self._resume is not None and self._generator.initial_seed() == self._own_seed:
+        """The region ends: all ranks draw the same numbers again. Nothing happens outside of
+        one.
+        """
+        if (
+            self._generator is not None
+            and self._resume is not None
+            and self._generator.initial_seed() == self._own_seed
+        ):
             self._resume()
         self._generator = self._resume = self._input = self._began = None
 
@@ -70,9 +81,11 @@ class SplitStream:
             return
         if not _same(self._began, _position(generator)):
             raise ModelError(
-                "tensor parallelism: between the column-split layers of one part random numbers were drawn (dropout), and then another of "
-                "its layers read something else than the first: what all ranks hold would be dropped differently on each; call the "
-                "column-split layers one after the other, or give this one 'colwise_gather_output' in parallel.plan"
+                "tensor parallelism: between the column-split layers of one part random numbers"
+                " were drawn (dropout), and then another of its layers read something else than the"
+                " first: what all ranks hold would be dropped differently on each; call the"
+                " column-split layers one after the other, or give this one 'colwise_gather_output'"
+                " in parallel.plan"
             )
 
 
@@ -91,7 +104,8 @@ def _branch(generator: torch.Generator) -> tuple[int, Callable[[], None]]:
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         state = generator.get_state()
         return seed, lambda: _set(generator, state)
-    shared, offset = generator.initial_seed(), generator.get_offset()  # numbers on the host: no kernel, no synchronisation
+    # numbers on the host: no kernel, no synchronisation
+    shared, offset = (generator.initial_seed(), generator.get_offset())
 
     def resume() -> None:
         generator.manual_seed(shared)

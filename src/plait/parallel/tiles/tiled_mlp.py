@@ -1,7 +1,9 @@
-"""Tiled MLP: the widest activations of a block exist for a tile of tokens at a time, however long the sequence is.
+"""Tiled MLP: the widest activations of a block exist for a tile of tokens at a time, however long
+the sequence is.
 
-An MLP computes each token from itself, so its tokens may be computed in tiles, and a tile again in the backward. Only the settings are
-here; which modules can be cut is in `model.mlps`, and the computation in `tiles`.
+An MLP computes each token from itself, so its tokens may be computed in tiles, and a tile again in
+the backward. Only the settings are here; which modules can be cut is in `model.mlps`, and the
+computation in `tiles`.
 """
 
 from __future__ import annotations
@@ -34,12 +36,19 @@ class TiledMLP(Technique):
     """Of all rows of a micro-batch together, and on a rank; 0: all."""
 
     def check(self, context: Context) -> TokenModules | None:
-        """The modules that are computed in tiles; None where none are, or the model is not known. Raises ConfigError or ModelError."""
+        """The modules that are computed in tiles; None where none are, or the model is not known.
+        Raises ConfigError or ModelError.
+        """
         if not self.tokens:
             return None
         if context.chosen(Compile).enabled:
-            rule = "compile.enabled is true, and what a compiled block recomputes is decided by the compiler"
-            raise ConfigError(Problem(_FIELD, self.tokens, rule, "use 0, or compile.enabled = false"))
+            rule = (
+                "compile.enabled is true, and what a compiled block recomputes is decided by the"
+                " compiler"
+            )
+            raise ConfigError(
+                Problem(_FIELD, self.tokens, rule, "use 0, or compile.enabled = false")
+            )
         return None if context.model is None else self.modules(context.model, context.blocks)
 
     def modules(self, model: nn.Module, blocks: Sequence[str]) -> TokenModules | None:
@@ -48,7 +57,10 @@ class TiledMLP(Technique):
             return None
         setting = f"{_FIELD} = {self.tokens}"
         if not blocks:
-            raise ModelError(f"{setting}: the model has no repeated blocks; name some with parallel.blocks, or use 0")
+            raise ModelError(
+                f"{setting}: the model has no repeated blocks; name some with parallel.blocks, or"
+                " use 0"
+            )
         return find_mlps(model, blocks, setting=setting)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
@@ -56,8 +68,13 @@ class TiledMLP(Technique):
         found = parts.noted(TokenModules)
         if found is None:
             return parts
-        region, plan = parts.noted(Region), parts.noted(TensorPlan)
-        sharded = plan.regions if plan is not None and region is not None and region.sequence_parallel else ()
+        region = parts.noted(Region)
+        plan = parts.noted(TensorPlan)
+        sharded = (
+            plan.regions
+            if plan is not None and region is not None and region.sequence_parallel
+            else ()
+        )
         here = dict(parts.model.named_modules())
         for name in (*found.mlps, *found.experts):
             module = here.get(name)  # another stage of the pipeline has the others
@@ -65,17 +82,33 @@ class TiledMLP(Technique):
                 continue
             group = region.group if region is not None and name in sharded else None
             if isinstance(module.forward, Dispatch):
-                module.forward = replace(module.forward, original=Tiles(module, module.forward.original, self.tokens))
+                module.forward = replace(
+                    module.forward, original=Tiles(module, module.forward.original, self.tokens)
+                )
             else:
                 module.forward = Tiles(module, module.forward, self.tokens, group)
         return parts
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """What brings the modules' own forward back."""
-        return [TiledModules([module for module in parts.model.modules() if isinstance(module.forward, Tiles)])] if self.tokens else []
+        return (
+            [
+                TiledModules(
+                    [
+                        module
+                        for module in parts.model.modules()
+                        if isinstance(module.forward, Tiles)
+                    ]
+                )
+            ]
+            if self.tokens
+            else []
+        )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Nothing: what blocks keep is in the measured activations, which `recompute` writes down, and a tile sends nothing again."""
+        """Nothing: what blocks keep is in the measured activations, which `recompute` writes down,
+        and a tile sends nothing again.
+        """
         return ledger
 
 

@@ -13,14 +13,22 @@ LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:24961"
 
 
 def _record(
-    path: Path, *, summary: str = "ValueError: no", time_ns: int = 10, exit_code: int = 1, told: bool = False, text: str = "Traceback"
+    path: Path,
+    *,
+    summary: str = "ValueError: no",
+    time_ns: int = 10,
+    exit_code: int = 1,
+    told: bool = False,
+    text: str = "Traceback",
 ) -> None:
     extra = {"py_callstack": text, "timestamp": "0"}
     own = {"time_ns": time_ns, "exit_code": exit_code, "pid": 4321, "told": told}
     path.write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}, "plait": own}))
 
 
-def _failure(rank: int, exit_code: int, *, noticed: int = 100, summary: str | None = None, at: int = 0) -> Failure:
+def _failure(
+    rank: int, exit_code: int, *, noticed: int = 100, summary: str | None = None, at: int = 0
+) -> Failure:
     record = Record(at, 1, 1, summary, "", False) if summary is not None else None
     return Failure(rank, exit_code, noticed, record)
 
@@ -30,13 +38,25 @@ def _failure(rank: int, exit_code: int, *, noticed: int = 100, summary: str | No
     [
         ([_failure(0, 1, summary=LOST, at=50), _failure(1, 1, summary="ValueError: no", at=40)], 1),
         # Two real exceptions: the earlier one.
-        ([_failure(0, 1, summary="ValueError: a", at=50), _failure(1, 1, summary="ValueError: b", at=40)], 1),
+        (
+            [
+                _failure(0, 1, summary="ValueError: a", at=50),
+                _failure(1, 1, summary="ValueError: b", at=40),
+            ],
+            1,
+        ),
         # The crash leaves no record and is noticed after the other rank recorded that its peer is gone.
         ([_failure(0, 1, summary=LOST, at=50), _failure(1, -11, noticed=60)], 1),
         ([_failure(0, -signal.SIGTERM, noticed=10), _failure(1, 7, noticed=60)], 1),
         ([_failure(0, -signal.SIGTERM, noticed=10), _failure(1, -signal.SIGKILL, noticed=60)], 1),
         # A user's own error may speak of timeouts.
-        ([_failure(0, 1, summary=LOST, at=30), _failure(1, 1, summary="ValueError: timeout must be positive", at=40)], 1),
+        (
+            [
+                _failure(0, 1, summary=LOST, at=30),
+                _failure(1, 1, summary="ValueError: timeout must be positive", at=40),
+            ],
+            1,
+        ),
         ([_failure(0, 1, summary=LOST, at=30), _failure(1, 1, summary=LOST, at=20)], 1),
         # What failed first may be on another machine: still more telling than the rank that was stopped here.
         ([_failure(0, -signal.SIGTERM, noticed=10), _failure(1, 1, summary=LOST, at=20)], 1),
@@ -102,7 +122,9 @@ class TestReporter:
         while not lines and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def test_an_exception_is_told_while_the_others_still_run(self, lines: list[str], files: dict[int, Path]) -> None:
+    def test_an_exception_is_told_while_the_others_still_run(
+        self, lines: list[str], files: dict[int, Path]
+    ) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[2], text="Traceback\n  here\nValueError: no")
             self._wait(lines)
@@ -117,7 +139,9 @@ class TestReporter:
             "plait: rank 1 was stopped",
         ]
 
-    def test_a_lost_peer_waits_for_the_rank_that_crashed(self, lines: list[str], files: dict[int, Path]) -> None:
+    def test_a_lost_peer_waits_for_the_rank_that_crashed(
+        self, lines: list[str], files: dict[int, Path]
+    ) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[0], summary=LOST)
             time.sleep(0.4)
@@ -127,13 +151,17 @@ class TestReporter:
         assert "rank 1 (node a01) was killed by signal 11 SIGSEGV" in lines[0]
         assert "rank 0" in lines[1]
 
-    def test_a_lost_peer_alone_points_to_the_other_machines(self, lines: list[str], files: dict[int, Path]) -> None:
+    def test_a_lost_peer_alone_points_to_the_other_machines(
+        self, lines: list[str], files: dict[int, Path]
+    ) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[0], summary=LOST)
             assert reporter.failed({0: 1}, 99).rank == 0
         assert "other machines" in lines[1]
 
-    def test_the_same_failure_on_many_ranks_is_told_once(self, lines: list[str], files: dict[int, Path]) -> None:
+    def test_the_same_failure_on_many_ranks_is_told_once(
+        self, lines: list[str], files: dict[int, Path]
+    ) -> None:
         with self._reporter(lines, files) as reporter:
             for rank, path in files.items():
                 _record(path, time_ns=10 - rank)
@@ -144,7 +172,13 @@ class TestReporter:
     def test_a_users_error_is_one_sentence(self, lines: list[str], files: dict[int, Path]) -> None:
         with self._reporter(lines, files) as reporter:
             for path in files.values():
-                _record(path, summary="ConfigError: tp = 3", text="tp = 3: no; use 2", told=True, exit_code=2)
+                _record(
+                    path,
+                    summary="ConfigError: tp = 3",
+                    text="tp = 3: no; use 2",
+                    told=True,
+                    exit_code=2,
+                )
             assert process_exit_code(reporter.failed(dict.fromkeys(files, 2), 99)) == 2
         assert lines == ["plait: tp = 3: no; use 2"]
 
@@ -153,35 +187,54 @@ class TestReporter:
             reporter.failed({0: -9}, 99)
         assert "signal 9 SIGKILL (out of memory?)" in lines[0]
 
-    def test_a_collective_that_cannot_complete_is_an_effect(self, lines: list[str], files: dict[int, Path]) -> None:
+    def test_a_collective_that_cannot_complete_is_an_effect(
+        self, lines: list[str], files: dict[int, Path]
+    ) -> None:
         with self._reporter(lines, files) as reporter:
-            _record(files[0], summary="CommunicationError: rank 1 ended", text="rank 1 ended", told=True, exit_code=5)
+            _record(
+                files[0],
+                summary="CommunicationError: rank 1 ended",
+                text="rank 1 ended",
+                told=True,
+                exit_code=5,
+            )
             time.sleep(0.3)
             assert lines == []
             assert reporter.failed({0: 5, 1: -9}, 99).rank == 1
         assert "rank 1 (node a01) was killed by signal 9" in lines[0]
 
-    def test_a_rank_that_ended_well_before_the_others_is_their_cause(self, lines: list[str], files: dict[int, Path]) -> None:
+    def test_a_rank_that_ended_well_before_the_others_is_their_cause(
+        self, lines: list[str], files: dict[int, Path]
+    ) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[0], summary=LOST)
             reporter.failed({0: 1}, 99, ended={1})
-        assert lines[0] == "plait: rank 1 (node a01) ended with exit code 0 before the others, which wait for it"
+        assert (
+            lines[0]
+            == "plait: rank 1 (node a01) ended with exit code 0 before the others, which wait for it"
+        )
 
-    def test_a_rank_that_failed_and_does_not_end(self, lines: list[str], files: dict[int, Path]) -> None:
+    def test_a_rank_that_failed_and_does_not_end(
+        self, lines: list[str], files: dict[int, Path]
+    ) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[2], exit_code=4, time_ns=time.time_ns() - 3 * 10**9)
             _record(files[3], time_ns=time.time_ns())
             assert reporter.failed_and_running([0, 1, 2, 3], 2) == {2: 4}
             assert reporter.failed_and_running([0, 1, 3], 2) == {}
 
-    def test_after_a_hang_other_failures_are_its_effects(self, lines: list[str], files: dict[int, Path]) -> None:
+    def test_after_a_hang_other_failures_are_its_effects(
+        self, lines: list[str], files: dict[int, Path]
+    ) -> None:
         with self._reporter(lines, files) as reporter:
             reporter.tell_hang("plait: rank 1 is stuck")
             _record(files[0], summary="ValueError: late")
             time.sleep(0.3)
         assert lines == ["plait: rank 1 is stuck"]
 
-    def test_every_attempt_is_told(self, lines: list[str], files: dict[int, Path], tmp_path: Path) -> None:
+    def test_every_attempt_is_told(
+        self, lines: list[str], files: dict[int, Path], tmp_path: Path
+    ) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[0], text="first")
             reporter.failed({0: 1}, 99, restarting=True)
@@ -189,4 +242,8 @@ class TestReporter:
             reporter.watch({0: str(again)})
             _record(again, text="second")
             reporter.failed({0: 1}, 99)
-        assert [line.splitlines()[-1] for line in lines] == ["first", "plait: starting the ranks again", "second"]
+        assert [line.splitlines()[-1] for line in lines] == [
+            "first",
+            "plait: starting the ranks again",
+            "second",
+        ]

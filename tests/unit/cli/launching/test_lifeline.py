@@ -16,7 +16,11 @@ class Agent:
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
-    monkeypatch.setattr(lifeline.os, "kill", lambda pid, number: numbers.append(number) if pid == os.getpid() else None)
+    monkeypatch.setattr(
+        lifeline.os,
+        "kill",
+        lambda pid, number: numbers.append(number) if pid == os.getpid() else None,
+    )
     return numbers
 
 

@@ -13,5 +13,7 @@ def test_a_name_without_an_address() -> None:
     with pytest.raises(LaunchError) as raised:
         launch(["script.py"], settings)
     said = str(raised.value)
-    assert "finds no address for the name 'no-such-machine.invalid'" in said and "correct it" in said
+    assert (
+        "finds no address for the name 'no-such-machine.invalid'" in said and "correct it" in said
+    )
     assert len(said.splitlines()) == 1

@@ -6,7 +6,15 @@ import socket
 import pytest
 
 from plait.cli.launching import remote
-from plait.cli.launching.remote import Remote, exported, local_index, master, node_command, node_environment, ssh_command
+from plait.cli.launching.remote import (
+    Remote,
+    exported,
+    local_index,
+    master,
+    node_command,
+    node_environment,
+    ssh_command,
+)
 from plait.cluster.hostfile import Host
 from plait.errors import ConfigError
 
@@ -62,7 +70,11 @@ def test_what_other_machines_get() -> None:
         "PYTHONPATH": "src",
         "WANDB_MODE": "off",
     }
-    assert exported(here, []) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": "src"}
+    assert exported(here, []) == {
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "PYTHONPATH": "src",
+    }
     assert exported(here, ["WANDB_MODE"])["WANDB_MODE"] == "off"
     with pytest.raises(ConfigError, match="--export = 'NOPE': not set here"):
         exported(here, ["NOPE"])

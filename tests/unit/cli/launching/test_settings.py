@@ -42,16 +42,28 @@ def test_what_can_work(settings: Settings) -> None:
         (Settings(2, max_restarts=-1), "--max-restarts = -1"),
         (Settings(2, grace_seconds=-1), "--grace = -1"),
         (Settings(2, timeout_seconds=0), "--timeout = 0"),
-        (Settings(2, 2, 2, node_rank=0, master_addr="a", master_port=70000), "--master-port = 70000"),
+        (
+            Settings(2, 2, 2, node_rank=0, master_addr="a", master_port=70000),
+            "--master-port = 70000",
+        ),
         (Settings(2, 2, 2, rdzv_endpoint="a"), "--rdzv-endpoint = 'a': not HOST:PORT"),
         (Settings(2, node_rank=1), "--node-rank = 1: there is one machine"),
         (Settings(2, 2, 2), "do not know where to meet"),
         (Settings(2, 2, 2, master_addr="a"), "--node-rank: not set"),
         (Settings(2, 2, 2, master_addr="a", node_rank=2), "--node-rank = 2: not one of the 2"),
-        (Settings(2, 2, 2, master_addr="a", node_rank=0, max_restarts=1), "--max-restarts = 1: with --master-addr"),
+        (
+            Settings(2, 2, 2, master_addr="a", node_rank=0, max_restarts=1),
+            "--max-restarts = 1: with --master-addr",
+        ),
         (Settings(2, 2, 4, master_addr="a", node_rank=0), "--nnodes = '2:4': a changing number"),
-        (Settings(2, 2, 2, rdzv_endpoint="a:1", node_rank=0), "--node-rank = 0: given together with --rdzv-endpoint"),
-        (Settings(2, 2, 2, rdzv_endpoint="a:1", master_addr="a"), "--master-addr = 'a': given together"),
+        (
+            Settings(2, 2, 2, rdzv_endpoint="a:1", node_rank=0),
+            "--node-rank = 0: given together with --rdzv-endpoint",
+        ),
+        (
+            Settings(2, 2, 2, rdzv_endpoint="a:1", master_addr="a"),
+            "--master-addr = 'a': given together",
+        ),
     ],
 )
 def test_what_cannot(settings: Settings, words: str) -> None:

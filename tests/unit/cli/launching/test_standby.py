@@ -60,7 +60,15 @@ def run(standby: Standby, folder: Path, **environment: str) -> Any:
     """(exit code, what the script printed) of a process that stood by."""
     (folder / "script.py").write_text(SCRIPT)
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        command = [sys.executable, "-u", str(WORKER), str(os.getpid()), str(folder / "script.py"), "a", "-m"]
+        command = [
+            sys.executable,
+            "-u",
+            str(WORKER),
+            str(os.getpid()),
+            str(folder / "script.py"),
+            "a",
+            "-m",
+        ]
         taken = standby.take(command, {**os.environ, **environment}, (out, err))
     if taken is None:
         return None
@@ -79,7 +87,11 @@ def test_one_that_stood_by_is_a_rank(two: Standby, tmp_path: Path) -> None:
     two.look()
     assert len(SAID) == 1 and "2 processes standing by" in SAID[0] and " 0 B" not in SAID[0]
     script = str(tmp_path / "script.py")
-    assert run(two, tmp_path, NAME="y") == (7, [["numpy"], [script, "a", "-m"], str(tmp_path), "y", "x", "__main__"], "told\n")
+    assert run(two, tmp_path, NAME="y") == (
+        7,
+        [["numpy"], [script, "a", "-m"], str(tmp_path), "y", "x", "__main__"],
+        "told\n",
+    )
     assert not list(two.folder.glob("standby-*")), "an environment may hold secrets"
     two._processes[0].popen.kill()
     two._processes[0].popen.wait()

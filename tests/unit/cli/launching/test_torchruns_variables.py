@@ -22,8 +22,23 @@ KUBEFLOW = {
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400",
 }
-NAMES = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id", "max_restarts")
-SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_LOCALID": "3", "SLURM_NODEID": "0"}
+NAMES = (
+    "nnodes",
+    "nproc_per_node",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "max_restarts",
+)
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "0",
+}
 
 
 @pytest.fixture
@@ -50,7 +65,9 @@ def launch(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("verb_", ["launch", "train"])
-def test_kubeflows_variables_are_obeyed(started: list[Settings], monkeypatch: pytest.MonkeyPatch, verb_: str) -> None:
+def test_kubeflows_variables_are_obeyed(
+    started: list[Settings], monkeypatch: pytest.MonkeyPatch, verb_: str
+) -> None:
     """Also where it sets RANK and WORLD_SIZE of the pods."""
     for name, value in {**KUBEFLOW, "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -63,7 +80,9 @@ def test_kubeflows_variables_are_obeyed(started: list[Settings], monkeypatch: py
     assert (found.master_addr, found.master_port) == ("job-node-0-0.job", 29400)
 
 
-def test_options_go_before_variables(started: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_go_before_variables(
+    started: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in KUBEFLOW.items():
         monkeypatch.setenv(name, value)
     assert launch("--nproc-per-node", "3", "--nnodes", "1:4", "--rdzv-endpoint", "a:1") == 0
@@ -88,9 +107,17 @@ def test_one_way_to_meet() -> None:
     ("variables", "arguments", "said"),
     [
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, (), "process 3 of 8 of srun"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, ("--nnodes", "2", "--rdzv-endpoint", "a:1"), "process 3 of 8 of srun"),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+            ("--nnodes", "2", "--rdzv-endpoint", "a:1"),
+            "process 3 of 8 of srun",
+        ),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, (), "process 1 of 2 of the launcher"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, ("--nnodes", "8", "--rdzv-endpoint", "a:1"), ""),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"},
+            ("--nnodes", "8", "--rdzv-endpoint", "a:1"),
+            "",
+        ),
         ({"RANK": "0"}, (), ""),
         ({}, (), ""),
     ],
@@ -113,7 +140,17 @@ def test_a_launcher_around_it_is_warned_of(
 @pytest.mark.parametrize("given", ["0", "0:2", "3:2"])
 def test_no_machine_is_refused(started: list[Settings], given: str) -> None:
     """`plait train` divides the processes by the machines."""
-    arguments = ["run.json", "--set", "run.processes=4", "--nnodes", given, "--rdzv-endpoint", "a:1"]
+    arguments = [
+        "run.json",
+        "--set",
+        "run.processes=4",
+        "--nnodes",
+        given,
+        "--rdzv-endpoint",
+        "a:1",
+    ]
     refused = CliRunner().invoke(train.app, arguments)
-    assert isinstance(refused.exception, ConfigError) and f"--nnodes = '{given}'" in str(refused.exception)
+    assert isinstance(refused.exception, ConfigError) and f"--nnodes = '{given}'" in str(
+        refused.exception
+    )
     assert launch("--nnodes", given) == 2 and not started

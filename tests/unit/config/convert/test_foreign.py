@@ -25,7 +25,10 @@ from tests.unit.config.mutations import VALUES, places
 from tests.unit.config.published import leaves
 
 ALL = [*(("yaml", name) for name in ACCELERATE), *(("json", name) for name in TRAINER)]
-REFUSED = [*(("yaml", name) for name in ACCELERATE_REFUSED), *(("json", name) for name in TRAINER_REFUSED)]
+REFUSED = [
+    *(("yaml", name) for name in ACCELERATE_REFUSED),
+    *(("json", name) for name in TRAINER_REFUSED),
+]
 STAGE = "zero_optimization.stage"
 
 
@@ -36,7 +39,11 @@ def written(folder: Path, kind: str, tree: Any) -> Path:
 
 
 def sample(folder: Path, kind: str, name: str) -> tuple[Path, Any]:
-    tree, said = (ACCELERATE | ACCELERATE_REFUSED)[name] if kind == "yaml" else (TRAINER | TRAINER_REFUSED)[name]  # type: ignore[operator]
+    tree, said = (
+        (ACCELERATE | ACCELERATE_REFUSED)[name]
+        if kind == "yaml"
+        else (TRAINER | TRAINER_REFUSED)[name]
+    )  # type: ignore[operator]
     return written(folder, kind, tree), said
 
 
@@ -69,8 +76,13 @@ def test_accepted(tmp_path: Path, kind: str, name: str) -> None:
     assert not config.is_deepspeed
     given = config.run.processes if config.run is not None else "auto"
     world = given if isinstance(given, int) else 4
-    values = {value.name: value.value for value in values_of(resolve(config, world_size=world, micro_batch_size=2))}
-    assert {key: values[key] if key in values else config.value(key) for key in expected} == expected
+    values = {
+        value.name: value.value
+        for value in values_of(resolve(config, world_size=world, micro_batch_size=2))
+    }
+    assert {
+        key: values[key] if key in values else config.value(key) for key in expected
+    } == expected
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
@@ -88,7 +100,9 @@ def test_what_is_written_means_the_same(tmp_path: Path, kind: str, name: str) ->
 def test_refused(tmp_path: Path, kind: str, name: str) -> None:
     file, expected = sample(tmp_path, kind, name)
     found = problems_of(file)
-    assert [problem.field.replace(f"{tmp_path}/", "") for problem in found] == [key for key, _ in expected]
+    assert [problem.field.replace(f"{tmp_path}/", "") for problem in found] == [
+        key for key, _ in expected
+    ]
     for problem, (_, part) in zip(found, expected, strict=True):
         assert part in str(problem)
 
@@ -110,16 +124,30 @@ def test_every_key_of_accelerate_is_in_the_tables() -> None:
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    here = {"distributed_type", "mixed_precision", "num_processes", "fp8_config", "megatron_lm_config", *accelerate_keys.SECTIONS}
+    here = {
+        "distributed_type",
+        "mixed_precision",
+        "num_processes",
+        "fp8_config",
+        "megatron_lm_config",
+        *accelerate_keys.SECTIONS,
+    }
     keys = {field.name for field in fields(ClusterConfig)}
     assert keys <= {key.path for key in accelerate_keys.TOP} | here
     options = {action.dest for action in launch_command_parser()._actions}
     sections = accelerate_keys.SECTIONS
-    found = {name: {option for option in options if option.startswith(name)} for name in ("parallelism_config_", "dynamo_", "fsdp_")}
+    found = {
+        name: {option for option in options if option.startswith(name)}
+        for name in ("parallelism_config_", "dynamo_", "fsdp_")
+    }
     assert found["parallelism_config_"] <= set(sections["parallelism_config"])
     assert found["dynamo_"] == set(sections["dynamo_config"])
     assert found["fsdp_"] <= {*sections["fsdp_config"], *(f"fsdp_{name}" for name in NAMES)}
-    of_deepspeed = {option for option in options if option.startswith(("deepspeed_", "zero", "offload_", "gradient_"))}
+    of_deepspeed = {
+        option
+        for option in options
+        if option.startswith(("deepspeed_", "zero", "offload_", "gradient_"))
+    }
     assert of_deepspeed == {*sections["deepspeed_config"], "deepspeed_config_file"}
 
 
@@ -132,7 +160,9 @@ def launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     args, _, _ = _validate_launch_command(
-        launch_command_parser().parse_args(["--config_file", str(file), "--num_processes", "2", "script.py"])
+        launch_command_parser().parse_args(
+            ["--config_file", str(file), "--num_processes", "2", "script.py"]
+        )
     )
     for name, value in prepare_multi_gpu_env(args).items():
         if name.startswith(("FSDP_", "PARALLELISM_CONFIG_")):
@@ -141,11 +171,21 @@ def launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"FSDP_{name}", "false")
 
 
-STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}
+STAGES = {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "_HYBRID_SHARD_ZERO2": 2,
+}
 
 
-@pytest.mark.parametrize("name", [name for name, (text, _) in ACCELERATE.items() if "distributed_type: FSDP" in text])
-def test_accelerate_shards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, (text, _) in ACCELERATE.items() if "distributed_type: FSDP" in text]
+)
+def test_accelerate_shards_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -153,10 +193,17 @@ def test_accelerate_shards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     launched(file, monkeypatch)
     plugin = FullyShardedDataParallelPlugin()
     if plugin.fsdp_version == 2:
-        assert expected[STAGE] == (3 if plugin.reshard_after_forward else 2) if STAGE in expected else True
+        assert (
+            expected[STAGE] == (3 if plugin.reshard_after_forward else 2)
+            if STAGE in expected
+            else True
+        )
     elif name == "fsdp 1 by the other name":  # what the row of this key says
         (row,) = [row for row in convert(file).keys if row.key.endswith("reshard_after_forward")]
-        assert plugin.sharding_strategy.name == "FULL_SHARD" and "`accelerate launch` takes FULL_SHARD" in row.meaning
+        assert (
+            plugin.sharding_strategy.name == "FULL_SHARD"
+            and "`accelerate launch` takes FULL_SHARD" in row.meaning
+        )
     else:
         assert expected[STAGE] == STAGES[plugin.sharding_strategy.name]
     config = load_foreign(file)
@@ -173,7 +220,10 @@ def test_accelerate_shards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert found == degrees
 
 
-@pytest.mark.parametrize("name", [name for name, (text, _) in ACCELERATE.items() if "distributed_type: DEEPSPEED" in text])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, (text, _) in ACCELERATE.items() if "distributed_type: DEEPSPEED" in text],
+)
 def test_accelerates_deepspeed_file_means_the_same(tmp_path: Path, name: str) -> None:
     """`DeepSpeedPlugin` writes the file that DeepSpeed reads."""
     from accelerate.utils import DeepSpeedPlugin
@@ -181,10 +231,23 @@ def test_accelerates_deepspeed_file_means_the_same(tmp_path: Path, name: str) ->
     file, _ = sample(tmp_path, "yaml", name)
     tree = yaml.safe_load(file.read_text())
     names = {field.name for field in fields(DeepSpeedPlugin)}
-    given = {key: value for key, value in tree["deepspeed_config"].items() if key in names and key != "zero3_init_flag"}
+    given = {
+        key: value
+        for key, value in tree["deepspeed_config"].items()
+        if key in names and key != "zero3_init_flag"
+    }
     plugin = DeepSpeedPlugin(**given)
     plugin.set_mixed_precision(tree.get("mixed_precision", "no"))
-    theirs, ours = load({**plugin.deepspeed_config, "train_batch_size": None, "train_micro_batch_size_per_gpu": None}), load_foreign(file)
+    theirs, ours = (
+        load(
+            {
+                **plugin.deepspeed_config,
+                "train_batch_size": None,
+                "train_micro_batch_size_per_gpu": None,
+            }
+        ),
+        load_foreign(file),
+    )
     for section in ("zero_optimization", "bf16", "gradient_clipping"):
         left, right = getattr(theirs, section), getattr(ours, section)
         assert left == right or (section == "gradient_clipping" and left == "auto"), section
@@ -197,13 +260,22 @@ def test_the_trainer_reads_alike(tmp_path: Path, name: str) -> None:
 
     tree = json.loads(json.dumps(TRAINER[name][0]))
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    arguments.fsdp, arguments.fsdp_config = tree.get("fsdp", True), tree.get("fsdp_config", tree if "fsdp" not in tree else None)
+    arguments.fsdp, arguments.fsdp_config = (
+        tree.get("fsdp", True),
+        tree.get("fsdp_config", tree if "fsdp" not in tree else None),
+    )
     plugin = arguments._process_fsdp_args()
     config = load_foreign(written(tmp_path, "json", TRAINER[name][0]))
     reshard = plugin["reshard_after_forward"]
-    assert config.zero_optimization.stage == ((3 if reshard else 2) if isinstance(reshard, bool) else STAGES[reshard.upper()])
-    assert (config.parallel.recompute.mode == "full") == plugin.get("activation_checkpointing", False)
-    assert (config.zero_optimization.offload_param.device == "cpu") == plugin.get("cpu_offload", False)
+    assert config.zero_optimization.stage == (
+        (3 if reshard else 2) if isinstance(reshard, bool) else STAGES[reshard.upper()]
+    )
+    assert (config.parallel.recompute.mode == "full") == plugin.get(
+        "activation_checkpointing", False
+    )
+    assert (config.zero_optimization.offload_param.device == "cpu") == plugin.get(
+        "cpu_offload", False
+    )
 
 
 def test_every_key_that_the_trainer_documents_is_in_the_table() -> None:
@@ -211,14 +283,22 @@ def test_every_key_that_the_trainer_documents_is_in_the_table() -> None:
 
     from transformers import TrainingArguments
 
-    text = (TrainingArguments.__doc__ or "").partition("fsdp_config (`str` or `dict`")[2].partition("> DeepSpeed")[0]
+    text = (
+        (TrainingArguments.__doc__ or "")
+        .partition("fsdp_config (`str` or `dict`")[2]
+        .partition("> DeepSpeed")[0]
+    )
     assert set(re.findall(r"- (\w+) \(", text)) <= {*(key.path for key in OF_TRAINER), *NAMES}
 
 
 # ---- a DeepSpeed file that Accelerate's names ---------------------------------------------------------------------------------------
 
 NAMING = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"
-FILE = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2}
+FILE = {
+    "zero_optimization": {"stage": 3, "overlap_comm": True},
+    "bf16": {"enabled": True},
+    "train_micro_batch_size_per_gpu": 2,
+}
 
 
 def beside(folder: Path, tree: Any, text: str = NAMING) -> Path:
@@ -232,7 +312,10 @@ def test_a_file_that_is_named_is_read_beside_the_other(tmp_path: Path) -> None:
     assert config.zero_optimization == load(FILE).zero_optimization and config.bf16.enabled
     assert config.origin("zero_optimization.stage") == "file"
     rows = {row.key: str(row.status) for row in config.provenance.rows}
-    assert rows["zero_optimization.overlap_comm"] == "ignored" and rows["zero_optimization.stage"] == "supported"
+    assert (
+        rows["zero_optimization.overlap_comm"] == "ignored"
+        and rows["zero_optimization.stage"] == "supported"
+    )
     assert load_foreign(file, ["zero_optimization.stage=1"]).zero_optimization.stage == 1
 
 
@@ -244,13 +327,18 @@ def test_a_file_that_is_named_is_read_beside_the_other(tmp_path: Path) -> None:
         ("mixed_precision: bf16\n", "mixed_precision"),
     ],
 )
-def test_what_stands_in_two_files_is_refused_as_in_accelerate(tmp_path: Path, added: str, key: str) -> None:
+def test_what_stands_in_two_files_is_refused_as_in_accelerate(
+    tmp_path: Path, added: str, key: str
+) -> None:
     (problem,) = problems_of(beside(tmp_path, FILE, NAMING + added))
     assert problem.field == key and "which decides it" in problem.rule
 
 
 def test_a_section_that_contradicts_the_file(tmp_path: Path) -> None:
-    text = NAMING + "dynamo_config: {dynamo_backend: INDUCTOR}\nparallelism_config: {parallelism_config_sp_size: 2}\n"
+    text = (
+        NAMING
+        + "dynamo_config: {dynamo_backend: INDUCTOR}\nparallelism_config: {parallelism_config_sp_size: 2}\n"
+    )
     found = problems_of(beside(tmp_path, {**FILE, "compile": {"enabled": False}}, text))
     assert [problem.field for problem in found] == ["dynamo_config.dynamo_backend"]
     assert "sets compile.enabled, and the file that is named beside it says False" in str(found[0])
@@ -272,8 +360,12 @@ def test_a_file_that_is_none(tmp_path: Path, tree: Any, said: str) -> None:
 
 
 def test_a_trainers_file_beside(tmp_path: Path) -> None:
-    (tmp_path / "fsdp.json").write_text(json.dumps({"reshard_after_forward": False, "activation_checkpointing": True}))
-    config = load_foreign(written(tmp_path, "json", {"fsdp": "auto_wrap", "fsdp_config": "fsdp.json"}))
+    (tmp_path / "fsdp.json").write_text(
+        json.dumps({"reshard_after_forward": False, "activation_checkpointing": True})
+    )
+    config = load_foreign(
+        written(tmp_path, "json", {"fsdp": "auto_wrap", "fsdp_config": "fsdp.json"})
+    )
     assert (config.zero_optimization.stage, config.parallel.recompute.mode) == (2, "full")
 
 
@@ -308,6 +400,8 @@ def test_a_wrong_file_is_a_config_error_and_nothing_else(seed: int) -> None:
             conversion = convert(tree)
         except ConfigError:
             continue
-        assert all(problem.rule and problem.remedy and str(problem) for problem in conversion.problems), tree
+        assert all(
+            problem.rule and problem.remedy and str(problem) for problem in conversion.problems
+        ), tree
         if not conversion.problems:
             assert load(conversion.tree).model_dump() == load_foreign(tree).model_dump()

@@ -27,7 +27,16 @@ def words(line: str) -> list[str]:
 
 
 def test_the_literal_example() -> None:
-    config = load_foreign(["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2", "--num-layers", "48"])
+    config = load_foreign(
+        [
+            "--tensor-model-parallel-size",
+            "4",
+            "--pipeline-model-parallel-size",
+            "2",
+            "--num-layers",
+            "48",
+        ]
+    )
     assert (config.parallel.tp, config.parallel.pp, config.num_layers) == (4, 2, 48)
     assert not config.is_deepspeed
     assert config.origin("parallel.tp") == "flag: --tensor-model-parallel-size"
@@ -36,7 +45,9 @@ def test_the_literal_example() -> None:
 
 
 def test_the_same_names_in_a_file() -> None:
-    config = load({"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "num_layers": 48})
+    config = load(
+        {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "num_layers": 48}
+    )
     assert (config.parallel.tp, config.parallel.pp, config.num_layers) == (4, 2, 48)
 
 
@@ -55,45 +66,110 @@ def test_a_training_command() -> None:
     )
     config = load_foreign(flags)
     made = resolve(config, world_size=16)
-    assert (made.layout.tp, made.layout.cp, made.layout.dp_shard, made.data_parallel.stage) == (2, 2, 4, 1)
+    assert (made.layout.tp, made.layout.cp, made.layout.dp_shard, made.data_parallel.stage) == (
+        2,
+        2,
+        4,
+        1,
+    )
     assert made.tensor_parallel.sequence_parallel
     assert (made.batch.accumulation, made.gradient_clipping, made.seed) == (4, 0.5, 1234)
-    assert made.optimizer.params == {"lr": 3e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-    assert made.scheduler is not None and made.scheduler.params == {"decay_style": "constant", "total_num_steps": 100}
+    assert made.optimizer.params == {
+        "lr": 3e-4,
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+    }
+    assert made.scheduler is not None and made.scheduler.params == {
+        "decay_style": "constant",
+        "total_num_steps": 100,
+    }
     assert (made.precision.compute, made.precision.reduce) == ("bfloat16", "float32")
     assert (made.run.folder, made.run.steps, made.run.checkpoint_every) == ("runs/a", 100, 10)
-    assert (made.sources["optimizer.params.lr"], made.sources["run.seed"]) == ("flags", "flag: --seed")
-    assert [row.key for row in config.provenance.rows] == [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
-    assert {row.key: str(row.status) for row in config.provenance.rows}["--hidden-size"] == "ignored"
+    assert (made.sources["optimizer.params.lr"], made.sources["run.seed"]) == (
+        "flags",
+        "flag: --seed",
+    )
+    assert [row.key for row in config.provenance.rows] == [
+        flag.partition("=")[0] for flag in flags if flag.startswith("--")
+    ]
+    assert {row.key: str(row.status) for row in config.provenance.rows}[
+        "--hidden-size"
+    ] == "ignored"
 
 
-@pytest.mark.parametrize(("strategy", "stage"), [("no_shard", 0), ("optim", 1), ("optim_grads", 2), ("optim_grads_params", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "stage"),
+    [("no_shard", 0), ("optim", 1), ("optim_grads", 2), ("optim_grads_params", 3)],
+)
 def test_sharding_strategies_are_stages(strategy: str, stage: int) -> None:
-    assert load_foreign(["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy]).zero_optimization.stage == stage
+    assert (
+        load_foreign(
+            ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy]
+        ).zero_optimization.stage
+        == stage
+    )
 
 
 def test_one_beta_keeps_the_default_of_the_other() -> None:
     config = load_foreign(["--lr", "1e-3", "--adam-beta2", "0.95"])
     assert config.optimizer is not None
-    assert config.optimizer.params == {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01, "eps": 1e-8}
+    assert config.optimizer.params == {
+        "lr": 1e-3,
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.01,
+        "eps": 1e-8,
+    }
     other = load_foreign(["--lr", "1e-3", "--adam-beta1", "0.8"]).optimizer
     assert other is not None and other.params["betas"] == (0.8, 0.999)
 
 
 def test_what_flags_leave_out_is_megatrons() -> None:
     """D6: linear decay, weight decay 0.01, fp16 from 2^32, seed 1234, gradients of bf16 reduced in float32; each with its source."""
-    made = resolve(load_foreign(words("--micro-batch-size 1 --lr 1e-4 --train-iters 50 --fp16")), world_size=2)
-    assert made.scheduler is not None and (made.scheduler.type, made.scheduler.params["decay_style"]) == ("MegatronLR", "linear")
-    assert made.optimizer.params["weight_decay"] == 0.01 and made.seed == 1234 and made.run.validate_every == 1000
-    assert made.precision.loss_scale is not None and made.precision.loss_scale.initial_scale_power == 32
-    for path in ("scheduler.params.decay_style", "optimizer.params.weight_decay", "run.seed", "fp16.initial_scale_power"):
+    made = resolve(
+        load_foreign(words("--micro-batch-size 1 --lr 1e-4 --train-iters 50 --fp16")), world_size=2
+    )
+    assert made.scheduler is not None and (
+        made.scheduler.type,
+        made.scheduler.params["decay_style"],
+    ) == ("MegatronLR", "linear")
+    assert (
+        made.optimizer.params["weight_decay"] == 0.01
+        and made.seed == 1234
+        and made.run.validate_every == 1000
+    )
+    assert (
+        made.precision.loss_scale is not None
+        and made.precision.loss_scale.initial_scale_power == 32
+    )
+    for path in (
+        "scheduler.params.decay_style",
+        "optimizer.params.weight_decay",
+        "run.seed",
+        "fp16.initial_scale_power",
+    ):
         assert made.sources[path] == "Megatron's default", path
     assert made.precision.reduce == "float16"
     bf16 = resolve(load_foreign(words("--micro-batch-size 1 --bf16")), world_size=2)
     assert (bf16.precision.reduce, bf16.scheduler) == ("float32", None)
-    assert resolve(load_foreign(words("--micro-batch-size 1 --bf16 --grad-reduce-in-bf16")), world_size=2).precision.reduce == "bfloat16"
-    over = resolve(load_foreign(words("--micro-batch-size 1 --lr 1"), ["optimizer.params.weight_decay=0.3", "run.seed=3"]), world_size=1)
-    assert (over.optimizer.params["weight_decay"], over.seed, over.sources["run.seed"]) == (0.3, 3, "override")
+    assert (
+        resolve(
+            load_foreign(words("--micro-batch-size 1 --bf16 --grad-reduce-in-bf16")), world_size=2
+        ).precision.reduce
+        == "bfloat16"
+    )
+    over = resolve(
+        load_foreign(
+            words("--micro-batch-size 1 --lr 1"),
+            ["optimizer.params.weight_decay=0.3", "run.seed=3"],
+        ),
+        world_size=1,
+    )
+    assert (over.optimizer.params["weight_decay"], over.seed, over.sources["run.seed"]) == (
+        0.3,
+        3,
+        "override",
+    )
     assert problems("--weight-decay", "0.1") == [
         "--lr: --weight-decay describes an optimizer, and Megatron-LM has no default for its learning rate; give it"
     ]
@@ -104,11 +180,18 @@ def test_a_schedule_by_flags() -> None:
     flags = "--lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters 90 --train-iters 100"
     config = load_foreign(words(flags))
     assert config.scheduler is not None and config.scheduler.type == "MegatronLR"
-    assert config.scheduler.params == {"min_lr": 1e-5, "decay_style": "cosine", "warmup_num_steps": 10, "total_num_steps": 90}
+    assert config.scheduler.params == {
+        "min_lr": 1e-5,
+        "decay_style": "cosine",
+        "warmup_num_steps": 10,
+        "total_num_steps": 90,
+    }
 
 
 def test_stages_by_their_layers_and_sharding_by_its_strategy() -> None:
-    flags = "--num-layers 24 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3"
+    flags = (
+        "--num-layers 24 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3"
+    )
     assert load_foreign(words(flags)).parallel.pipeline.stages_per_rank == 2
     assert "24 % 20 = 4" in problems(*words(flags.replace(" 3", " 5")))[0]
     assert "both" not in problems("--num-layers-per-virtual-pipeline-stage", "3")[0]
@@ -119,15 +202,28 @@ def test_stages_by_their_layers_and_sharding_by_its_strategy() -> None:
 
 def test_selective_recomputes_what_megatron_does() -> None:
     """D6: all but the products with weights; Plait's own default keeps attention, which Megatron-LM computes again."""
-    recompute = load_foreign(["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]).parallel.recompute
+    recompute = load_foreign(
+        ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
+    ).parallel.recompute
     assert (recompute.mode, recompute.keep) == ("selective", ("matmul",))
     assert "keeps the products with weights" in problems("--recompute-modules", "mlp")[0]
 
 
 def test_loss_scale_flags() -> None:
-    fp16 = load_foreign(words("--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --min-loss-scale 2 --hysteresis 3")).fp16
-    assert (fp16.initial_scale_power, fp16.loss_scale_window, fp16.min_loss_scale, fp16.hysteresis) == (16, 500, 2, 3)
-    assert problems("--initial-loss-scale", "1000") == ["--initial-loss-scale = '1000': is not a power of two; use for example 65536"]
+    fp16 = load_foreign(
+        words(
+            "--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --min-loss-scale 2 --hysteresis 3"
+        )
+    ).fp16
+    assert (
+        fp16.initial_scale_power,
+        fp16.loss_scale_window,
+        fp16.min_loss_scale,
+        fp16.hysteresis,
+    ) == (16, 500, 2, 3)
+    assert problems("--initial-loss-scale", "1000") == [
+        "--initial-loss-scale = '1000': is not a power of two; use for example 65536"
+    ]
 
 
 def test_overrides_win_over_flags() -> None:
@@ -143,20 +239,47 @@ def test_overrides_win_over_flags() -> None:
             "--tensor-model-paralel-size: unknown flag; did you mean --tensor-model-parallel-size?",
         ),
         ("--zzz 4", "--zzz: unknown flag; leave it out, or set the key"),
-        ("--micro-batch-size", "--micro-batch-size: takes one value and 0 are given; write one after it"),
-        ("--micro-batch-size 1 2", "--micro-batch-size = '1 2': takes one value and 2 are given; write one after it"),
+        (
+            "--micro-batch-size",
+            "--micro-batch-size: takes one value and 0 are given; write one after it",
+        ),
+        (
+            "--micro-batch-size 1 2",
+            "--micro-batch-size = '1 2': takes one value and 2 are given; write one after it",
+        ),
         ("--bf16 true", "--bf16 = 'true': takes no value; leave the value out"),
-        ("--micro-batch-size four", "--micro-batch-size = 'four': must be a whole number; write a whole number"),
-        ("--data-parallel-sharding-strategy all", "--data-parallel-sharding-strategy = 'all': is none of no_shard, optim,"),
+        (
+            "--micro-batch-size four",
+            "--micro-batch-size = 'four': must be a whole number; write a whole number",
+        ),
+        (
+            "--data-parallel-sharding-strategy all",
+            "--data-parallel-sharding-strategy = 'all': is none of no_shard, optim,",
+        ),
         (
             "--num-layers-per-virtual-pipeline-stage 2",
             "--num-layers-per-virtual-pipeline-stage = 2: the stages of a rank are --num-layers /",
         ),
-        ("--recompute-num-layers 2", "--recompute-num-layers = 2: blocks are recomputed one by one"),
-        ("--expert-tensor-parallel-size 8", "--expert-tensor-parallel-size = 8: experts are split by expert"),
-        ("--lr-decay-style wavy", "--lr-decay-style = 'wavy': is none of constant, linear, cosine, inverse-square-root, WSD"),
-        ("--save a --load b", "--load = 'b': --save says 'a'; both set run.folder and disagree; keep one of them"),
-        ("--fp16 --bf16 --use-torch-fsdp2 --use-distributed-optimizer", "both set zero_optimization.stage and disagree"),
+        (
+            "--recompute-num-layers 2",
+            "--recompute-num-layers = 2: blocks are recomputed one by one",
+        ),
+        (
+            "--expert-tensor-parallel-size 8",
+            "--expert-tensor-parallel-size = 8: experts are split by expert",
+        ),
+        (
+            "--lr-decay-style wavy",
+            "--lr-decay-style = 'wavy': is none of constant, linear, cosine, inverse-square-root, WSD",
+        ),
+        (
+            "--save a --load b",
+            "--load = 'b': --save says 'a'; both set run.folder and disagree; keep one of them",
+        ),
+        (
+            "--fp16 --bf16 --use-torch-fsdp2 --use-distributed-optimizer",
+            "both set zero_optimization.stage and disagree",
+        ),
         ("8 --bf16", "the command line = '8': begins with a value and not with a flag"),
     ],
 )
@@ -166,7 +289,12 @@ def test_refusals(flags: str, message: str) -> None:
 
 
 def test_refused_flags_are_accepted_where_they_ask_for_nothing() -> None:
-    assert load_foreign(["--expert-model-parallel-size", "1", "--weight-decay-incr-style", "constant"]).parallel.tp == 1
+    assert (
+        load_foreign(
+            ["--expert-model-parallel-size", "1", "--weight-decay-incr-style", "constant"]
+        ).parallel.tp
+        == 1
+    )
 
 
 def test_every_flag_leads_somewhere_or_says_why_not() -> None:
@@ -180,7 +308,9 @@ def test_every_flag_leads_somewhere_or_says_why_not() -> None:
             assert (flag.status is Status.REFUSED) == bool(flag.remedy), name
 
 
-@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.status is Status.IGNORED])
+@pytest.mark.parametrize(
+    "name", [name for name, flag in FLAGS.items() if flag.status is Status.IGNORED]
+)
 def test_flags_without_meaning_change_nothing(name: str) -> None:
     value = {"switch": [], "value": ["1"], "values": ["1", "x"]}[FLAGS[name].takes]
     config = load_foreign([f"--{name.replace('_', '-')}", *value])

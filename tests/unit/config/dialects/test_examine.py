@@ -34,7 +34,9 @@ def test_zero_2_with_tensor_parallel_2_is_enough() -> None:
     config = load({"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}})
     assert (config.zero_optimization.stage, config.parallel.tp) == (2, 2)
     assert config.is_deepspeed
-    layout = resolved({"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}}, world_size=8).layout
+    layout = resolved(
+        {"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}}, world_size=8
+    ).layout
     assert (layout.tp, layout.dp_shard, layout.dp_replicate) == (2, 4, 1)
 
 
@@ -70,7 +72,12 @@ def test_degrees_by_other_names(tree: dict[str, Any], axis: str, degree: int) ->
 
 
 def test_two_names_that_agree_are_one_setting() -> None:
-    assert load({"tensor_parallel": {"tp_size": 2, "autotp_size": 2}, "parallel": {"tp": 2}}).parallel.tp == 2
+    assert (
+        load(
+            {"tensor_parallel": {"tp_size": 2, "autotp_size": 2}, "parallel": {"tp": 2}}
+        ).parallel.tp
+        == 2
+    )
     assert load({"pipeline": {"stages": "auto"}, "parallel": {"pp": 2}}).parallel.pp == 2
     assert load({"bf16": {"enabled": "auto"}, "bfloat16": {"enabled": True}}).bf16.enabled is True
 
@@ -89,7 +96,10 @@ def test_one_value_written_in_two_ways_is_one_value() -> None:
     """D7."""
     assert load({"tensor_parallel": {"tp_size": "8"}, "parallel": {"tp": 8}}).parallel.tp == 8
     assert load({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}).bf16.enabled is True
-    assert load({"fp32_allreduce": True, "communication_data_type": "float32"}).communication_data_type == "fp32"
+    assert (
+        load({"fp32_allreduce": True, "communication_data_type": "float32"}).communication_data_type
+        == "fp32"
+    )
 
 
 def test_harmless_keys_are_noted_and_what_changes_a_run_is_refused() -> None:
@@ -97,20 +107,32 @@ def test_harmless_keys_are_noted_and_what_changes_a_run_is_refused() -> None:
     tree = {
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "bf16"},
-        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": True},
+        "activation_checkpointing": {
+            "partition_activations": True,
+            "cpu_checkpointing": True,
+            "contiguous_memory_optimization": True,
+        },
         "sparse_gradients": True,
     }
     made = resolved({**tree, "parallel": {"tp": 2}}, world_size=2)
-    assert not made.recompute.partition_inputs and made.activation_offload.fraction == 0 and made.precision.reduce == "bfloat16"
+    assert (
+        not made.recompute.partition_inputs
+        and made.activation_offload.fraction == 0
+        and made.precision.reduce == "bfloat16"
+    )
     assert problems({"monitor_config": {"enabled": True}})[0].startswith("monitor_config = ")
-    assert resolved({**tree, "data_types": {"grad_accum_dtype": "fp32"}}).precision.reduce == "float32"
+    assert (
+        resolved({**tree, "data_types": {"grad_accum_dtype": "fp32"}}).precision.reduce == "float32"
+    )
 
 
 def test_a_wrong_value_is_told_under_the_name_that_was_written() -> None:
     assert problems({"tensor_parallel": {"tp_size": "four"}}) == [
         "tensor_parallel.tp_size = 'four': must be a whole number; write a whole number"
     ]
-    assert problems({"bfloat16": {"enabled": "maybe"}}) == ["bfloat16.enabled = 'maybe': must be true or false; write true or false"]
+    assert problems({"bfloat16": {"enabled": "maybe"}}) == [
+        "bfloat16.enabled = 'maybe': must be true or false; write true or false"
+    ]
 
 
 # ---- legacy and misspelt forms ------------------------------------------------------------------------------------------------------
@@ -119,7 +141,11 @@ def test_a_wrong_value_is_told_under_the_name_that_was_written() -> None:
 @pytest.mark.parametrize(
     ("tree", "key", "status"),
     [
-        ({"zero_optimization": {"offload_optimizer": False}}, "zero_optimization.offload_optimizer", "ignored"),
+        (
+            {"zero_optimization": {"offload_optimizer": False}},
+            "zero_optimization.offload_optimizer",
+            "ignored",
+        ),
         ({"zero_optimization": {"cpu_offload": False}}, "zero_optimization.cpu_offload", "renamed"),
         (
             {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
@@ -133,11 +159,23 @@ def test_a_wrong_value_is_told_under_the_name_that_was_written() -> None:
         ),
         ({"fp16": {"fp16": True}}, "fp16.fp16", "ignored"),
         ({"_comment": "remark", "fp16": {"comment": 1}}, "fp16.comment", "comment"),
-        ({"//": "remark", "optimizer": {"type": "AdamW", "params": {"_note": 3}}}, "optimizer.params._note", "comment"),
+        (
+            {"//": "remark", "optimizer": {"type": "AdamW", "params": {"_note": 3}}},
+            "optimizer.params._note",
+            "comment",
+        ),
         ({"train_batch_size": None}, "train_batch_size", "comment"),
-        ({"zero_optimization": {"reduce_bucket_size": 5e8}}, "zero_optimization.reduce_bucket_size", "supported"),
+        (
+            {"zero_optimization": {"reduce_bucket_size": 5e8}},
+            "zero_optimization.reduce_bucket_size",
+            "supported",
+        ),
         ({"steps_per_print": float("inf")}, "steps_per_print", "ignored"),
-        ({"zero_optimization": {"stage3_max_live_parameters": "1e9"}}, "zero_optimization.stage3_max_live_parameters", "ignored"),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": "1e9"}},
+            "zero_optimization.stage3_max_live_parameters",
+            "ignored",
+        ),
         ({"compile": {"disable": False}}, "compile.disable", "renamed"),
     ],
 )
@@ -151,14 +189,27 @@ def test_the_first_form_of_zero() -> None:
 
 
 def test_numbers_written_as_floats_or_quoted() -> None:
-    config = load({"train_batch_size": 32.0, "zero_optimization": {"stage": "2", "reduce_bucket_size": 5e8}, "gradient_clipping": "0.5"})
-    assert (config.train_batch_size, config.zero_optimization.stage, config.gradient_clipping) == (32, 2, 0.5)
+    config = load(
+        {
+            "train_batch_size": 32.0,
+            "zero_optimization": {"stage": "2", "reduce_bucket_size": 5e8},
+            "gradient_clipping": "0.5",
+        }
+    )
+    assert (config.train_batch_size, config.zero_optimization.stage, config.gradient_clipping) == (
+        32,
+        2,
+        0.5,
+    )
     assert config.zero_optimization.reduce_bucket_size == 500_000_000
 
 
 def test_the_older_name_of_a_reduction_in_float32() -> None:
     assert load({"fp32_allreduce": True}).communication_data_type == "fp32"
-    assert load({"fp32_allreduce": False, "communication_data_type": "bf16"}).communication_data_type == "bf16"
+    assert (
+        load({"fp32_allreduce": False, "communication_data_type": "bf16"}).communication_data_type
+        == "bf16"
+    )
 
 
 def test_compile_disable_is_enabled_negated() -> None:
@@ -168,13 +219,20 @@ def test_compile_disable_is_enabled_negated() -> None:
 
 
 def test_parameters_of_the_optimizer_that_mean_nothing_are_not_handed_on() -> None:
-    config = load({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 0, "_why": "x"}}})
+    config = load(
+        {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 0, "_why": "x"}}}
+    )
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 1e-3}
 
 
-@pytest.mark.parametrize(("params", "decay"), [({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.2}, 0.2)])
-def test_torch_adam_of_a_file_brings_torchs_weight_decay(params: dict[str, Any], decay: float) -> None:
+@pytest.mark.parametrize(
+    ("params", "decay"),
+    [({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.2}, 0.2)],
+)
+def test_torch_adam_of_a_file_brings_torchs_weight_decay(
+    params: dict[str, Any], decay: float
+) -> None:
     """DeepSpeed 0.19.8 builds torch.optim.AdamW then, with that class's own default."""
     spec = load({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, **params}}}).optimizer
     assert spec is not None
@@ -189,34 +247,52 @@ def test_secrets_are_not_shown() -> None:
 
 # ---- the table ----------------------------------------------------------------------------------------------------------------------
 
-TYPICAL = {"flag": True, "whole": 5e8, "number": 0.5, "text": "x", "list": ["x"], "tree": {"enabled": True, "x": 1}, "any": 1}
+TYPICAL = {
+    "flag": True,
+    "whole": 5e8,
+    "number": 0.5,
+    "text": "x",
+    "list": ["x"],
+    "tree": {"enabled": True, "x": 1},
+    "any": 1,
+}
 WRONG = {"flag": "maybe", "whole": 0.5, "number": "many", "text": 3, "list": "x", "tree": 3}
 
 
-@pytest.mark.parametrize("key", [key for key in TABLE.values() if key.status is Status.IGNORED], ids=lambda key: key.path)
+@pytest.mark.parametrize(
+    "key", [key for key in TABLE.values() if key.status is Status.IGNORED], ids=lambda key: key.path
+)
 def test_a_meaningless_key_is_accepted_and_explained(key: Key) -> None:
     for value in (TYPICAL[key.kind], "auto"):
         config = load(nested(key.path, value))
         assert status_of(config, key.path) == "ignored"
         assert config.provenance.rows[0].meaning == key.why
-    assert resolved(nested(key.path, TYPICAL[key.kind])).model_dump(exclude={"sources"}) == resolved(
+    assert resolved(nested(key.path, TYPICAL[key.kind])).model_dump(
+        exclude={"sources"}
+    ) == resolved(
         {key.path.split(".")[0]: {}} if key.path.startswith("optimizer") else {}
     ).model_dump(exclude={"sources"})
 
 
-@pytest.mark.parametrize("key", [key for key in TABLE.values() if key.status is Status.REFUSED], ids=lambda key: key.path)
+@pytest.mark.parametrize(
+    "key", [key for key in TABLE.values() if key.status is Status.REFUSED], ids=lambda key: key.path
+)
 def test_a_refused_key_is_refused_when_it_asks_for_something(key: Key) -> None:
     active = next(
         value
         for value in (True, False, {"enabled": True}, 4, "cpu")
         if type_problem(key, value) is None and not asks_for_nothing(key, value)
     )
-    assert problems(nested(key.path, active)) == [f"{key.path} = {active!r}: {key.why}; {key.remedy}"]
+    assert problems(nested(key.path, active)) == [
+        f"{key.path} = {active!r}: {key.why}; {key.remedy}"
+    ]
     for off in (*key.off, "auto"):
         assert status_of(load(nested(key.path, off)), key.path) == "ignored"
 
 
-@pytest.mark.parametrize("key", [key for key in TABLE.values() if key.kind in WRONG], ids=lambda key: key.path)
+@pytest.mark.parametrize(
+    "key", [key for key in TABLE.values() if key.kind in WRONG], ids=lambda key: key.path
+)
 def test_a_wrong_type_is_refused_even_where_the_key_means_nothing(key: Key) -> None:
     (problem,) = problems(nested(key.path, WRONG[key.kind]))
     assert problem.startswith(f"{key.path} = {WRONG[key.kind]!r}: must be ")
@@ -236,7 +312,10 @@ def test_a_feature_is_switched_on_by_enabled(value: object, asks: bool) -> None:
     assert asks_for_nothing(TABLE["compression_training"], value) is not asks
 
 
-@pytest.mark.parametrize(("value", "asks"), [({}, False), ({"enabled": False}, False), ({"size": 4}, True), ({"enabled": True}, True)])
+@pytest.mark.parametrize(
+    ("value", "asks"),
+    [({}, False), ({"enabled": False}, False), ({"size": 4}, True), ({"enabled": True}, True)],
+)
 def test_a_section_that_is_on_by_being_there(value: object, asks: bool) -> None:
     assert asks_for_nothing(TABLE["sequence_parallel"], value) is not asks
 
@@ -278,29 +357,65 @@ def test_every_reason_is_used() -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"train_batch_size": "many"}, "train_batch_size = 'many': must be a whole number; write a whole number"),
-        ({"train_batch_size": 2.5}, "train_batch_size = 2.5: must be a whole number; write a whole number"),
+        (
+            {"train_batch_size": "many"},
+            "train_batch_size = 'many': must be a whole number; write a whole number",
+        ),
+        (
+            {"train_batch_size": 2.5},
+            "train_batch_size = 2.5: must be a whole number; write a whole number",
+        ),
         ({"train_batch_size": 0}, "train_batch_size = 0: must be at least 1; use 1 or more"),
-        ({"train_batch_size": True}, "train_batch_size = True: must be a number, not true or false; write the number"),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4: must be 0, 1, 2 or 3; use one of them"),
-        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage = 'auto': is answered by a plan"),
+        (
+            {"train_batch_size": True},
+            "train_batch_size = True: must be a number, not true or false; write the number",
+        ),
+        (
+            {"zero_optimization": {"stage": 4}},
+            "zero_optimization.stage = 4: must be 0, 1, 2 or 3; use one of them",
+        ),
+        (
+            {"zero_optimization": {"stage": "auto"}},
+            "zero_optimization.stage = 'auto': is answered by a plan",
+        ),
         ({"zero_optimization": [2]}, "zero_optimization = [2]: is a section and needs an object"),
-        ({"fp16": {"enabled": "x"}}, "fp16.enabled = 'x': must be true or false; write true or false"),
+        (
+            {"fp16": {"enabled": "x"}},
+            "fp16.enabled = 'x': must be true or false; write true or false",
+        ),
         ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis = 0: must be at least 1"),
         (
             {"communication_data_type": "fp8"},
             "communication_data_type = 'fp8': must be 'fp32', 'fp16' or 'bf16'; use one of them",
         ),
-        ({"communication_data_type": "fp23"}, "communication_data_type = 'fp23': must be 'fp32', 'fp16' or 'bf16'; did you mean `fp32`?"),
-        ({"data": {"packing": "joined"}}, "data.packing = 'joined': must be 'documents'; write 'documents', or leave it out"),
-        ({"optimizer": {"states": "own"}}, "optimizer.states = 'own': must be 'bf16', 'int8' or 'float8'; use one of them"),
+        (
+            {"communication_data_type": "fp23"},
+            "communication_data_type = 'fp23': must be 'fp32', 'fp16' or 'bf16'; did you mean `fp32`?",
+        ),
+        (
+            {"data": {"packing": "joined"}},
+            "data.packing = 'joined': must be 'documents'; write 'documents', or leave it out",
+        ),
+        (
+            {"optimizer": {"states": "own"}},
+            "optimizer.states = 'own': must be 'bf16', 'int8' or 'float8'; use one of them",
+        ),
         ({"parallel": {"tp": "auto"}}, "parallel.tp = 'auto': is answered by a plan"),
-        ({"parallel": {"blocks": "model.layers"}}, "parallel.blocks = 'model.layers': must be a list; write a list in brackets"),
+        (
+            {"parallel": {"blocks": "model.layers"}},
+            "parallel.blocks = 'model.layers': must be a list; write a list in brackets",
+        ),
         ({"run": {"processes": "all"}}, "run.processes = 'all': must be a whole number or 'auto'"),
         ({"run": {"steps": 0}}, "run.steps = 0: must be at least 1; use 1 or more"),
-        ({"model": {"config": {"model_type": "llama"}, "path": "x"}}, "model: a model is either `config` (trained from scratch) or `path`"),
+        (
+            {"model": {"config": {"model_type": "llama"}, "path": "x"}},
+            "model: a model is either `config` (trained from scratch) or `path`",
+        ),
         ({"scheduler": {"params": {}}}, "scheduler.type: has to be given; add it"),
-        ({"optimizer": {"type": "AdmW"}}, "optimizer.type = 'AdmW': `AdmW` is neither an optimizer of DeepSpeed or torch"),
+        (
+            {"optimizer": {"type": "AdmW"}},
+            "optimizer.type = 'AdmW': `AdmW` is neither an optimizer of DeepSpeed or torch",
+        ),
         ({"gradient_clipping": float("inf")}, "gradient_clipping = inf: must be a number"),
     ],
 )
@@ -316,18 +431,34 @@ def test_an_override_wins_over_the_file_whatever_name_the_file_uses() -> None:
     assert config.parallel.tp == 4
     assert config.origin("parallel.tp") == "override"
     config = load({"parallel": {"tp": 2}}, ["tensor_parallel.tp_size=4"])
-    assert (config.parallel.tp, config.origin("parallel.tp")) == (4, "override: tensor_parallel.tp_size")
+    assert (config.parallel.tp, config.origin("parallel.tp")) == (
+        4,
+        "override: tensor_parallel.tp_size",
+    )
     assert load({"bfloat16": {"enabled": True}}, ["bf16.enabled=false"]).bf16.enabled is False
     assert load({"pipeline_parallel": 2}, ["parallel.pp=4"]).parallel.pp == 4
     assert (
-        load({"zero_optimization": {"cpu_offload": True}}, ["zero_optimization.offload_optimizer.device=none"]).zero_optimization.stage == 0
+        load(
+            {"zero_optimization": {"cpu_offload": True}},
+            ["zero_optimization.offload_optimizer.device=none"],
+        ).zero_optimization.stage
+        == 0
     )
 
 
 def test_overrides_are_parsed_applied_in_order_and_reach_inside() -> None:
     config = load(
-        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "model": {"config": {"model_type": "llama", "hidden_size": 8}}},
-        ["optimizer.params.lr=5e-5", "optimizer.params.lr=2e-5", "model.config.hidden_size=16", "fp16.enabled=true", "run.steps=7"],
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "model": {"config": {"model_type": "llama", "hidden_size": 8}},
+        },
+        [
+            "optimizer.params.lr=5e-5",
+            "optimizer.params.lr=2e-5",
+            "model.config.hidden_size=16",
+            "fp16.enabled=true",
+            "run.steps=7",
+        ],
     )
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 2e-5}
@@ -340,7 +471,10 @@ def test_overrides_are_parsed_applied_in_order_and_reach_inside() -> None:
 
 
 def test_null_takes_a_key_out() -> None:
-    config = load({"train_batch_size": 32, "fp16": {"enabled": True}}, ["train_batch_size=null", "fp16=null", "nothing.here=null"])
+    config = load(
+        {"train_batch_size": 32, "fp16": {"enabled": True}},
+        ["train_batch_size=null", "fp16=null", "nothing.here=null"],
+    )
     assert config.train_batch_size is None
     assert config.fp16.enabled is False
 

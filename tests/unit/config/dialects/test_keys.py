@@ -86,7 +86,11 @@ def test_the_table_and_the_schema_cover_each_other() -> None:
 
 def test_other_names_lead_to_a_setting_or_to_the_table() -> None:
     for name, alias in ALIASES.items():
-        assert alias.target in keys.fields() or alias.target in TABLE or alias.target in keys.sections(), name
+        assert (
+            alias.target in keys.fields()
+            or alias.target in TABLE
+            or alias.target in keys.sections()
+        ), name
         assert alias.note
     assert set(SHORT_FORMS) <= keys.sections()
 
@@ -135,19 +139,30 @@ def test_a_one_letter_typo_finds_the_key() -> None:
 
 
 def test_a_key_in_the_wrong_section_is_told_where_it_belongs() -> None:
-    assert keys.remedy_for("", "reduce_bucket_size") == "it belongs elsewhere: zero_optimization.reduce_bucket_size"
-    assert keys.remedy_for("run", "sequence_length") == "it belongs elsewhere: data.sequence_length or parallel.recompute.sequence_length"
+    assert (
+        keys.remedy_for("", "reduce_bucket_size")
+        == "it belongs elsewhere: zero_optimization.reduce_bucket_size"
+    )
+    assert (
+        keys.remedy_for("run", "sequence_length")
+        == "it belongs elsewhere: data.sequence_length or parallel.recompute.sequence_length"
+    )
 
 
 def test_a_name_unlike_any_other_gets_the_list() -> None:
     assert keys.remedy_for("", "qqqqqqq") == "`plait config schema` lists what is known"
-    assert keys.remedy_for("bf16", "qqqqqqq").startswith("known here are auto_cast, bf16_master_weights_and_grads, ")
+    assert keys.remedy_for("bf16", "qqqqqqq").startswith(
+        "known here are auto_cast, bf16_master_weights_and_grads, "
+    )
 
 
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"gradient_cliping": 0.3}, "gradient_cliping = 0.3: unknown key; did you mean gradient_clipping?"),
+        (
+            {"gradient_cliping": 0.3},
+            "gradient_cliping = 0.3: unknown key; did you mean gradient_clipping?",
+        ),
         (
             {"zero_optimisation": {"stage": 2}},
             "zero_optimisation = {'stage': 2}: unknown key; did you mean zero_optimization?",
@@ -157,7 +172,10 @@ def test_a_name_unlike_any_other_gets_the_list() -> None:
             "zero_optimization.stag = 2: unknown key; did you mean zero_optimization.stage?",
         ),
         ({"tensor-model-parallel-size": 2}, "did you mean tensor_model_parallel_size?"),
-        ({"run": {"sample": {"promt": "x"}}}, "run.sample.promt = 'x': unknown key; did you mean run.sample.prompt?"),
+        (
+            {"run": {"sample": {"promt": "x"}}},
+            "run.sample.promt = 'x': unknown key; did you mean run.sample.prompt?",
+        ),
         ({"parallel": {"tpp": 2}}, "did you mean parallel.pp or parallel.tp?"),
     ],
 )
@@ -168,5 +186,12 @@ def test_unknown_keys_are_refused(tree: dict[str, object], message: str) -> None
 
 
 def test_edit_distance() -> None:
-    for a, b, distance in (("", "", 0), ("abc", "abc", 0), ("abc", "acb", 1), ("abc", "ab", 1), ("", "abc", 3), ("kitten", "sitting", 3)):
+    for a, b, distance in (
+        ("", "", 0),
+        ("abc", "abc", 0),
+        ("abc", "acb", 1),
+        ("abc", "ab", 1),
+        ("", "abc", 3),
+        ("kitten", "sitting", 3),
+    ):
         assert keys.edit_distance(a, b) == keys.edit_distance(b, a) == distance

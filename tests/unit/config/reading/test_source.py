@@ -62,7 +62,12 @@ def test_yaml_with_the_numbers_of_json_and_without_dates(tmp_path: Path) -> None
     }
 
 
-@given(st.dictionaries(st.text("abc", min_size=1), st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans()))
+@given(
+    st.dictionaries(
+        st.text("abc", min_size=1),
+        st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans(),
+    )
+)
 def test_yaml_reads_what_json_writes(tree: dict[str, object]) -> None:
     assert scalar(json.dumps(tree)) == tree
     for value in tree.values():
@@ -90,7 +95,9 @@ def test_a_mapping_is_copied() -> None:
         ("", "line 1, column 1", "Expecting value"),
     ],
 )
-def test_broken_json_names_line_and_column_of_the_file(tmp_path: Path, text: str, where: str, said: str) -> None:
+def test_broken_json_names_line_and_column_of_the_file(
+    tmp_path: Path, text: str, where: str, said: str
+) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -123,7 +130,9 @@ def test_keys_given_twice_are_refused_with_both_values(tmp_path: Path) -> None:
 
 def test_a_missing_file_suggests_a_near_one(tmp_path: Path) -> None:
     (tmp_path / "ds_zero2.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"ds_zer2\.json: there is no such file; did you mean .*ds_zero2\.json"):
+    with pytest.raises(
+        ConfigError, match=r"ds_zer2\.json: there is no such file; did you mean .*ds_zero2\.json"
+    ):
         read(tmp_path / "ds_zer2.json")
     with pytest.raises(ConfigError, match="there is no such file; give the path"):
         read("nowhere/at/all.json")

@@ -18,14 +18,27 @@ dps = st.integers(1, 16)
 @given(size, size, dps)
 def test_any_two_give_the_third(micro: int, accumulation: int, dp: int) -> None:
     train = micro * accumulation * dp
-    for given_ in [(train, micro, accumulation), (train, micro, None), (train, None, accumulation), (None, micro, accumulation)]:
+    for given_ in [
+        (train, micro, accumulation),
+        (train, micro, None),
+        (train, None, accumulation),
+        (None, micro, accumulation),
+    ]:
         batch = solve_batch(*given_, dp)
-        assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (train, micro, accumulation)
+        assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (
+            train,
+            micro,
+            accumulation,
+        )
 
 
 @given(size, dps)
 def test_one_alone_means_no_accumulation(micro: int, dp: int) -> None:
-    assert solve_batch(None, micro, None, dp) == solve_batch(micro * dp, None, None, dp) == solve_batch(micro * dp, micro, 1, dp)
+    assert (
+        solve_batch(None, micro, None, dp)
+        == solve_batch(micro * dp, None, None, dp)
+        == solve_batch(micro * dp, micro, 1, dp)
+    )
 
 
 @given(st.none() | st.integers(1, 200), st.none() | size, st.none() | size, dps)
@@ -63,13 +76,20 @@ def test_a_contradiction_names_the_numbers_and_every_single_change_that_works() 
 
 
 def test_deepspeed_rounds_down_where_this_refuses() -> None:
-    with pytest.raises(ConfigError, match=r"train_batch_size = 30: micro 4 x dp 2 = 8 and 30 % 8 = 6; use 24 or 32"):
+    with pytest.raises(
+        ConfigError, match=r"train_batch_size = 30: micro 4 x dp 2 = 8 and 30 % 8 = 6; use 24 or 32"
+    ):
         solve_batch(30, 4, None, 2)
-    with pytest.raises(ConfigError, match=r"train_batch_size = 3: accumulation 1 x dp 4 = 4 and 3 % 4 = 3; use 4, or change"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train_batch_size = 3: accumulation 1 x dp 4 = 4 and 3 % 4 = 3; use 4, or change",
+    ):
         solve_batch(3, None, None, 4)
 
 
 @pytest.mark.parametrize("accumulation", [None, 4])
 def test_none_given_says_which_to_give(accumulation: int | None) -> None:
-    with pytest.raises(ConfigError, match=r"neither it nor train_batch_size is given.*give one of the two"):
+    with pytest.raises(
+        ConfigError, match=r"neither it nor train_batch_size is given.*give one of the two"
+    ):
         solve_batch(None, None, accumulation, 2)

@@ -21,7 +21,9 @@ def solve(world_size: int, stage: int, **parallel: Any) -> Layout:
 
 
 @given(degree, degree, degree, degree, degree, st.sampled_from([1, 2, 3]))
-def test_every_layout_is_found_back_from_any_sufficient_part(pp: int, replicate: int, shard: int, cp: int, tp: int, stage: int) -> None:
+def test_every_layout_is_found_back_from_any_sufficient_part(
+    pp: int, replicate: int, shard: int, cp: int, tp: int, stage: int
+) -> None:
     layout = Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
     fixed = {"pp": pp, "cp": cp, "tp": tp}
     if shard == 1 and replicate > 1:
@@ -32,10 +34,20 @@ def test_every_layout_is_found_back_from_any_sufficient_part(pp: int, replicate:
         assert solve(layout.world_size, stage, **fixed, dp_replicate=replicate, **free) == layout
     for free in ({}, {"dp_replicate": -1}, {"dp_replicate": "auto"}):
         assert solve(layout.world_size, stage, **fixed, dp_shard=shard, **free) == layout
-    assert solve(layout.world_size, stage, **fixed, dp_replicate=replicate, dp_shard=shard) == layout
+    assert (
+        solve(layout.world_size, stage, **fixed, dp_replicate=replicate, dp_shard=shard) == layout
+    )
 
 
-@given(st.integers(1, 24), st.integers(0, 3), degree, degree, degree, st.none() | degree, st.none() | degree)
+@given(
+    st.integers(1, 24),
+    st.integers(0, 3),
+    degree,
+    degree,
+    degree,
+    st.none() | degree,
+    st.none() | degree,
+)
 def test_the_product_is_the_world_or_it_is_refused(
     world: int, stage: int, pp: int, cp: int, tp: int, replicate: int | None, shard: int | None
 ) -> None:
@@ -63,8 +75,18 @@ def test_processes_that_remain() -> None:
 @pytest.mark.parametrize(
     ("world", "stage", "parallel", "message"),
     [
-        (6, 0, {"tp": 4}, "parallel: pp 1 x cp 1 x tp 4 = 4 and 6 % 4 = 2; start 4 or 8 processes, or change a degree"),
-        (2, 0, {"tp": 2, "pp": 2}, "parallel: pp 2 x cp 1 x tp 2 = 4, more than 2 processes; start 4 processes, or change a degree"),
+        (
+            6,
+            0,
+            {"tp": 4},
+            "parallel: pp 1 x cp 1 x tp 4 = 4 and 6 % 4 = 2; start 4 or 8 processes, or change a degree",
+        ),
+        (
+            2,
+            0,
+            {"tp": 2, "pp": 2},
+            "parallel: pp 2 x cp 1 x tp 2 = 4, more than 2 processes; start 4 processes, or change a degree",
+        ),
         (
             8,
             2,
@@ -102,7 +124,9 @@ def test_processes_that_remain() -> None:
         ),
     ],
 )
-def test_refusals_have_the_numbers_and_what_works(world: int, stage: int, parallel: dict[str, Any], message: str) -> None:
+def test_refusals_have_the_numbers_and_what_works(
+    world: int, stage: int, parallel: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         solve(world, stage, **parallel)
     assert str(error.value) == message

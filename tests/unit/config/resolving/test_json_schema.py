@@ -26,7 +26,9 @@ def find(schema: dict[str, Any], path: str) -> dict[str, Any]:
 def test_every_key_is_described() -> None:
     schema = json_schema()
     for path, field in fields().items():
-        assert " ".join(find(schema, path)["description"].split()) == " ".join(field.description.split()), path
+        assert " ".join(find(schema, path)["description"].split()) == " ".join(
+            field.description.split()
+        ), path
     for path, key in TABLE.items():
         assert find(schema, path)["description"] == f"{key.status}: {key.why}"
         assert find(schema, path)["deprecated"] is True

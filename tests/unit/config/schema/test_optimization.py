@@ -24,7 +24,14 @@ def test_the_default_is_adamw():
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"), [("adamw", "AdamW"), ("ADAM", "Adam"), ("muon", "Muon"), ("rmsprop", "RMSprop"), ("lion", "Lion")]
+    ("written", "meant"),
+    [
+        ("adamw", "AdamW"),
+        ("ADAM", "Adam"),
+        ("muon", "Muon"),
+        ("rmsprop", "RMSprop"),
+        ("lion", "Lion"),
+    ],
 )
 def test_the_case_of_a_type_does_not_matter(written, meant):
     assert OptimizerSpec(type=written).type == meant
@@ -42,8 +49,16 @@ def test_the_case_of_a_type_does_not_matter(written, meant):
         (OptimizerSpec, "lamb", "it cannot be used: torch has no LAMB"),
         (OptimizerSpec, "MuAdam", "it cannot be used: its learning rates follow the base shapes"),
         (OptimizerSpec, "LBFGS", "it cannot be used: it evaluates the loss several times a step"),
-        (SchedulerSpec, "WarmupLr", "is not a schedule of DeepSpeed, Transformers or torch; did you mean `WarmupLR`?"),
-        (SchedulerSpec, "cosin", "is not a schedule of DeepSpeed, Transformers or torch; did you mean `cosine`?"),
+        (
+            SchedulerSpec,
+            "WarmupLr",
+            "is not a schedule of DeepSpeed, Transformers or torch; did you mean `WarmupLR`?",
+        ),
+        (
+            SchedulerSpec,
+            "cosin",
+            "is not a schedule of DeepSpeed, Transformers or torch; did you mean `cosine`?",
+        ),
         (SchedulerSpec, "zzz", "known are ConstantLR, "),
         (SchedulerSpec, "LambdaLR", "it cannot be used: it is made of functions"),
         (SchedulerSpec, "ReduceLROnPlateau", "it follows a validation metric"),
@@ -58,19 +73,54 @@ def test_a_type_that_cannot_be_used_is_refused_with_the_reason(spec, type, messa
 @pytest.mark.parametrize(
     ("spec", "type", "params", "message"),
     [
-        (OptimizerSpec, "AdamW", {"lrr": 1}, "`lrr` is not a parameter of AdamW; did you mean `lr`?"),
+        (
+            OptimizerSpec,
+            "AdamW",
+            {"lrr": 1},
+            "`lrr` is not a parameter of AdamW; did you mean `lr`?",
+        ),
         (OptimizerSpec, "AdamW", {"params": []}, "`params` is not a parameter of AdamW"),
-        (OptimizerSpec, "AdamW", {"differentiable": True}, "`differentiable` is not a parameter of AdamW"),
-        (OptimizerSpec, "Adam", {"decoupled_weight_decay": True}, "`decoupled_weight_decay` is not a parameter of Adam"),
-        (OptimizerSpec, "AdamW", {"max_grad_norm": 1.0}, "set gradient_clipping at the top of the file"),
+        (
+            OptimizerSpec,
+            "AdamW",
+            {"differentiable": True},
+            "`differentiable` is not a parameter of AdamW",
+        ),
+        (
+            OptimizerSpec,
+            "Adam",
+            {"decoupled_weight_decay": True},
+            "`decoupled_weight_decay` is not a parameter of Adam",
+        ),
+        (
+            OptimizerSpec,
+            "AdamW",
+            {"max_grad_norm": 1.0},
+            "set gradient_clipping at the top of the file",
+        ),
         (OptimizerSpec, "AdamW", {"lr": -1}, "`lr` is -1: it must be at least 0"),
         (OptimizerSpec, "AdamW", {"lr": True}, "`lr` is True: true and false are not numbers"),
         (OptimizerSpec, "AdamW", {"lr": "fast"}, "`lr` is 'fast': it must be a number"),
         (OptimizerSpec, "AdamW", {"lr": float("nan")}, "`lr` is nan"),
         (OptimizerSpec, "AdamW", {"betas": [0.9]}, "`betas` is [0.9]"),
-        (OptimizerSpec, "AdamW", {"betas": [0.9, 1]}, "`betas` is [0.9, 1]: it must be less than 1"),
-        (OptimizerSpec, "AdamW", {"bias_correction": False}, "`bias_correction` can only be True, because torch's Adam always corrects"),
-        (OptimizerSpec, "AdamW", {"amsgrad": "auto"}, "`amsgrad` is `auto`, and nothing determines its value"),
+        (
+            OptimizerSpec,
+            "AdamW",
+            {"betas": [0.9, 1]},
+            "`betas` is [0.9, 1]: it must be less than 1",
+        ),
+        (
+            OptimizerSpec,
+            "AdamW",
+            {"bias_correction": False},
+            "`bias_correction` can only be True, because torch's Adam always corrects",
+        ),
+        (
+            OptimizerSpec,
+            "AdamW",
+            {"amsgrad": "auto"},
+            "`amsgrad` is `auto`, and nothing determines its value",
+        ),
         (OptimizerSpec, "Muon", {"ns_method": "gram"}, "`ns_method` can only be 'standard'"),
         (OptimizerSpec, "SGD", {"betas": [0.9, 0.99]}, "`betas` is not a parameter of SGD"),
         (OptimizerSpec, "SGD", {"dampening": "x"}, "`dampening` is 'x': it must be a number"),
@@ -80,18 +130,58 @@ def test_a_type_that_cannot_be_used_is_refused_with_the_reason(spec, type, messa
             {"warmup_num_step": 3},
             "`warmup_num_step` is not a parameter of WarmupLR; did you mean `warmup_num_steps`?",
         ),
-        (SchedulerSpec, "WarmupLR", {"warmup_num_steps": 0}, "`warmup_num_steps` is 0: it must be at least 1"),
-        (SchedulerSpec, "WarmupLR", {"warmup_num_steps": 2.5}, "`warmup_num_steps` is 2.5: it must be a whole number"),
-        (SchedulerSpec, "WarmupLR", {"warmup_type": "lin"}, "`warmup_type` is 'lin': it must be 'log' or 'linear'"),
+        (
+            SchedulerSpec,
+            "WarmupLR",
+            {"warmup_num_steps": 0},
+            "`warmup_num_steps` is 0: it must be at least 1",
+        ),
+        (
+            SchedulerSpec,
+            "WarmupLR",
+            {"warmup_num_steps": 2.5},
+            "`warmup_num_steps` is 2.5: it must be a whole number",
+        ),
+        (
+            SchedulerSpec,
+            "WarmupLR",
+            {"warmup_type": "lin"},
+            "`warmup_type` is 'lin': it must be 'log' or 'linear'",
+        ),
         (SchedulerSpec, "WarmupLR", {"warmup_min_lr": [0.1, -1]}, "`warmup_min_lr` is [0.1, -1]"),
-        (SchedulerSpec, "WarmupLR", {"warmup_type": "auto"}, "`warmup_type` is `auto`, and nothing determines its value"),
-        (SchedulerSpec, "WarmupLR", {"last_batch_iteration": 5}, "the position of a schedule comes from the checkpoint"),
-        (SchedulerSpec, "WarmupCosineLR", {"warmup_max_lr": 0.1}, "scales the optimizer's own lr; set optimizer.params.lr"),
+        (
+            SchedulerSpec,
+            "WarmupLR",
+            {"warmup_type": "auto"},
+            "`warmup_type` is `auto`, and nothing determines its value",
+        ),
+        (
+            SchedulerSpec,
+            "WarmupLR",
+            {"last_batch_iteration": 5},
+            "the position of a schedule comes from the checkpoint",
+        ),
+        (
+            SchedulerSpec,
+            "WarmupCosineLR",
+            {"warmup_max_lr": 0.1},
+            "scales the optimizer's own lr; set optimizer.params.lr",
+        ),
         (SchedulerSpec, "OneCycle", {"cycle_min_lr": 0.1}, "OneCycle needs `cycle_max_lr`; add it"),
         (SchedulerSpec, "StepLR", {}, "StepLR needs `step_size`; add it"),
-        (SchedulerSpec, "StepLR", {"step_size": "seven"}, "`step_size` is 'seven': it must be a whole number"),
+        (
+            SchedulerSpec,
+            "StepLR",
+            {"step_size": "seven"},
+            "`step_size` is 'seven': it must be a whole number",
+        ),
         (SchedulerSpec, "MultiStepLR", {"milestones": [3, "x"]}, "`milestones` is [3, 'x']"),
-        (SchedulerSpec, "CyclicLR", {"base_lr": 0.1, "max_lr": 1, "mode": "zigzag"}, "`mode` is 'zigzag'"),
+        (
+            SchedulerSpec,
+            "CyclicLR",
+            {"base_lr": 0.1, "max_lr": 1, "mode": "zigzag"},
+            "`mode` is 'zigzag'",
+        ),
         (SchedulerSpec, "linear", {"num_warmup_steps": -1}, "`num_warmup_steps` is -1"),
         (SchedulerSpec, "warmup_stable_decay", {}, "needs `num_decay_steps`"),
     ],
@@ -109,8 +199,13 @@ def test_all_problems_are_told_at_once():
 
 
 def test_numbers_that_yaml_reads_as_text_are_numbers():
-    assert OptimizerSpec(params={"lr": "1e-4", "betas": [0.9, "0.95"]}).params == {"lr": 1e-4, "betas": (0.9, 0.95)}
-    assert SchedulerSpec(type="WarmupLR", params={"warmup_num_steps": 1e2}).params == {"warmup_num_steps": 100}
+    assert OptimizerSpec(params={"lr": "1e-4", "betas": [0.9, "0.95"]}).params == {
+        "lr": 1e-4,
+        "betas": (0.9, 0.95),
+    }
+    assert SchedulerSpec(type="WarmupLR", params={"warmup_num_steps": 1e2}).params == {
+        "warmup_num_steps": 100
+    }
 
 
 def test_parameters_of_a_class_by_path_wait_for_the_class():
@@ -127,8 +222,22 @@ def test_a_spec_survives_json():
 
 
 def test_auto_is_hugging_faces_default():
-    spec = OptimizerSpec(params={"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "fused": False})
-    assert spec.resolved().params == {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "fused": False}
+    spec = OptimizerSpec(
+        params={
+            "lr": "auto",
+            "betas": "auto",
+            "eps": "auto",
+            "weight_decay": "auto",
+            "fused": False,
+        }
+    )
+    assert spec.resolved().params == {
+        "lr": 5e-5,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "fused": False,
+    }
 
     auto = {
         "warmup_min_lr": "auto",
@@ -138,16 +247,27 @@ def test_auto_is_hugging_faces_default():
         "warmup_type": "linear",
     }
     spec = SchedulerSpec(type="WarmupDecayLR", params=auto)
-    expected = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 1, "total_num_steps": 50, "warmup_type": "linear"}
+    expected = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 0.01,
+        "warmup_num_steps": 1,
+        "total_num_steps": 50,
+        "warmup_type": "linear",
+    }
     assert spec.resolved(learning_rate=0.01, total_steps=50).params == expected
-    assert spec.resolved(learning_rate=0.01, total_steps=None).params == {**expected, "total_num_steps": "auto"}
+    assert spec.resolved(learning_rate=0.01, total_steps=None).params == {
+        **expected,
+        "total_num_steps": "auto",
+    }
 
 
 def test_auto_equals_the_installed_training_arguments():
     import dataclasses
 
     transformers = pytest.importorskip("transformers")
-    theirs = {field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)}
+    theirs = {
+        field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)
+    }
     assert theirs["learning_rate"] == optimizers.AUTO["lr"]
     assert (theirs["adam_beta1"], theirs["adam_beta2"]) == optimizers.AUTO["betas"]
     assert theirs["adam_epsilon"] == optimizers.AUTO["eps"]

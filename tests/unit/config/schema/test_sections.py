@@ -21,8 +21,16 @@ from plait.policy import Policy
         (DataSection, {"paths": ["a.txt"]}, "`paths` is read by a `source`"),
         (DataSection, {"source": "files"}, "set `paths`"),
         (DataSection, {"source": "jsonl"}, "set `paths`"),
-        (DataSection, {"source": "datasets", "paths": ["a", "b"]}, "exactly one data set and `paths` has 2"),
-        (DataSection, {"source": "files", "paths": ["a"], "split": "test"}, 'belong to source "datasets"'),
+        (
+            DataSection,
+            {"source": "datasets", "paths": ["a", "b"]},
+            "exactly one data set and `paths` has 2",
+        ),
+        (
+            DataSection,
+            {"source": "files", "paths": ["a"], "split": "test"},
+            'belong to source "datasets"',
+        ),
         (DataSection, {"sequence_length": 1}, "greater than or equal to 2"),
         (DataSection, {"validation_fraction": 1.0}, "less than 1"),
         (DataSection, {"vocab_size": 256}, "greater than or equal to 257"),
@@ -33,7 +41,9 @@ from plait.policy import Policy
         (SampleSection, {"temperature": -0.1}, "greater than or equal to 0"),
     ],
 )
-def test_contradictions_are_refused(section: type[Policy], values: dict[str, Any], said: str) -> None:
+def test_contradictions_are_refused(
+    section: type[Policy], values: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValidationError, match=said):
         section(**values)
 

@@ -35,9 +35,14 @@ def stage(blocks: int, *, halves: bool = False, differentiable: bool = True) -> 
     return StageFacts(modes, RECEIVED, differentiable)
 
 
-def rank_of(name: str, rank: int, *, microbatches: int = 4, blocks: int = 2, pp: int = 2) -> RankActivations:
+def rank_of(
+    name: str, rank: int, *, microbatches: int = 4, blocks: int = 2, pp: int = 2
+) -> RankActivations:
     schedule = make_schedule(name, pp=pp, microbatches=microbatches)
-    own = tuple(stage(blocks, halves=schedule.splits_backward, differentiable=index > 0) for index in schedule.stages_of(rank))
+    own = tuple(
+        stage(blocks, halves=schedule.splits_backward, differentiable=index > 0)
+        for index in schedule.stages_of(rank)
+    )
     return RankActivations(schedule, rank, own)
 
 
@@ -46,7 +51,16 @@ def test_one_forward_one_backward_by_hand() -> None:
     first, last = rank_of("1f1b", 0), rank_of("1f1b", 1)
     modes: tuple[BlockMode, BlockMode] = ("full", "none")
     one = 10 + 4 + 100
-    assert [held for _, held in first.held_after(modes)] == [one, 2 * one, one, 2 * one, one, 2 * one, one, 0]
+    assert [held for _, held in first.held_after(modes)] == [
+        one,
+        2 * one,
+        one,
+        2 * one,
+        one,
+        2 * one,
+        one,
+        0,
+    ]
     assert [held for _, held in last.held_after(modes)] == [one, 0] * 4
     assert (first.most(modes), last.most(modes)) == (2 * one + 96, one + 96)
     assert (first.most_in_flight(), last.most_in_flight()) == (2, 1)
@@ -78,7 +92,11 @@ def test_halves_by_hand() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(budget=st.integers(0, 1500), name=st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b", "zbv"]), rank=st.integers(0, 1))
+@given(
+    budget=st.integers(0, 1500),
+    name=st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b", "zbv"]),
+    rank=st.integers(0, 1),
+)
 def test_a_budget_is_kept_with_the_least_work(budget: int, name: str, rank: int) -> None:
     """Within the budget, with the least work among all assignments in order (the first blocks keep least); what is the least that can be
     kept is."""
@@ -86,7 +104,11 @@ def test_a_budget_is_kept_with_the_least_work(budget: int, name: str, rank: int)
     found, (least, how) = at.solve(budget), at.least()
     assert at.most(how) == least
     rising = {"full": 0, "selective": 1, "none": 2}
-    ordered = [modes for modes in product(KEPT, repeat=at.blocks) if [rising[m] for m in modes] == sorted(rising[m] for m in modes)]
+    ordered = [
+        modes
+        for modes in product(KEPT, repeat=at.blocks)
+        if [rising[m] for m in modes] == sorted(rising[m] for m in modes)
+    ]
     fitting = [modes for modes in ordered if at.most(modes) <= budget]
     assert (found is None) == (least > budget) == (not fitting)
     if found is not None:
@@ -99,12 +121,16 @@ def test_all_ranks_refuse_together() -> None:
     needed = [rank.least()[0] for rank in ranks]
     technique = Recompute(mode="budget", budget_bytes=needed[1], sequence_length=8)
     for rank in (0, 1):
-        with pytest.raises(ConfigError, match="rank 0 of the pipeline holds .* up to 2 micro-batches are in flight") as caught:
+        with pytest.raises(
+            ConfigError, match="rank 0 of the pipeline holds .* up to 2 micro-batches are in flight"
+        ) as caught:
             technique.solved(ranks, rank=rank)
         assert len(caught.value.problems) == 1
     enough = technique.model_copy(update={"budget_bytes": needed[0]})
     assert enough.solved(ranks, rank=0).assignment == ("full", "full")
-    work = [ranks[rank].repeated(enough.solved(ranks, rank=rank).assignment or ()) for rank in (0, 1)]
+    work = [
+        ranks[rank].repeated(enough.solved(ranks, rank=rank).assignment or ()) for rank in (0, 1)
+    ]
     assert work[0] >= work[1]
     with pytest.raises(ValueError, match="1 modes for 2 blocks"):
         ranks[0].most(("none",))

@@ -31,7 +31,9 @@ CPU = torch.device("cpu")
 
 
 def flat(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -57,7 +59,10 @@ def test_the_block_before_starts_its_way_back(store: Any) -> None:
     started: list[int] = []
     for index, group in enumerate([*groups, earlier]):
         group.put(flat(10))
-        group.prefetch = lambda index=index, original=group.prefetch: (started.append(index), original())  # type: ignore[misc]
+        group.prefetch = lambda index=index, original=group.prefetch: (
+            started.append(index),
+            original(),
+        )  # type: ignore[misc]
     store.prefetcher()()
     assert started == [2]
     groups[2].get(0)
@@ -70,10 +75,14 @@ def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """However often tensors of one block are asked for; a second time for one of them is a read of its own."""
     read: list[int] = []
     original = activation_store._read
-    monkeypatch.setattr(activation_store, "_read", lambda *args: (read.append(args[2].offset), original(*args))[1])
+    monkeypatch.setattr(
+        activation_store, "_read", lambda *args: (read.append(args[2].offset), original(*args))[1]
+    )
     group = DiskStore(tmp_path, CPU).open(0)
     handles = [group.put(flat(4096, seed)) for seed in range(3)]
-    assert all(torch.equal(group.get(handle), flat(4096, seed)) for seed, handle in enumerate(handles))
+    assert all(
+        torch.equal(group.get(handle), flat(4096, seed)) for seed, handle in enumerate(handles)
+    )
     assert sorted(read) == [0, 4096, 8192]
     assert torch.equal(group.get(handles[1]), flat(4096, 1))
     assert sorted(read) == [0, 4096, 4096, 8192]
@@ -92,13 +101,22 @@ def test_a_stage_begins_its_way_back_before_its_backward(store: Any) -> None:
             group = store.open(index)
             group.put(flat(10))
             name = f"{microbatch}/{index}"
-            group.prefetch = lambda name=name, original=group.prefetch: (started.append(name), original())
+            group.prefetch = lambda name=name, original=group.prefetch: (
+                started.append(name),
+                original(),
+            )
             groups.append(group)
         staged(Action(stage, Kind.FORWARD, microbatch), True)
         return groups
 
-    first, second, third = forward(0, 0, range(2)), forward(0, 1, range(2)), forward(2, 0, range(2, 3))
-    assert third[0].before is None and second[0].before is None, "another stage, another micro-batch"
+    first, second, third = (
+        forward(0, 0, range(2)),
+        forward(0, 1, range(2)),
+        forward(2, 0, range(2, 3)),
+    )
+    assert third[0].before is None and second[0].before is None, (
+        "another stage, another micro-batch"
+    )
     staged(Action(2, Kind.BACKWARD, 0), False)
     assert started == []
     staged(Action(0, Kind.INPUT, 0), False)
@@ -155,10 +173,14 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         DiskStore(file / "folder", CPU)
 
 
-def test_a_write_before_the_disk_has_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_before_the_disk_has_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As torch refuses a backward through what was modified; where no backward asks for it, nothing is."""
     gate, write = threading.Event(), os.pwrite
-    monkeypatch.setattr(activation_store.os, "pwrite", lambda *args: (gate.wait(10), write(*args))[1])
+    monkeypatch.setattr(
+        activation_store.os, "pwrite", lambda *args: (gate.wait(10), write(*args))[1]
+    )
     hidden = torch.arange(4096.0)
     group = DiskStore(tmp_path, CPU).open(0)
     handle = group.put(hidden.detach().view(torch.uint8))
@@ -245,12 +267,23 @@ def test_what_is_saved_again_after_a_write_is_another(store: Any) -> None:
     ("technique", "compiled", "device", "said"),
     [
         (ActivationOffload(fraction=1.0), False, "cpu", "a copy there frees nothing"),
-        (ActivationOffload(fraction=0.1, device="disk", path="x"), False, "cpu", "less than half of one; use 0.333"),
+        (
+            ActivationOffload(fraction=0.1, device="disk", path="x"),
+            False,
+            "cpu",
+            "less than half of one; use 0.333",
+        ),
         (ActivationOffload(fraction=1.0), True, "cuda", "decided by the compiler"),
     ],
 )
 def test_refusals(technique: ActivationOffload, compiled: bool, device: str, said: str) -> None:
-    context = Context(Layout(), (Compile(enabled=compiled),), device_type=device, model=nn.Identity(), blocks=("a", "b", "c"))
+    context = Context(
+        Layout(),
+        (Compile(enabled=compiled),),
+        device_type=device,
+        model=nn.Identity(),
+        blocks=("a", "b", "c"),
+    )
     with pytest.raises(ConfigError, match=said):
         technique.check(context)
     with pytest.raises(ModelError, match="no repeated blocks"):
@@ -263,9 +296,16 @@ def test_host_buffers_serve_other_lengths() -> None:
     for size in [*range(1000, 2000, 50), *range(5000, 6000, 50), 0]:
         group = store.open(0)
         handles = [group.put(flat(size, seed)) for seed in range(3)]
-        assert all(torch.equal(group.get(handle), flat(size, seed)) for seed, handle in enumerate(handles))
+        assert all(
+            torch.equal(group.get(handle), flat(size, seed)) for seed, handle in enumerate(handles)
+        )
         assert torch.equal(group.get(handles[1]), flat(size, 1))
         del group
         assert sum(len(buffers) for buffers in store._free.values()) <= 6
-    assert store._held == sum(buffer.numel() for buffers in store._free.values() for buffer, _ in buffers) <= store._most == 3 * 8192
+    assert (
+        store._held
+        == sum(buffer.numel() for buffers in store._free.values() for buffer, _ in buffers)
+        <= store._most
+        == 3 * 8192
+    )
     assert store._used == 0

@@ -25,7 +25,10 @@ class Block:
     def sorted(self, x: torch.Tensor) -> torch.Tensor:
         """In the order that is decided, and then by value."""
         order = decided_once(lambda: self.decide(x))
-        return x.index_select(0, order).sort().values * torch.arange(1.0, 1 + len(x), dtype=x.dtype) ** 2
+        return (
+            x.index_select(0, order).sort().values
+            * torch.arange(1.0, 1 + len(x), dtype=x.dtype) ** 2
+        )
 
     def decide(self, x: torch.Tensor) -> torch.Tensor:
         self.decided += 1
@@ -36,13 +39,19 @@ class Block:
 def test_calls_in_flight(keep: tuple[str, ...] | None) -> None:
     """Three calls are recomputed in another order, one of them twice; kept operators that only the decision calls are not missed."""
     block = Block()
-    context_fn = decisions.contexts(None if keep is None else selective.contexts(selective.kept(keep)))
+    context_fn = decisions.contexts(
+        None if keep is None else selective.contexts(selective.kept(keep))
+    )
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(7, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
+    inputs = [
+        torch.randn(7, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)
+    ]
     expected = [torch.autograd.grad(block(x), x)[0] for x in inputs]
     block.decided = 0
 
-    outputs: list[Any] = [checkpoint(block, x, use_reentrant=False, context_fn=context_fn) for x in inputs]
+    outputs: list[Any] = [
+        checkpoint(block, x, use_reentrant=False, context_fn=context_fn) for x in inputs
+    ]
     assert block.decided == 6
     for index, retain in ((1, True), (2, False), (0, False), (1, False)):
         (found,) = torch.autograd.grad(outputs[index], inputs[index], retain_graph=retain)

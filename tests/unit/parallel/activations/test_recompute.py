@@ -13,7 +13,13 @@ from torch import nn
 
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, ModelError
-from plait.parallel.accounting.activations import ONE_STAGE, BlockMode, RankActivations, StageFacts, StageMode
+from plait.parallel.accounting.activations import (
+    ONE_STAGE,
+    BlockMode,
+    RankActivations,
+    StageFacts,
+    StageMode,
+)
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
 from plait.parallel.technique import Context, Parts
@@ -21,10 +27,23 @@ from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.units import GIB
 
 
-def rank_of(count: int, *, kept: dict[BlockMode, int], flops: dict[BlockMode, int], outside: int = 3, head: int = 11) -> RankActivations:
+def rank_of(
+    count: int,
+    *,
+    kept: dict[BlockMode, int],
+    flops: dict[BlockMode, int],
+    outside: int = 3,
+    head: int = 11,
+) -> RankActivations:
     """Without a pipeline."""
     modes = {
-        mode: StageMode((size,) * count, outside, head, returning=(kept["none"] - size,) * count, flops=flops[mode])
+        mode: StageMode(
+            (size,) * count,
+            outside,
+            head,
+            returning=(kept["none"] - size,) * count,
+            flops=flops[mode],
+        )
         for mode, size in kept.items()
     }
     return RankActivations(ONE_STAGE, 0, (StageFacts(modes),))
@@ -62,13 +81,18 @@ def test_a_budget_is_kept_with_the_least_work(budget: int, count: int) -> None:
         assert not fitting
         return
     assert found.most(solved) <= budget
-    assert sum(work[mode] for mode in solved) == min(sum(work[mode] for mode in modes) for modes in fitting)
+    assert sum(work[mode] for mode in solved) == min(
+        sum(work[mode] for mode in modes) for modes in fitting
+    )
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     technique = Recompute(mode="budget", budget_bytes=GIB, sequence_length=8)
     large = rank_of(2, kept={"none": 3 * GIB, "full": GIB}, flops=FLOPS, outside=0, head=0)
-    with pytest.raises(ConfigError, match=r"budget_gib = 1.0: with every block recomputed a micro-batch holds 4 GiB"):
+    with pytest.raises(
+        ConfigError,
+        match=r"budget_gib = 1.0: with every block recomputed a micro-batch holds 4 GiB",
+    ):
         technique.solved([large])
     assert technique.solved([rank_of(2, kept=KEPT, flops=FLOPS)]).modes(2) == ("none", "none")
 
@@ -80,8 +104,15 @@ class Block(nn.Module):
         return hidden
 
 
-def context(model: nn.Module, blocks: tuple[str, ...], *, compiled: bool, sequence: bool) -> Context:
-    return Context(Layout(), (TensorParallel(sequence_parallel=sequence), Compile(enabled=compiled)), model=model, blocks=blocks)
+def context(
+    model: nn.Module, blocks: tuple[str, ...], *, compiled: bool, sequence: bool
+) -> Context:
+    return Context(
+        Layout(),
+        (TensorParallel(sequence_parallel=sequence), Compile(enabled=compiled)),
+        model=model,
+        blocks=blocks,
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +174,10 @@ def test_buffers_that_a_forward_changes(mode: Any) -> None:
         model(torch.randn(3, 4)).sum().backward()
         model.train()
         for _ in range(2):
-            first, second = model(torch.randn(3, 4)), model(torch.randn(3, 4))  # two micro-batches are on their way
+            first, second = (
+                model(torch.randn(3, 4)),
+                model(torch.randn(3, 4)),
+            )  # two micro-batches are on their way
             first.square().sum().backward(retain_graph=True)
             second.square().sum().backward()
             first.sum().backward()

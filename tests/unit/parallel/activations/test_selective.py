@@ -29,7 +29,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradients(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], keep: tuple[str, ...] | None) -> Any:
+def gradients(
+    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], keep: tuple[str, ...] | None
+) -> Any:
     """(gradients, operators that ran in forward, operators that ran in backward)."""
     torch.manual_seed(0)
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
@@ -37,7 +39,9 @@ def gradients(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor],
         if keep is None:
             out = function(*leaves)
         else:
-            out = checkpoint(function, *leaves, use_reentrant=False, context_fn=contexts(kept(keep)))
+            out = checkpoint(
+                function, *leaves, use_reentrant=False, context_fn=contexts(kept(keep))
+            )
     with Calls() as backward:
         out.sum().backward()
     return [x.grad for x in leaves], forward.counts, backward.counts
@@ -48,10 +52,16 @@ def mlp(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> t
     return torch.sin(F.linear(torch.relu(F.linear(torch.tanh(F.linear(x, a)), b)), c))
 
 
-MATRICES = [torch.randn(4, 5, 6, dtype=torch.float64), *(torch.randn(6, 6, dtype=torch.float64) for _ in range(3))]
+MATRICES = [
+    torch.randn(4, 5, 6, dtype=torch.float64),
+    *(torch.randn(6, 6, dtype=torch.float64) for _ in range(3)),
+]
 
 
-@pytest.mark.parametrize(("keep", "repeated"), [(("matmul",), 0), (("every_second_matmul",), 1), (("aten.tanh",), 3), ((), 3)])
+@pytest.mark.parametrize(
+    ("keep", "repeated"),
+    [(("matmul",), 0), (("every_second_matmul",), 1), (("aten.tanh",), 3), ((), 3)],
+)
 def test_kept_products_are_not_repeated(keep: tuple[str, ...], repeated: int) -> None:
     """The sine needs the third product, so all three are wanted in backward."""
     wanted, _, plain = gradients(mlp, MATRICES, None)
@@ -96,7 +106,12 @@ def test_backward_twice() -> None:
     """With a retained graph."""
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     layer = nn.Linear(6, 6).double()
-    out = checkpoint(lambda v: torch.sin(layer(v)), x, use_reentrant=False, context_fn=contexts(kept(("matmul",))))
+    out = checkpoint(
+        lambda v: torch.sin(layer(v)),
+        x,
+        use_reentrant=False,
+        context_fn=contexts(kept(("matmul",))),
+    )
     first = torch.autograd.grad(out.sum(), x, retain_graph=True)
     assert torch.equal(first[0], torch.autograd.grad(out.sum(), x)[0])
 

@@ -59,11 +59,15 @@ def at_once(
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     if sinks is not None:
         more = sinks[:, None, None].expand(*scores.shape[:3], 1)
-        return torch.softmax(torch.cat([scores, more], -1), -1)[..., :-1] @ value.repeat_interleave(groups, 1)
+        return torch.softmax(torch.cat([scores, more], -1), -1)[..., :-1] @ value.repeat_interleave(
+            groups, 1
+        )
     return torch.softmax(scores, -1) @ value.repeat_interleave(groups, 1)
 
 
-def softmax_of(pieces: list[Piece], rule: Rule, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_of(
+    pieces: list[Piece], rule: Rule, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of queries over the keys of all pieces."""
     found = PartialSoftmax(pieces[0].query, pieces[0].value.shape[3])
     for piece in pieces:
@@ -92,17 +96,23 @@ def check(
     keys, values, queries = GradientSum(key), GradientSum(value), GradientSum(query)
     total = None if sinks is None else torch.zeros_like(sinks)
     with torch.no_grad():
-        for chunk in (chunk for rank in (0, 1) for chunk in SequenceLayout(2, rank, zigzag).chunks(half)):
+        for chunk in (
+            chunk for rank in (0, 1) for chunk in SequenceLayout(2, rank, zigzag).chunks(half)
+        ):
             rows = slice(chunk.at, chunk.at + chunk.size)
             own = None if starts is None else starts[:, rows]
             halves = [
-                Piece(query[:, :, rows], key[:, :, a:b], value[:, :, a:b], chunk.at, a, own, column=a)
+                Piece(
+                    query[:, :, rows], key[:, :, a:b], value[:, :, a:b], chunk.at, a, own, column=a
+                )
                 for a, b in ((half, length), (0, half))
             ]
             whole = Piece(query[:, :, rows], key, value, chunk.at, 0, own)
             for pieces in (halves, halves[::-1], [whole]):
                 output, log_sum_exp = softmax_of(pieces, rule, sinks)
-                torch.testing.assert_close(output, expected[:, :, rows], rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(
+                    output, expected[:, :, rows], rtol=tolerance, atol=tolerance
+                )
             outputs = Outputs(grad[:, :, rows], output, log_sum_exp)
             into = Gradients(GradientSum(query[:, :, rows]), keys, values)
             for piece in halves if chunk.at else [whole]:
@@ -114,10 +124,14 @@ def check(
                 total += more
     found = [queries.total, keys.total, values.total, *([] if total is None else [total])]
     for mine, right in zip(found, gradients, strict=True):
-        torch.testing.assert_close(mine.to(right.dtype), right, rtol=1e2 * tolerance, atol=1e2 * tolerance)
+        torch.testing.assert_close(
+            mine.to(right.dtype), right, rtol=1e2 * tolerance, atol=1e2 * tolerance
+        )
 
 
-def random(*, kv_heads: int = 2, width: int = 5, value_width: int = 5, length: int = LENGTH) -> Tensors:
+def random(
+    *, kv_heads: int = 2, width: int = 5, value_width: int = 5, length: int = LENGTH
+) -> Tensors:
     """Queries of 4 heads, keys and values in float64."""
     torch.manual_seed(0)
     query = torch.randn(2, 4, length, width, dtype=torch.float64)
@@ -143,15 +157,26 @@ def test_a_sink_counts_once(name: Kernel, size: float) -> None:
 @pytest.mark.parametrize("scale", [0.3, 1000.0], ids=["", "large scores"])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("window", [None, 3, 7])
-def test_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch, window: int | None, packed: bool, scale: float) -> None:
+def test_parts_are_the_whole(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, packed: bool, scale: float
+) -> None:
     """Large scores overflow a softmax that is combined without its maximum."""
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # which refuses a backward on CPUs; the rest has one
+    monkeypatch.setattr(
+        flex_attention, "_validate_device", lambda *_: None
+    )  # which refuses a backward on CPUs; the rest has one
     names: tuple[Kernel, ...] = ("products", "sdpa", "flex")
     for softcap, name, tile, zigzag in product((None, 2.0), names, (2**22, 40), (True, False)):
-        if name == "flex" and (tile == 40 or zigzag != (softcap is None)):  # slow without being compiled
+        if name == "flex" and (
+            tile == 40 or zigzag != (softcap is None)
+        ):  # slow without being compiled
             continue
         monkeypatch.setattr(kernel, "TILE_ELEMENTS", tile)
-        check(random(), Rule(scale, window, softcap, name), documents() if packed else None, zigzag=zigzag)
+        check(
+            random(),
+            Rule(scale, window, softcap, name),
+            documents() if packed else None,
+            zigzag=zigzag,
+        )
 
 
 @pytest.mark.usefixtures("cuda_kernels")
@@ -197,20 +222,31 @@ def test_sums_of_16_bits_are_in_float32(name: Kernel) -> None:
     gradients = torch.autograd.grad(expected, exact, torch.ones_like(expected))
     into = Gradients(GradientSum(query), GradientSum(key), GradientSum(value))
     pieces = [
-        Piece(query[:, :, rows], key[:, :, low:high], value[:, :, low:high], 8, low, row=8, column=low) for low, high in ((8, 16), (0, 8))
+        Piece(
+            query[:, :, rows], key[:, :, low:high], value[:, :, low:high], 8, low, row=8, column=low
+        )
+        for low, high in ((8, 16), (0, 8))
     ]
     with torch.no_grad():
         found = PartialSoftmax(query[:, :, rows], 8)
         for piece in pieces:
             attend(replace(piece, row=0), rule, found)
         output, log_sum_exp = found.finished()
-        whole = [torch.zeros_like(query), torch.zeros_like(query), log_sum_exp.new_zeros(query.shape[:3])]
-        for target, source in zip(whole, (torch.ones_like(output), output, log_sum_exp), strict=True):
+        whole = [
+            torch.zeros_like(query),
+            torch.zeros_like(query),
+            log_sum_exp.new_zeros(query.shape[:3]),
+        ]
+        for target, source in zip(
+            whole, (torch.ones_like(output), output, log_sum_exp), strict=True
+        ):
             target[:, :, rows] = source
         for piece in pieces:
             attend_backward(piece, rule, Outputs(*whole), into)
     assert output.dtype == torch.bfloat16 and log_sum_exp.dtype == torch.float32
     torch.testing.assert_close(output.double(), expected, rtol=1e-2, atol=1e-2)
-    for total, right in zip((into.query.total, into.key.total, into.value.total), gradients, strict=True):
+    for total, right in zip(
+        (into.query.total, into.key.total, into.value.total), gradients, strict=True
+    ):
         assert total.dtype == torch.float32
         torch.testing.assert_close(total.double(), right, rtol=3e-2, atol=3e-2)

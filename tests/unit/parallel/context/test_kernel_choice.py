@@ -40,17 +40,28 @@ def test_the_kernel_of_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.device("xpu", 0), BF16, (128, 128), Rule(1.0), False, "products"),
     ]
     with registered("CUDA"):
-        found = [kernel_for(device, dtype, widths, rule, documents=packed) for device, dtype, widths, rule, packed, _ in rows]
+        found = [
+            kernel_for(device, dtype, widths, rule, documents=packed)
+            for device, dtype, widths, rule, packed, _ in rows
+        ]
     assert [name for name, _ in found] == [row[-1] for row in rows]
-    assert all(bool(reason) == (name == "products" and row[0] != CPU) for (name, reason), row in zip(found, rows, strict=True)), found
+    assert all(
+        bool(reason) == (name == "products" and row[0] != CPU)
+        for (name, reason), row in zip(found, rows, strict=True)
+    ), found
 
 
 def test_why_a_model_is_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason follows from the model's configuration, the dtype and the documents of a batch."""
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    llama, gemma = AutoConfig.for_model("llama", **sizes), AutoConfig.for_model("gemma2", head_dim=16, **sizes)
-    latent = AutoConfig.for_model("deepseek_v3", qk_nope_head_dim=400, qk_rope_head_dim=64, v_head_dim=128)
+    llama, gemma = (
+        AutoConfig.for_model("llama", **sizes),
+        AutoConfig.for_model("gemma2", head_dim=16, **sizes),
+    )
+    latent = AutoConfig.for_model(
+        "deepseek_v3", qk_nope_head_dim=400, qk_rope_head_dim=64, v_head_dim=128
+    )
     with registered("CUDA"):
         assert why_in_tiles(llama, "sdpa", CUDA, BF16, documents=False) == ""
         assert why_in_tiles(llama, "eager", CPU, FP64, documents=True) == ""
@@ -65,7 +76,13 @@ def test_why_a_model_is_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_windows_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     """ROCm's FlashAttention aligns masks at the first key, so it computes squares only."""
-    monkeypatch.setattr(kernel, "FLASH", attention.FusedAttention(*(attention.FLASH.forward, attention.FLASH.backward), True, bands=False))
+    monkeypatch.setattr(
+        kernel,
+        "FLASH",
+        attention.FusedAttention(
+            *(attention.FLASH.forward, attention.FLASH.backward), True, bands=False
+        ),
+    )
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     with registered("CUDA"):
         assert kernel_for(CUDA, BF16, (128, 128), Rule(1.0), documents=False)[0] == "flash"

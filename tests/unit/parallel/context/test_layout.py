@@ -15,16 +15,27 @@ def test_what_is_cut_comes_back(ranks: int, length: int, zigzag: bool) -> None:
     layouts = [SequenceLayout(ranks, rank, zigzag) for rank in range(ranks)]
     parts = [layout.cut(whole, dim=1, fill=-100) for layout in layouts]
     padded = layouts[0].padded(length)
-    assert {part.shape[1] for part in parts} == {padded // ranks} and 0 <= padded - length < layouts[0].count
+    assert {part.shape[1] for part in parts} == {
+        padded // ranks
+    } and 0 <= padded - length < layouts[0].count
     together = layouts[0].join(parts, dim=1)
     assert torch.equal(together[:, :length], whole) and bool((together[:, length:] == -100).all())
     assert torch.equal(layouts[0].stacked(together, dim=1), torch.cat(parts))
     for layout, part in zip(layouts, parts, strict=True):
         for chunk in layout.chunks(part.shape[1]):
-            assert torch.equal(part[:, chunk.local : chunk.local + chunk.size], together[:, chunk.at : chunk.at + chunk.size])
+            assert torch.equal(
+                part[:, chunk.local : chunk.local + chunk.size],
+                together[:, chunk.at : chunk.at + chunk.size],
+            )
 
 
 def test_zigzag_shares_causal_work() -> None:
     """Every rank's queries see equally many keys."""
-    seen = [sum(sum(range(c.at + 1, c.at + c.size + 1)) for c in SequenceLayout(4, rank, zigzag=True).chunks(16)) for rank in range(4)]
+    seen = [
+        sum(
+            sum(range(c.at + 1, c.at + c.size + 1))
+            for c in SequenceLayout(4, rank, zigzag=True).chunks(16)
+        )
+        for rank in range(4)
+    ]
     assert len(set(seen)) == 1

@@ -29,9 +29,21 @@ def check(
     from transformers import AutoModelForCausalLM
 
     at = {"cp": 2, **(parallel or {})}
-    rest = {key: value for key, value in at.items() if key in ("zero_optimization", "compile", "gradient_clipping")}
-    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {k: v for k, v in at.items() if k not in rest}, **rest}
-    described = model_config(Case(family)) if family in SIZES else cases.transformers_config(family, tied=False)
+    rest = {
+        key: value
+        for key, value in at.items()
+        if key in ("zero_optimization", "compile", "gradient_clipping")
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "parallel": {k: v for k, v in at.items() if k not in rest},
+        **rest,
+    }
+    described = (
+        model_config(Case(family))
+        if family in SIZES
+        else cases.transformers_config(family, tied=False)
+    )
     for name, value in fields.items():
         setattr(described, name, value)
     with torch.device("meta"):
@@ -43,8 +55,16 @@ def check(
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("bloom", {}, r"parallel.cp = 2: BloomForCausalLM \(model_type 'bloom'\) is not among the causal language models"),
-    ("gpt2", {"attn_pdrop": 0.1}, "has config.attn_pdrop = 0.1, and dropout of attention weights is not computed in parts; set it to 0"),
+    (
+        "bloom",
+        {},
+        r"parallel.cp = 2: BloomForCausalLM \(model_type 'bloom'\) is not among the causal language models",
+    ),
+    (
+        "gpt2",
+        {"attn_pdrop": 0.1},
+        "has config.attn_pdrop = 0.1, and dropout of attention weights is not computed in parts; set it to 0",
+    ),
     ("llama", {"attention_dropout": 0.1}, "has config.attention_dropout = 0.1"),
     ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
     ("gemma", {"use_bidirectional_attention": True}, "attends in both directions"),
@@ -58,7 +78,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"implementation": "flex_attention"},
         "computes attention with 'flex_attention', of which torch has no backward on devices of type 'cpu'",
     ),
-    ("llama", {"installed": "paged|sdpa"}, r"computes attention with 'paged\|sdpa', which does not say what parts"),
+    (
+        "llama",
+        {"installed": "paged|sdpa"},
+        r"computes attention with 'paged\|sdpa', which does not say what parts",
+    ),
     (
         "llama",
         {"installed": "flash_attention_2", "parallel": {"context": "ring"}},
@@ -87,13 +111,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "llama",
-        {"parallel": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}}},
+        {
+            "parallel": {
+                "zero_optimization": {
+                    "stage": 1,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "x"},
+                }
+            }
+        },
         "gradients in files are not summed over cp",
     ),
 ]
 
 
-@pytest.mark.parametrize(("family", "fields", "message"), REFUSED, ids=[f"{row[0]} {next(iter(row[1]), '')}" for row in REFUSED])
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    REFUSED,
+    ids=[f"{row[0]} {next(iter(row[1]), '')}" for row in REFUSED],
+)
 def test_refused_by_name(family: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PlaitError, match=message):
         check(family, **fields)
@@ -110,7 +145,9 @@ def test_accepted(kind: str) -> None:
 
 def test_a_plain_module() -> None:
     model = cases.build("plain", tied=False)
-    resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "parallel": {"cp": 2}}), world_size=2)
+    resolved = resolve(
+        load({"train_micro_batch_size_per_gpu": 1, "parallel": {"cp": 2}}), world_size=2
+    )
     with pytest.raises(PlaitError, match="PlainModel is no model of Transformers"):
         check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
@@ -120,7 +157,13 @@ def test_a_loss_of_samples() -> None:
     model = cases.build("llama", tied=False)
     loss = plait.per_sample(lambda output, batch: output.logits.sum())
     with pytest.raises(ConfigError, match="parallel.cp = 2: the loss is a mean over samples"):
-        plait.initialize(model, resolve(load({"train_micro_batch_size_per_gpu": 1, "parallel": {"cp": 2}}), world_size=2), loss_fn=loss)
+        plait.initialize(
+            model,
+            resolve(
+                load({"train_micro_batch_size_per_gpu": 1, "parallel": {"cp": 2}}), world_size=2
+            ),
+            loss_fn=loss,
+        )
 
 
 def test_documents_with_a_cache() -> None:
@@ -131,29 +174,50 @@ def test_documents_with_a_cache() -> None:
     with pytest.raises(InputError, match="position_ids begin anew within a row.*use_cache"):
         technique.part(batch, technique.layout(2, 0), keeps_cache=True)
     own = technique.part({**batch, "use_cache": False}, technique.layout(2, 1), keeps_cache=True)
-    assert own["position_ids"].tolist() == [[2, 0, 1, 2]] and own["attention_mask"][0, 0, :, 0].tolist() == [0, 3, 3, 3]
+    assert own["position_ids"].tolist() == [[2, 0, 1, 2]] and own["attention_mask"][
+        0, 0, :, 0
+    ].tolist() == [0, 3, 3, 3]
 
 
 def test_documents_that_one_process_does_not_separate() -> None:
     """GPT-OSS's masks are made without positions."""
     ids, positions = torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None]
     technique = ContextParallel()
-    with pytest.raises(InputError, match="Transformers' gpt_oss pays no heed to them .* a row of its own"):
-        technique.part({"input_ids": ids, "position_ids": positions % 3}, technique.layout(2, 0), family="gpt_oss")
-    assert technique.part({"input_ids": ids, "position_ids": positions}, technique.layout(2, 0), family="gpt_oss")["use_cache"] is False
+    with pytest.raises(
+        InputError, match="Transformers' gpt_oss pays no heed to them .* a row of its own"
+    ):
+        technique.part(
+            {"input_ids": ids, "position_ids": positions % 3},
+            technique.layout(2, 0),
+            family="gpt_oss",
+        )
+    assert (
+        technique.part(
+            {"input_ids": ids, "position_ids": positions}, technique.layout(2, 0), family="gpt_oss"
+        )["use_cache"]
+        is False
+    )
 
 
 def test_labels_of_padding() -> None:
     ids = torch.ones(2, 8, dtype=torch.int64)
     mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()
-    with pytest.raises(InputError, match="labels make 3 positions of padding predict a token|labels make 2 positions"):
-        local_batch({"input_ids": ids, "labels": ids, "attention_mask": mask}, ContextParallel(), 2, 0)
+    with pytest.raises(
+        InputError,
+        match="labels make 3 positions of padding predict a token|labels make 2 positions",
+    ):
+        local_batch(
+            {"input_ids": ids, "labels": ids, "attention_mask": mask}, ContextParallel(), 2, 0
+        )
 
 
 def test_labels_are_shifted_before_the_cut() -> None:
     """The last token of a part predicts the first of the next."""
     ids = torch.arange(8)[None]
-    parts = [local_batch({"input_ids": ids, "labels": ids}, ContextParallel(), 2, rank) for rank in (0, 1)]
+    parts = [
+        local_batch({"input_ids": ids, "labels": ids}, ContextParallel(), 2, rank)
+        for rank in (0, 1)
+    ]
     assert [part["input_ids"].tolist() for part in parts] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     assert [part["shift_labels"].tolist() for part in parts] == [[[1, 2, 7, -100]], [[3, 4, 5, 6]]]
     assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]

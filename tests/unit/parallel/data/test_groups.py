@@ -35,7 +35,10 @@ INT8 = Compression(scheme=Scheme(gradient_bits=8))
         # States in files leave parameters of one process as they are, and their gradients in buckets.
         (
             REPLICAS,
-            (OptimizerOffload(device="nvme", path="there"), ParameterOffload(device="nvme", path="there", with_states=True)),
+            (
+                OptimizerOffload(device="nvme", path="there"),
+                ParameterOffload(device="nvme", path="there", with_states=True),
+            ),
             ("dp_replicate",),
         ),
     ],

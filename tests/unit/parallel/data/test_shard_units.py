@@ -28,12 +28,18 @@ def test_a_parameter_of_two_blocks() -> None:
     """torch before 2.13 would shard the parameter twice."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    with pytest.raises(ModelError, match=r"0\.weight and 1\.weight share one parameter .* \(0 and 1\)"):
-        shard_units(Parts(model, ("0", "1")), build_mesh(Layout(dp_shard=2)), free_after_forward=True)
+    with pytest.raises(
+        ModelError, match=r"0\.weight and 1\.weight share one parameter .* \(0 and 1\)"
+    ):
+        shard_units(
+            Parts(model, ("0", "1")), build_mesh(Layout(dp_shard=2)), free_after_forward=True
+        )
 
 
 def test_a_parameter_of_a_block_and_the_rest() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     with pytest.raises(ModelError, match=r"\(0 and the rest of the model\)"):
-        shard_units(Parts(model, ("0", "1")), build_mesh(Layout(dp_shard=2)), free_after_forward=True)
+        shard_units(
+            Parts(model, ("0", "1")), build_mesh(Layout(dp_shard=2)), free_after_forward=True
+        )

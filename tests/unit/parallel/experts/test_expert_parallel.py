@@ -18,7 +18,15 @@ from tests.parity import cases
 from tests.parity.experts import Case, build
 
 
-def check(parallel: dict[str, Any], *, family: str = "mixtral", world: int = 4, stage: int = 0, kind: str = "eager", **more: Any) -> None:
+def check(
+    parallel: dict[str, Any],
+    *,
+    family: str = "mixtral",
+    world: int = 4,
+    stage: int = 0,
+    kind: str = "eager",
+    **more: Any,
+) -> None:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
@@ -26,7 +34,11 @@ def check(parallel: dict[str, Any], *, family: str = "mixtral", world: int = 4, 
         "parallel": parallel,
     }
     with torch.device("meta"):
-        model = cases.build(family, tied=False) if family == "llama" else build(Case(family), device="meta")
+        model = (
+            cases.build(family, tied=False)
+            if family == "llama"
+            else build(Case(family), device="meta")
+        )
     model.config.model_type = more.pop("model_type", model.config.model_type)
     if family != "llama":
         model.config._experts_implementation_internal = kind
@@ -35,22 +47,50 @@ def check(parallel: dict[str, Any], *, family: str = "mixtral", world: int = 4, 
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"ep": 3}, {}, r"parallel.ep = 3: .*dp_replicate 4 x dp_shard 1 = 4, and 4 % 3 = 1; use a divisor of 4, such as 1"),
-    ({"ep": 8}, {"world": 8}, r"parallel.ep = 8: model.layers.0.mlp.experts has 4 experts, .* 4 % 8 = 4; use a divisor: 1, 2, 4"),
-    ({"ep": 2}, {"family": "llama"}, "parallel.ep = 2: LlamaForCausalLM has no experts that are known"),
+    (
+        {"ep": 3},
+        {},
+        r"parallel.ep = 3: .*dp_replicate 4 x dp_shard 1 = 4, and 4 % 3 = 1; use a divisor of 4, such as 1",
+    ),
+    (
+        {"ep": 8},
+        {"world": 8},
+        r"parallel.ep = 8: model.layers.0.mlp.experts has 4 experts, .* 4 % 8 = 4; use a divisor: 1, 2, 4",
+    ),
+    (
+        {"ep": 2},
+        {"family": "llama"},
+        "parallel.ep = 2: LlamaForCausalLM has no experts that are known",
+    ),
     (
         {"ep": 2, "tp": 2, "plan": {"lm_head": "colwise_gather_output"}},
         {"model_type": "olmoe"},
         r"parallel.ep with parallel.tp = 2: MixtralForCausalLM \(model_type 'olmoe'\) is not among .* mixtral, qwen2_moe, qwen3_moe",
     ),
-    ({"ep": 3, "cp": 2}, {}, r"processes of a pipeline stage, dp_replicate 2 x dp_shard 1 x cp 2 = 4, and 4 % 3 = 1; use a divisor of 4"),
     (
-        {"tp": 2, "sequence_parallel": True, "plan": {"model.layers.*.self_attn.*_proj": "colwise_gather_output"}},
+        {"ep": 3, "cp": 2},
+        {},
+        r"processes of a pipeline stage, dp_replicate 2 x dp_shard 1 x cp 2 = 4, and 4 % 3 = 1; use a divisor of 4",
+    ),
+    (
+        {
+            "tp": 2,
+            "sequence_parallel": True,
+            "plan": {"model.layers.*.self_attn.*_proj": "colwise_gather_output"},
+        },
         {"model_type": "olmoe"},
         "parallel.sequence_parallel = true: model.layers.0.self_attn has no row-split layer",
     ),
-    ({"ep": 2, "pp": 2, "pipeline": {"schedule": "zbv"}}, {}, "with parallel.ep = 2: it computes a backward in two parts"),
-    ({"ep": 2}, {"bf16": {"enabled": True}}, "ZeRO stage 0 computes in .*bfloat16 by torch's sharding"),
+    (
+        {"ep": 2, "pp": 2, "pipeline": {"schedule": "zbv"}},
+        {},
+        "with parallel.ep = 2: it computes a backward in two parts",
+    ),
+    (
+        {"ep": 2},
+        {"bf16": {"enabled": True}},
+        "ZeRO stage 0 computes in .*bfloat16 by torch's sharding",
+    ),
     ({"ep": 2}, {"stage": 1, "fp16": {"enabled": True}}, "fp16 with its loss scale is not proven"),
     ({"ep": 2}, {"compile": {"enabled": True}}, "compile.enabled is not proven"),
     (
@@ -59,9 +99,21 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "offloaded states are those of shards, and parallel.dp_shard is 1; set that to 2 or more",
     ),
     ({"ep": 2, "compress_gradients": "int8"}, {"stage": 1}, "compressed messages are not proven"),
-    ({"ep": 2, "recompute": {"budget_gib": 1, "sequence_length": 8}}, {}, "counts what every process keeps for all experts"),
-    ({"ep": 2, "secondary_partition": 2}, {"stage": 3}, "parallel.secondary_partition is not proven"),
-    ({"ep": 2, "optimizer_in_backward": True}, {"stage": 1, "gradient_clipping": 0}, "parallel.optimizer_in_backward is not proven|accum"),
+    (
+        {"ep": 2, "recompute": {"budget_gib": 1, "sequence_length": 8}},
+        {},
+        "counts what every process keeps for all experts",
+    ),
+    (
+        {"ep": 2, "secondary_partition": 2},
+        {"stage": 3},
+        "parallel.secondary_partition is not proven",
+    ),
+    (
+        {"ep": 2, "optimizer_in_backward": True},
+        {"stage": 1, "gradient_clipping": 0},
+        "parallel.optimizer_in_backward is not proven|accum",
+    ),
     ({"ep": 2}, {"kind": "sonicmoe"}, "computes experts with 'sonicmoe', which is not proven"),
 ]
 
@@ -99,10 +151,17 @@ def test_the_second_view(layout: Layout) -> None:
         assert at["edp"] * layout.ep + at["ep"] == rank % layout.stage_ranks
         assert layout.rank(**{axis: at[axis] for axis in ("pp", "edp", "ep")}) == rank
         assert layout.rank(**{axis: at[axis] for axis in AXES}) == rank
-    for sharded, parts in ((("ep",), layout.ep), (("edp", "ep"), layout.stage_ranks), ((), 1), (("dp_shard",), layout.dp_shard)):
+    for sharded, parts in (
+        (("ep",), layout.ep),
+        (("edp", "ep"), layout.stage_ranks),
+        ((), 1),
+        (("dp_shard",), layout.dp_shard),
+    ):
         counted = [rank for rank, at in enumerate(places) if Reduction(sharded).counts_at(at)]
         assert len(counted) == parts * layout.pp
-        assert counted == [rank for rank, at in enumerate(places) if Reduction(sharded).is_written_at(at)]
+        assert counted == [
+            rank for rank, at in enumerate(places) if Reduction(sharded).is_written_at(at)
+        ]
 
 
 def test_smallest_world() -> None:

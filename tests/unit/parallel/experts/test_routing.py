@@ -31,8 +31,12 @@ def test_what_is_found_in_a_model(family: str) -> None:
     layers = 2
     found = find_experts(model)
     assert [experts.count for experts in found] == [routers(model)[0].num_experts] * layers
-    assert {name.rpartition(".")[0] for experts in found for name in experts.parameters} == {experts.name for experts in found}
-    assert [model.get_submodule(router.name) for router in recorded_routers(model)] == routers(model)
+    assert {name.rpartition(".")[0] for experts in found for name in experts.parameters} == {
+        experts.name for experts in found
+    }
+    assert [model.get_submodule(router.name) for router in recorded_routers(model)] == routers(
+        model
+    )
     assert len(biased_routers(model)) == (layers if family == "deepseek_v3" else 0)
 
 
@@ -54,7 +58,9 @@ def test_statistics_are_transformers(mask: bool) -> None:
     """The same bits as the model's own balance loss, and its gradient, from sums that went through two stages."""
     model = build(replace(Case("mixtral"), balance=True), dtype=torch.float32)
     ids = torch.arange(24).view(2, 12)
-    given = {"attention_mask": (torch.arange(12) < torch.tensor([[7], [12]])).long()} if mask else {}
+    given = (
+        {"attention_mask": (torch.arange(12) < torch.tensor([[7], [12]])).long()} if mask else {}
+    )
     expected = model(input_ids=ids, **given).aux_loss
     first, second = recorded_routers(model)
     stages = [RouterStatistics(model, [router], experts=4, top_k=2) for router in (first, second)]
@@ -65,25 +71,48 @@ def test_statistics_are_transformers(mask: bool) -> None:
     stages[1]._before = sums
     assert torch.equal(stages[1].losses()[0], expected)
     weights = [model.get_submodule(router.name).weight for router in (first, second)]
-    for one, other in zip(*(torch.autograd.grad(loss, weights) for loss in (expected, stages[1].losses()[0])), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(loss, weights) for loss in (expected, stages[1].losses()[0])),
+        strict=True,
+    ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
 
 
 LOSSES_REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("deepseek_v3", {"balance": "global"}, "experts.balance = .global.: DeepseekV3ForCausalLM has no balance loss, which"),
-    ("mixtral", {"balance": "global"}, "experts.balance = .global.: MixtralForCausalLM has no balance loss, which"),
+    (
+        "deepseek_v3",
+        {"balance": "global"},
+        "experts.balance = .global.: DeepseekV3ForCausalLM has no balance loss, which",
+    ),
+    (
+        "mixtral",
+        {"balance": "global"},
+        "experts.balance = .global.: MixtralForCausalLM has no balance loss, which",
+    ),
     ("mixtral", {"balance": "globally"}, "experts.balance"),
     ("mixtral", {"z_loss": -0.1}, "experts.z_loss"),
-    ("llama", {"z_loss": 0.1}, "experts.z_loss = 0.1: LlamaForCausalLM does not say which modules its routers are, or has none; use 0"),
+    (
+        "llama",
+        {"z_loss": 0.1},
+        "experts.z_loss = 0.1: LlamaForCausalLM does not say which modules its routers are, or has none; use 0",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("family", "experts", "message"), LOSSES_REFUSED)
-def test_losses_of_routers_that_are_refused(family: str, experts: dict[str, Any], message: str) -> None:
-    model = build(Case(family), device="meta") if family != "llama" else cases.build("llama", tied=False)
+def test_losses_of_routers_that_are_refused(
+    family: str, experts: dict[str, Any], message: str
+) -> None:
+    model = (
+        build(Case(family), device="meta")
+        if family != "llama"
+        else cases.build("llama", tied=False)
+    )
 
     def checked() -> None:
-        resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "experts": experts}), world_size=2)
+        resolved = resolve(
+            load({"train_micro_batch_size_per_gpu": 1, "experts": experts}), world_size=2
+        )
         check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
     with pytest.raises(ConfigError, match=message):
@@ -93,11 +122,19 @@ def test_losses_of_routers_that_are_refused(family: str, experts: dict[str, Any]
 def test_losses_of_routers_beside_a_loss_of_your_own() -> None:
     """It would be left out."""
     model = build(Case("mixtral"), device="meta")
-    statistics = RouterStatistics(model, recorded_routers(model), experts=4, top_k=2, balances=False, z_loss=0.1)
-    with pytest.raises(ConfigError, match="experts.z_loss = 0.1: it is added to plait.causal_lm_loss, and the loss is OwnLoss"):
+    statistics = RouterStatistics(
+        model, recorded_routers(model), experts=4, top_k=2, balances=False, z_loss=0.1
+    )
+    with pytest.raises(
+        ConfigError,
+        match="experts.z_loss = 0.1: it is added to plait.causal_lm_loss, and the loss is OwnLoss",
+    ):
         with_balance_loss(OwnLoss(), model, statistics)
     wide = RouterStatistics(model, recorded_routers(model), experts=4, top_k=2, is_global=True)
-    with pytest.raises(ConfigError, match="experts.balance = .global.: it is added to plait.causal_lm_loss, and the loss is none"):
+    with pytest.raises(
+        ConfigError,
+        match="experts.balance = .global.: it is added to plait.causal_lm_loss, and the loss is none",
+    ):
         with_balance_loss(None, model, wide)
     made = with_balance_loss(plait.causal_lm_loss, model, statistics)
     assert isinstance(made, BalancedLoss) and made.coefficient == 0
@@ -113,7 +150,10 @@ def test_whose_loss_is_balanced() -> None:
         made = with_balance_loss(loss, model)
         assert isinstance(made, BalancedLoss) and made.coefficient == 0.05 and made.split_logits
     assert isinstance(with_balance_loss(OwnLoss(), model), OwnLoss)
-    assert with_balance_loss(plait.causal_lm_loss, build(Case("deepseek_v3"), device="meta")) is plait.causal_lm_loss
+    assert (
+        with_balance_loss(plait.causal_lm_loss, build(Case("deepseek_v3"), device="meta"))
+        is plait.causal_lm_loss
+    )
 
 
 def test_biases_move_towards_the_mean() -> None:
@@ -131,7 +171,9 @@ def test_biases_move_towards_the_mean() -> None:
     counts: dict[str, torch.Tensor] = dict.fromkeys(names, torch.zeros(8))
     for name in names:
         model.get_submodule(name).register_forward_hook(
-            lambda module, args, output, name=name: counts.update({name: counts[name] + torch.bincount(output[2].flatten(), minlength=8)})
+            lambda module, args, output, name=name: counts.update(
+                {name: counts[name] + torch.bincount(output[2].flatten(), minlength=8)}
+            )
         )
     for skipped, tokens in ((True, torch.zeros(1, 60, dtype=torch.int64)), (False, ids)):
         counts = dict.fromkeys(names, torch.zeros(8))
@@ -139,9 +181,16 @@ def test_biases_move_towards_the_mean() -> None:
             model(input_ids=tokens).logits.sum().backward()
         hook.finish_reduction()
         hook.after_step(StepEnd(skipped=skipped))
-        moved = torch.zeros(2, 8) if skipped else torch.stack([0.5 * (6 - counts[name]).sign() for name in names])
+        moved = (
+            torch.zeros(2, 8)
+            if skipped
+            else torch.stack([0.5 * (6 - counts[name]).sign() for name in names])
+        )
         for name, by in zip(names, moved, strict=True):
-            torch.testing.assert_close(biases(model)[f"{name}.e_score_correction_bias"], before[f"{name}.e_score_correction_bias"] + by)
+            torch.testing.assert_close(
+                biases(model)[f"{name}.e_score_correction_bias"],
+                before[f"{name}.e_score_correction_bias"] + by,
+            )
     hook.release()
 
 
@@ -155,20 +204,44 @@ def check(case: Case, parallel: dict[str, Any], rate: float, **changes: Any) -> 
     world = 1
     for axis in ("pp", "tp", "dp_replicate", "dp_shard"):
         world *= parallel.get(axis, 1)
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "parallel": parallel}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "parallel": parallel,
+    }
     resolved = resolve(load({**config, "experts": {"bias_update_rate": rate}}), world_size=world)
     check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
 
 REFUSED: list[tuple[Case, dict[str, Any], float, dict[str, Any], str]] = [
-    (Case("mixtral"), {}, 0.1, {}, "no module of MixtralForCausalLM has a buffer `e_score_correction_bias`"),
-    (Case("deepseek_v3"), {}, 0.1, {"dtype": torch.bfloat16}, "is bfloat16, in which steps of that size are lost"),
-    (Case("deepseek_v3"), {}, 0.1, {"gradient_checkpointing": True}, "recomputes its blocks itself"),
+    (
+        Case("mixtral"),
+        {},
+        0.1,
+        {},
+        "no module of MixtralForCausalLM has a buffer `e_score_correction_bias`",
+    ),
+    (
+        Case("deepseek_v3"),
+        {},
+        0.1,
+        {"dtype": torch.bfloat16},
+        "is bfloat16, in which steps of that size are lost",
+    ),
+    (
+        Case("deepseek_v3"),
+        {},
+        0.1,
+        {"gradient_checkpointing": True},
+        "recomputes its blocks itself",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("case", "parallel", "rate", "changes", "message"), REFUSED)
-def test_refused(case: Case, parallel: dict[str, Any], rate: float, changes: dict[str, Any], message: str) -> None:
+def test_refused(
+    case: Case, parallel: dict[str, Any], rate: float, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises((ConfigError, ModelError), match=message):
         check(case, parallel, rate, **changes)
 
@@ -178,10 +251,18 @@ def test_refused(case: Case, parallel: dict[str, Any], rate: float, changes: dic
     [
         ({"z_loss": 0.1}, {}, "experts.z_loss = 0.1: Plait adds it to plait.causal_lm_loss"),
         ({"balance": "global"}, {}, "experts.balance = .global.: Plait adds it"),
-        ({}, {"pp": 2}, "model.config.output_router_logits = [Tt]rue: with parallel.pp = 2 the balance loss is a sum over the stages"),
+        (
+            {},
+            {"pp": 2},
+            "model.config.output_router_logits = [Tt]rue: with parallel.pp = 2 the balance loss is a sum over the stages",
+        ),
     ],
 )
-def test_an_own_loop_is_refused_losses_that_it_would_leave_out(experts: dict[str, Any], parallel: dict[str, int], message: str) -> None:
+def test_an_own_loop_is_refused_losses_that_it_would_leave_out(
+    experts: dict[str, Any], parallel: dict[str, int], message: str
+) -> None:
     file = {"train_micro_batch_size_per_gpu": 1, "experts": experts, "parallel": parallel}
     with pytest.raises(ConfigError, match=message):
-        plait.parallelize(build(Case("mixtral", balance=True), device="meta"), resolve(load(file), world_size=2))
+        plait.parallelize(
+            build(Case("mixtral", balance=True), device="meta"), resolve(load(file), world_size=2)
+        )

@@ -19,16 +19,25 @@ from plait.units import MIB
 
 def mapped_resident() -> int:
     """Bytes of file pages that this process maps now."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssFile")
+    )
     return int(line.split()[1]) * 1024
 
 
 def test_tensors_are_ordinary_and_apart(tmp_path: Path) -> None:
     arena = Arena(tmp_path)
     arena.reserve(10 * PAGE)
-    a, b = arena.copy(torch.arange(6.0).view(2, 3)), arena.copy(torch.arange(5, dtype=torch.bfloat16))
+    a, b = (
+        arena.copy(torch.arange(6.0).view(2, 3)),
+        arena.copy(torch.arange(5, dtype=torch.bfloat16)),
+    )
     a.mul_(2)
-    assert torch.equal(a, 2 * torch.arange(6.0).view(2, 3)) and torch.equal(b, torch.arange(5, dtype=torch.bfloat16))
+    assert torch.equal(a, 2 * torch.arange(6.0).view(2, 3)) and torch.equal(
+        b, torch.arange(5, dtype=torch.bfloat16)
+    )
     assert arena.reserved_bytes == 10 * PAGE
     assert arena.holds(a) and arena.holds(b[2:]) and not arena.holds(torch.ones(2))
     assert arena.empty((0, 3), torch.float32).shape == (0, 3)
@@ -56,11 +65,21 @@ def test_what_is_put_away_leaves_memory_and_comes_back(tmp_path: Path) -> None:
         (1, ["offload_optimizer"], 0, "offload_optimizer"),
         (3, ["offload_param"], 0, "offload_param"),
         (3, ["offload_param", "offload_optimizer"], 0, "offload_param"),
-        (3, ["offload_param", "offload_optimizer"], 1, "offload_optimizer"),  # the parameters fit, and the states do not
+        (
+            3,
+            ["offload_param", "offload_optimizer"],
+            1,
+            "offload_optimizer",
+        ),  # the parameters fit, and the states do not
     ],
 )
 def test_a_full_disk_is_told_before_anything_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, sections: list[str], room: int, named: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: int,
+    sections: list[str],
+    room: int,
+    named: str,
 ) -> None:
     import plait
     from tests.parity import cases
@@ -75,11 +94,20 @@ def test_a_full_disk_is_told_before_anything_happens(
     monkeypatch.setattr(module.os, "posix_fallocate", full)
     model = cases.build("plain", tied=True, dtype=torch.float32, device="cpu")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    zero = {name: {"device": "nvme", "nvme_path": str(tmp_path / name), "buffer_size": 10_000} for name in sections}
+    zero = {
+        name: {"device": "nvme", "nvme_path": str(tmp_path / name), "buffer_size": 10_000}
+        for name in sections
+    }
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **zero}}
-    with pytest.raises(PlaitError, match=rf"{named}.nvme_path.*No space left on device\); free some space.*Nothing was changed"):
+    with pytest.raises(
+        PlaitError,
+        match=rf"{named}.nvme_path.*No space left on device\); free some space.*Nothing was changed",
+    ):
         plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-    now = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    now = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in model.named_parameters()
+    }
     assert all(torch.equal(p, before[name]) for name, p in now.items())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

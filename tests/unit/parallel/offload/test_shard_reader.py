@@ -81,10 +81,14 @@ class Block(nn.Module):
         return out * 1  # whose gradient comes first, and gathers
 
 
-def build(folder: Path, world: int, *, units: int, reader: ThreadPoolExecutor) -> tuple[nn.Sequential, Watched, ShardReader]:
+def build(
+    folder: Path, world: int, *, units: int, reader: ThreadPoolExecutor
+) -> tuple[nn.Sequential, Watched, ShardReader]:
     """Blocks in files, with a pool for the shards of so many."""
     arena = Watched(folder)
-    model = nn.Sequential(*(Block(number, lambda event: arena.events.append(event)) for number in range(BLOCKS)))
+    model = nn.Sequential(
+        *(Block(number, lambda event: arena.events.append(event)) for number in range(BLOCKS))
+    )
     mesh = init_device_mesh("cpu", (world,))
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
@@ -118,7 +122,10 @@ def test_the_order_of_a_step(world: int, tmp_path: Path) -> None:
     for _ in range(2):
         arena.events.clear()
         step(model, made)
-        forward, backward = arena.events[: arena.events.index("forward 4") + 1], arena.events[arena.events.index("forward 4") + 1 :]
+        forward, backward = (
+            arena.events[: arena.events.index("forward 4") + 1],
+            arena.events[arena.events.index("forward 4") + 1 :],
+        )
         reads = [event for event in forward if "read" in event or "forward" in event]
         assert reads == [
             *("read 0", "read 1", "read 2", "forward 0"),
@@ -126,12 +133,20 @@ def test_the_order_of_a_step(world: int, tmp_path: Path) -> None:
             *("forward 3", "read 3", "read 2", "forward 4"),
         ]
         assert [event for event in backward if "read" in event] == ["read 1", "read 0"]
-        assert backward.index("read 1") < backward.index("backward 4") and backward.index("read 0") < backward.index("backward 3")
+        assert backward.index("read 1") < backward.index("backward 4") and backward.index(
+            "read 0"
+        ) < backward.index("backward 3")
     # At most three blocks at any time, and none between two steps.
     held: set[str] = set()
     for event in arena.events:
         number = event.split()[-1]
-        held = held | {number} if event.startswith("read") else held - {number} if event.startswith("give") else held
+        held = (
+            held | {number}
+            if event.startswith("read")
+            else held - {number}
+            if event.startswith("give")
+            else held
+        )
         assert len(held) <= 3, event
     assert not held
 
@@ -170,8 +185,17 @@ def test_without_room_only_the_gathered_block_is_in_memory(world: int, tmp_path:
     for _ in range(2):
         arena.events.clear()
         step(model, made)
-    forward = [event for event in arena.events[: arena.events.index("forward 4")] if event != "forward 4"]
-    assert forward[:6] == ["read 0", "give back 0", "forward 0", "read 1", "give back 1", "forward 1"]
+    forward = [
+        event for event in arena.events[: arena.events.index("forward 4")] if event != "forward 4"
+    ]
+    assert forward[:6] == [
+        "read 0",
+        "give back 0",
+        "forward 0",
+        "read 1",
+        "give back 1",
+        "forward 1",
+    ]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

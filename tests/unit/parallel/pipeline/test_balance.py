@@ -16,7 +16,9 @@ from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.parallel.pipeline.balance import Costs, cut, forward_costs, imbalance, stage_costs
 
-costs = st.one_of(st.integers(0, 20), st.floats(0, 100, allow_nan=False), st.sampled_from([0.1, 0.2, 0.3]))
+costs = st.one_of(
+    st.integers(0, 20), st.floats(0, 100, allow_nan=False), st.sampled_from([0.1, 0.2, 0.3])
+)
 
 
 def all_cuts(blocks: int, stages: int) -> list[tuple[int, ...]]:
@@ -27,13 +29,20 @@ def all_cuts(blocks: int, stages: int) -> list[tuple[int, ...]]:
 
 @settings(deadline=None)
 @given(st.data(), st.lists(costs, min_size=1, max_size=9), costs, costs)
-def test_no_cut_is_better(data: st.DataObject, blocks: list[float], first: float, last: float) -> None:
+def test_no_cut_is_better(
+    data: st.DataObject, blocks: list[float], first: float, last: float
+) -> None:
     """Of all cuts, with the two ends."""
     stages = data.draw(st.integers(1, len(blocks)))
     found = cut(blocks, stages, first=first, last=last)
     assert len(found) == stages and sum(found) == len(blocks) and min(found) >= 1
-    best = min(max(stage_costs(blocks, sizes, first=first, last=last)) for sizes in all_cuts(len(blocks), stages))
-    assert max(stage_costs(blocks, found, first=first, last=last)) == pytest.approx(best, rel=1e-12, abs=0)
+    best = min(
+        max(stage_costs(blocks, sizes, first=first, last=last))
+        for sizes in all_cuts(len(blocks), stages)
+    )
+    assert max(stage_costs(blocks, found, first=first, last=last)) == pytest.approx(
+        best, rel=1e-12, abs=0
+    )
 
 
 @given(st.integers(1, 60), st.data())
@@ -41,7 +50,9 @@ def test_equal_blocks(blocks: int, data: st.DataObject) -> None:
     """The quotient and one more, the larger ones at the end."""
     stages = data.draw(st.integers(1, blocks))
     cost = data.draw(st.sampled_from([1, 0.1, 1e15, 1e-3]))
-    assert list(cut([cost] * blocks, stages)) == sorted(blocks // stages + (stage < blocks % stages) for stage in range(stages))
+    assert list(cut([cost] * blocks, stages)) == sorted(
+        blocks // stages + (stage < blocks % stages) for stage in range(stages)
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +67,9 @@ def test_equal_blocks(blocks: int, data: st.DataObject) -> None:
         ([3, 0, 0, 3], 2, 0, 0, (3, 1)),
     ],
 )
-def test_cuts(blocks: list[float], stages: int, first: float, last: float, expected: tuple[int, ...]) -> None:
+def test_cuts(
+    blocks: list[float], stages: int, first: float, last: float, expected: tuple[int, ...]
+) -> None:
     """Ties and ends as documented."""
     assert cut(blocks, stages, first=first, last=last) == expected
 
@@ -70,7 +83,11 @@ def test_floats_are_compared_exactly() -> None:
 def test_many_blocks_and_stages() -> None:
     """1,000 blocks on 512 stages, equal or not, in well under a second of processor time."""
     begun = time.process_time()
-    for blocks in ([1.0] * 1000, [float(1 + index * 7919 % 101) for index in range(1000)], [0.0] * 999 + [1.0]):
+    for blocks in (
+        [1.0] * 1000,
+        [float(1 + index * 7919 % 101) for index in range(1000)],
+        [0.0] * 999 + [1.0],
+    ):
         for stages in (2, 17, 512, 1000):
             assert sum(cut(blocks, stages, first=0.5, last=12.25)) == 1000
     assert time.process_time() - begun < 5
@@ -78,7 +95,10 @@ def test_many_blocks_and_stages() -> None:
 
 def test_wrong_arguments() -> None:
     """More stages than blocks; costs that are none."""
-    with pytest.raises(InputError, match="5 pipeline stages and 4 blocks: every stage needs a block; use 1 to 4 stages"):
+    with pytest.raises(
+        InputError,
+        match="5 pipeline stages and 4 blocks: every stage needs a block; use 1 to 4 stages",
+    ):
         cut([1, 1, 1, 1], 5)
     with pytest.raises(InputError):
         cut([1, 1], 0)
@@ -106,7 +126,9 @@ class Llama(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, 8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3)
+        )
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 50, bias=False)
         if tied:
@@ -126,20 +148,41 @@ def test_convolutions_and_shared_blocks() -> None:
     """A patch embedding is multiplied; a weight that all blocks share counts in each."""
     block = nn.Linear(4, 4)
     model = nn.ModuleDict({"patches": nn.Conv2d(3, 4, 2), "blocks": nn.ModuleList([block, block])})
-    assert forward_costs(model_facts(model, ("blocks.0", "blocks.1"))) == Costs((32.0, 32.0), 2.0 * 4 * 3 * 4, 0.0)
+    assert forward_costs(model_facts(model, ("blocks.0", "blocks.1"))) == Costs(
+        (32.0, 32.0), 2.0 * 4 * 3 * 4, 0.0
+    )
 
 
 def test_costs_of_a_published_model() -> None:
     """Llama-3 8B by its shapes: 218,103,808 weights a block and a head as costly as 2.4 of them."""
-    shapes = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096)]
+    shapes = [
+        (4096, 4096),
+        (4096, 1024),
+        (4096, 1024),
+        (4096, 4096),
+        (4096, 14336),
+        (4096, 14336),
+        (14336, 4096),
+    ]
     with torch.device("meta"):
-        layers = nn.ModuleList(nn.ModuleList(nn.Linear(inner, outer, bias=False) for inner, outer in shapes) for _ in range(32))
-        model = nn.ModuleDict({"embed": nn.Embedding(128256, 4096), "layers": layers, "head": nn.Linear(4096, 128256, bias=False)})
+        layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(inner, outer, bias=False) for inner, outer in shapes)
+            for _ in range(32)
+        )
+        model = nn.ModuleDict(
+            {
+                "embed": nn.Embedding(128256, 4096),
+                "layers": layers,
+                "head": nn.Linear(4096, 128256, bias=False),
+            }
+        )
     found = forward_costs(model_facts(model, find_blocks(model)))
     assert found == Costs((2.0 * 218_103_808,) * 32, 0.0, 2.0 * 525_336_576)
     sizes = cut(found.blocks, 4, first=found.first, last=found.last)
     assert sizes == (8, 9, 9, 6)
-    assert imbalance(stage_costs(found.blocks, sizes, first=found.first, last=found.last)) == pytest.approx(9 / 8.602, abs=0.001)
+    assert imbalance(
+        stage_costs(found.blocks, sizes, first=found.first, last=found.last)
+    ) == pytest.approx(9 / 8.602, abs=0.001)
 
 
 def test_no_blocks() -> None:

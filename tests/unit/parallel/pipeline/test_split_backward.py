@@ -30,7 +30,12 @@ class Branches(nn.Module):
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-    return {"x": x.grad, **{name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}}
+    return {
+        "x": x.grad,
+        **{
+            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+        },
+    }
 
 
 class Again(nn.Module):
@@ -82,11 +87,15 @@ def test_two_halves(loss: bool, leaf: bool, recompute: bool) -> None:
     told: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: told.append(name))  # type: ignore[misc]
-    halves = [backward_inputs([output()], None if upstream is None else [upstream], [x]) for _ in range(2)]
+    halves = [
+        backward_inputs([output()], None if upstream is None else [upstream], [x]) for _ in range(2)
+    ]
     if leaf:
         torch.testing.assert_close(x.grad, expected["x"], rtol=1e-14, atol=0)
     early = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert early == ({name for name in told if ".first." in name} if leaf else set()), "only weights that are used twice"
+    assert early == ({name for name in told if ".first." in name} if leaf else set()), (
+        "only weights that are used twice"
+    )
     for half in halves:
         backward_weights(half)
     found = gradients(model, x)
@@ -95,7 +104,9 @@ def test_two_halves(loss: bool, leaf: bool, recompute: bool) -> None:
             assert found[name] is None
         else:
             torch.testing.assert_close(found[name], gradient, rtol=1e-13, atol=1e-13)
-    assert set(told) == {name for name, gradient in expected.items() if gradient is not None and name != "x"}
+    assert set(told) == {
+        name for name, gradient in expected.items() if gradient is not None and name != "x"
+    }
 
 
 class ScalesInPlace(torch.autograd.Function):
@@ -146,7 +157,10 @@ GRAPHS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "detached branch": (lambda x, w, v: (x @ w, x.detach() @ v), set()),
     "detached and joined": (lambda x, w, v: x @ w + x.detach() @ v, set()),
     "auxiliary loss of a weight": (lambda x, w, v: (x @ w, v.square().sum()), set()),
-    "auxiliary loss of the product's weight": (lambda x, w, v: (x @ w @ v, w.square().sum()), set()),
+    "auxiliary loss of the product's weight": (
+        lambda x, w, v: (x @ w @ v, w.square().sum()),
+        set(),
+    ),
     "shared branch": (shared_branch, set()),
     "two outputs of one node": (lambda x, w, v: (x @ w @ v).split(1), set()),
     "twice in a row": (lambda x, w, v: (x @ w).tanh() @ w @ v, {"w"}),
@@ -176,9 +190,15 @@ def test_graphs(frozen: bool) -> None:
             x = values.clone().requires_grad_()
             w.grad = v.grad = None
             result = function(x, w, v)
-            outputs = [tensor for tensor in (result if isinstance(result, tuple) else (result,)) if tensor.requires_grad]
+            outputs = [
+                tensor
+                for tensor in (result if isinstance(result, tuple) else (result,))
+                if tensor.requires_grad
+            ]
             del result
-            upstream = [torch.full_like(tensor, index + 2.0) for index, tensor in enumerate(outputs)]
+            upstream = [
+                torch.full_like(tensor, index + 2.0) for index, tensor in enumerate(outputs)
+            ]
             if split:
                 half = backward_inputs(outputs, upstream, [x])
                 del outputs
@@ -190,7 +210,9 @@ def test_graphs(frozen: bool) -> None:
                 torch.autograd.backward(outputs, upstream)
             found.append([tensor.grad for tensor in (x, w, v)])
         for label, whole, halves in zip("xwv", *found, strict=True):
-            if (whole is None) != (halves is None) or (whole is not None and not torch.allclose(whole, halves, rtol=1e-13, atol=1e-13)):
+            if (whole is None) != (halves is None) or (
+                whole is not None and not torch.allclose(whole, halves, rtol=1e-13, atol=1e-13)
+            ):
                 failures.append(f"{name}: {label} is {halves}, not {whole}")
     assert not failures, "\n".join(failures)
 
@@ -223,5 +245,14 @@ def test_a_reentrant_checkpoint(head: bool) -> None:
             backward_weights(backward_inputs(outputs, upstream, [x]))
         else:
             torch.autograd.backward(outputs, upstream)
-        found.append([x.grad, *(p.grad.clone() for p in (*block.parameters(), *last.parameters()) if p.grad is not None)])
+        found.append(
+            [
+                x.grad,
+                *(
+                    p.grad.clone()
+                    for p in (*block.parameters(), *last.parameters())
+                    if p.grad is not None
+                ),
+            ]
+        )
     torch.testing.assert_close(found[1], found[0], rtol=1e-13, atol=1e-13)

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from plait.errors import CheckpointError
-from plait.parallel.precision.loss_scale import LossScale, LossScaleError, LossScaler, first_state, next_state
+from plait.parallel.precision.loss_scale import (
+    LossScale,
+    LossScaleError,
+    LossScaler,
+    first_state,
+    next_state,
+)
 
 
 class DeepSpeedScaler:
@@ -31,7 +37,9 @@ class DeepSpeedScaler:
         if overflow:
             if self.delayed_shift == 1 or self.cur_hysteresis == 1:
                 if self.cur_scale == self.min_scale:
-                    raise RuntimeError("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
+                    raise RuntimeError(
+                        "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
+                    )
                 self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
             else:
                 self.cur_hysteresis -= 1
@@ -72,12 +80,20 @@ def scales(scaler, overflows):
 
 
 @example(  # an overflow is forgiven, the scale doubles, and another is forgiven then
-    policy=LossScale(initial_scale_power=8, window=1, hysteresis=2, consecutive_hysteresis=False, minimum=1.0),
+    policy=LossScale(
+        initial_scale_power=8, window=1, hysteresis=2, consecutive_hysteresis=False, minimum=1.0
+    ),
     overflows=[True, False, False, True, True, True],
 )
 @given(policy=POLICIES, overflows=OVERFLOWS)
 def test_sequence_is_deepspeeds(policy, overflows):
-    theirs = DeepSpeedScaler(2**policy.initial_scale_power, policy.window, policy.minimum, policy.hysteresis, policy.consecutive_hysteresis)
+    theirs = DeepSpeedScaler(
+        2**policy.initial_scale_power,
+        policy.window,
+        policy.minimum,
+        policy.hysteresis,
+        policy.consecutive_hysteresis,
+    )
     assert scales(LossScaler(policy), overflows) == scales(theirs, overflows)
 
 
@@ -87,20 +103,32 @@ def test_first_doubling_comes_after_window_plus_one_steps_then_every_window():
 
 
 def test_default_hysteresis_forgives_one_overflow_and_then_none_until_a_doubling():
-    found = scales(LossScaler(LossScale(initial_scale_power=4, window=2)), [True, False, True, True, False, False, False, True, True])
+    found = scales(
+        LossScaler(LossScale(initial_scale_power=4, window=2)),
+        [True, False, True, True, False, False, False, True, True],
+    )
     assert found == [16, 16, 8, 4, 4, 4, 8, 8, 4]
 
 
 def test_consecutive_hysteresis_counts_only_overflows_in_a_row():
     policy = LossScale(initial_scale_power=4, consecutive_hysteresis=True)
-    assert scales(LossScaler(policy), [True, False, True, False, True, True]) == [16, 16, 16, 16, 16, 8]
+    assert scales(LossScaler(policy), [True, False, True, False, True, True]) == [
+        16,
+        16,
+        16,
+        16,
+        16,
+        8,
+    ]
 
 
 def test_overflow_at_the_minimum_says_step_scale_and_remedy_and_changes_nothing():
     scaler = LossScaler(LossScale(initial_scale_power=1, hysteresis=1))
     scaler.update(True)
     before = scaler.state
-    with pytest.raises(LossScaleError, match=r"step 2: .* loss scale is 1, .*min_loss_scale = 1.* bf16") as error:
+    with pytest.raises(
+        LossScaleError, match=r"step 2: .* loss scale is 1, .*min_loss_scale = 1.* bf16"
+    ) as error:
         scaler.update(True)
     assert scaler.state == before
     assert error.value.exit_code == 1

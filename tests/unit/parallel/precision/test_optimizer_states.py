@@ -29,6 +29,11 @@ def test_block(shape: tuple[int, ...], block: int) -> None:
 
 def test_bytes() -> None:
     kwargs = {"itemsize": 4, "tensors": 2, "numel": 4096 * 4096}
-    found = {form: state_bytes(form, (4096, 4096), **kwargs) / 4096**2 for form in (None, "bf16", "int8", "float8")}
+    found = {
+        form: state_bytes(form, (4096, 4096), **kwargs) / 4096**2
+        for form in (None, "bf16", "int8", "float8")
+    }
     assert found == {None: 8, "bf16": 6, "int8": 2 + 8 / 256, "float8": 2 + 8 / 256}
-    assert state_bytes("int8", (100,), itemsize=2, tensors=2, numel=100) == 800  # float32, though the parameter is narrower
+    assert (
+        state_bytes("int8", (100,), itemsize=2, tensors=2, numel=100) == 800
+    )  # float32, though the parameter is narrower

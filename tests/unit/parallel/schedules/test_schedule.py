@@ -13,7 +13,14 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from plait._torch.pipelining import schedule_actions
 from plait.errors import ConfigError, InputError
 from plait.parallel.schedules.actions import Action, Kind, Message, Payload
-from plait.parallel.schedules.schedule import SCHEDULES, Schedule, destination, in_order, make_schedule, messages
+from plait.parallel.schedules.schedule import (
+    SCHEDULES,
+    Schedule,
+    destination,
+    in_order,
+    make_schedule,
+    messages,
+)
 from tests.unit.parallel.tables import names, schedules, unhurried
 from tests.unit.parallel.waited_for import needed_by, produced_by
 
@@ -25,14 +32,22 @@ def table(schedule: Schedule) -> list[str]:
 
 def test_gpipe_and_1f1b_as_published() -> None:
     """PipeDream-Flush, figure 4 of arXiv:2104.04473, with 4 micro-batches on 4 ranks."""
-    assert table(make_schedule("gpipe", pp=2, microbatches=2)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert table(make_schedule("gpipe", pp=2, microbatches=2)) == [
+        "0F0 0F1 0B0 0B1",
+        "1F0 1F1 1B0 1B1",
+    ]
     assert table(make_schedule("1f1b", pp=4, microbatches=4)) == [
         "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
         "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3",
         "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3",
         "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3",
     ]
-    assert table(make_schedule("1f1b", pp=4, microbatches=1)) == ["0F0 0B0", "1F0 1B0", "2F0 2B0", "3F0 3B0"]
+    assert table(make_schedule("1f1b", pp=4, microbatches=1)) == [
+        "0F0 0B0",
+        "1F0 1B0",
+        "2F0 2B0",
+        "3F0 3B0",
+    ]
 
 
 @pytest.mark.parametrize(("name", "peer"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
@@ -43,7 +58,9 @@ def test_those_written_here_are_torchs(name: str, peer: str, pp: int, microbatch
     theirs = getattr(torch_schedules, peer)(stage, microbatches)._get_pipeline_order()
     ours = make_schedule(name, pp=pp, microbatches=microbatches)
     for rank in range(pp - 1 if name == "1f1b" else pp):
-        computed = [str(action) for action in theirs[rank] if action is not None and action.is_compute_op]
+        computed = [
+            str(action) for action in theirs[rank] if action is not None and action.is_compute_op
+        ]
         assert [str(action) for action in ours.ranks[rank]] == computed
 
 
@@ -58,10 +75,21 @@ def test_every_table_is_complete_and_placed(schedule: Schedule) -> None:
         else:
             assert stages == tuple(range(rank, schedule.stages, schedule.pp))
         forwards = sorted((a.stage, a.microbatch) for a in row if a.kind is Kind.FORWARD)
-        inputs = sorted((a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.INPUT))
-        weights = sorted((a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT))
-        assert forwards == inputs == weights == [(stage, m) for stage in stages for m in range(schedule.microbatches)]
-    assert schedule.splits_backward == (schedule.name in ("interleaved-zero-bubble", "zbv", "dualpipev"))
+        inputs = sorted(
+            (a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.INPUT)
+        )
+        weights = sorted(
+            (a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT)
+        )
+        assert (
+            forwards
+            == inputs
+            == weights
+            == [(stage, m) for stage in stages for m in range(schedule.microbatches)]
+        )
+    assert schedule.splits_backward == (
+        schedule.name in ("interleaved-zero-bubble", "zbv", "dualpipev")
+    )
     assert schedule.splits_backward == SCHEDULES[schedule.name].splits_backward
 
 
@@ -96,7 +124,9 @@ def test_order_respects_needs(schedule: Schedule) -> None:
 
 def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
     """The same with another row."""
-    return replace(schedule, ranks=(*schedule.ranks[:rank], tuple(row), *schedule.ranks[rank + 1 :]))
+    return replace(
+        schedule, ranks=(*schedule.ranks[:rank], tuple(row), *schedule.ranks[rank + 1 :])
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -107,7 +137,9 @@ def test_a_spoilt_table_is_found(data: st.DataObject, schedule: Schedule) -> Non
     row = list(schedule.ranks[rank])
     at = data.draw(st.integers(0, len(row) - 1))
     action = row[at]
-    how = data.draw(st.sampled_from(["lost", "doubled", "moved", "microbatch", "stage", "kind", "early"]))
+    how = data.draw(
+        st.sampled_from(["lost", "doubled", "moved", "microbatch", "stage", "kind", "early"])
+    )
     if how == "lost":
         spoilt = changed(schedule, rank, row[:at] + row[at + 1 :])
     elif how == "doubled":
@@ -117,18 +149,29 @@ def test_a_spoilt_table_is_found(data: st.DataObject, schedule: Schedule) -> Non
         if other == schedule.pp:
             spoilt = replace(schedule, ranks=(*schedule.ranks, (action,)))
         else:
-            spoilt = changed(changed(schedule, rank, row[:at] + row[at + 1 :]), other, [*schedule.ranks[other], action])
+            spoilt = changed(
+                changed(schedule, rank, row[:at] + row[at + 1 :]),
+                other,
+                [*schedule.ranks[other], action],
+            )
     elif how in ("microbatch", "stage"):
         delta = data.draw(st.sampled_from([-1, 1]))
         row[at] = replace(action, **{how: getattr(action, how) + delta})
         spoilt = changed(schedule, rank, row)
     elif how == "kind":
-        row[at] = replace(action, kind=data.draw(st.sampled_from([kind for kind in Kind if kind is not action.kind])))
+        row[at] = replace(
+            action,
+            kind=data.draw(st.sampled_from([kind for kind in Kind if kind is not action.kind])),
+        )
         spoilt = changed(schedule, rank, row)
     else:
         forward = Action(action.stage, Kind.FORWARD, action.microbatch)
         kinds = [Kind.BACKWARD, Kind.INPUT]
-        back = next(a for a in row if (a.stage, a.microbatch) == (action.stage, action.microbatch) and a.kind in kinds)
+        back = next(
+            a
+            for a in row
+            if (a.stage, a.microbatch) == (action.stage, action.microbatch) and a.kind in kinds
+        )
         row.remove(back)
         row.insert(row.index(forward), back)
         spoilt = changed(schedule, rank, row)
@@ -146,7 +189,10 @@ def test_a_deadlock_is_found(data: st.DataObject, schedule: Schedule) -> None:
     row[one], row[two] = row[two], row[one]
     mixed = changed(schedule, rank, row)
     if stuck(mixed):
-        with pytest.raises(InputError, match=f"pp {schedule.pp} and {schedule.microbatches} micro-batches: ranks deadlock: rank "):
+        with pytest.raises(
+            InputError,
+            match=f"pp {schedule.pp} and {schedule.microbatches} micro-batches: ranks deadlock: rank ",
+        ):
             mixed.check()
     else:
         mixed.check()
@@ -155,7 +201,12 @@ def test_a_deadlock_is_found(data: st.DataObject, schedule: Schedule) -> None:
 def test_a_deadlock_names_who_waits() -> None:
     """Rank 0 wants its gradient before it has given the activation that the gradient comes from."""
     schedule = make_schedule("1f1b", pp=2, microbatches=2)
-    row = [Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0), Action(0, Kind.BACKWARD, 1), Action(0, Kind.FORWARD, 1)]
+    row = [
+        Action(0, Kind.FORWARD, 0),
+        Action(0, Kind.BACKWARD, 0),
+        Action(0, Kind.BACKWARD, 1),
+        Action(0, Kind.FORWARD, 1),
+    ]
     with pytest.raises(InputError) as caught:
         changed(schedule, 0, row).check()
     assert "rank 0 at 0B1 for the activation of stage 0 for micro-batch 1" in str(caught.value)
@@ -165,7 +216,11 @@ def test_a_deadlock_names_who_waits() -> None:
 def test_shapes_of_a_table() -> None:
     """Ranks without stages and rows without ranks."""
     schedule = make_schedule("gpipe", pp=2, microbatches=2)
-    for spoilt in (replace(schedule, pp=3), replace(schedule, stage_ranks=(0, 2)), replace(schedule, microbatches=3)):
+    for spoilt in (
+        replace(schedule, pp=3),
+        replace(schedule, stage_ranks=(0, 2)),
+        replace(schedule, microbatches=3),
+    ):
         with pytest.raises(InputError):
             spoilt.check()
 
@@ -175,27 +230,43 @@ def test_shapes_of_a_table() -> None:
 def test_messages(schedule: Schedule) -> None:
     """Each boundary between ranks passes each micro-batch once a direction; the order is that of the source; neighbours agree."""
     found = messages(schedule)
-    across = [s for s in range(schedule.stages - 1) if schedule.stage_ranks[s] != schedule.stage_ranks[s + 1]]
+    across = [
+        s
+        for s in range(schedule.stages - 1)
+        if schedule.stage_ranks[s] != schedule.stage_ranks[s + 1]
+    ]
     everything = [message for pair in found.values() for message in pair]
-    expected = {Message(Payload.ACTIVATION, s, m) for s in across for m in range(schedule.microbatches)}
-    expected |= {Message(Payload.GRADIENT, s + 1, m) for s in across for m in range(schedule.microbatches)}
+    expected = {
+        Message(Payload.ACTIVATION, s, m) for s in across for m in range(schedule.microbatches)
+    }
+    expected |= {
+        Message(Payload.GRADIENT, s + 1, m) for s in across for m in range(schedule.microbatches)
+    }
     assert len(everything) == len(expected) and set(everything) == expected
     for (source, target), order in found.items():
         row = [produced_by(action) for action in schedule.ranks[source]]
-        assert list(order) == [message for message in row if message in order], "in the order of production"
+        assert list(order) == [message for message in row if message in order], (
+            "in the order of production"
+        )
         for message in order:
             reader = message.stage + (1 if message.payload is Payload.ACTIVATION else -1)
-            assert schedule.stage_ranks[message.stage] == source and schedule.stage_ranks[reader] == target == destination(
-                schedule, message
-            )
+            assert schedule.stage_ranks[message.stage] == source and schedule.stage_ranks[
+                reader
+            ] == target == destination(schedule, message)
 
 
 def test_a_v_passes_nothing_at_its_turn() -> None:
     """Stages pp - 1 and pp are on the last rank; both directions use the same pair of ranks."""
     found = messages(make_schedule("zbv", pp=2, microbatches=1))
     assert {pair: [str(message) for message in order] for pair, order in found.items()} == {
-        (0, 1): ["the activation of stage 0 for micro-batch 0", "the gradient of stage 3 for micro-batch 0"],
-        (1, 0): ["the activation of stage 2 for micro-batch 0", "the gradient of stage 1 for micro-batch 0"],
+        (0, 1): [
+            "the activation of stage 0 for micro-batch 0",
+            "the gradient of stage 3 for micro-batch 0",
+        ],
+        (1, 0): [
+            "the activation of stage 2 for micro-batch 0",
+            "the gradient of stage 1 for micro-batch 0",
+        ],
     }
     assert messages(make_schedule("zbv", pp=1, microbatches=3)) == {}
 
@@ -214,7 +285,10 @@ def test_refused_numbers(name: str, pp: int, microbatches: int) -> None:
         with pytest.raises(ValueError, match="microbatch"):
             schedule_actions(generator, pp=pp, stages_per_rank=2, microbatches=microbatches)
         instead = [int(word) for word in problem.remedy.replace(",", " ").split() if word.isdigit()]
-        assert instead and all(make_schedule(name, pp=pp, microbatches=count).microbatches == count for count in instead)
+        assert instead and all(
+            make_schedule(name, pp=pp, microbatches=count).microbatches == count
+            for count in instead
+        )
         if "or more" not in problem.remedy:
             assert len(instead) == 2 and instead[0] < microbatches < instead[1]
 
@@ -222,7 +296,10 @@ def test_refused_numbers(name: str, pp: int, microbatches: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"name": "1F1B", "pp": 2, "microbatches": 2}, "parallel.pipeline.schedule = '1F1B': it is not one of gpipe, 1f1b"),
+        (
+            {"name": "1F1B", "pp": 2, "microbatches": 2},
+            "parallel.pipeline.schedule = '1F1B': it is not one of gpipe, 1f1b",
+        ),
         ({"name": "1F1B", "pp": 2, "microbatches": 2}, "did you mean '1f1b'?"),
         ({"name": "?", "pp": 2, "microbatches": 2}, "use one of gpipe, 1f1b"),
         ({"name": "1f1b", "pp": 0, "microbatches": 2}, "parallel.pp = 0"),
@@ -231,7 +308,10 @@ def test_refused_numbers(name: str, pp: int, microbatches: int) -> None:
             {"name": "1f1b", "pp": 2, "microbatches": 4, "stages_per_rank": 2},
             "1f1b has exactly 1 on a rank; use 1, or one of interleaved-1f1b",
         ),
-        ({"name": "zbv", "pp": 2, "microbatches": 4, "stages_per_rank": 3}, "parallel.pipeline.stages_per_rank = 3: zbv has exactly 2"),
+        (
+            {"name": "zbv", "pp": 2, "microbatches": 4, "stages_per_rank": 3},
+            "parallel.pipeline.stages_per_rank = 3: zbv has exactly 2",
+        ),
         (
             {"name": "interleaved-1f1b", "pp": 2, "microbatches": 4, "stages_per_rank": 1},
             "at least 2 on a rank; use 2 or more, or one of gpipe",

@@ -16,8 +16,21 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from plait.errors import InputError
 from plait.parallel.schedules.actions import Action, Kind, Message, Payload
-from plait.parallel.schedules.schedule import SCHEDULES, Schedule, destination, make_schedule, messages
-from plait.parallel.schedules.timeline import Durations, Span, Timeline, even, peak_in_flight, simulate
+from plait.parallel.schedules.schedule import (
+    SCHEDULES,
+    Schedule,
+    destination,
+    make_schedule,
+    messages,
+)
+from plait.parallel.schedules.timeline import (
+    Durations,
+    Span,
+    Timeline,
+    even,
+    peak_in_flight,
+    simulate,
+)
 from tests.unit.parallel.tables import schedules, unhurried
 from tests.unit.parallel.waited_for import needed_by, produced_by
 
@@ -29,33 +42,47 @@ WAVES = {"gpipe": (1, 1), "1f1b": (1, 1), "looped-bfs": (1, 4), "interleaved-1f1
 
 def overhead(schedule: Schedule, f: float, i: float, w: float) -> float:
     """The step less the work of one rank."""
-    return simulate(schedule, even(schedule, forward=f, input=i, weight=w)).total - schedule.microbatches * (f + i + w)
+    return simulate(
+        schedule, even(schedule, forward=f, input=i, weight=w)
+    ).total - schedule.microbatches * (f + i + w)
 
 
 @unhurried
 @given(st.data(), st.sampled_from(sorted(WAVES)), ranks, quarters, quarters, quarters)
-def test_bubble_of_whole_backwards(data: st.DataObject, name: str, p: int, f: float, i: float, w: float) -> None:
+def test_bubble_of_whole_backwards(
+    data: st.DataObject, name: str, p: int, f: float, i: float, w: float
+) -> None:
     """Overhead (p - 1)(F + B)/v and bubble (p - 1)/(v m + p - 1): arXiv:2104.04473, sections 2.2 and 2.2.2; arXiv:2211.05953 for looped.
 
     With v > 1 they assume m >= p. Below, each of the v - 1 turns waits for the first micro-batch to come around: (p - m) more slots a turn.
     """
     v = data.draw(st.integers(*WAVES[name]))
-    m = data.draw(st.integers(1, 3 * p).filter(lambda m: name != "interleaved-1f1b" or m % max(1, m // p) == 0))
+    m = data.draw(
+        st.integers(1, 3 * p).filter(
+            lambda m: name != "interleaved-1f1b" or m % max(1, m // p) == 0
+        )
+    )
     schedule = make_schedule(name, pp=p, microbatches=m, stages_per_rank=v)
     slots = p - 1 + (v - 1) * max(0, p - m)
     assert overhead(schedule, f, i, w) == pytest.approx(slots * (f + i + w) / v)
     timeline = simulate(schedule, even(schedule, forward=f, input=i, weight=w))
     assert timeline.bubble_overall == pytest.approx(slots / (v * m + slots))
     for rank in range(p):
-        assert timeline.bubble(rank) == pytest.approx(slots / (v * m + slots)), "equal stages: every rank is idle equally long"
+        assert timeline.bubble(rank) == pytest.approx(slots / (v * m + slots)), (
+            "equal stages: every rank is idle equally long"
+        )
 
 
 @unhurried
 @given(ranks, st.integers(2, 4), st.integers(1, 4), quarters, quarters, quarters)
-def test_bubble_of_interleaved_zero_bubble(p: int, v: int, rounds: int, f: float, i: float, w: float) -> None:
+def test_bubble_of_interleaved_zero_bubble(
+    p: int, v: int, rounds: int, f: float, i: float, w: float
+) -> None:
     """ZB1P's overhead is (p - 1)(F + B - 2W), with B = I + W (arXiv:2401.10241, table 2), here over v. It assumes that a W is no longer
     than what it fills; otherwise the wait for the first F or I down the pipeline remains."""
-    schedule = make_schedule("interleaved-zero-bubble", pp=p, microbatches=rounds * p, stages_per_rank=v)
+    schedule = make_schedule(
+        "interleaved-zero-bubble", pp=p, microbatches=rounds * p, stages_per_rank=v
+    )
     assert overhead(schedule, f, i, w) == pytest.approx((p - 1) * max(f + i - w, f, i) / v)
 
 
@@ -80,7 +107,9 @@ def test_zbv_with_few_microbatches(p: int) -> None:
     """The ranks then wait for each other: one micro-batch leaves 2 (p - 1) units of F = I = W idle."""
     schedule = make_schedule("zbv", pp=p, microbatches=1)
     assert overhead(schedule, 1, 1, 1) == pytest.approx((p - 1) * 2)
-    parts = [overhead(make_schedule("zbv", pp=p, microbatches=m), 1, 1, 1) for m in range(1, 2 * p + 1)]
+    parts = [
+        overhead(make_schedule("zbv", pp=p, microbatches=m), 1, 1, 1) for m in range(1, 2 * p + 1)
+    ]
     assert parts == sorted(parts, reverse=True), "more micro-batches fill more"
 
 
@@ -104,18 +133,26 @@ def test_bubble_of_dualpipev_in_pairs(p: int, m: int) -> None:
     """The published formula, F = I = W: (p - 1)(F + B + B - 3W)/2 = p - 1 for torch's pairs as units."""
     stage = SimpleNamespace(num_stages=2 * p, group_size=p, group_rank=0, submod=None)
     order: dict[int, list[Any]] = ScheduleDualPipeV([stage, stage], m).pipeline_order  # type: ignore[list-item]
-    units = [[action.sub_actions or (action,) for action in order[rank] if action is not None] for rank in range(p)]
+    units = [
+        [action.sub_actions or (action,) for action in order[rank] if action is not None]
+        for rank in range(p)
+    ]
     there: dict[Message, float] = {}
     free, at = [0.0] * p, [0] * p
     while any(at[rank] < len(units[rank]) for rank in range(p)):
         for rank in range(p):
             if at[rank] == len(units[rank]):
                 continue
-            unit = [Action(a.stage_index, Kind(a.computation_type.value), a.microbatch_index) for a in units[rank][at[rank]]]
+            unit = [
+                Action(a.stage_index, Kind(a.computation_type.value), a.microbatch_index)
+                for a in units[rank][at[rank]]
+            ]
             needs = [need for action in unit for need in needed_by(action, stages=2 * p)]
             if any(need not in there for need in needs):
                 continue
-            free[rank] = max([free[rank], *(there[need] for need in needs)]) + sum(1.0 if a.kind is Kind.BACKWARD else 0.5 for a in unit)
+            free[rank] = max([free[rank], *(there[need] for need in needs)]) + sum(
+                1.0 if a.kind is Kind.BACKWARD else 0.5 for a in unit
+            )
             at[rank] += 1
             for action in unit:
                 payload = Payload.ACTIVATION if action.kind is Kind.FORWARD else Payload.GRADIENT
@@ -140,7 +177,9 @@ def test_bubble_of_dualpipev_in_pairs(p: int, m: int) -> None:
 def test_eight_ranks_sixteen_microbatches(name: str, v: int, bubble: float, peak: float) -> None:
     """F = I = W, numbers that documents quote."""
     schedule = make_schedule(name, pp=8, microbatches=16, stages_per_rank=v)
-    assert round(simulate(schedule, even(schedule)).bubble_overall, 3) == pytest.approx(bubble, abs=0.0006)
+    assert round(simulate(schedule, even(schedule)).bubble_overall, 3) == pytest.approx(
+        bubble, abs=0.0006
+    )
     assert max(peak_in_flight(schedule)) == peak == peak_in_flight(schedule)[0]
 
 
@@ -151,12 +190,16 @@ def test_peak_in_flight(schedule: Schedule) -> None:
     stages on rank 0. Zero bubble holds until W, p on every rank. DualPipeV: 2p + 1 stages."""
     p, m = schedule.pp, schedule.microbatches
     v = schedule.stages // p
-    turn = m // max(1, m // p)  # micro-batches that an interleaved schedule takes through one stage before the next: p where p divides m
+    turn = (
+        m // max(1, m // p)
+    )  # micro-batches that an interleaved schedule takes through one stage before the next: p where p divides m
     expected = {
         "gpipe": [m] * p,
         "looped-bfs": [v * m] * p,
         "1f1b": [min(m, p - rank) for rank in range(p)],
-        "interleaved-1f1b": [min(v * m, (v - 1) * turn + 2 * (p - 1 - rank) + 1) for rank in range(p)],
+        "interleaved-1f1b": [
+            min(v * m, (v - 1) * turn + 2 * (p - 1 - rank) + 1) for rank in range(p)
+        ],
         "interleaved-zero-bubble": [min(v * m, (v - 1) * turn + p)] * p,
         "zbv": [2 * p] * p,
         "dualpipev": [2 * p + 1] * p,
@@ -175,13 +218,17 @@ def test_peak_in_flight(schedule: Schedule) -> None:
 @given(st.data(), schedules)
 def test_peak_with_unequal_stages(data: st.DataObject, schedule: Schedule) -> None:
     """In bytes: the largest sum over the micro-batches whose activations exist, recounted at every action from the whole row."""
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages))
+    sizes = data.draw(
+        st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages)
+    )
     peaks = peak_in_flight(schedule, held=sizes)
     for rank, row in enumerate(schedule.ranks):
         most = 0
         for at in range(len(row)):
             begun = {(a.stage, a.microbatch) for a in row[: at + 1] if a.kind is Kind.FORWARD}
-            ended = {(a.stage, a.microbatch) for a in row[:at] if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+            ended = {
+                (a.stage, a.microbatch) for a in row[:at] if a.kind in (Kind.BACKWARD, Kind.WEIGHT)
+            }
             most = max(most, sum(sizes[stage] for stage, _ in begun - ended))
         assert peaks[rank] == most
 
@@ -190,7 +237,9 @@ def durations_of(schedule: Schedule, data: st.DataObject) -> Durations:
     """Unequal stages and boundaries, some of them free."""
 
     def draw(count: int) -> tuple[float, ...]:
-        return tuple(n / 4 for n in data.draw(st.lists(st.integers(0, 8), min_size=count, max_size=count)))
+        return tuple(
+            n / 4 for n in data.draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))
+        )
 
     stages = schedule.stages
     return Durations(draw(stages), draw(stages), draw(stages), draw(stages - 1))
@@ -200,8 +249,16 @@ def relaxed(schedule: Schedule, durations: Durations) -> dict[Action, float]:
     """The earliest ends, found by raising them until every rule holds: own rank's order, what is needed, one message at a time on a
     link."""
     ends = {action: 0.0 for row in schedule.ranks for action in row}
-    by = {(a.stage, a.microbatch, a.kind is Kind.FORWARD): a for a in ends if a.kind is not Kind.WEIGHT}
-    made = {m: by[m.stage, m.microbatch, m.payload is Payload.ACTIVATION] for pair in messages(schedule).values() for m in pair}
+    by = {
+        (a.stage, a.microbatch, a.kind is Kind.FORWARD): a
+        for a in ends
+        if a.kind is not Kind.WEIGHT
+    }
+    made = {
+        m: by[m.stage, m.microbatch, m.payload is Payload.ACTIVATION]
+        for pair in messages(schedule).values()
+        for m in pair
+    }
     arrivals = dict.fromkeys(made, 0.0)
     while True:
         before = (dict(ends), dict(arrivals))
@@ -232,7 +289,9 @@ def test_times_are_the_earliest_possible(data: st.DataObject, schedule: Schedule
     for row, planned in zip(timeline.ranks, schedule.ranks, strict=True):
         assert tuple(span.action for span in row) == planned
         for span in row:
-            assert span.end == ends[span.action] and span.end - span.start == durations.of(span.action)
+            assert span.end == ends[span.action] and span.end - span.start == durations.of(
+                span.action
+            )
     assert timeline.total == max(ends.values())
     for rank in range(schedule.pp):
         assert timeline.busy(rank) == sum(durations.of(action) for action in schedule.ranks[rank])
@@ -248,7 +307,9 @@ def test_messages_queue_on_a_link() -> None:
     schedule = make_schedule("gpipe", pp=2, microbatches=m)
     assert simulate(schedule, even(schedule, send=3)).total == (2 + 3 * m + 2 + 3 * m) + 2
     fast = simulate(schedule, even(schedule, send=0.5)).total
-    assert fast == (m + 1) * 3 + 2 * 0.5, "shorter than a computation: only the way down and back up is added"
+    assert fast == (m + 1) * 3 + 2 * 0.5, (
+        "shorter than a computation: only the way down and back up is added"
+    )
 
 
 def test_a_slow_stage_sets_the_pace() -> None:
@@ -257,7 +318,9 @@ def test_a_slow_stage_sets_the_pace() -> None:
     schedule = make_schedule("1f1b", pp=3, microbatches=6)
     timeline = simulate(schedule, Durations((1, 2, 1), (1, 2, 1), (1, 2, 1), (0, 0)))
     assert timeline.total == 36 + 1 + 2 + 1
-    assert [timeline.bubble(rank) for rank in range(3)] == pytest.approx([1 - 18 / 40, 1 - 36 / 40, 1 - 18 / 40])
+    assert [timeline.bubble(rank) for rank in range(3)] == pytest.approx(
+        [1 - 18 / 40, 1 - 36 / 40, 1 - 18 / 40]
+    )
     assert timeline.bubble_overall == pytest.approx(1 - 72 / 120)
 
 
@@ -265,7 +328,9 @@ def test_the_least_timeline() -> None:
     """One rank, one micro-batch."""
     schedule = make_schedule("1f1b", pp=1, microbatches=1)
     forward, backward = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
-    assert simulate(schedule, even(schedule)) == Timeline(schedule, ((Span(forward, 0, 1), Span(backward, 1, 3)),))
+    assert simulate(schedule, even(schedule)) == Timeline(
+        schedule, ((Span(forward, 0, 1), Span(backward, 1, 3)),)
+    )
     nothing = simulate(schedule, even(schedule, forward=0, input=0, weight=0))
     assert nothing.total == 0 and nothing.bubble_overall == 0
 

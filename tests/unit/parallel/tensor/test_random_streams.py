@@ -36,7 +36,9 @@ def test_parts_have_their_own_numbers_and_what_follows_is_shared() -> None:
         assert torch.equal(one[index], other[index])
     assert not torch.equal(one[1], other[1][:3])
     assert not torch.equal(one[3], other[3])
-    assert len({float(number) for numbers in one for number in numbers}) == sum(len(numbers) for numbers in one), "no number twice"
+    assert len({float(number) for numbers in one for number in numbers}) == sum(
+        len(numbers) for numbers in one
+    ), "no number twice"
 
 
 def test_who_restores_the_shared_generator_has_the_same_numbers_again() -> None:
@@ -71,7 +73,9 @@ def test_numbers_drawn_for_what_another_layer_reads_are_refused() -> None:
     stream.enter(HERE, read=other)  # a second input (cross-attention)
     torch.rand(1)
     stream.enter(HERE, read=read)
-    with pytest.raises(ModelError, match="between the column-split layers of one part random numbers were drawn"):
+    with pytest.raises(
+        ModelError, match="between the column-split layers of one part random numbers were drawn"
+    ):
         stream.enter(HERE, read=other)
     stream.leave()
 

@@ -19,19 +19,31 @@ from tests.parity import cases
 
 def check(model: nn.Module, **more: Any) -> dict[type, object]:
     config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"mlp_tile_tokens": 4}, **more}
-    return check_all(resolve(load(config), world_size=1).context(model=model, blocks=find_blocks(model)))
+    return check_all(
+        resolve(load(config), world_size=1).context(model=model, blocks=find_blocks(model))
+    )
 
 
 def test_found_before_the_model_is_split() -> None:
     """As a note for what is done to it later."""
-    assert check(cases.build("llama", tied=False))[TokenModules] == TokenModules(("model.layers.0.mlp", "model.layers.1.mlp"), ())
+    assert check(cases.build("llama", tied=False))[TokenModules] == TokenModules(
+        ("model.layers.0.mlp", "model.layers.1.mlp"), ()
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "more", "message"),
     [
-        (cases.build("llama", tied=False), {"compile": {"enabled": True}}, "parallel.mlp_tile_tokens = 4: compile.enabled is true"),
-        (nn.Linear(4, 4), {}, "parallel.mlp_tile_tokens = 4: the model has no repeated blocks; name some with parallel.blocks, or use 0"),
+        (
+            cases.build("llama", tied=False),
+            {"compile": {"enabled": True}},
+            "parallel.mlp_tile_tokens = 4: compile.enabled is true",
+        ),
+        (
+            nn.Linear(4, 4),
+            {},
+            "parallel.mlp_tile_tokens = 4: the model has no repeated blocks; name some with parallel.blocks, or use 0",
+        ),
         (
             nn.Sequential(*(nn.Linear(4, 8) for _ in range(2))),
             {},

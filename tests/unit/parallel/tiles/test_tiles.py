@@ -20,11 +20,17 @@ class Gated(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Linear(HIDDEN, WIDE),
+            nn.Linear(HIDDEN, WIDE),
+            nn.Linear(WIDE, HIDDEN, bias=False),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.dropout(self.down(self.dropout(nn.functional.silu(self.gate(x)) * self.up(x))))
+        found: torch.Tensor = self.dropout(
+            self.down(self.dropout(nn.functional.silu(self.gate(x)) * self.up(x)))
+        )
         return found
 
 
@@ -42,7 +48,11 @@ def results(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     y = module(x)
     y.square().sum().backward()
     assert x.grad is not None
-    return {"output": y.detach(), "input": x.grad, **{name: p.grad for name, p in module.named_parameters() if p.grad is not None}}
+    return {
+        "output": y.detach(),
+        "input": x.grad,
+        **{name: p.grad for name, p in module.named_parameters() if p.grad is not None},
+    }
 
 
 @pytest.mark.parametrize("shape", [(2, 13), (1, 1), (13,), (0,), (3, 1)])
@@ -104,7 +114,9 @@ def test_gradients_of_16_bits_add_up_in_float32() -> None:
     for name, value in exact.items():
         if name in ("output", "input"):
             continue
-        errors = [float((one[name].double() - value).norm() / value.norm()) for one in (whole, found)]
+        errors = [
+            float((one[name].double() - value).norm() / value.norm()) for one in (whole, found)
+        ]
         assert errors[1] < max(2 * errors[0], 0.01), (name, errors)
 
 
@@ -113,7 +125,13 @@ def peak(module: nn.Module, length: int) -> int:
     x = torch.randn(1, length, HIDDEN, dtype=torch.float64, requires_grad=True)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with LiveStorages(known=[x, *module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]) as live:
+    with LiveStorages(
+        known=[
+            x,
+            *module.parameters(),
+            *(p.grad for p in module.parameters() if p.grad is not None),
+        ]
+    ) as live:
         module(x).sum().backward()
     return live.peak
 
@@ -123,6 +141,8 @@ def test_bytes() -> None:
     plain, tiled = pair(64)
     token = 8 * HIDDEN
     growth = peak(tiled, 4096) - peak(tiled, 2048)
-    assert growth <= 4 * token * 2048  # the output, its gradient, the input's gradient, and the tiles that it is put together from
+    assert (
+        growth <= 4 * token * 2048
+    )  # the output, its gradient, the input's gradient, and the tiles that it is put together from
     assert peak(plain, 4096) - peak(plain, 2048) >= 4 * 8 * WIDE * 2048
     assert peak(tiled, 4096) < peak(plain, 4096) / 4

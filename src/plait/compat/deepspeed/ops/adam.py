@@ -20,10 +20,24 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
-    """torch.optim.AdamW, or Adam where `adam_w_mode` is False. Raises InputError for what neither of them does."""
+    """torch.optim.AdamW, or Adam where `adam_w_mode` is False. Raises InputError for what neither
+    of them does.
+    """
     if not set_grad_none:
-        raise InputError("FusedAdam(set_grad_none=False): engine.step() frees gradients; leave it out")
-    return _adam("FusedAdam", params, lr, bias_correction, betas, eps, weight_decay, amsgrad, decoupled=adam_w_mode)
+        raise InputError(
+            "FusedAdam(set_grad_none=False): engine.step() frees gradients; leave it out"
+        )
+    return _adam(
+        "FusedAdam",
+        params,
+        lr,
+        bias_correction,
+        betas,
+        eps,
+        weight_decay,
+        amsgrad,
+        decoupled=adam_w_mode,
+    )
 
 
 def DeepSpeedCPUAdam(
@@ -37,10 +51,25 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """As `FusedAdam`; where it runs follows from the configuration (`offload_optimizer`). Raises InputError for what cannot be honoured."""
+    """As `FusedAdam`; where it runs follows from the configuration (`offload_optimizer`). Raises
+    InputError for what cannot be honoured.
+    """
     if not fp32_optimizer_states:
-        raise InputError("DeepSpeedCPUAdam(fp32_optimizer_states=False): states have the dtype of the master weights; leave it out")
-    return _adam("DeepSpeedCPUAdam", model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, decoupled=adamw_mode)
+        raise InputError(
+            "DeepSpeedCPUAdam(fp32_optimizer_states=False): states have the dtype of the master"
+            " weights; leave it out"
+        )
+    return _adam(
+        "DeepSpeedCPUAdam",
+        model_params,
+        lr,
+        bias_correction,
+        betas,
+        eps,
+        weight_decay,
+        amsgrad,
+        decoupled=adamw_mode,
+    )
 
 
 def _adam(
@@ -55,8 +84,14 @@ def _adam(
     *,
     decoupled: bool,
 ) -> torch.optim.Optimizer:
-    for argument, unusual in (("bias_correction=False", not bias_correction), ("amsgrad=True", amsgrad)):
+    for argument, unusual in (
+        ("bias_correction=False", not bias_correction),
+        ("amsgrad=True", amsgrad),
+    ):
         if unusual:
-            raise InputError(f"{name}({argument}) cannot be honoured; leave it out, or pass an optimizer of your own")
+            raise InputError(
+                f"{name}({argument}) cannot be honoured; leave it out, or pass an optimizer of"
+                " your own"
+            )
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
