@@ -42,6 +42,7 @@ TWO = [
     Case("ring", "one_target", "llama", stage=2, more=(("loss_chunk_tokens", 5),)),
     Case("all-gather-kv", "border", "llama", stage=3, more=(("recompute", SELECTIVE),)),
     Case("ulysses", "causal", "gpt2", tied=True, more=(("recompute", SELECTIVE),)),
+    Case("ring", "packed", "llama", stage=3, adapted=True),
 ]
 """Processes of a pool that exists for others, so that each is a third of a second."""
 FOUR = [
