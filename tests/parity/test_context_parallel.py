@@ -126,9 +126,6 @@ def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
     assert_equal(case, pool.run(case.world, train, case))
 
 
-# ---- one engine of each kind, asked for everything else -------------------------------------------------------------------------------
-
-
 def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...]:
     """(evaluation, prediction, bytes sent, bytes accounted for, refusals, whether a checkpoint carried over). Runs in a worker."""
     model = build(case)
@@ -251,9 +248,6 @@ def test_other_rows_on_each_rank(pool: Pool) -> None:
     assert all(
         "not the same on all ranks of the cp axis" in message for message in pool.run(2, other_rows)
     )
-
-
-# ---- the page -------------------------------------------------------------------------------------------------------------------------
 
 
 def page(rank: int, world: int) -> int:
