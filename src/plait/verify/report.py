@@ -449,7 +449,7 @@ def _groups(
             else f"{row.kind} {row.name if everything or block is None else block + '.*'}"
         )
         if not row.name and row.kind in ("gradient", "parameter"):
-            title = f"all {row.kind}s all_tensors"
+            title = f"all {row.kind}s together"
         if row.kind == "initial weight" and row.error == 0 and not everything:
             title = "initial weights"
         groups.setdefault(title, []).append(row)
