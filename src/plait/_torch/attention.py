@@ -1,5 +1,6 @@
-"""Fused attention kernels of torch that return the log-sum-exp, so that parts of a softmax can be
-combined.
+"""Fused attention kernels of torch that return the log-sum-exp.
+
+With the log-sum-exp, softmaxes over different keys can be combined into one.
 
 All tensors are [batch, heads, tokens, head_dim]. A log-sum-exp is [batch, heads, queries] in
 float32 or wider. The output and the log-sum-exp that a backward receives may be those of a softmax
@@ -20,14 +21,16 @@ import torch
 import torch.nn.functional as F
 
 _ALIGNMENT = 8
-"""Multiple to which head dimensions are padded. Flash and efficient attention read 16 bytes at a
-time.
+"""Multiple to which head dimensions are padded.
+
+Flash and efficient attention read 16 bytes at a time.
 """
 _FLASH_HEAD_DIM = 256
 """Largest head dimension for which FlashAttention has kernels."""
 _LOG_SUM_EXP_ALIGNMENT = 32
-"""Multiple to which efficient attention pads the queries of its log-sum-exp. Its backward requires
-the padding.
+"""Multiple to which efficient attention pads the queries of its log-sum-exp.
+
+The backward requires the padding.
 """
 _FLEX_HEAD_DIM = 16
 """Smallest head dimension that FlexAttention compiles."""
@@ -39,10 +42,10 @@ FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Band:
-    """Keys that queries see, relative to the diagonal that ends at the last query and the last key.
+    """Keys that each query attends to, as a band around a diagonal of the attention matrix.
 
-    Query i of n sees key j of m if `i + m - n - left <= j <= i + m - n + right`. None means no
-    limit.
+    The diagonal ends at the last query and the last key. Query i of n attends to key j of m if
+    `i + m - n - left <= j <= i + m - n + right`. None means no limit.
     """
 
     left: int | None = None
@@ -61,7 +64,10 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Softmax(NamedTuple):
-    """Inputs of a backward that describe the softmax. They may be those over more keys."""
+    """Inputs of a backward that describe the softmax.
+
+    The softmax may be over more keys than the backward receives.
+    """
 
     grad: torch.Tensor
     """Gradient of the output."""
@@ -71,19 +77,22 @@ class Softmax(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Forward and backward of one kernel."""
+    """Forward and backward of one attention kernel.
+
+    Attributes:
+        forward: Function of query, key and value, the band, and the scale. Returns the output and
+            its log-sum-exp.
+        backward: Function of query, key and value, the softmax, the band, and the scale. Returns
+            the gradients of query, key and value.
+        shares_heads: Whether keys and values may have fewer heads than queries.
+        bands: Whether the kernel supports every band. Otherwise it supports only bands for which
+            `Band.is_square` returns True.
+    """
 
     forward: Callable[[Tensors, Band, float], tuple[torch.Tensor, torch.Tensor]]
-    """Takes query, key and value, the band and the scale. Returns the output and its log-sum-exp.
-    """
     backward: Callable[[Tensors, Softmax, Band, float], Tensors]
-    """Returns the gradients of query, key and value."""
     shares_heads: bool
-    """Whether keys and values may have fewer heads than queries."""
     bands: bool
-    """Whether the kernel supports every band. Otherwise it supports those with `Band.is_square`
-    only.
-    """
 
 
 def _cpu_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,9 +168,7 @@ def _flash_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float
 
 
 def _flash_inputs(tensors: Tensors) -> list[torch.Tensor]:
-    """Return the tensors as [batch, tokens, heads, width], with one aligned width and a contiguous
-    last dimension.
-    """
+    """Return the tensors as [batch, tokens, heads, width] with one aligned, contiguous width."""
     query, _, value = tensors
     width = _aligned(max(query.shape[3], value.shape[3]))
     return [_padded(x.transpose(1, 2), width) for x in tensors]
@@ -266,9 +273,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 
 
 def why_not_efficient(dtype: torch.dtype) -> str:
-    """Return why torch's memory-efficient attention does not support a dtype, or an empty string if
-    it does.
-    """
+    """Return why efficient attention does not support a dtype, or an empty string if it does."""
     if dtype not in EFFICIENT_DTYPES:
         return f"efficient attention computes no {_name(dtype)}"
     if not _is_built("_scaled_dot_product_efficient_attention"):

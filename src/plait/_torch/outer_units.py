@@ -1,21 +1,24 @@
-"""Patched behaviour of `fully_shard`: sharding units outside of the blocks (outer units), which all
-ranks gather in every forward, as they gather the root unit, and which are freed before the root.
+"""Patched behaviour of `fully_shard`: units outside of the blocks (outer units).
 
-Note [Life of an outer unit]: The root unit of `fully_shard` is gathered in every forward of the
-model, whichever layers run. Ranks may therefore use different layers outside of the blocks. An
-ordinary unit is gathered when its own forward runs, so ranks that run different layers would
-deadlock. Outer units are gathered in every forward, as the root is: an embedding together with the
-root, and a head at the end of the model's forward at the latest.
+All ranks gather outer units in every forward, as they gather the root unit. Outer units are freed
+earlier than the root.
 
-An embedding is freed after its forward, because its backward does not read the weight. Another call
-in the same forward gathers it again, so all ranks must make that further call; a first call may be
-made on some ranks only. A head stays gathered until the backward of its first call in the forward
-has ended. The backwards of all later calls have ended by then, because autograd runs the most
-recent nodes first.
+Note [Life of an outer unit]
+    The root unit of `fully_shard` is gathered in every forward of the model, whichever layers run.
+    Ranks may therefore use different layers outside of the blocks. An ordinary unit is gathered
+    when its own forward runs, so ranks that run different layers would deadlock. Outer units are
+    gathered in every forward, as the root is: an embedding together with the root, and a head at
+    the end of the model's forward at the latest.
 
-Other code of the model may read a unit's parameter, for example to multiply with the transposed
-weight of the embedding. Such a read gathers the unit. From then on the unit is treated like the
-root: it stays gathered until the end of the backward, and is reduced then.
+    An embedding is freed after its forward, because its backward does not read the weight. Another
+    call in the same forward gathers it again, so all ranks must make that further call; a first
+    call may be made on some ranks only. A head stays gathered until the backward of its first call
+    in the forward has ended. The backwards of all later calls have ended by then, because autograd
+    runs the most recent nodes first.
+
+    Other code of the model may read a unit's parameter, for example to multiply with the transposed
+    weight of the embedding. Such a read gathers the unit. From then on the unit is treated like the
+    root: it stays gathered until the end of the backward, and is reduced then.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ def follow_root(
 
 
 class _OuterUnit:
-    """A unit outside of the blocks, and its state in the running forward of the model."""
+    """Unit outside of the blocks, with its state in the running forward of the model."""
 
     def __init__(self, module: FSDPModule) -> None:
         assert isinstance(module, nn.Module)
@@ -100,9 +103,7 @@ class _OuterUnit:
         self._model_runs = False
         self._unit_runs = False
         self._awaits_backward = False
-        """Whether a call in a forward has registered a hook at the end of its backward, which has
-        not run yet.
-        """
+        """Whether a hook at the end of a call's backward is registered and has not run yet."""
         self._register_post_backward = self.group._register_post_backward_hook
         self._pre_forward = self.group.pre_forward
         self._post_forward = self.group.post_forward
@@ -112,7 +113,8 @@ class _OuterUnit:
         self.group.post_backward = self._after_backward
         self.group._register_post_backward_hook = self._watch_inputs
         module._parameters = _WatchedParameters(module._parameters, self._before_read)
-        # In front of hooks of the user, which may read the weight, and whose backward needs it.
+        # Prepended to the hooks of the user. These may read the weight, which then counts as a read
+        # by other code, because the backward of the hook needs the weight.
         module.register_forward_hook(self._leave_call, prepend=True)
         state: Any = self._state
 
@@ -195,7 +197,7 @@ class _OuterUnit:
 
 
 class _WatchedParameters(dict[str, Any]):
-    """Parameters of a module. Calls a function before one of them, or all of them, are read."""
+    """Parameters of a module by name. Calls a function before parameters are read."""
 
     def __init__(self, parameters: dict[str, Any], before_read: Callable[[], None]) -> None:
         super().__init__(parameters)

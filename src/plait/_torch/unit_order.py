@@ -1,26 +1,26 @@
 """Patched behaviour of `fully_shard`: the order in which units are gathered and reduced.
 
-Note [Order of units]:
-Gathering and reducing a unit are collectives, and a process group pairs the collectives of its
-ranks by their order only. Ranks that skip different blocks (LayerDrop, stochastic depth, samples
-without an image) would therefore exchange the weights and gradients of different blocks. Neither
-torch nor NCCL nor gloo detects this if the shapes agree.
+Note [Order of units]
+    Gathering and reducing a unit are collectives, and a process group pairs the collectives of its
+    ranks by their order only. Ranks that skip different blocks (LayerDrop, stochastic depth,
+    samples without an image) would therefore exchange the weights and gradients of different
+    blocks. Neither torch nor NCCL nor gloo detects this if the shapes agree.
 
-Where units stay gathered after the forward (ZeRO stages 1 and 2), each unit is gathered once and
-reduced once per pass, so a fixed order removes the problem. Before a unit is gathered, all units
-in front of it are gathered. The end of the model's forward gathers the remaining ones. A unit is
-reduced when all units behind it have been reduced, and the end of the backward reduces the
-remaining ones. A unit without gradients reduces zeros. Models that run their blocks in the order
-of registration issue the same collectives as without this patch. A step that skips a block keeps
-the gradients of the blocks in front of it unsharded until the end of the backward.
+    Where units stay gathered after the forward (ZeRO stages 1 and 2), each unit is gathered once
+    and reduced once per pass, so a fixed order removes the problem. Before a unit is gathered, all
+    units in front of it are gathered. The end of the model's forward gathers the remaining ones. A
+    unit is reduced when all units behind it have been reduced, and the end of the backward reduces
+    the remaining ones. A unit without gradients reduces zeros. Models that run their blocks in the
+    order of registration issue the same collectives as without this patch. A step that skips a
+    block keeps the gradients of the blocks in front of it unsharded until the end of the backward.
 
-An evaluation between forward and backward may have freed units, so the begin of the backward
-gathers all of them. Nothing is gathered after that: torch would prefetch units that are reduced
-already, because it remembers the order of all forwards, and would leave them gathered. A block that
-ran several times is reduced after the backward of the last of its calls.
+    An evaluation between forward and backward may have freed units, so the begin of the backward
+    gathers all of them. Nothing is gathered after that: torch would prefetch units that are reduced
+    already, because it remembers the order of all forwards, and would leave them gathered. A block
+    that ran several times is reduced after the backward of the last of its calls.
 
-At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded, and
-the ranks compare a digest of it once per step.
+    At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded,
+    and the ranks compare a digest of it once per step.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class UnitOrder:
 
     @property
     def last(self) -> str:
-        """The last collective that began, e.g. `gathering of blocks.1`. Empty before the first
-        one.
-        """
-        return self._description(self._collectives[-1]) if self._collectives else ""
+        """Collective that began last, e.g. `gathering of blocks.1`. Empty before the first one."""
+        if not self._collectives:
+            return ""
+        return self._description(self._collectives[-1])
 
     def take(self) -> list[int]:
         """Return the collectives since the previous call, and forget them.
@@ -140,7 +140,7 @@ class UnitOrder:
         """Describe the first collective in which ranks differ.
 
         Args:
-            collectives: What `take` returned on each rank.
+            collectives: Result of `take` on each rank.
 
         Returns:
             One description per rank, e.g. `gathering of blocks.1`, or `nothing` after the last one.
@@ -173,7 +173,8 @@ class UnitOrder:
         def gather(async_op: bool = False) -> None:
             in_backward = group._training_state is TrainingState.PRE_BACKWARD
             if in_backward and self._is_fixed and self._runs_backward and index >= self._unreduced:
-                return  # a prefetch of a unit that is reduced already
+                # A prefetch of a unit that is reduced already, see Note [Order of units].
+                return
             is_skipped = in_backward and not group.unshard_in_backward
             if not self._is_gathered(index) and not is_skipped:
                 if self._is_fixed:
