@@ -163,7 +163,7 @@ def delivered_at_once() -> Iterator[None]:
     `is_completed` of a fake group's work never returns True, and `plait.comm.messages` polls it.
     """
     is_completed = FakeWork.is_completed
-    FakeWork.is_completed = _is_completed  # type: ignore[method-assign]
+    FakeWork.is_completed = _is_completed  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
