@@ -112,8 +112,9 @@ def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> t
 def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
     """Concatenate the shards of all ranks along `dim`. Collective.
 
-    The shards have the sizes `shard_lengths(length, ranks)`. The result is contiguous. If every dimension before `dim` has size 1, as in a micro-batch of one sequence, the shards are
-    received directly into the result.
+    The shards have the sizes `shard_lengths(length, ranks)`. The result is contiguous. If every
+    dimension before `dim` has size 1, as in a micro-batch of one sequence, the shards are received
+    directly into the result.
     """
     ranks = group.size()
     shape = [*x.shape]
@@ -142,7 +143,8 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
 def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
     """Sum over the ranks, and return this rank's shard of the sum along `dim`. Collective.
 
-    The result is contiguous. If the shards of `x` follow each other in memory, `x` is sent without a copy.
+    The result is contiguous. If the shards of `x` follow each other in memory, `x` is sent without
+    a copy.
     """
     ranks = group.size()
     length = x.shape[dim]

@@ -133,22 +133,23 @@ class ComparedCollectives(TorchDispatchMode):
     def _check_same(self, call: _ComparedCall, other: int) -> None:
         """Raise CommunicationError unless rank `other` of the group makes the same call."""
         key = call.key(other)
-        own = call.description
+        this_rank = call.description
         world = dist.group.WORLD
         assert world is not None
         try:
             self._store.wait([key], timedelta(seconds=timeout_of(world)))
         except dist.DistStoreError as error:
             raise CommunicationError(
-                f"{own['call']} over {call.wait.axis}, number {call.number}, at {own['line']}: rank"
-                f" {call.ranks[other]} has not begun it. {WATCH.found}"
+                f"{this_rank['call']} over {call.wait.axis}, number {call.number}, at"
+                f" {this_rank['line']}: rank {call.ranks[other]} has not begun it."
+                f" {WATCH.hang_cause}"
             ) from error
 
         theirs = json.loads(self._store.get(key))
-        if theirs != own:
+        if theirs != this_rank:
             first, second = (
                 f"rank {call.ranks[rank]} is at {description['line']} with {description['call']}"
-                for rank, description in sorted([(call.rank, own), (other, theirs)])
+                for rank, description in sorted([(call.rank, this_rank), (other, theirs)])
             )
             raise CommunicationError(
                 f"collective {call.number} over {call.wait.axis} is not the same on all ranks:"

@@ -49,8 +49,8 @@ def failed_collective(error: BaseException, operation: str) -> CommunicationErro
         return None
 
     rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
-    if WATCH.found:
-        reason = WATCH.found
+    if WATCH.hang_cause:
+        reason = WATCH.hang_cause
     elif "imed out" in text or "imeout" in text:
         reason = (
             f"{rank} waited for ranks that did not take part: one is stuck, or issues other"

@@ -132,11 +132,10 @@ def _missing_ranks(waiting: Waiting, readings: Mapping[int, Reading]) -> Sequenc
     """Return the members of a collective that have not begun it."""
     if waiting.wait.missing is not None:
         return waiting.wait.missing
-    participants = {
-        rank
-        for rank, reading in readings.items()
-        if any(wait.same_as(waiting.wait) for wait in reading.waits)
-    }
+    participants = set()
+    for rank, reading in readings.items():
+        if any(wait.same_as(waiting.wait) for wait in reading.waits):
+            participants.add(rank)
     return [
         rank for rank in waiting.wait.members if rank != waiting.rank and rank not in participants
     ]

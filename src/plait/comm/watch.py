@@ -81,12 +81,12 @@ class Watch:
     Attributes:
         board: Board of the process. None while nothing is watched; a single process waits for
             nobody.
-        found: Cause of the last hang, for the error of the collective that gives up.
+        hang_cause: Cause of the last hang, for the error of the collective that gives up.
     """
 
     def __init__(self) -> None:
         self.board: Board | None = None
-        self.found = ""
+        self.hang_cause = ""
         self._group: dist.ProcessGroup | None = None
         self._peers: dict[int, _Peer] = {}
         self._axes: dict[str, str] = {}
@@ -199,13 +199,13 @@ class Watch:
         assert self.board is not None
         stack = anonymous_file("plait-stacks")
         faulthandler.register(stacks.SIGNAL, file=stack, all_threads=True)
-        own = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
+        this_rank = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
         everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, own)
+        dist.all_gather_object(everyone, this_rank)
         return {
             rank: _Peer(Path(board_path), Path(stack_path))
             for rank, (machine, board_path, stack_path) in enumerate(everyone)
-            if machine == own[0]
+            if machine == this_rank[0]
         }
 
     def disarm(self) -> None:
@@ -221,7 +221,7 @@ class Watch:
         self.board = None
         self._group = None
         self._peers = {}
-        self.found = ""
+        self.hang_cause = ""
         self._reported = False
         self._begun = {}
 
@@ -333,21 +333,21 @@ class Watch:
             reading = read(peer.board)
             if reading is not None and reading.rank == rank:
                 readings[rank] = reading
-        found = hang.find(readings, now)
-        if found is None:
+        diagnosis = hang.find(readings, now)
+        if diagnosis is None:
             return
 
         self._reported = True
         states = {rank: stacks.state(reading.process) for rank, reading in readings.items()}
         ended = [rank for rank, state in states.items() if state in stacks.ENDED]
-        self.found = hang.cause(found, readings, ended=ended)
+        self.hang_cause = hang.cause(diagnosis, readings, ended=ended)
         # Every waiting rank gets here. One of them prints the report.
-        if min(waiting.rank for waiting in found.waiting) != dist.get_rank():
+        if min(waiting.rank for waiting in diagnosis.waiting) != dist.get_rank():
             return
 
-        _print(self.found)
+        _print(self.hang_cause)
         folder = stacks.new_folder()
-        for rank in found.suspects[:_MOST_STACKS]:
+        for rank in diagnosis.suspects[:_MOST_STACKS]:
             if rank in readings:
                 self._report_rank(rank, readings[rank], now, folder)
 
