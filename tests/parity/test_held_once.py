@@ -33,19 +33,19 @@ def written(rank: int, ranks: int) -> None:
     host = Host(dist.group.WORLD, label="the test")
     memory = SharedParameters(host, [5, 0, 1000], torch.float64)
     for step in range(50):
-        for index, row in enumerate(memory.rows):
+        for index, row in enumerate(memory.shards):
             row.fill_(100 * step + 10 * index + rank)
         if rank == step % ranks:
             time.sleep(0.001)
         memory.begin()
         memory.finish()
-        for index, whole in enumerate(memory.wholes):
+        for index, whole in enumerate(memory.full_buffers):
             expected = torch.tensor(
                 [100.0 * step + 10 * index + r for r in range(ranks)], dtype=torch.float64
             )
             assert torch.equal(
                 whole.view(ranks, -1),
-                expected.view(-1, 1).expand(ranks, memory.rows[index].numel()),
+                expected.view(-1, 1).expand(ranks, memory.shards[index].numel()),
             ), (step, index)
         memory.release()
 

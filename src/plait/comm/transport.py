@@ -18,7 +18,7 @@ from plait._torch.units import AllGather, ReduceScatter
 from plait.comm.buckets import Buckets, Flat, GroupBuckets
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.comm.shared_memory.collectives import SharedAllGather, SharedBuckets, SharedReduceScatter
-from plait.comm.shared_memory.host import Host, Unavailable
+from plait.comm.shared_memory.host import Host, SharedMemoryUnavailable
 from plait.errors import ConfigError, Problem
 
 TransportName = Literal["prefer-shared-memory", "shared-memory", "torch"]
@@ -77,7 +77,7 @@ def connect(
 
     try:
         host = Host(group, label=label)
-    except Unavailable as unavailable:
+    except SharedMemoryUnavailable as unavailable:
         if is_required:
             raise _refusal(str(unavailable)) from None
         return _torch_transport(group, device, str(unavailable))
@@ -86,7 +86,7 @@ def connect(
         # Buckets may be too large for the shared memory although the group has some.
         try:
             return SharedBuckets(host, flats)
-        except Unavailable as unavailable:
+        except SharedMemoryUnavailable as unavailable:
             if is_required:
                 raise _refusal(str(unavailable)) from None
             return GroupBuckets(group, flats, device)
