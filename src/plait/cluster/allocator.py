@@ -18,8 +18,10 @@ _M_MMAP_THRESHOLD = -3
 _TRIM_THRESHOLD_BYTES = 2**31 - 1
 """Free memory above which the heap is trimmed. This is the largest value of an int."""
 _MMAP_THRESHOLD_BYTES = 32 * 2**20
-"""Size above which an allocation does not use the heap. glibc accepts no larger value, which is
-half of the heap of a thread."""
+"""Size above which an allocation does not use the heap.
+
+glibc accepts no larger value. It is half of the heap of a thread.
+"""
 USERS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 """Variables with which a user configures the allocator."""
 

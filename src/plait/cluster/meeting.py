@@ -33,22 +33,24 @@ _met: dict[str, _SharedStore] = {}
 """Stores by address."""
 
 
-def store_of_next_group(here: RankInfo, timeout: timedelta) -> dist.Store:
+def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
     """Return the store for the next default group. Collective.
 
     Args:
-        here: Place of this process.
+        rank_info: Place of this process.
         timeout: Longest time to wait for the other processes.
 
     Raises:
         ConfigError: No meeting point is configured.
     """
-    if here.world_size == 1:
+    if rank_info.world_size == 1:
         return dist.HashStore()
     method = init_method()
     address = meeting_address(method)
     if address not in _met:
-        store, _, _ = next(rendezvous(method, here.rank, here.world_size, timeout=timeout))
+        store, _, _ = next(
+            rendezvous(method, rank_info.rank, rank_info.world_size, timeout=timeout)
+        )
         _met[address] = _SharedStore(store)
     shared = _met[address]
     shared.groups += 1

@@ -236,8 +236,10 @@ class Mesh:
         mesh = replace(self, combined=combined)
 
         if self.layout.pp > 1:
+            # A message to a lower stage must not wait for one to a higher stage.
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
         if self.layout.pp > 2 and accelerator.is_one(self.device) and not is_fake():
+            # NCCL executes the operations of a communicator in order, even if their peers differ.
             mesh = replace(mesh, more_pp=mesh.message_groups(LANES - 1))
         mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in groups.stages})
 
@@ -282,6 +284,7 @@ class Mesh:
         """
         if self.layout.world_size == 1:
             return None
+        # Collectives of two threads in one group would have no common order on all ranks.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_of(_world())))
         self._adopt(group)
         return group
@@ -392,7 +395,8 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
         return None
 
     across = [list(column) for column in zip(*inside, strict=True)]
-    # All ranks create their inside group first.
+    # All ranks create their inside group first. Ranks outside of `group` do not take part, so the
+    # creation must not synchronise with them.
     this_rank = dist.get_rank()
     inside_group, across_group = (
         _with_default_timeout(dist.new_group(members, use_local_synchronization=True))
@@ -404,10 +408,10 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
 
 def _node_of_each_rank() -> list[int]:
     """Return the machine of every rank of the run. Collective if the run spans several."""
-    here = place()
+    rank_info = place()
     nodes = [0] * dist.get_world_size()
-    if here.local_world_size != here.world_size and not is_fake():
-        dist.all_gather_object(nodes, here.node_rank)
+    if rank_info.local_world_size != rank_info.world_size and not is_fake():
+        dist.all_gather_object(nodes, rank_info.node_rank)
     return nodes
 
 
@@ -444,16 +448,17 @@ def build_mesh(
         ConfigError: The number of processes is not the layout's world size, or the settings of NCCL
             would have no effect.
     """
-    here = place()
-    device = local_device(device_type, here)
+    rank_info = place()
+    device = local_device(device_type, rank_info)
     is_new = not dist.is_initialized()
     finish_at_exit()
     if library is not None and (is_new or not is_fake()):
         tell_library(library, device_type=device.type, group_exists=not is_new)
     if is_new:
-        _make_default_group(here, device, timeout, host_tensors=host_tensors)
+        _make_default_group(rank_info, device, timeout, host_tensors=host_tensors)
     _check_world_size(layout, is_new=is_new)
     if on_default_group is not None:
+        # Groups that are created later get the timeout of the default group, which this may change.
         on_default_group()
 
     # `fully_shard` needs a dimension to shard over even if it has one rank. No other dimension of
@@ -481,6 +486,7 @@ def _check_world_size(layout: Layout, *, is_new: bool) -> None:
     if world_size == layout.world_size:
         return
     if is_new:
+        # The caller may try another layout.
         dist.destroy_process_group()
     rule = f"the layout needs {layout.world_size} processes and {world_size} exist"
     raise ConfigError(Problem("parallel", str(layout), rule, f"start {layout.world_size}"))
@@ -511,9 +517,9 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         ConfigError: No meeting point is configured.
     """
     if not dist.is_initialized():
-        here = place()
+        rank_info = place()
         finish_at_exit()
-        _make_default_group(here, local_device(None, here), timeout, host_tensors=False)
+        _make_default_group(rank_info, local_device(None, rank_info), timeout, host_tensors=False)
 
 
 def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
@@ -521,37 +527,39 @@ def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
     `edp` is always present, because experts may be sharded over it even if it has one rank.
     """
+    # In the order of the ranks: neighbouring ranks have different experts.
     degrees = {"pp": layout.pp, "edp": layout.stage_ranks // layout.ep, "ep": layout.ep}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "edp"}
     return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
-def local_device(device_type: str | None, here: RankInfo) -> torch.device:
+def local_device(device_type: str | None, rank_info: RankInfo) -> torch.device:
     """Return the device of this process, and make a GPU the current device.
 
     Args:
         device_type: `cuda` or `cpu`. By default a GPU is used if there is one.
-        here: Place of this process.
+        rank_info: Place of this process.
     """
     kind = device_type or accelerator.available_type()
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, here.local_rank)
+    device = torch.device(kind, rank_info.local_rank)
     accelerator.use(device)
     return device
 
 
 def _make_default_group(
-    here: RankInfo, device: torch.device, timeout: timedelta, *, host_tensors: bool
+    rank_info: RankInfo, device: torch.device, timeout: timedelta, *, host_tensors: bool
 ) -> None:
-    is_single = here.world_size == 1
-    # Processes may start at different times, so they wait longer than a collective does.
+    is_single = rank_info.world_size == 1
+    # Processes may start at different times, so they wait longer than a collective does. With a
+    # device torch creates NCCL's communicator now, and not in the first collective.
     start_timeout = timeout if is_single else max(timeout, DEFAULT_TIMEOUT)
     dist.init_process_group(
         accelerator.backend(device, host_tensors=host_tensors),
-        store=store_of_next_group(here, start_timeout),
-        rank=here.rank,
-        world_size=here.world_size,
+        store=store_of_next_group(rank_info, start_timeout),
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
         timeout=start_timeout,
         device_id=device if accelerator.is_one(device) and not is_single else None,
     )

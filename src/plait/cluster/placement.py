@@ -6,6 +6,7 @@ of a tensor-parallel group are neighbours. The module only computes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from plait.cluster.layout import AXES, Layout
@@ -45,7 +46,9 @@ def crossings(layout: Layout, topology: Topology) -> tuple[Crossing, ...]:
             )
         )
 
-    node_of_rank = [index for index, node in enumerate(topology.nodes) for _ in range(node.devices)]
+    node_of_rank: list[int] = []
+    for index, node in enumerate(topology.nodes):
+        node_of_rank += [index] * node.devices
     crossing_axes = []
     for axis in AXES:
         if getattr(layout, axis) == 1:
@@ -89,11 +92,9 @@ def warning(layout: Layout, topology: Topology) -> str | None:
 
 def _tp_inside_nodes(topology: Topology, largest: int) -> list[int]:
     """Return the degrees of tp up to `largest` with which no group spans machines."""
-    return [
-        degree
-        for degree in range(1, largest + 1)
-        if all(node.devices % degree == 0 for node in topology.nodes)
-    ]
+    # Groups are neighbouring ranks, so no group spans machines if the degree divides all of them.
+    common = math.gcd(*(node.devices for node in topology.nodes))
+    return [degree for degree in range(1, largest + 1) if common % degree == 0]
 
 
 def grid(layout: Layout, topology: Topology) -> list[list[str]]:

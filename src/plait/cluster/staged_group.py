@@ -33,11 +33,11 @@ def make_default_group(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
 
     Groups that are created later have the same backend.
     """
-    here = place()
+    rank_info = place()
     register_backend()
-    store = store_of_next_group(here, timeout)
+    store = store_of_next_group(rank_info, timeout)
     dist.init_process_group(
-        BACKEND, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout
+        BACKEND, store=store, rank=rank_info.rank, world_size=rank_info.world_size, timeout=timeout
     )
 
 
@@ -124,6 +124,7 @@ class StagedGroup(_PythonGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         tensors = list(tensors)
         staged = _to_host(tensors)
+        # gloo treats the tensors of a list as addends of one sum.
         for tensor in staged:
             self._gloo.allreduce([tensor], _reduction(opts)).wait()
         return _finish(tensors, staged)
@@ -151,13 +152,15 @@ class StagedGroup(_PythonGroup):
         return _finish(flat, staged)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        columns = [[row[index] for row in outputs] for index in range(len(inputs))]
+        # `outputs` has a row per rank here, and a row per input in `allgather`.
+        columns = list(zip(*outputs, strict=True))
         return self.allgather(columns, inputs)
 
     def all_gather_single(
         self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         staged = _empty_on_host(output)
+        # One view per rank, [ranks][numel of a shard].
         rows = list(staged.view(self.size(), -1))
         (host_shard,) = _to_host([shard])
         self._gloo.allgather([rows], [host_shard.view(-1)]).wait()
@@ -172,6 +175,7 @@ class StagedGroup(_PythonGroup):
         for output, row in zip(outputs, inputs, strict=True):
             (staged,) = _to_host([_concatenated(row)])
             self._gloo.allreduce([staged], _reduction(opts)).wait()
+            # Shards may have different sizes.
             start = sum(tensor.numel() for tensor in row[: self.rank()])
             _finish([output], [staged[start : start + output.numel()].view(output.shape)])
         return StagedWork(list(outputs))
@@ -181,6 +185,7 @@ class StagedGroup(_PythonGroup):
     ) -> dist.Work:
         (staged,) = _to_host([full])
         self._gloo.allreduce([staged], _reduction(opts)).wait()
+        # [ranks x n, ...] -> [n, ...]
         shard = staged.view(self.size(), -1)[self.rank()]
         return _finish([output], [shard.view(output.shape)])
 

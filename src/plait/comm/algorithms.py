@@ -105,6 +105,7 @@ def _single_call(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
 
 
 def _reduce_scatter_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
+    # Every rank sums one shard, and then all ranks gather the sums.
     stacked = padded(tensor, group.size())
     shard = stacked.new_empty(stacked.numel() // group.size())
     yield from reduce_scatter_steps(shard, stacked, group)
@@ -113,6 +114,7 @@ def _reduce_scatter_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -
 
 
 def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
+    # Between machines each rank only sends its shard, which is 1/g of the tensor.
     stacked = padded(tensor, levels.inside.size())
     shard = stacked.new_empty(stacked.numel() // levels.inside.size())
     yield from reduce_scatter_steps(shard, stacked, levels.inside)
@@ -128,7 +130,8 @@ def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
     following = (rank + 1) % ranks
     previous = (rank - 1) % ranks
     stacked = padded(tensor, ranks)
-    chunks = stacked.view(ranks, -1)  # [ranks, n / ranks]
+    # [n] -> [ranks, n / ranks]
+    chunks = stacked.view(ranks, -1)
     arriving = torch.empty_like(chunks[0])
 
     for step in range(ranks - 1):
@@ -136,6 +139,7 @@ def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
         yield exchange(outgoing, arriving, group, to=following, source=previous)
         chunks[(rank - step - 1) % ranks].add_(arriving)
 
+    # This rank has the sum of chunk `rank + 1` now.
     for step in range(ranks - 1):
         outgoing = chunks[(rank + 1 - step) % ranks]
         incoming = chunks[(rank - step) % ranks]
@@ -212,7 +216,8 @@ def reduce_scatter_steps(
     # gloo's own reduce-scatter is slower than an all-to-all and a local sum.
     shards = torch.empty_like(stacked)
     yield [_launched(dist.all_to_all_single(shards, stacked, group=group, async_op=True))]
-    torch.sum(shards.view(group.size(), -1), 0, out=output)  # [ranks, n] -> [n]
+    # [ranks, n] -> [n]
+    torch.sum(shards.view(group.size(), -1), 0, out=output)
 
 
 def exchange(

@@ -129,6 +129,7 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
         # the end.
         return _shortened(gathered, dim, length)
 
+    # The collective stacks shards along dim 0: [ranks x shape[0], ...].
     stacked = x.new_empty(ranks * shape[0], *shape[1:])
     all_gather_single(stacked, x.contiguous(), group=group)
     shards = list(stacked.chunk(ranks))

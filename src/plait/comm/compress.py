@@ -496,7 +496,8 @@ class QuantisedAllGather(AllGather):
             return
         ranks = group.size()
         packing = Packing.of(self._segments, self._bits, numel=input_tensor.numel())
-        packed = packing.pack(input_tensor.view(1, -1))  # [1, row_bytes]
+        # [1, row_bytes]
+        packed = packing.pack(input_tensor.view(1, -1))
         gathered = packed.new_empty(ranks * packed.shape[1])
         all_gather_single(gathered, packed[0], group=group)
         output_tensor.view(ranks, -1).copy_(packing.unpack(gathered.view(ranks, -1), dtype))
@@ -593,9 +594,10 @@ class QuantisedReduceScatter(ReduceScatter):
         by_position = packed.view(across.size(), inside.size(), -1).transpose(0, 1).contiguous()
         received = _all_to_all(by_position.view(inside.size(), -1), inside)
         received = received.view(inside.size(), across.size(), -1)
+        # [positions, machines, bytes] -> [machines, n]
         sums = torch.stack(
             [packing.unpack_sum(received[:, node], dtype) for node in range(across.size())]
-        )  # [machines, n]
+        )
         return packing.unpack_sum(_all_to_all(packing.pack(sums), across), dtype)
 
 

@@ -375,9 +375,11 @@ def _sum_bucket(buckets: Buckets) -> None:
 
 def _timed(operation: Operation, group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds of an operation that all ranks start together."""
+    # Otherwise the time would include waiting for ranks that are not ready.
     dist.barrier(group=group)
     began = time.perf_counter()
     operation()
+    # On a device the call has only queued the operation.
     accelerator.synchronize(device)
     return time.perf_counter() - began
 
@@ -392,4 +394,5 @@ def _median_of_slowest(
     flat = [seconds for times in samples for seconds in times]
     values = torch.tensor(flat, dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return [float(times.quantile(0.5)) for times in values.split([len(times) for times in samples])]
+    counts = [len(times) for times in samples]
+    return [float(times.quantile(0.5)) for times in values.split(counts)]

@@ -45,7 +45,8 @@ def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.Proc
     dist.all_to_all_single(shards, stacked, group=group)
     ranks = group.size()
     if ranks <= _MOST_ORDERED_ROWS or isinstance(shards, FakeTensor):
-        torch.sum(shards.view(ranks, *output.shape), 0, out=output)  # [ranks, n, ...] -> [n, ...]
+        # [ranks, n, ...] -> [n, ...]
+        torch.sum(shards.view(ranks, *output.shape), 0, out=output)
     else:
         add_in_order(list(shards.view(ranks, -1)), [output.view(-1)])
 

@@ -99,6 +99,7 @@ def find_links(
     links, how = _broadcast(group, (measured, f"measured at the start in {duration:.1f} s{reason}"))
     assert links is not None
 
+    # There may be several groups along the dimension. One of them writes the file.
     if kept is not None and dist.get_rank() == 0:
         kept.parent.mkdir(parents=True, exist_ok=True)
         facts = {

@@ -197,6 +197,7 @@ class Watch:
     def _find_peers(self, group: dist.ProcessGroup) -> dict[int, _Peer]:
         """Return the ranks on this machine, this one included. Collective."""
         assert self.board is not None
+        # Other processes open the files of this one through /proc, so they need no names.
         stack = anonymous_file("plait-stacks")
         faulthandler.register(stacks.SIGNAL, file=stack, all_threads=True)
         this_rank = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
