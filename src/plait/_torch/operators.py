@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # One kernel for many tensors. `foreach_unscale_` multiplies 16-bit tensors by a float32 factor
-# without rounding the factor to 16 bits, as `foreach_mul_` does.
+# without rounding the factor to 16 bits.
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_

@@ -45,48 +45,62 @@ def follow_root(
         embeddings: Units of embeddings, in the order in which they are gathered.
         heads: Units of heads.
     """
-    assert isinstance(root, nn.Module)
-    embedding_units = [_OuterUnit(module) for module in embeddings]
-    units = [*embedding_units, *(_OuterUnit(module) for module in heads)]
-    for unit in embedding_units:
-        unit.group.unshard_in_backward = False
-    state: Any = root._get_fsdp_state()
-    root_pre_backward = state._pre_backward
+    _OuterUnits(
+        root,
+        [_OuterUnit(module) for module in embeddings],
+        [_OuterUnit(module) for module in heads],
+    )
 
-    def before_forward(*_: object) -> None:
-        for unit in units:
+
+class _OuterUnits:
+    """Hooks of the root that gather and free its outer units."""
+
+    def __init__(
+        self, root: FSDPModule, embeddings: Sequence[_OuterUnit], heads: Sequence[_OuterUnit]
+    ) -> None:
+        assert isinstance(root, nn.Module)
+        self._embeddings = embeddings
+        self._units = [*embeddings, *heads]
+        for unit in embeddings:
+            # The backward of an embedding does not read the weight.
+            unit.group.unshard_in_backward = False
+        state: Any = root._get_fsdp_state()
+        self._root_pre_backward = state._pre_backward
+        state._pre_backward = self._pre_backward
+        # These hooks run after torch's pre-forward hook and before torch's post-forward hook of the
+        # root.
+        root.register_forward_pre_hook(self._before_forward)
+        root.register_forward_hook(self._after_forward, prepend=True)
+        root.register_forward_hook(self._leave_forward, always_call=True)
+
+    def _before_forward(self, *_: object) -> None:
+        for unit in self._units:
             unit.begin()
-        for unit in embedding_units:
+        for unit in self._embeddings:
             unit.gather(TrainingState.FORWARD)
 
-    def after_forward(*_: object) -> None:
-        for unit in units:
+    def _after_forward(self, *_: object) -> None:
+        for unit in self._units:
             unit.end()
+            # Other ranks may have run the unit, and all ranks must issue the same gathers.
             if not unit.has_run:
                 unit.gather(TrainingState.FORWARD)
-        for unit in embedding_units:
+        for unit in self._embeddings:
             if not unit.has_run and not unit.is_read_elsewhere:
                 unit.free()
 
-    def leave_forward(*_: object) -> None:
-        for unit in units:
+    def _leave_forward(self, *_: object) -> None:
+        for unit in self._units:
             unit.end()
 
-    def pre_backward(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = root_pre_backward(gradient)
+    def _pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = self._root_pre_backward(gradient)
         # Another forward may have freed these units since. Their own backward hooks are not enough,
         # because their own forward may not have run.
-        for unit in units:
+        for unit in self._units:
             if unit.is_read_elsewhere:
                 unit.gather(TrainingState.PRE_BACKWARD)
         return gradient
-
-    state._pre_backward = pre_backward
-    # These hooks run after torch's pre-forward hook and before torch's post-forward hook of the
-    # root.
-    root.register_forward_pre_hook(before_forward)
-    root.register_forward_hook(after_forward, prepend=True)
-    root.register_forward_hook(leave_forward, always_call=True)
 
 
 class _OuterUnit:
@@ -123,7 +137,7 @@ class _OuterUnit:
             # That is harmless here: a head stays gathered, and an embedding's backward needs no
             # weight.
             if torch.is_grad_enabled():
-                # A list on torch 2.11, where `watch_dataclasses` passes the tensors of the output.
+                # A list on torch 2.11, where `watch_shards` passes the tensors of the output.
                 for leaf in tree_leaves(output):
                     if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                         leaf.register_hook(state._pre_backward)

@@ -31,7 +31,7 @@ def watch_shards(module: FSDPModule) -> None:
     """
     _search_dataclasses(module)
     for group in parameter_groups(module):
-        _watch_group(group)
+        _WatchedGroup(group)
 
 
 def _search_dataclasses(module: FSDPModule) -> None:
@@ -82,62 +82,67 @@ class _RefuseLossGradient:
         )
 
 
-def _watch_group(group: Any) -> None:
-    # The storage object is referenced, so that no new storage can get its address.
-    shards = {p: (p.sharded_param, *_content(p.sharded_param)) for p in group.fsdp_params}
-    versions: dict[Any, int] = {}
-    pre_forward = group.pre_forward
-    reshard = group.reshard
-    unshard = group.unshard
-    wait_for_unshard = group.wait_for_unshard
+class _WatchedGroup:
+    """Replaced methods of a unit's parameter group that check the shards."""
 
-    def refuse_reading() -> None:
-        if group.mesh_info.mesh.size() == 1:
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        # The storage object is referenced, so that no new storage can get its address.
+        self._shards = {p: (p.sharded_param, *_content(p.sharded_param)) for p in group.fsdp_params}
+        self._versions: dict[Any, int] = {}
+        """Version counters of the gathered parameters after the last gather."""
+        self._pre_forward = group.pre_forward
+        self._reshard = group.reshard
+        self._unshard = group.unshard
+        self._wait_for_unshard = group.wait_for_unshard
+        self._refuse_loss_gradients()
+        group.pre_forward = self._check_and_run_forward
+        group.reshard = self._check_and_reshard
+        group.unshard = self._unshard_outside_inference_mode
+        group.wait_for_unshard = self._wait_and_record_versions
+
+    def _refuse_loss_gradients(self) -> None:
+        if self._group.mesh_info.mesh.size() == 1:
             # The shard of a single rank is the full parameter, and its gradient is complete.
             return
-        for p in group.fsdp_params:
+        for p in self._group.fsdp_params:
             shard = p.sharded_param
             if shard.requires_grad and not _refuses_loss_gradient(shard):
                 shard.register_hook(_RefuseLossGradient(p))
 
-    def check_and_run_forward(*args: Any) -> Any:
+    def _check_and_run_forward(self, *args: Any) -> Any:
         # A parameter that was frozen before may train now.
-        refuse_reading()
-        for p in group.fsdp_params:
-            _check_shard(p, shards, gathered=group.is_unsharded)
-        return pre_forward(*args)
+        self._refuse_loss_gradients()
+        for p in self._group.fsdp_params:
+            _check_shard(p, self._shards, gathered=self._group.is_unsharded)
+        return self._pre_forward(*args)
 
-    # Inference tensors cannot be saved for a backward. The gathered parameters are allocated once
-    # and used by evaluation and training.
-    def unshard_outside_inference_mode(async_op: bool = False) -> None:
+    # Autograd cannot save inference tensors. The gathered parameters are allocated once and used by
+    # evaluation and training.
+    def _unshard_outside_inference_mode(self, async_op: bool = False) -> None:
         with torch.inference_mode(False):
-            unshard(async_op)
+            self._unshard(async_op)
 
-    def wait_and_record_versions() -> None:
-        if group._all_gather_result is None:
+    def _wait_and_record_versions(self) -> None:
+        if self._group._all_gather_result is None:
             return
         with torch.inference_mode(False):
-            wait_for_unshard()
-        versions.update({p: p._unsharded_param._version for p in group.fsdp_params})
+            self._wait_for_unshard()
+        for p in self._group.fsdp_params:
+            self._versions[p] = p._unsharded_param._version
 
-    def check_and_reshard() -> None:
-        if group.is_unsharded:
-            for p, version in versions.items():
+    def _check_and_reshard(self) -> None:
+        if self._group.is_unsharded:
+            for p, version in self._versions.items():
                 if p._unsharded_param._version != version:
-                    versions.clear()
+                    self._versions.clear()
                     raise InputError(
                         f"{_name(p)} was written to while its shards were gathered (in the forward,"
                         " between forward and backward, or between micro-batches), and its shards"
                         " would not change: write to parameters between steps, store what a forward"
                         " changes in buffers, or use ZeRO stage 0"
                     )
-        reshard()
-
-    refuse_reading()
-    group.pre_forward = check_and_run_forward
-    group.reshard = check_and_reshard
-    group.unshard = unshard_outside_inference_mode
-    group.wait_for_unshard = wait_and_record_versions
+        self._reshard()
 
 
 def _content(shard: DTensor) -> tuple[torch.UntypedStorage, torch.Tensor]:

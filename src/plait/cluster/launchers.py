@@ -141,7 +141,7 @@ def _claim(environment: Mapping[str, str], names: LauncherVariables, size_name: 
     local_world_size = _integer_or_none(environment, local_size_name)
     meeting_point = None
     if names.launcher == "srun":
-        # Slurm has no variable with the number of tasks on this machine.
+        # Slurm lists the numbers of tasks of all machines in one variable.
         local_size_name = "SLURM_STEP_TASKS_PER_NODE"
         if local_size_name in environment and node_rank is not None:
             counts = tasks_per_node(environment[local_size_name])

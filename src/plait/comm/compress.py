@@ -240,8 +240,8 @@ def part_of(numel: Any, ranks: Any) -> Any:
 class _FactoredMatrix:
     """Matrix of a bucket that is sent as factors, `left.T @ right`.
 
-    The factors have the shapes [rank, rows] and [rank, columns]. Products with the matrix are
-    several times as fast on a CPU as with their transposes.
+    The factors have the shapes [rank, rows] and [rank, columns]. With the transposed shapes, their
+    products with the matrix would take several times as long on a CPU.
 
     Attributes:
         offset: First element of the matrix in the bucket.
