@@ -1,6 +1,6 @@
 """Process groups: their backends, timeouts and names, and groups of simulated ranks.
 
-Patched behaviour: `delivered_at_once` and `splits_named_alike` replace functions of torch inside
+Patched behaviour: `delivered_at_once` and `consistent_split_names` replace functions of torch inside
 their blocks.
 """
 
@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 GroupClass = TypeVar("GroupClass", bound=type)
 
 
-def flattened(mesh: DeviceMesh) -> DeviceMesh:
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh of one dimension with all ranks of `mesh`. Collective.
 
     It creates a process group.
@@ -33,7 +33,7 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
 
 
 @contextmanager
-def splits_named_alike(number: int) -> Iterator[None]:
+def consistent_split_names(number: int) -> Iterator[None]:
     """Give process groups that are split inside the block the same name on all of their ranks.
 
     torch builds the name from the number of groups that the process is in. That number differs
@@ -92,12 +92,12 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
         group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
-def give_timeout(group: dist.ProcessGroup, of: dist.ProcessGroup) -> None:
-    """Set the timeout of `group` to that of the group `of`.
+def copy_timeout(group: dist.ProcessGroup, source: dist.ProcessGroup) -> None:
+    """Set the timeout of `group` to that of the group `source`.
 
     torch gives every new group the default timeout of its backend, not that of the default group.
     """
-    options = _backend_options(of)
+    options = _backend_options(source)
     if not options:
         # The backend of a fake group has no options.
         return
@@ -126,7 +126,7 @@ _NAMES_BEFORE_2_13 = {
 """Names of process group methods before torch 2.13, keyed by the names since then."""
 
 
-def with_called_names(group_class: GroupClass) -> GroupClass:
+def add_legacy_names(group_class: GroupClass) -> GroupClass:
     """Add methods under the names that torch 2.11 and 2.12 call. Class decorator.
 
     Args:
@@ -138,7 +138,7 @@ def with_called_names(group_class: GroupClass) -> GroupClass:
     return group_class
 
 
-def give_backend(group: dist.ProcessGroup, backend: Any) -> None:
+def register_cpu_backend(group: dist.ProcessGroup, backend: Any) -> None:
     """Register the CPU backend of a process group that is written in Python.
 
     torch reads the name and the timeout of the group from it.

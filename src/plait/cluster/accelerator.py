@@ -218,6 +218,7 @@ def release_cached_memory(device: torch.device) -> None:
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
     """Let allocations of this process fail if it would use more than `nbytes` of a device."""
+    # torch takes the limit as a fraction of the device's memory.
     _module().set_per_process_memory_fraction(nbytes / capacity_bytes(device.index), device)
 
 

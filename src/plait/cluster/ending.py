@@ -67,6 +67,7 @@ def end_groups(groups: Collection[dist.ProcessGroup]) -> None:
         let_threads_finish()
         forget_meshes()
         for group in groups:
+            # torch raises ValueError for a group that was destroyed before.
             with suppress(ValueError):
                 dist.destroy_process_group(group)
 
@@ -105,6 +106,7 @@ def _has_busy_thread() -> bool:
         with suppress(OSError, ValueError):
             # `NUMBER (NAME) STATE ...`, where the name may have parentheses.
             name, _, fields = task.read_text().partition("(")[2].rpartition(")")
+            # S is the state of a thread that sleeps until an event.
             if name == _GLOO_THREAD and not fields.startswith(" S"):
                 return True
     return False

@@ -135,6 +135,7 @@ class Layout:
         reversed_coordinates = {}
         for axis in reversed(AXES):
             rank, reversed_coordinates[axis] = divmod(rank, getattr(self, axis))
+        # The result is in the order of AXES.
         coordinates = {axis: reversed_coordinates[axis] for axis in AXES}
         if self.ep > 1:
             stage_rank = self._rank_in_stage(coordinates)
@@ -147,6 +148,7 @@ class Layout:
         Dimensions that are not passed are 0.
         """
         if not coordinates.keys().isdisjoint(EXPERT_AXES):
+            # Replace the coordinates along EXPERT_AXES by those along STAGE_AXES.
             stage_rank = coordinates.get("edp", 0) * self.ep + coordinates.get("ep", 0)
             for axis in reversed(STAGE_AXES):
                 stage_rank, coordinates[axis] = divmod(stage_rank, getattr(self, axis))

@@ -199,4 +199,5 @@ def _unknown_key(field: str, key: object, known: tuple[str, ...]) -> Problem:
 
 
 def _is_count(value: object) -> bool:
+    # True and False are of type int too.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

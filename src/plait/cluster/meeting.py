@@ -53,6 +53,7 @@ def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
         )
         _met[address] = _SharedStore(store)
     shared = _met[address]
+    # Creating a default group is collective, so all ranks use the same number.
     shared.groups += 1
     shared.store.set_timeout(timeout)
     return dist.PrefixStore(f"plait/default_group/{shared.groups}", shared.store)

@@ -24,14 +24,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from plait._torch.groups import flattened, give_timeout, set_timeout, splits_named_alike, timeout_of
+from plait._torch.groups import (
+    consistent_split_names,
+    copy_timeout,
+    flatten_mesh,
+    set_timeout,
+    timeout_of,
+)
 from plait.cluster import accelerator
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
 from plait.cluster.meeting import store_of_next_group
 from plait.cluster.nccl import Library
-from plait.cluster.topology import RankInfo, place, tell_library
+from plait.cluster.topology import RankInfo, export_library_settings, place
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -94,6 +100,7 @@ class GroupUse:
         users: Uses of the same group. The new one is added.
     """
 
+    # The set is weak, so that a mesh that was garbage-collected without `close` does not count.
     def __init__(self, users: weakref.WeakSet[GroupUse]) -> None:
         self.users = users
         users.add(self)
@@ -229,7 +236,7 @@ class Mesh:
         """
         combinations = dict.fromkeys(map(self._used, (*COMBINED, self.norm_axes, *groups.axes)))
         combined = {
-            axes: self._adopt(flattened(self.sub(*axes)).get_group())
+            axes: self._adopt(flatten_mesh(self.sub(*axes)).get_group())
             for axes in combinations
             if len(axes) > 1
         }
@@ -418,7 +425,7 @@ def _node_of_each_rank() -> list[int]:
 def _with_default_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Give a group the timeout of the default group, which the user may have set."""
     if not is_fake(group):
-        give_timeout(group, _world())
+        copy_timeout(group, _world())
     return group
 
 
@@ -453,7 +460,7 @@ def build_mesh(
     is_new = not dist.is_initialized()
     finish_at_exit()
     if library is not None and (is_new or not is_fake()):
-        tell_library(library, device_type=device.type, group_exists=not is_new)
+        export_library_settings(library, device_type=device.type, group_exists=not is_new)
     if is_new:
         _make_default_group(rank_info, device, timeout, host_tensors=host_tensors)
     _check_world_size(layout, is_new=is_new)
@@ -465,7 +472,7 @@ def build_mesh(
     # degree 1 has a group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     degrees = tuple(getattr(layout, axis) for axis in names)
-    with splits_named_alike(_next_mesh_number(device)):
+    with consistent_split_names(_next_mesh_number(device)):
         device_mesh = init_device_mesh(device.type, degrees, mesh_dim_names=names)
         expert_mesh = _expert_mesh(layout, device) if layout.ep > 1 else None
         use = _use_default_group(is_new=is_new)

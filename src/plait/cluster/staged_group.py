@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from plait._torch.groups import give_backend, make_gloo, with_called_names
+from plait._torch.groups import add_legacy_names, make_gloo, register_cpu_backend
 from plait.cluster import accelerator
 from plait.cluster.meeting import store_of_next_group
 from plait.cluster.mesh import DEFAULT_TIMEOUT
@@ -99,7 +99,7 @@ class StagedWork(dist.Work):
 _PythonGroup: Any = dist.ProcessGroup
 
 
-@with_called_names
+@add_legacy_names
 class StagedGroup(_PythonGroup):
     """Process group that stages tensors in host memory.
 
@@ -116,7 +116,7 @@ class StagedGroup(_PythonGroup):
         # The base class has two constructors. The one with these arguments is for Python.
         super().__init__(rank, size)
         self._gloo = make_gloo(store, rank, size, timeout)
-        give_backend(cast(dist.ProcessGroup, self), self._gloo)
+        register_cpu_backend(cast(dist.ProcessGroup, self), self._gloo)
 
     def getBackendName(self) -> str:
         return BACKEND

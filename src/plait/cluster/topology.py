@@ -100,7 +100,7 @@ def discover() -> Topology:
     return Topology(tuple(nodes), device_type, _device_memory_bytes(gpus, per_node))
 
 
-def tell_library(library: Library, *, device_type: str, group_exists: bool) -> None:
+def export_library_settings(library: Library, *, device_type: str, group_exists: bool) -> None:
     """Set the variables of NCCL for this process.
 
     Args:

@@ -113,7 +113,7 @@ class Reading:
     line: str = ""
 
 
-def described(shape: Sequence[int], dtype: object) -> str:
+def describe_tensor(shape: Sequence[int], dtype: object) -> str:
     """Return a shape and a dtype as text, for example `[1000] float32`."""
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from plait._torch.groups import default_store, process_group_of, timeout_of
 from plait._torch.operators import TorchDispatchMode, operator_name, tree_leaves
-from plait.comm.board import Wait, described
+from plait.comm.board import Wait, describe_tensor
 from plait.comm.stacks import is_library
 from plait.comm.watch import WATCH, users_line
 from plait.errors import CommunicationError
@@ -37,6 +37,8 @@ _UNCOMPARED = (
     "monitored_barrier_",
 )
 """Operators that not all ranks of the group call, or that do not communicate."""
+_MOST_SHAPES = 4
+"""Number of tensors of a call that are described."""
 _STORED_CALLS = 2
 """Number of descriptions per group and rank that stay in the store."""
 
@@ -103,7 +105,9 @@ class ComparedCollectives(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         operation = operation.strip("_")
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        shapes = " and ".join(described(tensor.shape, tensor.dtype) for tensor in tensors[:4])
+        shapes = " and ".join(
+            describe_tensor(tensor.shape, tensor.dtype) for tensor in tensors[:_MOST_SHAPES]
+        )
         caller = sys._getframe(2)
         call = _ComparedCall(
             name,

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import LANES
-from plait.comm.board import Wait, described
+from plait.comm.board import Wait, describe_tensor
 from plait.comm.failures import naming
 from plait.comm.watch import WATCH
 from plait.errors import CommunicationError
@@ -54,7 +54,7 @@ class Arriving:
                 if work.is_completed():
                     work.wait()
                     continue
-                shape = described(tensor.shape, tensor.dtype)
+                shape = describe_tensor(tensor.shape, tensor.dtype)
                 wait = Wait("message", "pp", time.monotonic(), shape=shape, missing=(self.source,))
                 with WATCH.waiting(wait):
                     work.wait()

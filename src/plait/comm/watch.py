@@ -138,7 +138,7 @@ class Watch:
         finally:
             self.board.waited()
 
-    def again(self, wait: Wait) -> None:
+    def update_wait(self, wait: Wait) -> None:
         """Publish a change of the wait inside of `waiting`."""
         if self.board is not None:
             self.board.wait(wait)

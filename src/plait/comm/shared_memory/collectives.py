@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from plait._torch.flat_collectives import all_gather_single
 from plait._torch.units import AllGather, ReduceScatter
-from plait.comm.board import described
+from plait.comm.board import describe_tensor
 from plait.comm.buckets import Flat
 from plait.comm.record import record
 from plait.comm.reduce_scatter import add_in_order, reduce_scatter
@@ -182,7 +182,7 @@ class SharedAllGather(_Slots, AllGather):
             staged = self._lease(slot, output_tensor.numel(), output_tensor.dtype)
             staged.view(self._host.ranks, -1)[self._host.rank].copy_(input_tensor.reshape(-1))
         # Ranks meet even without a slot, because they agree on the next slot here.
-        self._synchronize(count, described(output_tensor.shape, output_tensor.dtype))
+        self._synchronize(count, describe_tensor(output_tensor.shape, output_tensor.dtype))
         if staged is not None:
             output_tensor.view(-1).copy_(staged)
         if slot is not None:
@@ -341,7 +341,7 @@ class SharedReduceScatter(_Slots, ReduceScatter):
             staged = self._lease(slot, stacked.numel(), stacked.dtype)
             staged.copy_(stacked.reshape(-1))
         slots = self._synchronize(
-            count, described(stacked.shape, stacked.dtype), _NO_SLOT if slot is None else slot
+            count, describe_tensor(stacked.shape, stacked.dtype), _NO_SLOT if slot is None else slot
         )
 
         if _NO_SLOT in slots:
@@ -459,7 +459,7 @@ class SharedBuckets:
         for buffer in self.buffers:
             # The first write also places the pages near this rank.
             buffer.zero_()
-        self._shapes = [described([flat.numel], flat.dtype) for flat in flats]
+        self._shapes = [describe_tensor([flat.numel], flat.dtype) for flat in flats]
         self._calls = [0] * len(flats)
         """Number of calls of `start` for each buffer."""
         self._unsummed: list[int] = []

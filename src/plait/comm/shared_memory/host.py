@@ -151,7 +151,7 @@ class Host:
             global_missing = self._to_global(missing)
             if global_missing and global_missing != wait.missing:
                 wait = replace(wait, missing=global_missing)
-                WATCH.again(wait)
+                WATCH.update_wait(wait)
 
     def _to_global(self, ranks: list[int]) -> tuple[int, ...]:
         return tuple(self._global_ranks[rank] for rank in ranks)
