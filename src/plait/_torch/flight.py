@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Begun:
+class UnfinishedCollective:
     """A collective of this process that has begun and has not ended.
 
     Attributes:
@@ -56,7 +56,7 @@ class Begun:
     time_ns: int
 
 
-def begun_collectives() -> list[Begun]:
+def unfinished_collectives() -> list[UnfinishedCollective]:
     """Return the unfinished collectives of this process, oldest first.
 
     A call takes about a millisecond per hundred recorded collectives.
@@ -65,7 +65,7 @@ def begun_collectives() -> list[Begun]:
     return sorted(collectives, key=attrgetter("time_ns"))
 
 
-def _unfinished(dump_function: str) -> Iterator[Begun]:
+def _unfinished(dump_function: str) -> Iterator[UnfinishedCollective]:
     """Yield the unfinished collectives of one recorder."""
     dump = getattr(_distributed_c10d, dump_function, None)
     if dump is None:
@@ -86,7 +86,7 @@ def _unfinished(dump_function: str) -> Iterator[Begun]:
             ranks = tuple(distributed_c10d._world.pg_group_ranks[group])
 
         is_message = bool(entry.get("is_p2p"))
-        yield Begun(
+        yield UnfinishedCollective(
             operation=str(entry["profiling_name"]).rpartition(":")[2],
             group=name,
             description=description,

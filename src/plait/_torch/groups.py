@@ -1,7 +1,7 @@
 """Process groups: their backends, timeouts and names, and groups of simulated ranks.
 
-Patched behaviour: `delivered_at_once` and `consistent_split_names` replace functions of torch inside
-their blocks.
+Patched behaviour: `delivered_at_once` and `consistent_split_names` replace functions of torch
+inside their blocks.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ DIGEST_BITS = 32
 MOST_COLLECTIVES = 1 << 14
 """Collectives that `UnitOrder.take` returns at most. The digest covers older ones too."""
 _MULTIPLIER = 0x9E3779B1
-_RUNNING: list[weakref.ref[UnitOrder]] = []
+"""Odd factor that makes the digest depend on the order."""
+_LAST_ISSUER: list[weakref.ref[UnitOrder]] = []
 """Weak reference to the `UnitOrder` that issued a collective last. At most one entry."""
 
 
@@ -52,7 +53,7 @@ def last_collective() -> str:
 
     The result is empty before the first one.
     """
-    order = _RUNNING[0]() if _RUNNING else None
+    order = _LAST_ISSUER[0]() if _LAST_ISSUER else None
     return order.last if order is not None else ""
 
 
@@ -94,8 +95,10 @@ class UnitOrder:
         ]
         # Bounded, because evaluations append to it and only training steps empty it.
         self._collectives: deque[int] = deque(maxlen=MOST_COLLECTIVES)
+        """Codes of collectives: twice the index of the unit, plus 1 for a reduction."""
         self._digest = 0
         self._awaits_reduction = [False] * len(self._groups)
+        """Whether the backward of a unit has run and its reduction waits for later units."""
         self._calls = [0] * len(self._groups)
         """Calls of each block in forwards whose backward has not run."""
         self._runs_backward = False
@@ -153,10 +156,12 @@ class UnitOrder:
         return []
 
     def _description(self, code: int) -> str:
-        return f"{'reduction' if code % 2 else 'gathering'} of {self._names[code // 2]}"
+        index, is_reduction = divmod(code, 2)
+        return f"{'reduction' if is_reduction else 'gathering'} of {self._names[index]}"
 
-    def _note(self, code: int) -> None:
-        _RUNNING[:] = [self._reference]
+    def _record(self, code: int) -> None:
+        """Record that a collective begins."""
+        _LAST_ISSUER[:] = [self._reference]
         self._collectives.append(code)
         self._digest = (self._digest * _MULTIPLIER + code + 1) % (1 << DIGEST_BITS)
 
@@ -165,6 +170,7 @@ class UnitOrder:
         return group.is_unsharded or group._all_gather_result is not None
 
     def _ordered_gather(self, index: int, unshard: Callable[[bool], None]) -> Callable[..., None]:
+        """Return the replacement of a unit's `unshard`."""
         group = self._groups[index]
         replicas = getattr(group.mesh_info, "replicate_mesh_size", 1)
         # Units are gathered over the shard dimension only, and over one rank without a collective.
@@ -180,7 +186,7 @@ class UnitOrder:
                 if self._is_fixed:
                     self._gather_units(range(index))
                 if ranks > 1:
-                    self._note(2 * index)
+                    self._record(2 * index)
             unshard(async_op)
 
         return gather
@@ -201,6 +207,7 @@ class UnitOrder:
         self._gather_units(range(len(self._groups)))
 
     def _ordered_reduction(self, index: int) -> Callable[..., None]:
+        """Return the replacement of a unit's `post_backward`."""
         group = self._groups[index]
 
         def reduce(*_: object) -> None:
@@ -215,6 +222,8 @@ class UnitOrder:
         return reduce
 
     def _counted_registration(self, index: int, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the replacement of a unit's `_register_post_backward_hook`, which counts calls."""
+
         def register_and_count(args: Any, kwargs: Any) -> Any:
             registered = register(args, kwargs)
             # torch returns its arguments unchanged where no input requires a gradient.
@@ -232,7 +241,7 @@ class UnitOrder:
             for p in group.fsdp_params
         )
         if group.reduce_grads and trains:
-            self._note(2 * index + 1)
+            self._record(2 * index + 1)
         self._reductions[index]()
 
     def _begin_backward(self) -> None:

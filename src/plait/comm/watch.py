@@ -32,7 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from plait._torch.flight import Begun, begun_collectives
+from plait._torch.flight import UnfinishedCollective, unfinished_collectives
 from plait._torch.groups import set_timeout, timeout_of
 from plait._torch.unit_order import last_collective
 from plait.cluster.ending import end_process
@@ -99,7 +99,7 @@ class Watch:
         """Start of the phase, waits and line of the last observation."""
         self._looked = 0.0
         """Time of the last observation."""
-        self._begun: dict[Begun, float] = {}
+        self._unfinished: dict[UnfinishedCollective, float] = {}
         """Start of each recorded collective, by the monotonic clock."""
         self._reported = False
 
@@ -224,7 +224,7 @@ class Watch:
         self._peers = {}
         self.hang_cause = ""
         self._reported = False
-        self._begun = {}
+        self._unfinished = {}
 
     def _run(self, stop: threading.Event, board: Board) -> None:
         while not stop.wait(LOOK_SECONDS):
@@ -269,7 +269,7 @@ class Watch:
         )
         is_old = now - self._looked > board.timeout_seconds / 60
         if phase_start != since or is_near_deadline or is_old:
-            self._begun = self._starts(begun_collectives(), after=self._looked)
+            self._unfinished = self._starts(unfinished_collectives(), after=self._looked)
             self._looked = now
             waits = self._recorded_waits(now)
             line = self._line()
@@ -294,12 +294,14 @@ class Watch:
                 shape=collective.shapes,
                 members=collective.ranks,
             )
-            for collective, start in self._begun.items()
+            for collective, start in self._unfinished.items()
             if now - start >= _UNSEEN_SECONDS
         ]
         return tuple(waits[:_MOST_WAITS])
 
-    def _starts(self, collectives: Sequence[Begun], *, after: float) -> dict[Begun, float]:
+    def _starts(
+        self, collectives: Sequence[UnfinishedCollective], *, after: float
+    ) -> dict[UnfinishedCollective, float]:
         """Return the start of each collective by the monotonic clock.
 
         The recorder uses the system clock, which may be set while a collective waits. A collective
@@ -309,7 +311,7 @@ class Watch:
         system_now = time.time()
         starts = {}
         for collective in collectives:
-            start = self._begun.get(collective)
+            start = self._unfinished.get(collective)
             if not start:
                 age = system_now - collective.time_ns / 1e9
                 start = min(now, max(now - age, after))
