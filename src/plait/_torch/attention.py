@@ -144,7 +144,8 @@ def _flash_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float
     grad, output = (
         _padded(x.transpose(1, 2), query.shape[3]) for x in (softmax.grad, softmax.output)
     )
-    rng_state = query.new_empty(0)  # not read, because there is no dropout
+    # The state is not read, because there is no dropout.
+    rng_state = query.new_empty(0)
     gradients = torch.ops.aten._flash_attention_backward(
         grad,
         query,
@@ -199,7 +200,8 @@ def _efficient_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: f
         log_sum_exp = F.pad(
             log_sum_exp, (0, -log_sum_exp.shape[2] % _LOG_SUM_EXP_ALIGNMENT), value=inf
         )
-    rng_state = query.new_empty((), dtype=torch.int64)  # not read, because there is no dropout
+    # The state is not read, because there is no dropout.
+    rng_state = query.new_empty((), dtype=torch.int64)
     *gradients, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad,
         query,
@@ -252,7 +254,7 @@ EFFICIENT = FusedAttention(_efficient_forward, _efficient_backward, shares_heads
 def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return why FlashAttention does not support these heads, or an empty string if it does."""
     if dtype not in FLASH_DTYPES:
-        return f"FlashAttention computes no {_name(dtype)}"
+        return f"FlashAttention does not support {_name(dtype)}"
     if head_dim > _FLASH_HEAD_DIM:
         return f"FlashAttention takes head dimensions up to {_FLASH_HEAD_DIM}, not {head_dim}"
     if not _is_built("_flash_attention_forward"):
@@ -266,8 +268,8 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     # The backward needs more shared memory than these devices have. SDPA has the same condition.
     if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
         return (
-            f"FlashAttention's backward takes no head dimension of {head_dim} on compute capability"
-            f" {version}"
+            f"FlashAttention's backward does not support a head dimension of {head_dim} on compute"
+            f" capability {version}"
         )
     return ""
 
@@ -275,7 +277,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 def why_not_efficient(dtype: torch.dtype) -> str:
     """Return why efficient attention does not support a dtype, or an empty string if it does."""
     if dtype not in EFFICIENT_DTYPES:
-        return f"efficient attention computes no {_name(dtype)}"
+        return f"efficient attention does not support {_name(dtype)}"
     if not _is_built("_scaled_dot_product_efficient_attention"):
         return "this torch has no efficient attention"
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
@@ -286,7 +288,7 @@ def why_not_efficient(dtype: torch.dtype) -> str:
 def why_not_flex(dtype: torch.dtype, head_dim: int) -> str:
     """Return why FlexAttention does not compile for these heads, or an empty string if it does."""
     if dtype not in FLEX_DTYPES:
-        return f"FlexAttention computes no {_name(dtype)}"
+        return f"FlexAttention does not support {_name(dtype)}"
     if head_dim < _FLEX_HEAD_DIM:
         return f"FlexAttention takes head dimensions from {_FLEX_HEAD_DIM}, not {head_dim}"
     if find_spec("triton") is None:
