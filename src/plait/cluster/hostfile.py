@@ -90,7 +90,7 @@ def parse(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
             hosts[match["name"]] = Host(match["name"], tuple(range(int(match["slots"]))))
     if not hosts and not problems:
         problems.append(
-            Problem(source, None, "names no machine", "write one `name slots=N` a line")
+            Problem(source, None, "names no machine", "write one `name slots=N` per line")
         )
     refuse(problems)
     return tuple(hosts.values())

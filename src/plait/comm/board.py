@@ -211,7 +211,7 @@ class Board:
 
 
 def _no_room(error: OSError, path: Path | None) -> InputError:
-    purpose = "in which each of several processes says what it waits for"
+    purpose = "in which a process publishes what it waits for"
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         rule = (

@@ -195,7 +195,7 @@ def _read(
     links = groups.get(axis)
     current = (ranks, machines, hosts)
     if links is None or (links.ranks, links.machines, facts.get("hosts")) != current:
-        return None, ", because the ranks or machines are others than at the last start"
+        return None, ", because the ranks or machines differ from those of the last start"
     return links, ""
 
 

@@ -305,7 +305,7 @@ def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
     try:
         descriptor = anonymous_file("plait")
     except OSError as error:
-        return None, f"memory that processes share: {error.strerror}"
+        return None, f"memory to share between processes: {error.strerror}"
     nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
         os.ftruncate(descriptor, total)

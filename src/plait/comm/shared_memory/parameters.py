@@ -42,7 +42,10 @@ def share_parameters(model: nn.Module, host: Host) -> str:
     reasons = [reason for reason in results if reason]
     if not reasons:
         return ""
-    return f"{len(reasons)} of {len(units)} units are gathered all the same: {reasons[0]}"
+    return (
+        f"{len(reasons)} of {len(units)} units are still copied when they are gathered:"
+        f" {reasons[0]}"
+    )
 
 
 def _share_unit(unit: FSDPModule, host: Host) -> str:
