@@ -213,9 +213,9 @@ def describe(
         return GroupLinks(axis, 1, ranks, ring_level(ranks, inside))
 
     neighbour_link = inside if per_machine > 1 else network
-    whole = ring_level(ranks, neighbour_link, slow_steps=machines - 1, slow=network)
+    group_level = ring_level(ranks, neighbour_link, slow_steps=machines - 1, slow=network)
     if per_machine == 1:
-        return GroupLinks(axis, machines, 1, whole)
+        return GroupLinks(axis, machines, 1, group_level)
 
     # The groups across machines, one per local rank, run at the same time.
     shared_network = Link(network.latency_seconds, network.bytes_per_second / per_machine)
@@ -223,7 +223,7 @@ def describe(
         axis,
         machines,
         per_machine,
-        whole,
+        group_level,
         ring_level(per_machine, inside),
         ring_level(machines, shared_network),
     )

@@ -88,9 +88,9 @@ def measure_group(
     def operations(nbytes: int) -> dict[str, Operation]:
         return _basic_operations(group, device, nbytes, machines=machines) | algorithms(nbytes)
 
-    whole = _measure_level(operations, group, device, seconds)
+    group_level = _measure_level(operations, group, device, seconds)
     if levels is None:
-        return GroupLinks(axis, machines, group.size() // machines, whole)
+        return GroupLinks(axis, machines, group.size() // machines, group_level)
     inside, across = (
         _measure_level(
             partial(_basic_operations, level, device),
@@ -101,7 +101,7 @@ def measure_group(
         )
         for level in (levels.inside, levels.across)
     )
-    return GroupLinks(axis, machines, levels.inside.size(), whole, inside, across)
+    return GroupLinks(axis, machines, levels.inside.size(), group_level, inside, across)
 
 
 def measure_ways(
@@ -128,10 +128,10 @@ def measure_ways(
         largest_bytes: Size of the largest tensor, unless the fewest sizes need a larger one.
     """
     algorithms = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)
-    whole = _measure_level(
+    group_level = _measure_level(
         algorithms, group, device, seconds, most_rounds=_MOST_ROUNDS, largest_bytes=largest_bytes
     )
-    return GroupLinks(axis, machines, group.size() // machines, whole)
+    return GroupLinks(axis, machines, group.size() // machines, group_level)
 
 
 def compare_ways(

@@ -81,7 +81,7 @@ def find_links(
         difference = _difference_from_probe(links, group, device)
         if not difference:
             return Found(
-                links, f"measured when the run was started before ({kept}), and a probe agrees"
+                links, f"measured at an earlier start of the run ({kept}), and a probe agrees"
             )
         reason = difference
 
