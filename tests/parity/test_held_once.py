@@ -33,19 +33,19 @@ def written(rank: int, ranks: int) -> None:
     host = Host(dist.group.WORLD, label="the test")
     memory = SharedParameters(host, [5, 0, 1000], torch.float64)
     for step in range(50):
-        for index, row in enumerate(memory.rows):
+        for index, row in enumerate(memory.shards):
             row.fill_(100 * step + 10 * index + rank)
         if rank == step % ranks:
             time.sleep(0.001)
         memory.begin()
         memory.finish()
-        for index, whole in enumerate(memory.wholes):
+        for index, whole in enumerate(memory.full_buffers):
             expected = torch.tensor(
                 [100.0 * step + 10 * index + r for r in range(ranks)], dtype=torch.float64
             )
             assert torch.equal(
                 whole.view(ranks, -1),
-                expected.view(-1, 1).expand(ranks, memory.rows[index].numel()),
+                expected.view(-1, 1).expand(ranks, memory.shards[index].numel()),
             ), (step, index)
         memory.release()
 
@@ -158,7 +158,7 @@ def test_short_of_memory_a_unit_is_gathered(pool: Pool) -> None:
     whole = pool.run(2, trained, transported(config, "torch"), None)[0]
     short = pool.run(2, trained, transported(config, "auto"), None, False, 100_000)[0]
     assert (whole["losses"], whole["bits"]) == (short["losses"], short["bits"])
-    assert "units are gathered all the same: rank 0: " in short["said"]
+    assert "units are still copied when they are gathered: rank 0: " in short["said"]
     assert "to share, and" in short["said"]
     assert any(short["shared"]) and not all(short["shared"])
 

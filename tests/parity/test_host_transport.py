@@ -324,7 +324,7 @@ def not_here(rank: int, ranks: int) -> list[str]:
     group = dist.group.WORLD
     hindrances: list[tuple[str, Any]] = [
         ("_open", lambda offer, total: (None, "another machine")),
-        ("_unsupported", lambda: "another processor"),
+        ("_unsupported_platform", lambda: "another processor"),
     ]
     for target, value in hindrances:
         with on_one_rank(rank, target, value):

@@ -550,9 +550,9 @@ def test_timeout_of_a_group() -> None:
     assert groups.timeout_of(dist.group.WORLD) == 77.0
     other = dist.new_group([0])
     assert groups.timeout_of(other) != 77.0, (
-        "torch gives new groups the first one's time: give_timeout is not needed any more"
+        "torch gives new groups the first one's time: copy_timeout is not needed any more"
     )
-    groups.give_timeout(other, dist.group.WORLD)
+    groups.copy_timeout(other, dist.group.WORLD)
     assert groups.timeout_of(other) == 77.0
 
 
@@ -632,11 +632,11 @@ def test_splits_named_alike() -> None:
     """By their ranks, a number and their order; torch's own names follow from the groups that a process is in."""
     naming = distributed_c10d._hash_ranks_to_str
     torchs = naming([0, 1])
-    with groups.splits_named_alike(3):
+    with groups.consistent_split_names(3):
         first, second = (
             distributed_c10d._process_group_name([0, 1], use_hashed_name=True) for _ in range(2)
         )
-    with groups.splits_named_alike(3):
+    with groups.consistent_split_names(3):
         again = distributed_c10d._process_group_name([0, 1], use_hashed_name=True)
     assert first == again and len({first, second, torchs}) == 3
     assert distributed_c10d._hash_ranks_to_str is naming
@@ -1000,9 +1000,9 @@ def test_names_and_schemas_of_operators() -> None:
 
 def test_flattened() -> None:
     """One axis for all ranks of a mesh."""
-    assert groups.flattened(init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))).shape == (
-        2,
-    )
+    assert groups.flatten_mesh(
+        init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    ).shape == (2,)
 
 
 def test_scale_rates() -> None:

@@ -1,6 +1,7 @@
-"""Every private or unstable torch name that Plait needs, a file a theme; each has a test in
-tests/unit/test_torch_names.py.
+"""Access to the private and unstable names of torch, grouped by subject.
 
-A new torch release is checked by running that test. What these files change in torch they call
-patched behaviour. Nothing here holds state.
+No other package of Plait uses a private name of torch. Every name has a test in
+tests/unit/test_torch_names.py, so a new release of torch is checked by running that file. Modules
+that replace functions or attributes of torch call the result "patched behaviour". Code asks which
+names exist instead of comparing version numbers.
 """

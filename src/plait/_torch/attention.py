@@ -1,5 +1,6 @@
-"""Fused attention kernels of torch that return the log-sum-exp, so that parts of a softmax can be
-combined.
+"""Fused attention kernels of torch that return the log-sum-exp.
+
+With the log-sum-exp, softmaxes over different keys can be combined into one.
 
 All tensors are [batch, heads, tokens, head_dim]. A log-sum-exp is [batch, heads, queries] in
 float32 or wider. The output and the log-sum-exp that a backward receives may be those of a softmax
@@ -20,14 +21,16 @@ import torch
 import torch.nn.functional as F
 
 _ALIGNMENT = 8
-"""Multiple to which head dimensions are padded. Flash and efficient attention read 16 bytes at a
-time.
+"""Multiple to which head dimensions are padded.
+
+Flash and efficient attention read 16 bytes at a time.
 """
 _FLASH_HEAD_DIM = 256
 """Largest head dimension for which FlashAttention has kernels."""
 _LOG_SUM_EXP_ALIGNMENT = 32
-"""Multiple to which efficient attention pads the queries of its log-sum-exp. Its backward requires
-the padding.
+"""Multiple to which efficient attention pads the queries of its log-sum-exp.
+
+The backward requires the padding.
 """
 _FLEX_HEAD_DIM = 16
 """Smallest head dimension that FlexAttention compiles."""
@@ -39,10 +42,10 @@ FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Band:
-    """Keys that queries see, relative to the diagonal that ends at the last query and the last key.
+    """Keys that each query attends to, as a band around a diagonal of the attention matrix.
 
-    Query i of n sees key j of m if `i + m - n - left <= j <= i + m - n + right`. None means no
-    limit.
+    The diagonal ends at the last query and the last key. Query i of n attends to key j of m if
+    `i + m - n - left <= j <= i + m - n + right`. None means no limit.
     """
 
     left: int | None = None
@@ -61,7 +64,10 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Softmax(NamedTuple):
-    """Inputs of a backward that describe the softmax. They may be those over more keys."""
+    """Inputs of a backward that describe the softmax.
+
+    The softmax may be over more keys than the backward receives.
+    """
 
     grad: torch.Tensor
     """Gradient of the output."""
@@ -71,19 +77,22 @@ class Softmax(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Forward and backward of one kernel."""
+    """Forward and backward of one attention kernel.
+
+    Attributes:
+        forward: Function of query, key and value, the band, and the scale. Returns the output and
+            its log-sum-exp.
+        backward: Function of query, key and value, the softmax, the band, and the scale. Returns
+            the gradients of query, key and value.
+        shares_heads: Whether keys and values may have fewer heads than queries.
+        bands: Whether the kernel supports every band. Otherwise it supports only bands for which
+            `Band.is_square` returns True.
+    """
 
     forward: Callable[[Tensors, Band, float], tuple[torch.Tensor, torch.Tensor]]
-    """Takes query, key and value, the band and the scale. Returns the output and its log-sum-exp.
-    """
     backward: Callable[[Tensors, Softmax, Band, float], Tensors]
-    """Returns the gradients of query, key and value."""
     shares_heads: bool
-    """Whether keys and values may have fewer heads than queries."""
     bands: bool
-    """Whether the kernel supports every band. Otherwise it supports those with `Band.is_square`
-    only.
-    """
 
 
 def _cpu_forward(tensors: Tensors, band: Band, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +144,8 @@ def _flash_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float
     grad, output = (
         _padded(x.transpose(1, 2), query.shape[3]) for x in (softmax.grad, softmax.output)
     )
-    rng_state = query.new_empty(0)  # not read, because there is no dropout
+    # The state is not read, because there is no dropout.
+    rng_state = query.new_empty(0)
     gradients = torch.ops.aten._flash_attention_backward(
         grad,
         query,
@@ -159,9 +169,7 @@ def _flash_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float
 
 
 def _flash_inputs(tensors: Tensors) -> list[torch.Tensor]:
-    """Return the tensors as [batch, tokens, heads, width], with one aligned width and a contiguous
-    last dimension.
-    """
+    """Return the tensors as [batch, tokens, heads, width] with one aligned, contiguous width."""
     query, _, value = tensors
     width = _aligned(max(query.shape[3], value.shape[3]))
     return [_padded(x.transpose(1, 2), width) for x in tensors]
@@ -192,7 +200,8 @@ def _efficient_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: f
         log_sum_exp = F.pad(
             log_sum_exp, (0, -log_sum_exp.shape[2] % _LOG_SUM_EXP_ALIGNMENT), value=inf
         )
-    rng_state = query.new_empty((), dtype=torch.int64)  # not read, because there is no dropout
+    # The state is not read, because there is no dropout.
+    rng_state = query.new_empty((), dtype=torch.int64)
     *gradients, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad,
         query,
@@ -245,7 +254,7 @@ EFFICIENT = FusedAttention(_efficient_forward, _efficient_backward, shares_heads
 def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return why FlashAttention does not support these heads, or an empty string if it does."""
     if dtype not in FLASH_DTYPES:
-        return f"FlashAttention computes no {_name(dtype)}"
+        return f"FlashAttention does not support {_name(dtype)}"
     if head_dim > _FLASH_HEAD_DIM:
         return f"FlashAttention takes head dimensions up to {_FLASH_HEAD_DIM}, not {head_dim}"
     if not _is_built("_flash_attention_forward"):
@@ -259,18 +268,16 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     # The backward needs more shared memory than these devices have. SDPA has the same condition.
     if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
         return (
-            f"FlashAttention's backward takes no head dimension of {head_dim} on compute capability"
-            f" {version}"
+            f"FlashAttention's backward does not support a head dimension of {head_dim} on compute"
+            f" capability {version}"
         )
     return ""
 
 
 def why_not_efficient(dtype: torch.dtype) -> str:
-    """Return why torch's memory-efficient attention does not support a dtype, or an empty string if
-    it does.
-    """
+    """Return why efficient attention does not support a dtype, or an empty string if it does."""
     if dtype not in EFFICIENT_DTYPES:
-        return f"efficient attention computes no {_name(dtype)}"
+        return f"efficient attention does not support {_name(dtype)}"
     if not _is_built("_scaled_dot_product_efficient_attention"):
         return "this torch has no efficient attention"
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
@@ -281,7 +288,7 @@ def why_not_efficient(dtype: torch.dtype) -> str:
 def why_not_flex(dtype: torch.dtype, head_dim: int) -> str:
     """Return why FlexAttention does not compile for these heads, or an empty string if it does."""
     if dtype not in FLEX_DTYPES:
-        return f"FlexAttention computes no {_name(dtype)}"
+        return f"FlexAttention does not support {_name(dtype)}"
     if head_dim < _FLEX_HEAD_DIM:
         return f"FlexAttention takes head dimensions from {_FLEX_HEAD_DIM}, not {head_dim}"
     if find_spec("triton") is None:

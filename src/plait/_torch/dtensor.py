@@ -1,7 +1,7 @@
-"""Access to this rank's shard of a DTensor, and patched behaviour of DTensor.
+"""Local shards of DTensors, and patched behaviour of DTensor.
 
-torch is changed by `sum_before_reading`, `keep_uneven_gradients_split`, `forget_meshes` and
-`around_shape_inference`.
+Patched behaviour: `sum_before_reading` and `keep_uneven_gradients_split` change torch for the rest
+of the process, `around_shape_inference` inside a block.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _NEW_EMPTY_STRIDED = torch.ops.aten.new_empty_strided.default
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, or a plain tensor itself."""
+    """Return this rank's shard of a DTensor. Return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_window(tensor: DTensor) -> tuple[slice, ...]:
-    """Which slice of the global tensor this rank holds.
+    """Return the slices of the global tensor, one per dimension, that this rank stores.
 
-    `fully_shard` over an already split dimension splits the shard again; torch writes that as
-    `_StridedShard` on an outer mesh dimension, which is applied last. Shards are torch.chunk's, so
-    the result is one rectangle.
+    If tensor parallelism has split a dimension, `fully_shard` splits the shard again. torch
+    describes this as `_StridedShard` on an outer mesh dimension, which is applied last. Every
+    split is that of `torch.chunk`, so the shard is always one rectangle.
     """
     starts = [0] * tensor.ndim
     sizes = list(tensor.shape)
@@ -47,8 +47,9 @@ def local_window(tensor: DTensor) -> tuple[slice, ...]:
 
 
 def shard_order(tensor: DTensor) -> list[tuple[int, int]]:
-    """(mesh dimension, tensor dimension) of every split, in the order in which they are applied
-    (see `local_window`).
+    """Return (mesh dimension, tensor dimension) of every split, in the order of application.
+
+    `local_window` explains the order.
     """
     splits = [
         (isinstance(p, _StridedShard), axis, p.dim)
@@ -59,10 +60,12 @@ def shard_order(tensor: DTensor) -> list[tuple[int, int]]:
 
 
 def sum_before_reading() -> None:
-    """Let `float(tensor)`, `.item()` and `bool(tensor)` of a DTensor that holds this rank's part of
-    a sum give the sum, as every other operator does. torch 2.13 gives the part (pytorch issue
-    166638), so an optimizer that reads a norm of a shard would compute something else on every
-    rank. For all DTensors of the process; collective over the ranks of the tensor that is read.
+    """Sum a DTensor with `Partial` placements before `float()`, `.item()` or `bool()` reads it.
+
+    Other operators sum such a tensor. torch 2.13 reads the local addend instead (pytorch issue
+    166638), so an optimizer that reads the norm of a sharded parameter would get a different
+    number on every rank. The change applies to all DTensors of the process. Reading a tensor
+    becomes a collective over the ranks of its mesh.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[_READ] = _read
@@ -71,9 +74,8 @@ def sum_before_reading() -> None:
 def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     tensor: DTensor = args[0]
     if any(placement.is_partial() for placement in tensor.placements):
-        tensor = tensor.redistribute(
-            placements=[Replicate() if p.is_partial() else p for p in tensor.placements]
-        )
+        summed = [Replicate() if p.is_partial() else p for p in tensor.placements]
+        tensor = tensor.redistribute(placements=summed)
     return operator(tensor.to_local())
 
 
@@ -88,22 +90,21 @@ def keep_uneven_gradients_split() -> None:
 
     The change applies to all DTensors of the process.
     """
-    if (
-        getattr(_tensor_strategies, "is_tensor_evenly_shardable", _counts_as_even)
-        is _counts_as_even
-    ):
+    is_even = getattr(_tensor_strategies, "is_tensor_evenly_shardable", _counts_as_even)
+    if is_even is _counts_as_even:
+        # Either a later release, which does not have the function, or patched already.
         return
     _tensor_strategies.is_tensor_evenly_shardable = _counts_as_even
     adjust = _propagator._adjust_shape_and_stride_args
 
-    def adjust_to_part(propagator: Any, meta: Any, schema: Any, spec: Any) -> Any:
+    def adjust_to_shard(propagator: Any, meta: Any, schema: Any, spec: Any) -> Any:
         adjusted = adjust(propagator, meta, schema, spec)
         if schema.op is _NEW_EMPTY_STRIDED:
             like, shape, _, *rest = adjusted.args_schema
             adjusted.args_schema = (like, shape, _dense_stride(shape, meta.stride), *rest)
         return adjusted
 
-    _propagator._adjust_shape_and_stride_args = adjust_to_part
+    _propagator._adjust_shape_and_stride_args = adjust_to_shard
 
 
 def _counts_as_even(*_: object) -> bool:
@@ -111,9 +112,7 @@ def _counts_as_even(*_: object) -> bool:
 
 
 def _dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor whose dimensions have the memory order of the strides
-    `like`.
-    """
+    """Return the strides of a dense tensor whose dimensions are ordered as those of `like`."""
     stride = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
@@ -123,30 +122,33 @@ def _dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 
 def forget_meshes() -> None:
-    """Forget what every operator's result looked like. torch keeps it by a mesh's shape, with the
-    mesh of the first call: once the groups of that mesh have ended, full tensors of another mesh of
-    this shape would be gathered over them.
+    """Clear torch's caches of the placements that operators of DTensors return.
+
+    torch finds an entry by the shape of the mesh and uses the mesh of the first call. When the
+    process groups of that mesh have been destroyed, a full tensor of another mesh with the same
+    shape would be gathered over them.
     """
-    # As torch.distributed.tensor.debug does, whose import takes the compiler's with it: 0.7 s of
-    # every process that starts.
+    # `torch.distributed.tensor.debug` has a function for this, but its import includes the compiler
+    # and costs 0.7 s in every process.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 @contextmanager
 def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter `make()` wherever a DTensor's operator runs on its global shape, on fake tensors, to
-    learn the result's shape.
+    """Enter the context `make()` whenever torch infers the global shape of a DTensor's operator.
+
+    For this torch runs the operator on fake tensors of the global shapes. Code that counts
+    operators would count these calls too.
     """
+    propagate = _propagator._propagate_tensor_meta_non_cached
 
-    before = _propagator._propagate_tensor_meta_non_cached
-
-    def infer(propagator: Any, schema: Any) -> Any:
+    def propagate_in_context(propagator: Any, schema: Any) -> Any:
         with make():
-            return before(propagator, schema)
+            return propagate(propagator, schema)
 
-    _propagator._propagate_tensor_meta_non_cached = infer
+    _propagator._propagate_tensor_meta_non_cached = propagate_in_context
     try:
         yield
     finally:
-        _propagator._propagate_tensor_meta_non_cached = before
+        _propagator._propagate_tensor_meta_non_cached = propagate

@@ -18,7 +18,11 @@ from plait._torch.units import parameter_groups, sharded_modules
 
 
 class GradientSnapshot:
-    """Gradients of a sharded model at the time of construction, reduced or not."""
+    """Gradients of a sharded model at the time of construction, reduced and unreduced.
+
+    Args:
+        model: The sharded root. Its units are read, and not changed before `restore`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         modules = sharded_modules(model)
@@ -34,9 +38,7 @@ class GradientSnapshot:
         ]
 
     def restore(self) -> None:
-        """Assign the gradients to the parameters again, and the partial reductions to their
-        units.
-        """
+        """Assign the gradients to their parameters and the partial reductions to their units."""
         for group, partial, layout in zip(self._groups, self._partial, self._layouts, strict=True):
             group._partial_reduce_output = partial
             _partial_layout(group).update(layout)
@@ -53,7 +55,7 @@ def _partial_layout(group: Any) -> dict[Any, tuple[int, int]]:
 
 
 def reset_pass(root: Any) -> None:
-    """Do what `reset_iter_state` does in later releases.
+    """Reset a sharded root as `reset_iter_state` does since torch 2.13.
 
     Args:
         root: FSDP state of the root module, as torch 2.11 and 2.12 have it.
@@ -61,6 +63,7 @@ def reset_pass(root: Any) -> None:
     stream = root._device_handle.current_stream()
     context = root._comm_ctx
     reductions = _take_reductions(context)
+    # Collectives may still use these buffers on other streams, and dropping them frees the memory.
     for state in (context.all_gather_state, *reductions):
         if state is not None:
             _wait_for(stream, state.event)

@@ -14,23 +14,23 @@ _RENAMED = hasattr(dist, "all_gather_single")
 
 def all_gather_single(
     output: torch.Tensor,
-    part: torch.Tensor,
+    shard: torch.Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Gather the `part` of every rank into `output`, in the order of the ranks. Collective."""
+    """Gather the `shard` of every rank into `output`, in the order of the ranks. Collective."""
     gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
-    return gather(output, part, group=group, async_op=async_op)
+    return gather(output, shard, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(
     output: torch.Tensor,
-    parts: torch.Tensor,
+    full: torch.Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Sum `parts` over the ranks and write this rank's part of the sum to `output`. Collective."""
+    """Sum `full` over the ranks and write this rank's shard of the sum to `output`. Collective."""
     scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
-    return scatter(output, parts, group=group, async_op=async_op)
+    return scatter(output, full, group=group, async_op=async_op)

@@ -1,5 +1,6 @@
-"""Collectives that torch's flight recorder has seen begin and not end: torch keeps the last of them
-for every backend, also for gloo.
+"""Unfinished collectives in torch's flight recorders.
+
+torch records the most recent collectives of every backend, including gloo.
 """
 
 from __future__ import annotations
@@ -7,16 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-_DUMPS = tuple(
+_DUMP_FUNCTIONS = tuple(
     name
     for name in dir(_distributed_c10d)
     if name.startswith("_dump_") and name.endswith("_trace_json")
 )
-"""One for each recorder that this torch was built with."""
+"""Names of the functions that return a recorder's entries. This torch has one per backend."""
 
 _DTYPES = {
     "Float": "float32",
@@ -27,55 +30,79 @@ _DTYPES = {
     "Int": "int32",
     "Byte": "uint8",
 }
-"""The recorder's names of dtypes."""
+"""Names of dtypes, keyed by the names that the recorders use."""
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A collective of this process that has not ended."""
+class UnfinishedCollective:
+    """A collective of this process that has begun and has not ended.
+
+    Attributes:
+        operation: Name without that of the backend, for example `all_reduce`.
+        group: torch's name of the process group.
+        description: Purpose of the group, for example `mesh_dp_shard`.
+        ranks: Global ranks of the group.
+        sequence: Number of the collective in its group. 0 for a message between two ranks.
+        shapes: Shapes and dtypes of the inputs, for example `[1000] float32`.
+        time_ns: Time at which it began, as `time.time_ns` returns it.
+    """
 
     operation: str
-    """`all_reduce`, without the backend's name."""
     group: str
     description: str
-    """torch's name of the group, and what it is for (`mesh_dp_shard`)."""
     ranks: tuple[int, ...]
     sequence: int
-    """Its number among the collectives of the group; 0 for a message between two ranks."""
     shapes: str
-    """Of what it was given, with dtypes: `[1000] float32`."""
     time_ns: int
-    """When it began, by `time.time_ns`."""
 
 
-def begun_collectives() -> list[Begun]:
-    """All of them, oldest first. Takes about a millisecond for a hundred recorded ones."""
-    return sorted((one for name in _DUMPS for one in _of(name)), key=lambda one: one.time_ns)
+def unfinished_collectives() -> list[UnfinishedCollective]:
+    """Return the unfinished collectives of this process, oldest first.
+
+    A call takes about a millisecond per hundred recorded collectives.
+    """
+    collectives = [entry for name in _DUMP_FUNCTIONS for entry in _unfinished(name)]
+    return sorted(collectives, key=attrgetter("time_ns"))
 
 
-def _of(recorder: str) -> Iterator[Begun]:
-    dump = getattr(_distributed_c10d, recorder, None)
+def _unfinished(dump_function: str) -> Iterator[UnfinishedCollective]:
+    """Yield the unfinished collectives of one recorder."""
+    dump = getattr(_distributed_c10d, dump_function, None)
     if dump is None:
         return
-    found = json.loads(dump(includeCollectives=True, onlyActive=True))
+    recorded = json.loads(dump(includeCollectives=True, onlyActive=True))
     groups = {name: group for group, name in distributed_c10d._world.pg_names.items()}
-    for entry in found.get("entries") or ():
+
+    for entry in recorded.get("entries") or ():
         if entry.get("retired") or entry.get("state") == "completed":
             continue
+
         name, _ = entry["process_group"]
         group = groups.get(name)
-        dtypes = [_DTYPES.get(dtype, dtype.lower()) for dtype in entry.get("input_dtypes", ())]
-        shapes = " and ".join(
-            f"{shape} {dtype}"
-            for shape, dtype in zip(entry.get("input_sizes", ()), dtypes, strict=False)
-        )
-        message = bool(entry.get("is_p2p"))
-        yield Begun(
+        description = ""
+        ranks: tuple[int, ...] = ()
+        if group is not None:
+            description = group.group_desc
+            ranks = tuple(distributed_c10d._world.pg_group_ranks[group])
+
+        is_message = bool(entry.get("is_p2p"))
+        yield UnfinishedCollective(
             operation=str(entry["profiling_name"]).rpartition(":")[2],
             group=name,
-            description=group.group_desc if group is not None else "",
-            ranks=tuple(distributed_c10d._world.pg_group_ranks[group]) if group is not None else (),
-            sequence=0 if message else int(entry["collective_seq_id"]),
-            shapes=shapes,
+            description=description,
+            ranks=ranks,
+            sequence=0 if is_message else int(entry["collective_seq_id"]),
+            shapes=_shapes(entry),
             time_ns=int(entry["time_created_ns"]),
         )
+
+
+def _shapes(entry: dict[str, Any]) -> str:
+    """Return shapes and dtypes of a recorded collective's inputs."""
+    inputs = [
+        f"{size} {_DTYPES.get(dtype, dtype.lower())}"
+        for size, dtype in zip(
+            entry.get("input_sizes", ()), entry.get("input_dtypes", ()), strict=False
+        )
+    ]
+    return " and ".join(inputs)

@@ -1,5 +1,6 @@
-"""Patched behaviour of `fully_shard`: how a unit is gathered. `unshard`, `wait_for_unshard` and
-`reshard` of its groups are replaced.
+"""Patched behaviour of `fully_shard`: how a unit is gathered.
+
+`unshard`, `wait_for_unshard` and `reshard` of its groups are replaced.
 """
 
 from __future__ import annotations
@@ -16,17 +17,24 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from plait._torch.units import parameter_groups
 
 Moment = tuple[str, bool]
-"""When a unit is gathered: "forward", "evaluation" (without gradients) or "backward"; and whether
-in the last micro-batch of a step.
+"""Phase in which a unit is gathered, and whether this is the last micro-batch of a step.
+
+The phase is "forward", "evaluation" (a forward without gradients) or "backward".
 """
 
 
 def on_shard_reads(
     module: FSDPModule, before: Callable[[Moment], None], after: Callable[[], None]
 ) -> None:
-    """Call `before` when a gather of this unit is about to read its shards, and `after` when it has
-    read them. A gather of a unit that is already unsharded, or from other shards (those of a
-    secondary partition), reads none.
+    """Call functions around every read of a unit's shards.
+
+    A gather reads no shards if the unit is unsharded already, or if it gathers those of a
+    secondary partition.
+
+    Args:
+        module: A fully sharded unit.
+        before: Called when a gather is about to read the shards.
+        after: Called when the gather has read them.
     """
     for group in parameter_groups(module):
         _watch_reads(group, before, after)
@@ -35,74 +43,91 @@ def on_shard_reads(
 def _watch_reads(group: Any, before: Callable[[Moment], None], after: Callable[[], None]) -> None:
     unshard = group.unshard
     wait_for_unshard = group.wait_for_unshard
-    alone = group._all_gather_process_group.size() == 1  # then the copy is made by the wait
+    # A single rank does not communicate. `wait_for_unshard` copies its shards.
+    copies_in_wait = group._all_gather_process_group.size() == 1
 
     def watched_unshard(async_op: bool = False) -> None:
         if group._all_gather_result is not None or group._sharded_state is not ShardedState.SHARDED:
             unshard(async_op)
             return
-        forward = "forward" if torch.is_grad_enabled() else "evaluation"
-        when = "backward" if group._training_state is TrainingState.PRE_BACKWARD else forward
-        before((when, bool(group.all_reduce_grads)))
+
+        if group._training_state is TrainingState.PRE_BACKWARD:
+            phase = "backward"
+        elif torch.is_grad_enabled():
+            phase = "forward"
+        else:
+            phase = "evaluation"
+        before((phase, bool(group.all_reduce_grads)))
         unshard(async_op)
-        if not alone:
+        if not copies_in_wait:
             after()
 
     def watched_wait() -> None:
-        reads = alone and group._all_gather_result is not None
+        reads_shards = copies_in_wait and group._all_gather_result is not None
         wait_for_unshard()
-        if reads:
+        if reads_shards:
             after()
 
     group.unshard = watched_unshard
     group.wait_for_unshard = watched_wait
 
 
+def _free_nothing() -> None:
+    """Replace `free_unsharded_param` of parameters that are read in shared memory."""
+
+
 def gather_in_place(
     module: FSDPModule,
-    wholes: Sequence[torch.Tensor],
+    full_buffers: Sequence[torch.Tensor],
     begin: Callable[[], None],
     finish: Callable[[], None],
     release: Callable[[], None],
 ) -> None:
-    """Make gathering a unit mean to read its parameters where they are: `wholes`, one [ranks x
-    padded shard] a parameter, of which this rank's shards are a part already
-    (`replace_shard_buffers`). For units that are computed in the dtype of their shards.
+    """Make a unit read its gathered parameters from buffers that all ranks share.
 
-    `begin` is called when a gather starts, `finish` when it is waited for, `release` after a
-    reshard outside of training.
+    The unit must compute in the dtype of its shards, because nothing is cast or copied.
+
+    Args:
+        module: A fully sharded unit.
+        full_buffers: One buffer per parameter, with the padded shards of all ranks in the order of
+            the ranks. This rank's shards are views of it (`replace_shard_buffers`).
+        begin: Called when a gather starts.
+        finish: Called when a gather is waited for.
+        release: Called after a reshard outside of training.
     """
     group = parameter_groups(module)[0]
-    for p, whole in zip(group.fsdp_params, wholes, strict=True):
-        p.all_gather_outputs = [whole]
-        p.free_unsharded_param = lambda: None  # nothing was allocated for it
+    for p, buffer in zip(group.fsdp_params, full_buffers, strict=True):
+        p.all_gather_outputs = [buffer]
+        # The buffers outlive the unit's gathers and are not allocated by torch.
+        p.free_unsharded_param = _free_nothing
     reshard = group.reshard
-    began = SimpleNamespace(all_gather_event=None, all_gather_work=None)
+    started_gather = SimpleNamespace(all_gather_event=None, all_gather_work=None)
 
     def unshard(async_op: bool = False) -> None:
         in_backward = group._training_state is TrainingState.PRE_BACKWARD
         if in_backward and not group.unshard_in_backward:
-            return  # an embedding, which torch prefetches like any other unit
+            # torch prefetches an embedding like any other unit, but its backward reads no weight.
+            return
         if group._all_gather_result is None and not group.is_unsharded:
             begin()
-            group._all_gather_result = began
+            group._all_gather_result = started_gather
 
     def wait_for_unshard() -> None:
-        if group._all_gather_result is not None:
-            group._all_gather_result = None
-            finish()
-            for p in group.fsdp_params:
-                p.init_unsharded_param()
-            group._to_unsharded()
+        if group._all_gather_result is None:
+            return
+        group._all_gather_result = None
+        finish()
+        for p in group.fsdp_params:
+            p.init_unsharded_param()
+        group._to_unsharded()
 
     def reshard_and_release() -> None:
         state = group._training_state
-        gathered = group.is_unsharded
-        trains = state is TrainingState.POST_BACKWARD or (
-            state is TrainingState.FORWARD and torch.is_grad_enabled()
-        )
+        was_gathered = group.is_unsharded
+        in_training_forward = state is TrainingState.FORWARD and torch.is_grad_enabled()
+        in_training = state is TrainingState.POST_BACKWARD or in_training_forward
         reshard()
-        if gathered and group.is_sharded and not trains:
+        if was_gathered and group.is_sharded and not in_training:
             release()
 
     group.unshard = unshard

@@ -1,5 +1,7 @@
-"""Process groups: what they are made of, and those that do not exist. `delivered_at_once` and
-`splits_named_alike` patch torch.
+"""Process groups: their backends, timeouts and names, and groups of simulated ranks.
+
+Patched behaviour: `delivered_at_once` and `consistent_split_names` replace functions of torch
+inside their blocks.
 """
 
 from __future__ import annotations
@@ -19,78 +21,98 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
-Group = TypeVar("Group", bound=type)
+GroupClass = TypeVar("GroupClass", bound=type)
 
 
-def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of one axis with all ranks of `mesh`. Collective: it makes a process group."""
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of one dimension with all ranks of `mesh`. Collective.
+
+    It creates a process group.
+    """
     return mesh._flatten()
 
 
 @contextmanager
-def splits_named_alike(number: int) -> Iterator[None]:
-    """Groups that are split from another inside are named by their ranks, `number` and their order.
-    torch takes the number of groups that this process is in instead, which is another one on a rank
-    that is in more of them; gloo's ranks meet under the name, and would wait for each other for
-    ever. `number` is the same on all ranks, and was not used before.
+def consistent_split_names(number: int) -> Iterator[None]:
+    """Give process groups that are split inside the block the same name on all of their ranks.
+
+    torch builds the name from the number of groups that the process is in. That number differs
+    between ranks that are in different groups. gloo's ranks meet under the name, and would wait
+    for each other until the timeout. Inside the block a name consists of the ranks, `number` and
+    the position of the split.
+
+    Args:
+        number: The same on all ranks. It must not have been used before.
     """
-    before = distributed_c10d._hash_ranks_to_str
-    order = count()
+    hash_ranks = distributed_c10d._hash_ranks_to_str
+    positions = count()
 
-    def name(ranks: list[int]) -> str:
-        return sha1(f"{ranks} {number} {next(order)}".encode(), usedforsecurity=False).hexdigest()
+    def hash_ranks_and_position(ranks: list[int]) -> str:
+        identity = f"{ranks} {number} {next(positions)}"
+        return sha1(identity.encode(), usedforsecurity=False).hexdigest()
 
-    distributed_c10d._hash_ranks_to_str = name
+    distributed_c10d._hash_ranks_to_str = hash_ranks_and_position
     try:
         yield
     finally:
-        distributed_c10d._hash_ranks_to_str = before
+        distributed_c10d._hash_ranks_to_str = hash_ranks
 
 
 def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The group that a collective operator is called with: a process group object, or the name of
-    one as last argument.
+    """Return the process group in the arguments of a collective operator.
+
+    Operators of `c10d` receive a process group object. Functional collectives receive the name of
+    the group as last argument.
     """
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
-            with suppress(RuntimeError):  # another kind of object, e.g. the reduction
+            # Other script objects, for example the reduction, cannot be unboxed as a group.
+            with suppress(RuntimeError):
                 return dist.ProcessGroup.unbox(argument)
     return _resolve_process_group(args[-1])
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which a collective of a group gives up; NCCL's where it has no gloo."""
-    return float(_options(group)[0]._timeout.total_seconds())
+    """Return the timeout of a group's collectives in seconds.
+
+    A group with several backends has one timeout per backend. The result is that of the first
+    one.
+    """
+    return float(_backend_options(group)[0]._timeout.total_seconds())
 
 
 def default_store() -> dist.Store:
-    """The store in which the default group's ranks met."""
+    """Return the store in which the ranks of the default group met."""
     return distributed_c10d._get_default_store()
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Let collectives of a group give up after so many seconds."""
+    """Set the timeout of a group's collectives."""
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
-def give_timeout(group: dist.ProcessGroup, of: dist.ProcessGroup) -> None:
-    """Let collectives of `group` give up after the time of `of`. torch gives every new group its
-    own default, not the first group's.
+def copy_timeout(group: dist.ProcessGroup, source: dist.ProcessGroup) -> None:
+    """Set the timeout of `group` to that of the group `source`.
+
+    torch gives every new group the default timeout of its backend, not that of the default group.
     """
-    for options in _options(of)[:1]:  # none of a fake group
-        for device in group._device_types:
-            group._get_backend(device)._set_default_timeout(options._timeout)
+    options = _backend_options(source)
+    if not options:
+        # The backend of a fake group has no options.
+        return
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(options[0]._timeout)
 
 
-def _options(group: dist.ProcessGroup) -> list[Any]:
-    """Of the backends of a group, which need not have one for every device."""
+def _backend_options(group: dist.ProcessGroup) -> list[Any]:
+    """Return the options of the group's backends that have options."""
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     return [backend.options for backend in backends if hasattr(backend, "options")]
 
 
 def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """gloo's backend, for a group that uses it inside."""
+    """Return a gloo backend for a process group that is written in Python."""
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
@@ -104,37 +126,45 @@ _NAMES_BEFORE_2_13 = {
 """Names of process group methods before torch 2.13, keyed by the names since then."""
 
 
-def with_called_names(group: Group) -> Group:
-    """Decorate a process group class written in Python: add its methods under the names that this
-    torch calls.
+def add_legacy_names(group_class: GroupClass) -> GroupClass:
+    """Add methods under the names that torch 2.11 and 2.12 call. Class decorator.
+
+    Args:
+        group_class: Process group that is written in Python, with the method names of torch 2.13.
     """
-    for name, earlier in _NAMES_BEFORE_2_13.items():
+    for name, earlier_name in _NAMES_BEFORE_2_13.items():
         if not hasattr(dist.ProcessGroup, name):
-            setattr(group, earlier, getattr(group, name))
-    return group
+            setattr(group_class, earlier_name, getattr(group_class, name))
+    return group_class
 
 
-def give_backend(group: dist.ProcessGroup, backend: Any) -> None:
-    """Let `backend` be what a group written in Python names as its own for tensors on the CPU: its
-    name and its timeout are read there.
+def register_cpu_backend(group: dist.ProcessGroup, backend: Any) -> None:
+    """Register the CPU backend of a process group that is written in Python.
+
+    torch reads the name and the timeout of the group from it.
     """
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
 
 def finished_work() -> Any:
-    """What a collective operator returns beside its tensors, for one that was not carried out."""
+    """Return the work object of a collective operator that was not executed."""
     return FakeWork().boxed()
+
+
+def _is_completed(_work: Any) -> bool:
+    return True
 
 
 @contextmanager
 def delivered_at_once() -> Iterator[None]:
-    """Messages to ranks that do not exist count as delivered: a fake group's works never say that
-    they are complete.
+    """Report messages of a fake group as delivered inside the block.
+
+    `is_completed` of a fake group's work never returns True, and `plait.comm.messages` polls it.
     """
-    before = FakeWork.is_completed
-    FakeWork.is_completed = lambda self: True  # type: ignore[method-assign]
+    is_completed = FakeWork.is_completed
+    FakeWork.is_completed = _is_completed  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        FakeWork.is_completed = before  # type: ignore[method-assign]
+        FakeWork.is_completed = is_completed  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What torch's learning rate schedules keep."""
+"""Learning rates that torch's LR schedulers store."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any
 
 
 def scale_rates(scheduler: Any, ratios: Sequence[float]) -> None:
-    """Multiply the rates that a schedule keeps, and those of the schedules that it is made of; one
-    ratio a parameter group.
+    """Multiply the learning rates that a scheduler stores, including those of inner schedulers.
+
+    Args:
+        scheduler: LR scheduler of torch, for example a `SequentialLR`.
+        ratios: One factor per parameter group.
     """
     for name in ("base_lrs", "_last_lr"):
         rates = getattr(scheduler, name, None)
         if isinstance(rates, list) and len(rates) == len(ratios):
-            setattr(
-                scheduler, name, [rate * ratio for rate, ratio in zip(rates, ratios, strict=True)]
-            )
+            scaled = [rate * ratio for rate, ratio in zip(rates, ratios, strict=True)]
+            setattr(scheduler, name, scaled)
+
     for inner in getattr(scheduler, "_schedulers", ()):
         scale_rates(inner, ratios)

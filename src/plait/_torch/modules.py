@@ -1,6 +1,4 @@
-"""What a module and a parameter own, as torch keeps it: dictionaries in place, hooks that a user
-has put on them.
-"""
+"""Registries of modules and parameters: their dictionaries, hooks and reset methods."""
 
 from __future__ import annotations
 
@@ -10,24 +8,30 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+DROPOUTS = nn.modules.dropout._DropoutNd
+"""Base class of torch's dropout modules."""
+
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters that a module owns itself; what is put into the dictionary is the module's."""
+    """Return the dictionary in which a module stores its parameters, without those of children.
+
+    A change of the dictionary changes the module.
+    """
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The same of buffers."""
+    """Return the dictionary in which a module stores its buffers, without those of children."""
     return module._buffers
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The same of modules."""
+    """Return the dictionary in which a module stores its children."""
     return module._modules
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Whether one of a module's own buffers is in its state dict."""
+    """Return whether a buffer of the module itself is part of its state dict."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -36,32 +40,39 @@ Children = dict[str, nn.Module | None]
 
 
 def state_without_tensors(module: nn.Module) -> tuple[dict[str, Any], Children, Tensors]:
-    """(a copy of a module's attributes, without parameters and buffers, whose dictionaries are the
-    copy's own; the one among them that holds its modules; those parameters and buffers by name).
+    """Copy the attributes of a module, except for its parameters and buffers.
+
+    Returns:
+        The copied attributes, whose registries (hooks, children) are new dictionaries; the
+        dictionary of children among them; and the module's parameters and buffers by name.
     """
+    # torch has no list of a module's registries. An empty module has each of them.
     registries = nn.Module().__dict__
-    found = {
-        name: value.copy() if name in registries and isinstance(value, dict) else value
-        for name, value in vars(module).items()
-    }
-    found |= {"_parameters": {}, "_buffers": {}}
-    return found, found["_modules"], {**module._parameters, **module._buffers}
+    state: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        is_registry = name in registries and isinstance(value, dict)
+        state[name] = value.copy() if is_registry else value
+    state["_parameters"] = {}
+    state["_buffers"] = {}
+    return state, state["_modules"], {**module._parameters, **module._buffers}
 
 
 HookKind = Literal["forward_pre", "forward", "backward_pre", "backward"]
 
 
 def hooks_of(module: nn.Module, kind: HookKind) -> dict[int, Any]:
-    """The hooks of a module: the dictionary in which it keeps them, which changes with them."""
-    found: dict[int, Any] = getattr(module, f"_{kind}_hooks")
-    return found
+    """Return the dictionary in which a module stores its hooks of one kind."""
+    hooks: dict[int, Any] = getattr(module, f"_{kind}_hooks")
+    return hooks
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a hook reads or changes a parameter's gradient."""
-    return bool(parameter._backward_hooks) or bool(
-        getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
+    """Return whether a hook reads or changes the gradient of a parameter.
+
+    Post-accumulate-grad hooks count too.
+    """
+    accumulation_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return has_tensor_hooks(parameter) or bool(accumulation_hooks)
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
@@ -70,14 +81,13 @@ def has_tensor_hooks(tensor: torch.Tensor) -> bool:
 
 
 def reset_method(module: nn.Module) -> Callable[[], Any] | None:
-    """What initialises a module's own parameters: torch's attention and Transformer hide theirs."""
+    """Return the method that initialises a module's own parameters, or None.
+
+    In `nn.MultiheadAttention` and `nn.Transformer` it is private.
+    """
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called: its call runs what was made of it."""
+    """Return whether `module.compile()` was called. A call then runs the compiled code."""
     return module._compiled_call_impl is not None
-
-
-DROPOUTS = nn.modules.dropout._DropoutNd
-"""All of torch's modules that drop something out."""

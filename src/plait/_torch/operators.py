@@ -1,5 +1,6 @@
-"""Operators and the modes that see them: fake tensors, dispatch and function modes, trees of
-arguments, fused kernels.
+"""Operators and the modes that intercept them.
+
+The module has fake tensors, dispatch and function modes, pytrees of arguments, and foreach kernels.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-# One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without
-# rounding it to theirs.
+# One kernel for many tensors. `foreach_unscale_` multiplies 16-bit tensors by a float32 factor
+# without rounding the factor to 16 bits.
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Group tensors that one foreach kernel can take: indices into `tensors`, ascending in each
-    group.
+    """Group tensors for foreach kernels, which require one device and one dtype.
 
-    Empty tensors belong to the groups too. The order of the groups follows from the types alone, so
-    that it is the same on all ranks.
+    The groups are ordered by device type and dtype only, so that the order is the same on all
+    ranks. Empty tensors belong to the groups too.
+
+    Returns:
+        Indices into `tensors`, ascending in each group.
     """
-    if not tensors:  # which torch refuses; a pipeline stage may have no gradient
+    if not tensors:
+        # torch refuses an empty list, and a pipeline stage may have no gradient.
         return []
     groups = torch._C._group_tensors_by_device_and_dtype([list(tensors)], True)
     by_name = sorted(groups.items(), key=lambda group: (group[0][0].type, str(group[0][1])))
@@ -42,22 +46,24 @@ def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[in
 
 
 without_dispatch_modes = torch._C._DisableTorchDispatch
-"""A context in which operators on plain tensors are not seen by dispatch modes."""
+"""Context in which dispatch modes do not see operators on plain tensors."""
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""Function that returns the active function modes, outermost first."""
 
 
 @contextmanager
 def without_failed_operators() -> Iterator[None]:
-    """Log nothing of operators that fail on fake tensors: torch logs each with its traceback, also
-    where the error is caught.
+    """Suppress log messages about operators that fail on fake tensors.
+
+    torch logs each failure with its traceback, even if the caller handles the error.
     """
     log = logging.getLogger(FakeTensorMode.__module__)
-    before = log.disabled
+    was_disabled = log.disabled
     log.disabled = True
     try:
         yield
     finally:
-        log.disabled = before
+        log.disabled = was_disabled
 
 
 class KernelWithoutMemory(RuntimeError):
@@ -66,8 +72,7 @@ class KernelWithoutMemory(RuntimeError):
 
 @contextmanager
 def refusing_triton_kernels() -> Iterator[None]:
-    """Raise KernelWithoutMemory inside the block when a Triton kernel receives fake or meta
-    tensors.
+    """Raise KernelWithoutMemory inside the block if a Triton kernel gets fake or meta tensors.
 
     Their data pointer is 0. The kernel would write there, and a later and innocent call on the
     device would fail with an illegal memory access.
@@ -100,20 +105,23 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def operator_named(name: str) -> Any | None:
-    """`aten.mm` to the operator with all of its overloads; None where this torch has none of that
-    name.
+    """Return the operator with a name like `aten.mm`, with all of its overloads.
+
+    The result is None if this torch has no such operator.
     """
     namespace, _, operator = name.partition(".")
+    if not operator:
+        return None
     with suppress(AttributeError, RuntimeError):
-        return getattr(getattr(torch.ops, namespace), operator) if operator else None
+        return getattr(getattr(torch.ops, namespace), operator)
     return None
 
 
 def operator_name(operator: Any) -> str:
-    """`all_reduce` of `c10d::all_reduce.default`."""
+    """Return an operator's name without namespace and overload, for example `all_reduce`."""
     return str(operator._opname)
 
 
 def schema_of(operator: Any) -> Any:
-    """Arguments and results of an operator, and which it writes to."""
+    """Return the schema of an operator: its arguments, its results, and which of them alias."""
     return operator._schema

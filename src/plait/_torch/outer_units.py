@@ -1,21 +1,24 @@
-"""Patched behaviour of `fully_shard`: sharding units outside of the blocks (outer units), which all
-ranks gather in every forward, as they gather the root unit, and which are freed before the root.
+"""Patched behaviour of `fully_shard`: units outside of the blocks (outer units).
 
-Note [Life of an outer unit]: The root unit of `fully_shard` is gathered in every forward of the
-model, whichever layers run. Ranks may therefore use different layers outside of the blocks. An
-ordinary unit is gathered when its own forward runs, so ranks that run different layers would
-deadlock. Outer units are gathered in every forward, as the root is: an embedding together with the
-root, and a head at the end of the model's forward at the latest.
+All ranks gather outer units in every forward, as they gather the root unit. Outer units are freed
+earlier than the root.
 
-An embedding is freed after its forward, because its backward does not read the weight. Another call
-in the same forward gathers it again, so all ranks must make that further call; a first call may be
-made on some ranks only. A head stays gathered until the backward of its first call in the forward
-has ended. The backwards of all later calls have ended by then, because autograd runs the most
-recent nodes first.
+Note [Life of an outer unit]
+    The root unit of `fully_shard` is gathered in every forward of the model, whichever layers run.
+    Ranks may therefore use different layers outside of the blocks. An ordinary unit is gathered
+    when its own forward runs, so ranks that run different layers would deadlock. Outer units are
+    gathered in every forward, as the root is: an embedding together with the root, and a head at
+    the end of the model's forward at the latest.
 
-Other code of the model may read a unit's parameter, for example to multiply with the transposed
-weight of the embedding. Such a read gathers the unit. From then on the unit is treated like the
-root: it stays gathered until the end of the backward, and is reduced then.
+    An embedding is freed after its forward, because its backward does not read the weight. Another
+    call in the same forward gathers it again, so all ranks must make that further call; a first
+    call may be made on some ranks only. A head stays gathered until the backward of its first call
+    in the forward has ended. The backwards of all later calls have ended by then, because autograd
+    runs the most recent nodes first.
+
+    Other code of the model may read a unit's parameter, for example to multiply with the transposed
+    weight of the embedding. Such a read gathers the unit. From then on the unit is treated like the
+    root: it stays gathered until the end of the backward, and is reduced then.
 """
 
 from __future__ import annotations
@@ -42,52 +45,66 @@ def follow_root(
         embeddings: Units of embeddings, in the order in which they are gathered.
         heads: Units of heads.
     """
-    assert isinstance(root, nn.Module)
-    embedding_units = [_OuterUnit(module) for module in embeddings]
-    units = [*embedding_units, *(_OuterUnit(module) for module in heads)]
-    for unit in embedding_units:
-        unit.group.unshard_in_backward = False
-    state: Any = root._get_fsdp_state()
-    root_pre_backward = state._pre_backward
+    _OuterUnits(
+        root,
+        [_OuterUnit(module) for module in embeddings],
+        [_OuterUnit(module) for module in heads],
+    )
 
-    def before_forward(*_: object) -> None:
-        for unit in units:
+
+class _OuterUnits:
+    """Hooks of the root that gather and free its outer units."""
+
+    def __init__(
+        self, root: FSDPModule, embeddings: Sequence[_OuterUnit], heads: Sequence[_OuterUnit]
+    ) -> None:
+        assert isinstance(root, nn.Module)
+        self._embeddings = embeddings
+        self._units = [*embeddings, *heads]
+        for unit in embeddings:
+            # The backward of an embedding does not read the weight.
+            unit.group.unshard_in_backward = False
+        state: Any = root._get_fsdp_state()
+        self._root_pre_backward = state._pre_backward
+        state._pre_backward = self._pre_backward
+        # These hooks run after torch's pre-forward hook and before torch's post-forward hook of the
+        # root.
+        root.register_forward_pre_hook(self._before_forward)
+        root.register_forward_hook(self._after_forward, prepend=True)
+        root.register_forward_hook(self._leave_forward, always_call=True)
+
+    def _before_forward(self, *_: object) -> None:
+        for unit in self._units:
             unit.begin()
-        for unit in embedding_units:
+        for unit in self._embeddings:
             unit.gather(TrainingState.FORWARD)
 
-    def after_forward(*_: object) -> None:
-        for unit in units:
+    def _after_forward(self, *_: object) -> None:
+        for unit in self._units:
             unit.end()
+            # Other ranks may have run the unit, and all ranks must issue the same gathers.
             if not unit.has_run:
                 unit.gather(TrainingState.FORWARD)
-        for unit in embedding_units:
+        for unit in self._embeddings:
             if not unit.has_run and not unit.is_read_elsewhere:
                 unit.free()
 
-    def leave_forward(*_: object) -> None:
-        for unit in units:
+    def _leave_forward(self, *_: object) -> None:
+        for unit in self._units:
             unit.end()
 
-    def pre_backward(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = root_pre_backward(gradient)
+    def _pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = self._root_pre_backward(gradient)
         # Another forward may have freed these units since. Their own backward hooks are not enough,
         # because their own forward may not have run.
-        for unit in units:
+        for unit in self._units:
             if unit.is_read_elsewhere:
                 unit.gather(TrainingState.PRE_BACKWARD)
         return gradient
 
-    state._pre_backward = pre_backward
-    # These hooks run after torch's pre-forward hook and before torch's post-forward hook of the
-    # root.
-    root.register_forward_pre_hook(before_forward)
-    root.register_forward_hook(after_forward, prepend=True)
-    root.register_forward_hook(leave_forward, always_call=True)
-
 
 class _OuterUnit:
-    """A unit outside of the blocks, and its state in the running forward of the model."""
+    """Unit outside of the blocks, with its state in the running forward of the model."""
 
     def __init__(self, module: FSDPModule) -> None:
         assert isinstance(module, nn.Module)
@@ -100,9 +117,7 @@ class _OuterUnit:
         self._model_runs = False
         self._unit_runs = False
         self._awaits_backward = False
-        """Whether a call in a forward has registered a hook at the end of its backward, which has
-        not run yet.
-        """
+        """Whether a hook at the end of a call's backward is registered and has not run yet."""
         self._register_post_backward = self.group._register_post_backward_hook
         self._pre_forward = self.group.pre_forward
         self._post_forward = self.group.post_forward
@@ -112,7 +127,8 @@ class _OuterUnit:
         self.group.post_backward = self._after_backward
         self.group._register_post_backward_hook = self._watch_inputs
         module._parameters = _WatchedParameters(module._parameters, self._before_read)
-        # In front of hooks of the user, which may read the weight, and whose backward needs it.
+        # Prepended to the hooks of the user. These may read the weight, which then counts as a read
+        # by other code, because the backward of the hook needs the weight.
         module.register_forward_hook(self._leave_call, prepend=True)
         state: Any = self._state
 
@@ -121,7 +137,7 @@ class _OuterUnit:
             # That is harmless here: a head stays gathered, and an embedding's backward needs no
             # weight.
             if torch.is_grad_enabled():
-                # A list on torch 2.11, where `watch_dataclasses` passes the tensors of the output.
+                # A list on torch 2.11, where `watch_shards` passes the tensors of the output.
                 for leaf in tree_leaves(output):
                     if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                         leaf.register_hook(state._pre_backward)
@@ -195,7 +211,7 @@ class _OuterUnit:
 
 
 class _WatchedParameters(dict[str, Any]):
-    """Parameters of a module. Calls a function before one of them, or all of them, are read."""
+    """Parameters of a module by name. Calls a function before parameters are read."""
 
     def __init__(self, parameters: dict[str, Any], before_read: Callable[[], None]) -> None:
         super().__init__(parameters)

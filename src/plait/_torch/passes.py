@@ -1,5 +1,7 @@
-"""Forward and backward passes: of a sharded root whose pass Plait runs in parts, and of
-autograd.
+"""Forward and backward passes of sharded models, and state of the running autograd pass.
+
+A pipeline stage runs the forward of its sharded root in parts. It therefore performs the steps that
+`fully_shard` does at the borders of a forward and of a backward itself.
 """
 
 from __future__ import annotations
@@ -18,40 +20,51 @@ from plait._torch.units import parameter_groups, sharded_modules
 
 
 def begin_sharded(model: nn.Module) -> None:
-    """Let a sharded root know its units now. By itself it looks for them in its first forward, and
-    those that are not in the model then (blocks of another pipeline stage) would each be a root of
-    their own: nothing gathered ahead, buffers kept.
+    """Initialize the FSDP state of a sharded root and of its units now.
+
+    torch does this in the root's first forward. Units that are not part of the model at that time,
+    such as the blocks of another pipeline stage, would each become a root: they would prefetch
+    nothing and keep their gathered buffers.
     """
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
 
 
 def leave_forward(model: nn.Module, output: Any) -> Any:
-    """End the forward of a sharded root whose `forward` was left by an exception, with `output` in
-    its result's place.
+    """End the forward of a sharded root that an exception has interrupted.
+
+    Args:
+        model: The root. Nothing happens to a model that is not sharded.
+        output: Replaces the result of the interrupted forward.
+
+    Returns:
+        The output, whose backward gathers the root.
     """
-    return (
-        model._get_fsdp_state()._post_forward(model, (), output)
-        if isinstance(model, FSDPModule)
-        else output
-    )
+    if not isinstance(model, FSDPModule):
+        return output
+    return model._get_fsdp_state()._post_forward(model, (), output)
 
 
 def expect_backward(model: nn.Module, output: Any) -> Any:
-    """`output`, whose backward makes a sharded root `model` ready first. torch expects that of the
-    tensors that it finds in what `forward` returns, and does not look into objects of classes that
-    it does not know.
+    """Make the backward of `output` prepare the sharded root `model` first, and return `output`.
+
+    torch does this for tensors that it finds in the result of the root's `forward`. It does not
+    search objects of unknown classes.
     """
-    return (
-        model._get_fsdp_state()._register_pre_backward_hook(output)
-        if isinstance(model, FSDPModule)
-        else output
-    )
+    if not isinstance(model, FSDPModule):
+        return output
+    return model._get_fsdp_state()._register_pre_backward_hook(output)
 
 
 def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
-    """Run the end of backward for `units` of the sharded root `model`: reduce and free as their
-    flags say. Outside of a backward pass.
+    """Reduce the gradients of `units` and free their parameters, as at the end of a backward.
+
+    Collective. The flags of each unit (`set_requires_gradient_sync`, for example) are respected.
+    Call this outside of a backward pass only.
+
+    Args:
+        model: The sharded root.
+        units: Units of the root.
     """
     for unit in units:
         for group in parameter_groups(unit):
@@ -103,8 +116,9 @@ def allows_two_runs(node: Node) -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` once, when the backward pass that is running now has finished. Only callable
-    from inside a backward pass.
+    """Call `callback` once at the end of the running backward pass.
+
+    This is only possible inside a backward pass.
     """
     Variable._execution_engine.queue_callback(callback)
 
@@ -141,7 +155,8 @@ def _with_begin(state: Any, begin: Callable[[], None]) -> Callable[[], None]:
     register = state._register_root_post_backward_final_callback
 
     def begin_and_register() -> None:
-        if not state._state_ctx.post_backward_final_callback_queued:  # units share the context
+        # All units share the context. The first unit whose backward begins sets the flag.
+        if not state._state_ctx.post_backward_final_callback_queued:
             begin()
         register()
 
@@ -162,8 +177,9 @@ def _with_end(
 
 
 def graph_task() -> int | None:
-    """A number of the backward pass that is running now: a backward inside another one (a reentrant
-    checkpoint) has its own. None outside of any.
+    """Return a number that identifies the running backward pass, or None outside of one.
+
+    A backward inside another one, as in a reentrant checkpoint, has a number of its own.
     """
     task = torch._C._current_graph_task_id()
     return None if task < 0 else task
@@ -178,13 +194,17 @@ def keeps_graph() -> bool:
 
 
 def leaves_of_graph(output: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Leaf tensors to which the graph of `output` leads."""
-    nodes: Any = [output.grad_fn] if output.grad_fn is not None else []
-    seen = set(nodes)
+    """Yield the leaf tensors that the backward of `output` reaches."""
+    nodes: list[Any] = []
+    if output.grad_fn is not None:
+        nodes.append(output.grad_fn)
+    visited = set(nodes)
+
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable"):  # it accumulates the gradient of a leaf
+        if hasattr(node, "variable"):
+            # An `AccumulateGrad` node, which only leaves have.
             yield node.variable
-        following = {function for function, _ in node.next_functions if function is not None} - seen
-        seen |= following
-        nodes.extend(following)
+        successors = {function for function, _ in node.next_functions if function is not None}
+        nodes.extend(successors - visited)
+        visited |= successors

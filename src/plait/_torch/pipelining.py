@@ -1,4 +1,4 @@
-"""The tables of torch's pipeline schedules."""
+"""Tables of actions that torch's pipeline schedules generate."""
 
 from __future__ import annotations
 
@@ -9,38 +9,62 @@ from typing import Any
 def schedule_actions(
     name: str, *, pp: int, stages_per_rank: int, microbatches: int, only: int | None = None
 ) -> list[list[tuple[int, str, int]]]:
-    """What torch's pipeline schedule class `name` makes every pp rank do, in order: (stage, "F",
-    "B", "I" or "W", micro-batch).
+    """Return the actions that a pipeline schedule of torch performs on every pipeline rank.
 
-    Only the class's generator runs, on placeholders for the stages: no process group, no module,
-    and not the lowering to sends and receives that its constructor ends with. A forward overlapped
-    with a backward is given as the two, in torch's order. Idle slots are left out. With `only`, the
-    other ranks' rows are empty where torch makes each for itself.
+    Only the generator of the schedule runs, with placeholders for the stages. It needs no process
+    group and no module, and sends and receives are not added. A forward that overlaps with a
+    backward is returned as the two actions in torch's order. Idle slots are left out.
+
+    Args:
+        name: Class in `torch.distributed.pipelining.schedules`.
+        pp: Number of pipeline ranks.
+        stages_per_rank: Number of stages per pipeline rank.
+        microbatches: Number of micro-batches.
+        only: Rank whose actions are generated. The lists of other ranks are empty if torch
+            generates the actions of each rank separately.
+
+    Returns:
+        One list per rank of (stage, computation, micro-batch). The computation is "F" for a
+        forward, "B" for a backward, or "I" and "W" for its parts for inputs and weights.
     """
-    from torch.distributed.pipelining import schedules  # only here: it takes long to import
+    # Imported here, because the import takes long and few processes need it.
+    from torch.distributed.pipelining import schedules
 
-    def no_lowering(self: Any, actions: Any, format: str = "compute_only") -> None:
+    def keep_order(self: Any, actions: Any, format: str = "compute_only") -> None:
+        """Replace the end of the constructor, which adds sends and receives."""
         self.pipeline_order = actions
+
+    base = getattr(schedules, name)
+    overrides: dict[str, Any] = {"_prepare_schedule_with_comms": keep_order}
+
+    if only is not None and hasattr(base, "_calculate_single_rank_operations"):
+
+        def calculate_rank(self: Any, rank: int) -> list[Any]:
+            return base._calculate_single_rank_operations(self, rank) if rank == only else []
+
+        def add_no_bubbles(self: Any, _stages: int) -> Any:
+            # The original inserts idle slots, for which it needs the actions of all ranks.
+            return self.pipeline_order
+
+        overrides["_calculate_single_rank_operations"] = calculate_rank
+        overrides["_add_bubbles_to_actions"] = add_no_bubbles
 
     stage = SimpleNamespace(
         num_stages=pp * stages_per_rank, group_size=pp, group_rank=0, submod=None
     )
-    base = getattr(schedules, name)
-    changed: dict[str, Any] = {"_prepare_schedule_with_comms": no_lowering}
-    each = "_calculate_single_rank_operations"
-    gaps = "_add_bubbles_to_actions"
-    if only is not None and hasattr(base, each):
-        changed[each] = lambda self, rank: getattr(base, each)(self, rank) if rank == only else []
-        # idle slots alone, for which it waits for the other ranks
-        changed[gaps] = lambda self, stages: self.pipeline_order
-    generator = type(name, (base,), changed)
+    generator = type(name, (base,), overrides)
     table = generator([stage] * stages_per_rank, microbatches).pipeline_order
-    return [
-        [
-            (int(part.stage_index), str(part.computation_type.value), int(part.microbatch_index))
-            for action in table[rank]
-            if action is not None
-            for part in action.sub_actions or (action,)
-        ]
-        for rank in range(pp)
-    ]
+    return [_computations(table[rank]) for rank in range(pp)]
+
+
+def _computations(actions: list[Any]) -> list[tuple[int, str, int]]:
+    """Return the actions of one rank as tuples, with overlapped actions split into two."""
+    computations = []
+    for action in actions:
+        if action is None:
+            # An idle slot.
+            continue
+        for part in action.sub_actions or (action,):
+            kind = str(part.computation_type.value)
+            computations.append((int(part.stage_index), kind, int(part.microbatch_index)))
+    return computations

@@ -1,4 +1,4 @@
-"""Processes of torch's elastic agent. `started_by` patches torch."""
+"""Patched behaviour of torch's elastic agent: how it starts the process of a rank."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from typing import IO, Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-Give = Callable[
+ProcessSource = Callable[
     [Sequence[str], Mapping[str, str], Sequence[IO[str] | None]], "subprocess.Popen[bytes] | None"
 ]
-"""Arguments, environment, and files for standard output and error to a process; None to have it
-started.
+"""Function that returns the process of a rank, or None to have torch start one.
+
+It receives the command, the environment, and the files for standard output and standard error.
 """
 
 
 @contextmanager
-def started_by(give: Give) -> Iterator[None]:
-    """The agent asks `give` for the process of a rank before it starts one itself."""
-    before = SubprocessHandler._popen
+def started_by(process_source: ProcessSource) -> Iterator[None]:
+    """Let the agent take processes from `process_source` inside the block.
 
-    def popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        return give(args, env, (handler._stdout, handler._stderr)) or before(handler, args, env)
+    Args:
+        process_source: Called for every rank that the agent starts.
+    """
+    start = SubprocessHandler._popen
 
-    SubprocessHandler._popen = popen  # type: ignore[assignment, method-assign]
+    def take_or_start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        process = process_source(args, env, (handler._stdout, handler._stderr))
+        return process or start(handler, args, env)
+
+    SubprocessHandler._popen = take_or_start  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        SubprocessHandler._popen = before  # type: ignore[method-assign]
+        SubprocessHandler._popen = start  # type: ignore[method-assign]

@@ -1,5 +1,6 @@
-"""The memory behind tensors: which share it, how much there is, and how often it was written to.
-`on_resize` patches torch.
+"""Memory of tensors: identity and size of storages, versions, and resizes.
+
+Patched behaviour: `on_resize` replaces `torch.UntypedStorage.resize_`.
 """
 
 from __future__ import annotations
@@ -14,46 +15,57 @@ from plait._torch.dtensor import local_tensor
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """The same for storages that are one, also for fake ones, which have no address."""
+    """Return a number that identifies a storage while it exists.
+
+    Fake storages have no address, so the number is that of torch's storage object.
+    """
     return int(storage._cdata)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors that share memory (a DTensor: this rank's part), also for fake ones."""
-    return storage_id(local_tensor(tensor.detach()).untyped_storage())
+    """Return a number that is equal for tensors that share memory, fake tensors included.
+
+    Args:
+        tensor: A DTensor stands for its local tensor.
+    """
+    return storage_id(_local_storage(tensor))
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind this rank's parts of `tensors`."""
-    return sum(
-        {
-            storage_key(t): local_tensor(t.detach()).untyped_storage().nbytes() for t in tensors
-        }.values()
-    )
+    """Return the bytes of the distinct storages of the local tensors of `tensors`."""
+    sizes = {storage_key(tensor): _local_storage(tensor).nbytes() for tensor in tensors}
+    return sum(sizes.values())
+
+
+def _local_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return local_tensor(tensor.detach()).untyped_storage()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often it was written to."""
+    """Return the version counter of a tensor, which every in-place operation increments."""
     return tensor._version
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether it is a view of another one for autograd."""
+    """Return True if autograd treats the tensor as a view of another one."""
     return tensor._is_view()
 
 
 @contextmanager
-def on_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `tell` with every storage whose size was changed inside: that passes no dispatcher."""
-    before: Any = torch.UntypedStorage.resize_
+def on_resize(notify: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `notify` with every storage that is resized inside the block.
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        out = before(storage, size)
-        tell(storage)
-        return out
+    Resizing a storage is not an operator, so dispatch modes do not see it.
+    """
+    resize: Any = torch.UntypedStorage.resize_
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    def resize_and_notify(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = resize(storage, size)
+        notify(storage)
+        return resized
+
+    torch.UntypedStorage.resize_ = resize_and_notify  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

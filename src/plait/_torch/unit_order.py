@@ -1,26 +1,26 @@
 """Patched behaviour of `fully_shard`: the order in which units are gathered and reduced.
 
-Note [Order of units]:
-Gathering and reducing a unit are collectives, and a process group pairs the collectives of its
-ranks by their order only. Ranks that skip different blocks (LayerDrop, stochastic depth, samples
-without an image) would therefore exchange the weights and gradients of different blocks. Neither
-torch nor NCCL nor gloo detects this if the shapes agree.
+Note [Order of units]
+    Gathering and reducing a unit are collectives, and a process group pairs the collectives of its
+    ranks by their order only. Ranks that skip different blocks (LayerDrop, stochastic depth,
+    samples without an image) would therefore exchange the weights and gradients of different
+    blocks. Neither torch nor NCCL nor gloo detects this if the shapes agree.
 
-Where units stay gathered after the forward (ZeRO stages 1 and 2), each unit is gathered once and
-reduced once per pass, so a fixed order removes the problem. Before a unit is gathered, all units
-in front of it are gathered. The end of the model's forward gathers the remaining ones. A unit is
-reduced when all units behind it have been reduced, and the end of the backward reduces the
-remaining ones. A unit without gradients reduces zeros. Models that run their blocks in the order
-of registration issue the same collectives as without this patch. A step that skips a block keeps
-the gradients of the blocks in front of it unsharded until the end of the backward.
+    Where units stay gathered after the forward (ZeRO stages 1 and 2), each unit is gathered once
+    and reduced once per pass, so a fixed order removes the problem. Before a unit is gathered, all
+    units in front of it are gathered. The end of the model's forward gathers the remaining ones. A
+    unit is reduced when all units behind it have been reduced, and the end of the backward reduces
+    the remaining ones. A unit without gradients reduces zeros. Models that run their blocks in the
+    order of registration issue the same collectives as without this patch. A step that skips a
+    block keeps the gradients of the blocks in front of it unsharded until the end of the backward.
 
-An evaluation between forward and backward may have freed units, so the begin of the backward
-gathers all of them. Nothing is gathered after that: torch would prefetch units that are reduced
-already, because it remembers the order of all forwards, and would leave them gathered. A block that
-ran several times is reduced after the backward of the last of its calls.
+    An evaluation between forward and backward may have freed units, so the begin of the backward
+    gathers all of them. Nothing is gathered after that: torch would prefetch units that are reduced
+    already, because it remembers the order of all forwards, and would leave them gathered. A block
+    that ran several times is reduced after the backward of the last of its calls.
 
-At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded, and
-the ranks compare a digest of it once per step.
+    At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded,
+    and the ranks compare a digest of it once per step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ DIGEST_BITS = 32
 MOST_COLLECTIVES = 1 << 14
 """Collectives that `UnitOrder.take` returns at most. The digest covers older ones too."""
 _MULTIPLIER = 0x9E3779B1
-_RUNNING: list[weakref.ref[UnitOrder]] = []
+"""Odd factor that makes the digest depend on the order."""
+_LAST_ISSUER: list[weakref.ref[UnitOrder]] = []
 """Weak reference to the `UnitOrder` that issued a collective last. At most one entry."""
 
 
@@ -52,7 +53,7 @@ def last_collective() -> str:
 
     The result is empty before the first one.
     """
-    order = _RUNNING[0]() if _RUNNING else None
+    order = _LAST_ISSUER[0]() if _LAST_ISSUER else None
     return order.last if order is not None else ""
 
 
@@ -94,8 +95,10 @@ class UnitOrder:
         ]
         # Bounded, because evaluations append to it and only training steps empty it.
         self._collectives: deque[int] = deque(maxlen=MOST_COLLECTIVES)
+        """Codes of collectives: twice the index of the unit, plus 1 for a reduction."""
         self._digest = 0
         self._awaits_reduction = [False] * len(self._groups)
+        """Whether the backward of a unit has run and its reduction waits for later units."""
         self._calls = [0] * len(self._groups)
         """Calls of each block in forwards whose backward has not run."""
         self._runs_backward = False
@@ -120,10 +123,10 @@ class UnitOrder:
 
     @property
     def last(self) -> str:
-        """The last collective that began, e.g. `gathering of blocks.1`. Empty before the first
-        one.
-        """
-        return self._description(self._collectives[-1]) if self._collectives else ""
+        """Collective that began last, e.g. `gathering of blocks.1`. Empty before the first one."""
+        if not self._collectives:
+            return ""
+        return self._description(self._collectives[-1])
 
     def take(self) -> list[int]:
         """Return the collectives since the previous call, and forget them.
@@ -140,7 +143,7 @@ class UnitOrder:
         """Describe the first collective in which ranks differ.
 
         Args:
-            collectives: What `take` returned on each rank.
+            collectives: Result of `take` on each rank.
 
         Returns:
             One description per rank, e.g. `gathering of blocks.1`, or `nothing` after the last one.
@@ -153,10 +156,12 @@ class UnitOrder:
         return []
 
     def _description(self, code: int) -> str:
-        return f"{'reduction' if code % 2 else 'gathering'} of {self._names[code // 2]}"
+        index, is_reduction = divmod(code, 2)
+        return f"{'reduction' if is_reduction else 'gathering'} of {self._names[index]}"
 
-    def _note(self, code: int) -> None:
-        _RUNNING[:] = [self._reference]
+    def _record(self, code: int) -> None:
+        """Record that a collective begins."""
+        _LAST_ISSUER[:] = [self._reference]
         self._collectives.append(code)
         self._digest = (self._digest * _MULTIPLIER + code + 1) % (1 << DIGEST_BITS)
 
@@ -165,6 +170,7 @@ class UnitOrder:
         return group.is_unsharded or group._all_gather_result is not None
 
     def _ordered_gather(self, index: int, unshard: Callable[[bool], None]) -> Callable[..., None]:
+        """Return the replacement of a unit's `unshard`."""
         group = self._groups[index]
         replicas = getattr(group.mesh_info, "replicate_mesh_size", 1)
         # Units are gathered over the shard dimension only, and over one rank without a collective.
@@ -173,13 +179,14 @@ class UnitOrder:
         def gather(async_op: bool = False) -> None:
             in_backward = group._training_state is TrainingState.PRE_BACKWARD
             if in_backward and self._is_fixed and self._runs_backward and index >= self._unreduced:
-                return  # a prefetch of a unit that is reduced already
+                # A prefetch of a unit that is reduced already, see Note [Order of units].
+                return
             is_skipped = in_backward and not group.unshard_in_backward
             if not self._is_gathered(index) and not is_skipped:
                 if self._is_fixed:
                     self._gather_units(range(index))
                 if ranks > 1:
-                    self._note(2 * index)
+                    self._record(2 * index)
             unshard(async_op)
 
         return gather
@@ -200,6 +207,7 @@ class UnitOrder:
         self._gather_units(range(len(self._groups)))
 
     def _ordered_reduction(self, index: int) -> Callable[..., None]:
+        """Return the replacement of a unit's `post_backward`."""
         group = self._groups[index]
 
         def reduce(*_: object) -> None:
@@ -214,6 +222,8 @@ class UnitOrder:
         return reduce
 
     def _counted_registration(self, index: int, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the replacement of a unit's `_register_post_backward_hook`, which counts calls."""
+
         def register_and_count(args: Any, kwargs: Any) -> Any:
             registered = register(args, kwargs)
             # torch returns its arguments unchanged where no input requires a gradient.
@@ -231,7 +241,7 @@ class UnitOrder:
             for p in group.fsdp_params
         )
         if group.reduce_grads and trains:
-            self._note(2 * index + 1)
+            self._record(2 * index + 1)
         self._reductions[index]()
 
     def _begin_backward(self) -> None:

@@ -1,5 +1,7 @@
-"""Units of `fully_shard`, as torch keeps them: their shards, and what they hold gathered or
-unreduced.
+"""Units of `fully_shard`: their shards, gathered parameters and unreduced gradients.
+
+A unit is a module on which `fully_shard` was called. torch describes it by parameter groups
+(`FSDPParamGroup`), and each of their parameters by an `FSDPParam`.
 """
 
 from __future__ import annotations
@@ -20,65 +22,67 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from plait._torch.dtensor import local_tensor
 
-# Before torch 2.15 FSDP stores the sum of gradients in the dtype of the reduction in an attribute
-# of its own. Since 2.15 `grad` of the gathered parameter has the sum, and the old name is a
+# Before torch 2.15 FSDP stores the sum of gradients in the dtype of the reduction in a separate
+# attribute. Since 2.15 `grad` of the gathered parameter has the sum, and the old name is a
 # property of the class.
 _HAS_SEPARATE_SUM = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules on which `fully_shard` was called, in `model.modules()` order."""
+    """Return the modules on which `fully_shard` was called, in the order of `model.modules()`."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """What torch gathers and reduces of one fully sharded unit."""
+    """Return the parameter groups (`FSDPParamGroup`) that one unit gathers and reduces."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
 
     # torch 2.11 has one group per unit, and none for a unit without parameters.
-    group = state._fsdp_param_group
-    return [] if group is None else [group]
+    if state._fsdp_param_group is None:
+        return []
+    return [state._fsdp_param_group]
 
 
 def sharded_parameters(module: FSDPModule) -> list[Any]:
-    """torch's record of each parameter of one fully sharded unit."""
+    """Return torch's record (`FSDPParam`) of each parameter of one unit."""
     return [p for group in parameter_groups(module) for p in group.fsdp_params]
 
 
 def shard_buffers(module: FSDPModule) -> list[torch.Tensor]:
-    """The flat buffers that hold this rank's shards of one fully sharded unit, padding included."""
+    """Return the flat buffers with this rank's shards of one unit, padding included."""
     return [p._sharded_param_data for p in sharded_parameters(module)]
 
 
 def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put `make(buffer)`, of the same size and content, in place of every buffer of
-    `shard_buffers`; the parameters stay the objects that they are.
+    """Replace the buffers of `shard_buffers`. The parameters stay the same objects.
+
+    Args:
+        module: A fully sharded unit.
+        make: Returns a buffer with the size and the content of the buffer that it receives.
     """
     for p in sharded_parameters(module):
         buffer = make(p._sharded_param_data)
         dim = p.fsdp_placement.dim
         p._sharded_param_data = buffer
-        p.sharded_param._local_tensor = buffer.view(p.padded_sharded_param_size).narrow(
-            dim, 0, p.sharded_param._local_tensor.shape[dim]
-        )
+        # The last ranks have fewer rows than the padded size.
+        rows = p.sharded_param._local_tensor.shape[dim]
+        padded = buffer.view(p.padded_sharded_param_size)
+        p.sharded_param._local_tensor = padded.narrow(dim, 0, rows)
 
 
 ShardShape = tuple[int, int, bool]
-"""Dimensions of a parameter, elements of this rank's padded shard of it, and whether it trains."""
+"""Number of dimensions of a parameter, elements of its padded shard, and whether it trains."""
 
 
 def gathered_shapes(module: FSDPModule) -> list[ShardShape]:
-    """Return the shapes of one unit's parameters, in the order in which an all-gather sends their
-    shards.
-    """
+    """Return the shapes of one unit's parameters, in the order of its all-gather."""
     return [_shape_of(p) for p in sharded_parameters(module)]
 
 
 def reduced_shapes(module: FSDPModule) -> list[ShardShape]:
-    """Return the shapes of one unit's parameters, in the order in which a reduce-scatter sends
-    gradients.
+    """Return the shapes of one unit's parameters, in the order of its reduce-scatter.
 
     Since torch 2.15 parameters are grouped by the dtype of their gradients (`Tensor.grad_dtype`),
     in the order in which the dtypes appear. Before 2.15 the order is that of the all-gather.
@@ -95,10 +99,10 @@ def _shape_of(p: Any) -> ShardShape:
 
 
 def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """(sharded, unsharded) pairs of one fully sharded unit, for parameters that were gathered at
-    least once.
+    """Return (sharded, unsharded) pairs of the unit's parameters that have been gathered before.
 
-    Autograd accumulates into the unsharded one; torch then reduces into the sharded one.
+    Autograd accumulates gradients into the unsharded parameter. The reduction writes to the
+    sharded one.
     """
     return [
         (p.sharded_param, p._unsharded_param)
@@ -108,29 +112,25 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
 
 
 def has_unreduced(model: nn.Module) -> bool:
-    """Whether a unit of a sharded model keeps gradients of micro-batches that were not reduced over
-    all ranks.
-    """
+    """Return whether a unit has gradients of micro-batches that are not reduced over all ranks."""
     groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
     unsharded = any(_unsharded_gradients(p) for p in _gathered(model))
     return unsharded or any(group._partial_reduce_output is not None for group in groups)
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Drop the gradients of all parameters, and what units of `fully_shard` keep of micro-batches
-    that were not reduced yet.
-    """
+    """Drop the gradients of all parameters, including unreduced gradients of sharded units."""
     for parameter in model.parameters():
         parameter.grad = None
     for module in sharded_modules(model):
         for group in parameter_groups(module):
             group._partial_reduce_output = None
-            for held in group.fsdp_params:
-                held.sharded_param.grad = None
+            for p in group.fsdp_params:
+                p.sharded_param.grad = None
                 if _HAS_SEPARATE_SUM:
-                    held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
+                    p.unsharded_accumulated_grad = None
+                if hasattr(p, "_unsharded_param"):
+                    p._unsharded_param.grad = None
 
 
 def _gathered(model: nn.Module) -> list[Any]:
@@ -143,9 +143,7 @@ def _gathered(model: nn.Module) -> list[Any]:
 
 
 def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
-    """Return the gradients of a parameter that are not reduced yet, from torch's record of the
-    parameter.
-    """
+    """Return the unreduced gradients in torch's record of a parameter."""
     gradients = [p._unsharded_param.grad]
     if _HAS_SEPARATE_SUM:
         gradients.append(p.unsharded_accumulated_grad)
@@ -154,9 +152,11 @@ def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def kept_gathered(model: nn.Module) -> Iterator[None]:
-    """What a forward gathers stays gathered, until the caller reshards it. At the end, units free
-    what they freed before.
+    """Leave units gathered after their forward inside the block.
+
+    The caller reshards them. After the block, units are freed after their forward as before.
     """
+    # In a forward `reshard` does nothing for a group without this mesh.
     groups = [
         (group, group.post_forward_mesh_info)
         for module in sharded_modules(model)
@@ -172,8 +172,9 @@ def kept_gathered(model: nn.Module) -> Iterator[None]:
 
 
 def unsharded_parameter_bytes(model: nn.Module) -> int:
-    """Bytes of gathered (unsharded) parameters that are allocated now, padding included; none for
-    those that are read in place.
+    """Return the allocated bytes of gathered parameters, padding included.
+
+    Parameters that are read in shared memory do not count. Their storages cannot be resized.
     """
     storages = (
         tensor.untyped_storage() for p in _gathered(model) for tensor in p.all_gather_outputs
@@ -182,23 +183,23 @@ def unsharded_parameter_bytes(model: nn.Module) -> int:
 
 
 def unsharded_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that hold gathered (unsharded) parameters now."""
+    """Return the buffers of gathered parameters, whether allocated or freed."""
     return [
         tensor for p in _gathered(model) for tensor in (*p.all_gather_outputs, p._unsharded_param)
     ]
 
 
 def unsharded_gradient_bytes(model: nn.Module) -> int:
-    """Bytes of gradients that are kept unsharded now, between micro-batches."""
+    """Return the bytes of unreduced gradients, which exist between micro-batches."""
     grads = [grad for p in _gathered(model) for grad in _unsharded_gradients(p)]
     return sum(local_tensor(grad).untyped_storage().nbytes() for grad in grads)
 
 
 def keep_trainability(model: nn.Module) -> None:
-    """Make `requires_grad`, set while a unit is gathered, hold when the unit is sharded again.
+    """Copy changes of `requires_grad` from gathered parameters to their shards.
 
-    A gathered model has other parameters than a sharded one. At every gathering torch gives them
-    the `requires_grad` of the shards, so that what was set on the gathered ones would be forgotten.
+    A gathered module has other parameter objects than a sharded one. Every gather sets their
+    `requires_grad` to that of the shards, so a change on the gathered parameters would be lost.
     """
     for module in sharded_modules(model):
         for group in parameter_groups(module):
@@ -218,8 +219,9 @@ def _after_copying_trainability(group: Any, shard: Callable[[], None]) -> Callab
 
 
 def reduce_unused_parameters(model: nn.Module) -> None:
-    """Make units reduce zeros for parameters that a backward did not reach, so that ranks that used
-    others issue the same collective.
+    """Make units reduce zeros for parameters that a backward did not reach.
+
+    Ranks that use different parameters then issue the same collectives.
     """
     for module in sharded_modules(model):
         if not _HAS_SEPARATE_SUM:
@@ -249,8 +251,10 @@ def _reduce_every_gradient(group: Any) -> None:
 
 
 def _complete_gradients(parameters: Iterable[Any]) -> None:
-    """Give every trainable parameter a gradient, in the dtype in which the group accumulates
-    gradients.
+    """Assign zeros to trainable parameters without a gradient.
+
+    All gradients of a group must have one dtype. If an earlier micro-batch has left a sum in the
+    dtype of the reduction, all gradients get this dtype.
     """
     gathered = [p for p in parameters if hasattr(p, "_unsharded_param")]
     trainable = [p for p in gathered if p._unsharded_param.requires_grad]

@@ -1,81 +1,88 @@
-"""The kind of device besides the CPU that Plait runs on: what it is called, and all that is asked
-of torch for it.
+"""Accelerator: the kind of device besides the CPU that Plait supports.
 
-Nothing else in the package names it, but for its collectives' own settings (`cluster.nccl`), so
-another kind is a change of this file. torch's words for any accelerator are used where it has some
-(`torch.accelerator`), the module of the kind (`torch.cuda`) where it has none. torch is imported
-inside: the command starts without it.
+No other module names it, except for the settings of its library of collectives (`cluster.nccl`), so
+that support for another kind only changes this file. `torch.accelerator` is used if it has a
+function, and otherwise the module of the kind (`torch.cuda`). Functions import torch themselves,
+because the command line starts without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     import torch
 
 NAME: Final = "cuda"
-"""torch's device type, and the word in files and options."""
+"""torch's device type, which files and options use too."""
 DeviceType = Literal["cpu", "cuda"]
-"""Where a process may run."""
+"""Type of the device that a process runs on."""
 BACKEND: Final = "nccl"
-"""torch's backend for its collectives."""
+"""torch's backend for collectives on accelerators."""
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-"""The variable that says which of them a process may use."""
+"""Environment variable with the devices that a process may use."""
 PREFIXES: Final = ("NCCL_", "TORCH_NCCL_")
-"""Of the variables that its collectives read."""
+"""Prefixes of environment variables that the collectives read."""
 SETTINGS: Final = ("CUDA_", *PREFIXES, "PYTORCH_", "TORCH_CUDNN_")
-"""Beginnings of variables that change how its kernels, its memory or its collectives work."""
+"""Prefixes of environment variables that affect kernels, memory or collectives."""
 LOST_PEER: Final = "ncclRemoteError"
-"""What its collectives say when another process is gone."""
+"""Text in the error of a collective if another process has ended."""
 
 
 def is_one(device: torch.device) -> bool:
-    """Whether a device is one, and not the CPU or meta."""
+    """Return whether a device is an accelerator, and not the CPU or meta."""
     return device.type == NAME
 
 
 def count() -> int:
-    """Those that this process may use. Begins to use none, so that processes can still be forked:
-    `torch.accelerator` would.
+    """Return the number of accelerators that this process may use.
+
+    Unlike `torch.accelerator` this does not initialise a device, so processes can still be forked.
     """
     module = _module()
     return int(module.device_count()) if module.is_available() else 0
 
 
 def available_type() -> DeviceType:
-    """Where a process runs that is not told: on one, else on the CPU."""
+    """Return the type of device that a process uses by default."""
     return NAME if _module().is_available() else "cpu"
 
 
 def use(device: torch.device) -> None:
-    """This process's work goes there from here on."""
+    """Make an accelerator the current device of this process."""
     import torch
 
     torch.accelerator.set_device_index(device)
 
 
 def backend(device: torch.device, *, host_tensors: bool) -> str:
-    """Of the default process group. `host_tensors`: it takes tensors in host memory too."""
+    """Return the backend of the default process group.
+
+    Args:
+        device: Device of the process.
+        host_tensors: Whether the group also supports tensors in host memory.
+    """
     if not is_one(device):
         return "gloo"
-    return f"cpu:gloo,{NAME}:{BACKEND}" if host_tensors else BACKEND
+    if host_tensors:
+        return f"cpu:gloo,{NAME}:{BACKEND}"
+    return BACKEND
 
 
 def model_name(device: torch.device | int | None = None) -> str:
-    """What one calls itself; by default the current one."""
+    """Return the model of an accelerator, by default of the current one."""
     return str(_module().get_device_name(device))
 
 
 def capacity_bytes(index: int) -> int:
-    """Memory of one, free or not."""
+    """Return the memory of an accelerator, whether free or used."""
     return int(_module().get_device_properties(index).total_memory)
 
 
 def described(index: int) -> str:
-    """One, for a person."""
+    """Return a description of an accelerator for the user."""
     properties = _module().get_device_properties(index)
     return (
         f"{properties.name}, {properties.total_memory} bytes, compute capability"
@@ -84,21 +91,21 @@ def described(index: int) -> str:
 
 
 def built_for() -> str:
-    """What this torch can use."""
+    """Return the devices that this build of torch supports, for the user."""
     import torch
 
     return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A stream of its own, beside the one of the computation."""
+    """Return a new stream, which runs independently of the computation."""
     import torch
 
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Where this thread's work goes."""
+    """Return the stream to which this thread queues work."""
     import torch
 
     return torch.accelerator.current_stream(device)
@@ -106,13 +113,16 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Work goes to `stream` inside; with None nothing changes."""
-    with stream if stream is not None else nullcontext():
+    """Queue work to `stream` inside the block. None does not change the stream."""
+    if stream is None:
+        yield
+        return
+    with stream:
         yield
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until it has done all that it was given; a CPU has."""
+    """Wait until a device has finished all queued work. Nothing on a CPU."""
     import torch
 
     if is_one(device):
@@ -121,34 +131,40 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def warning_of_waits(device: torch.device) -> Iterator[None]:
-    """Inside the block torch warns of operations that make the host wait for the device.
+    """Let torch warn of operations in the block that make the host wait for the device.
 
     It detects copies to and from memory that is not pinned, reading a number, and waits for a
-    stream. It does not detect `synchronize` of a device or an event. Nothing on a CPU.
+    stream. It does not detect `synchronize` of a device or an event. Nothing happens on a CPU.
     """
     if not is_one(device):
         yield
         return
     module = _module()
-    before = module.get_sync_debug_mode()
+    mode = module.get_sync_debug_mode()
     module.set_sync_debug_mode("warn")
     try:
         yield
     finally:
-        module.set_sync_debug_mode(before)
+        module.set_sync_debug_mode(mode)
 
 
 def profiled() -> list[Any]:
-    """What torch's profiler shall watch."""
+    """Return the activities that torch's profiler records."""
     import torch
 
     return [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
 
 
 def tensor_of(numbers: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers of the program (one, or nested sequences) as a tensor there. `torch.tensor(...,
-    device=device)` copies from memory that is not pinned, and so waits until the device has done
-    all that it was given.
+    """Return Python numbers as a tensor on a device, without waiting for the device.
+
+    `torch.tensor(..., device=device)` copies from memory that is not pinned, and therefore waits
+    until the device has finished all queued work.
+
+    Args:
+        numbers: A number, or nested sequences of numbers.
+        dtype: Dtype of the tensor.
+        device: Device of the tensor.
     """
     import torch
 
@@ -158,14 +174,14 @@ def tensor_of(numbers: Any, *, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that tensors held since `reset_peak`, or since the start."""
+    """Return the peak memory of tensors since `reset_peak`, or since the start."""
     import torch
 
     return int(torch.accelerator.max_memory_allocated(device))
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin anew; nothing on a CPU."""
+    """Start to measure the peak memory of tensors anew. Nothing on a CPU."""
     import torch
 
     if is_one(device):
@@ -176,44 +192,47 @@ def allocation_retries(device: torch.device) -> int:
     """Return how often the allocator freed its cache because the device had no memory left."""
     import torch
 
-    return (
-        int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))
-        if is_one(device)
-        else 0
-    )
+    if not is_one(device):
+        return 0
+    return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def held_bytes(device: torch.device) -> int:
-    """What tensors hold now, and what libraries hold in torch's memory."""
+    """Return the memory of existing tensors, and of libraries that use torch's allocator."""
     import torch
 
     return int(torch.accelerator.memory_allocated(device))
 
 
 def free_bytes(device: torch.device) -> int:
-    """What no process holds of its memory."""
+    """Return the memory of a device that no process uses."""
     free, _ = _module().mem_get_info(device)
     return int(free)
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Return memory that torch's allocator keeps for reuse to the device. Nothing on a CPU."""
+    """Free the memory that torch's allocator caches for reuse. Nothing on a CPU."""
     if is_one(device):
         _module().empty_cache()
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """This process runs out of memory when it holds more."""
+    """Let allocations of this process fail if it would use more than `nbytes` of a device."""
+    # torch takes the limit as a fraction of the device's memory.
     _module().set_per_process_memory_fraction(nbytes / capacity_bytes(device.index), device)
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """What kernels draw from. Its seed and offset are on the host."""
-    found: torch.Generator = _module().default_generators[device.index]
-    return found
+    """Return the default random generator of an accelerator.
+
+    Its seed and offset are in host memory.
+    """
+    default: torch.Generator = _module().default_generators[device.index]
+    return default
 
 
 def _module() -> Any:
+    """Return torch's module of the kind, `torch.cuda`."""
     import torch
 
     return torch.get_device_module(NAME)

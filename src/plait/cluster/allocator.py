@@ -1,10 +1,9 @@
-"""The C library's allocator on CPU runs: memory that a step frees stays with the process, and the
-next step takes it again.
+"""Settings of the C library's allocator for runs on the CPU.
 
-A step frees and takes the same activations, gradients and gathered parameters over and over. glibc
-gives what lies free at the end of its heap back to the system, which zeroes every page anew. At
-ZeRO 2 that is a third of a step (`benchmarks/results/host_memory.json`). torch's allocator for GPUs
-keeps what is freed for the same reason.
+A training step frees and allocates the same activations, gradients and gathered parameters again
+and again. glibc returns free memory at the end of its heap to the system, which has to zero every
+page anew. At ZeRO 2 this takes a third of a step (`benchmarks/results/host_memory.json`). The
+settings here let the process keep the memory, as torch's allocator for GPUs does.
 """
 
 from __future__ import annotations
@@ -13,26 +12,35 @@ import ctypes
 import os
 from collections.abc import Mapping
 
-_TRIM_THRESHOLD = -1
-_MMAP_THRESHOLD = -3
-"""malloc.h's names of what may be set."""
-_KEPT_BYTES = 2**31 - 1
-_LARGEST_IN_HEAP = 32 * 2**20
-"""The most that the two can be: an int, and half of a heap of a thread."""
+# Parameters of `mallopt`, from malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_TRIM_THRESHOLD_BYTES = 2**31 - 1
+"""Free memory above which the heap is trimmed. This is the largest value of an int."""
+_MMAP_THRESHOLD_BYTES = 32 * 2**20
+"""Size above which an allocation does not use the heap.
+
+glibc accepts no larger value. It is half of the heap of a thread.
+"""
 USERS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""Variables by which a user sets it."""
+"""Variables with which a user configures the allocator."""
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Up to 2 GiB of it. Whether that was set: not on other C libraries, nor where the environment
-    sets glibc's allocator.
+    """Let this process keep up to 2 GiB of memory that it frees.
+
+    Args:
+        environment: Environment variables. If they configure the allocator, nothing is changed.
+
+    Returns:
+        Whether the settings were made. Other C libraries than glibc have none.
     """
     if any(name in environment for name in USERS) or not _is_glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)) and bool(
-        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
-    )
+    if not mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES):
+        return False
+    return bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES))
 
 
 def _is_glibc() -> bool:

@@ -1,6 +1,4 @@
-"""What a machine and its Python have, as facts for a person and for an issue report. Reads; changes
-and measures nothing.
-"""
+"""Facts about this machine and its Python installation, for the user and for issue reports."""
 
 from __future__ import annotations
 
@@ -22,6 +20,7 @@ from plait.cluster.nccl import version as library_version
 from plait.cluster.topology import cpu_count, device_count, processor_name
 from plait.version import __version__
 
+# Packages, variables and prefixes of variables that affect a run.
 PACKAGES = (
     "torch",
     "transformers",
@@ -49,23 +48,29 @@ PREFIXES = (*accelerator.PREFIXES, "GLOO_", "PLAIT_")
 
 
 def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str, Any]]:
-    """By section, then by name: plain values. `folder`: whose free space is reported."""
+    """Return the facts by section and name, as values for JSON. Nothing is changed or measured.
+
+    Args:
+        environment: Environment variables.
+        folder: Folder whose free space is reported.
+    """
+    variables = {
+        name: value
+        for name, value in sorted(environment.items())
+        if name in VARIABLES or name.startswith(PREFIXES)
+    }
     return {
         "versions": {"python": platform.python_version(), "plait": __version__, **_installed()},
         "machine": _machine(folder),
         "gpus": _gpus(),
         "communication": _communication(),
         "launcher": _launcher(environment),
-        "variables": {
-            name: value
-            for name, value in sorted(environment.items())
-            if name in VARIABLES or name.startswith(PREFIXES)
-        },
+        "variables": variables,
     }
 
 
 def _installed() -> dict[str, str]:
-    """Return the versions of those of PACKAGES that are installed."""
+    """Return the versions of the installed packages among PACKAGES."""
     versions = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -74,40 +79,38 @@ def _installed() -> dict[str, str]:
 
 
 def _machine(folder: Path) -> dict[str, Any]:
-    pages = (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
-    )
+    memory_bytes = None
+    if hasattr(os, "sysconf"):
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "interpreter": sys.executable,
         "processor": processor_name(),
         "cores": cpu_count(),
-        "memory_bytes": pages,
+        "memory_bytes": memory_bytes,
         "free_bytes_here": shutil.disk_usage(folder).free,
     }
 
 
 def _gpus() -> dict[str, Any]:
-    found: dict[str, Any] = {"count": device_count(), "built_for": accelerator.built_for()}
+    gpus: dict[str, Any] = {"count": device_count(), "built_for": accelerator.built_for()}
     for index in range(device_count()):
-        found[f"gpu {index}"] = accelerator.described(index)
-    return found
+        gpus[f"gpu {index}"] = accelerator.described(index)
+    return gpus
 
 
 def _communication() -> dict[str, Any]:
     if not dist.is_available():
         return {"torch.distributed": "not in this torch"}
-    found = library_version()
+    version_numbers = library_version()
     return {
         "gloo": dist.is_gloo_available(),
-        accelerator.BACKEND: ".".join(map(str, found)) if found else False,
+        accelerator.BACKEND: ".".join(map(str, version_numbers)) if version_numbers else False,
     }
 
 
 def _launcher(environment: Mapping[str, str]) -> dict[str, Any]:
-    found = claim(environment)
-    return (
-        {"name": None}
-        if found is None
-        else {"name": found.launcher, "rank": found.rank, "world_size": found.world_size}
-    )
+    claimed = claim(environment)
+    if claimed is None:
+        return {"name": None}
+    return {"name": claimed.launcher, "rank": claimed.rank, "world_size": claimed.world_size}

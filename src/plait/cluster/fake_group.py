@@ -1,5 +1,6 @@
-"""Process groups whose other ranks do not exist: a dry run has the layout of thousands and sends
-nothing.
+"""Process groups without other ranks, for dry runs.
+
+A dry run has the layout of thousands of processes and sends nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ FAKE = "fake"
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group (None is the default one) is such a one. Without any process group it is
-    False.
+    """Return whether a group has no other ranks. None means the default group.
+
+    The result is False if there is no process group.
     """
     return dist.is_initialized() and dist.get_backend(group) == FAKE

@@ -1,4 +1,4 @@
-"""How much memory this machine has left, and what a process takes of it."""
+"""Free memory of this machine, and memory of processes."""
 
 from __future__ import annotations
 
@@ -6,43 +6,51 @@ import ctypes
 from contextlib import suppress
 from pathlib import Path
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 def free_host_bytes() -> int | None:
-    """Memory that can be had without swapping, by the kernel's estimate and the container's limit;
-    None where neither is known.
+    """Return the memory that is available without swapping, or None if it is not known.
+
+    It is the smaller one of the kernel's estimate and the rest of the container's limit.
     """
-    found: list[int] = []
+    estimates: list[int] = []
     with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(
-            int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-        )
-    # no container limit: the file is missing or says `max`
+        estimates.append(_field(Path("/proc/meminfo"), "MemAvailable:") * 1024)
+    # Without a limit of the container the file is missing or has the text `max`.
     with suppress(OSError, StopIteration, ValueError):
-        folder = Path("/sys/fs/cgroup")
-        used = int((folder / "memory.current").read_text())
-        cache = next(
-            line
-            for line in (folder / "memory.stat").read_text().splitlines()
-            if line.startswith("inactive_file ")
-        )
-        found.append(int((folder / "memory.max").read_text()) - used + int(cache.split()[1]))
-    return min(found) if found else None
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        # The kernel drops this part of the page cache when memory is short.
+        cache = _field(_CGROUP / "memory.stat", "inactive_file ")
+        estimates.append(limit - used + cache)
+    return min(estimates, default=None)
 
 
 def process_bytes(process: int) -> int:
-    """What a process takes, with its share of what it has in common with others; 0 where the kernel
-    does not say.
+    """Return the memory of a process, with its part of memory that processes share.
+
+    The result is 0 if the kernel does not report it.
     """
     with suppress(OSError, StopIteration, ValueError):
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+        return _field(Path(f"/proc/{process}/smaps_rollup"), "Pss:") * 1024
     return 0
 
 
+def _field(path: Path, name: str) -> int:
+    """Return the number behind a name at the beginning of a line.
+
+    Raises:
+        StopIteration: No line begins with the name.
+    """
+    lines = path.read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
 def trim_heap() -> None:
-    """Let the C library give the system the memory that was freed, which it may keep; nothing where
-    it has no such call.
+    """Return memory that was freed to the system, which the C library would keep for reuse.
+
+    Nothing happens with a C library that does not support it.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
-"""DeepSpeed's hostfile: one `name slots=N` a line, and its include and exclude filters.
+"""DeepSpeed's hostfile, with one `name slots=N` per line, and its include and exclude filters.
 
-Pure text in, nodes out; nothing is looked up on the network. A slot is one device of the machine,
-numbered from 0. The order of the file is the order of the ranks.
+Names are not looked up on the network. A slot is a device of the machine, numbered from 0. The
+order of the file is the order of the ranks.
 """
 
 from __future__ import annotations
@@ -13,30 +13,37 @@ from pathlib import Path
 from plait.errors import ConfigError, InputError, Problem, refuse
 
 MOST_SLOTS = 2**16
-"""Of a machine."""
+"""Largest number of slots of a machine."""
 _LINE = re.compile(r"(?P<name>[^\s#=-][^\s#=]*)\s+slots\s*=\s*(?P<slots>\d{1,9})")
 
 
 @dataclass(frozen=True)
 class Host:
-    """One machine and the slots of it that are used."""
+    """A machine of a hostfile.
+
+    Attributes:
+        name: Name for ssh, such as `node1` or `user@node1`.
+        slots: Slots that are used.
+    """
 
     name: str
-    """The name that ssh is given: `node1`, or `user@node1`."""
     slots: tuple[int, ...]
 
     @property
     def address(self) -> str:
-        """The name without the user."""
+        """Name without the user."""
         return self.name.rpartition("@")[2]
 
 
 def read(path: str | Path) -> tuple[Host, ...]:
-    """The hosts of a hostfile. Raises InputError for a file that cannot be read and ConfigError for
-    its content.
+    """Return the hosts of a hostfile.
+
+    Raises:
+        InputError: The file cannot be read.
+        ConfigError: The file has errors.
     """
     try:
-        # editors of Windows begin a file with a byte order mark
+        # Editors of Windows begin a file with a byte order mark, which this encoding skips.
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
@@ -46,11 +53,17 @@ def read(path: str | Path) -> tuple[Host, ...]:
 
 
 def parse(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
-    """The hosts in `text`; `#` begins a comment. Raises ConfigError naming every line that is
-    wrong, hosts named twice included.
+    """Return the hosts in the text of a hostfile. `#` begins a comment.
 
     >>> parse("a slots=2\\nb slots=1  # the small one")
     (Host(name='a', slots=(0, 1)), Host(name='b', slots=(0,)))
+
+    Args:
+        text: Content of the file.
+        source: Name of the file for messages.
+
+    Raises:
+        ConfigError: Lines are wrong, or hosts are listed twice. The error has all of them.
     """
     hosts: dict[str, Host] = {}
     problems = []
@@ -77,21 +90,29 @@ def parse(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
             hosts[match["name"]] = Host(match["name"], tuple(range(int(match["slots"]))))
     if not hosts and not problems:
         problems.append(
-            Problem(source, None, "names no machine", "write one `name slots=N` a line")
+            Problem(source, None, "names no machine", "write one `name slots=N` per line")
         )
     refuse(problems)
     return tuple(hosts.values())
 
 
 def select(hosts: tuple[Host, ...], *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """Keep or drop machines and slots, in DeepSpeed's notation: `name` for a machine, `name:0,2`
-    for some of its slots, `@` between.
+    """Select machines and slots of a hostfile.
 
-    With `include` only what it names is used; with `exclude` all but that. Raises ConfigError when
-    both are given, for a machine or slot that the hostfile does not have, and when nothing is left.
+    The filters have DeepSpeed's notation: `name` for a machine, `name:0,2` for some of its slots,
+    and `@` between machines.
 
     >>> select(parse("a slots=4\\nb slots=4"), exclude="a:0,1@b")
     (Host(name='a', slots=(2, 3)),)
+
+    Args:
+        hosts: Hosts of the hostfile.
+        include: Machines and slots to use.
+        exclude: Machines and slots not to use.
+
+    Raises:
+        ConfigError: Both filters are set, a machine or slot is not in the hostfile, or nothing is
+            left.
     """
     if include and exclude:
         raise ConfigError(
@@ -104,67 +125,57 @@ def select(hosts: tuple[Host, ...], *, include: str = "", exclude: str = "") -> 
         )
     if not include and not exclude:
         return hosts
-    option, text = ("--include", include) if include else ("--exclude", exclude)
-    named = _filter(hosts, option, text)
-    kept = []
+    if include:
+        option = "--include"
+        text = include
+    else:
+        option = "--exclude"
+        text = exclude
+    listed = _listed_slots(hosts, option, text)
+    selected = []
     for host in hosts:
-        chosen = named.get(host.name, ())
-        slots = chosen if include else tuple(slot for slot in host.slots if slot not in chosen)
+        slots = listed.get(host.name, ())
+        # A machine that is not listed is not included, or not excluded.
+        if exclude:
+            slots = tuple(slot for slot in host.slots if slot not in slots)
         if slots:
-            kept.append(Host(host.name, slots))
-    if not kept:
+            selected.append(Host(host.name, slots))
+    if not selected:
         raise ConfigError(Problem(option, text, "leaves no machine", "leave some slots in"))
-    return tuple(kept)
+    return tuple(selected)
 
 
-def _filter(hosts: tuple[Host, ...], option: str, text: str) -> dict[str, tuple[int, ...]]:
+def _listed_slots(hosts: tuple[Host, ...], option: str, text: str) -> dict[str, tuple[int, ...]]:
+    """Return the slots that a filter lists, by the names of the hostfile."""
     known = {host.name: host.slots for host in hosts}
     names = {host.address: host.name for host in hosts}
-    named: dict[str, tuple[int, ...]] = {}
+    users = {host.name.rpartition("@")[0] for host in hosts if "@" in host.name}
+    listed: dict[str, tuple[int, ...]] = {}
     problems = []
-    for part in text.split("@"):
-        address, colon, numbers = part.strip().partition(":")
-        # `@` stands between machines here, so users are left out
+    for entry in text.split("@"):
+        # `@` separates machines here, so names are those without the user.
+        address, colon, numbers = entry.strip().partition(":")
+        if address in users and address not in names:
+            # The user of a name that was written as in the hostfile.
+            continue
         name = names.get(address, address)
-        if (
-            f"{address}@" in {host.name.removesuffix(host.address) for host in hosts}
-            and address not in names
-        ):
-            continue  # a user, of a name that was written as in the hostfile
         if name not in known:
-            problems.append(
-                Problem(
-                    option,
-                    part,
-                    f"{name!r} is not in the hostfile",
-                    f"use {', '.join(sorted(names)[:8])}",
-                )
-            )
+            remedy = f"use {', '.join(sorted(names)[:8])}"
+            problems.append(Problem(option, entry, f"{name!r} is not in the hostfile", remedy))
             continue
-        if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", numbers) if colon else False:
-            problems.append(
-                Problem(
-                    option,
-                    part,
-                    "not slot numbers after the colon",
-                    f"write for example `{name}:0,1`",
-                )
-            )
-            continue
-        slots = (
-            tuple(sorted({int(number) for number in numbers.split(",")})) if colon else known[name]
-        )
-        absent = [slot for slot in slots if slot not in known[name]]
+
+        slots = known[name]
+        if colon:
+            if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", numbers):
+                remedy = f"write for example `{name}:0,1`"
+                problems.append(Problem(option, entry, "not slot numbers after the colon", remedy))
+                continue
+            slots = tuple(int(number) for number in numbers.split(","))
+        absent = sorted(set(slots) - set(known[name]))
         if absent:
-            problems.append(
-                Problem(
-                    option,
-                    part,
-                    f"{name} has slots 0 to {len(known[name]) - 1}, not {absent[0]}",
-                    "name slots that exist",
-                )
-            )
+            rule = f"{name} has slots 0 to {len(known[name]) - 1}, not {absent[0]}"
+            problems.append(Problem(option, entry, rule, "name slots that exist"))
             continue
-        named[name] = tuple(sorted({*named.get(name, ()), *slots}))
+        listed[name] = tuple(sorted({*listed.get(name, ()), *slots}))
     refuse(problems)
-    return named
+    return listed

@@ -1,8 +1,7 @@
-"""The environment variables of each launcher, as a table: the variables of torchrun, DeepSpeed,
-OpenMPI, MPICH and Slurm.
+"""Environment variables of torchrun, DeepSpeed, OpenMPI, MPICH and Slurm.
 
-Pure: every function takes the variables as a mapping. A `Claim` holds the values that the launcher
-set and None for the others; completing and checking it against the machine is `topology`'s work.
+Every function receives the variables as a mapping, and nothing looks at this machine. A `Claim` has
+the values that a launcher set. `topology` completes it and checks it against the machine.
 """
 
 from __future__ import annotations
@@ -16,9 +15,17 @@ from plait.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Claim:
-    """What a launcher's variables define for this process. `names` are its variables for rank,
-    size, local rank and local size, for messages; `meeting_point` is `host:port` where the launcher
-    implies one.
+    """Place of this process according to a launcher's variables. None means that it is not set.
+
+    Attributes:
+        launcher: Name of the launcher for messages.
+        rank: Global rank.
+        world_size: Number of processes.
+        local_rank: Rank among the processes of this machine.
+        local_world_size: Number of processes of this machine.
+        node_rank: Number of this machine.
+        names: Variables for rank, size, local rank and local size, for messages.
+        meeting_point: `host:port` at which the processes meet, if the launcher implies one.
     """
 
     launcher: str
@@ -32,9 +39,17 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Names:
-    """The variables of one launcher. Of several names for one number the first that is set
-    counts.
+class LauncherVariables:
+    """Names of a launcher's variables. If a number has several, the first one that is set counts.
+
+    Attributes:
+        launcher: Name of the launcher for messages.
+        rank: Variable of the global rank.
+        world_size: Variables of the number of processes.
+        local_rank: Variable of the rank among the processes of this machine.
+        local_world_size: Variables of the number of processes of this machine.
+        node_rank: Variables of the number of this machine.
+        only_with: Further variables that must be set for the launcher to be recognised.
     """
 
     launcher: str
@@ -44,11 +59,10 @@ class Names:
     local_world_size: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
     only_with: tuple[str, ...] = ()
-    """The launcher is recognised only where all of these are set too."""
 
 
 LAUNCHERS = (
-    Names(
+    LauncherVariables(
         "the launcher",
         "RANK",
         ("WORLD_SIZE",),
@@ -56,7 +70,7 @@ LAUNCHERS = (
         ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
         ("GROUP_RANK", "CROSS_RANK"),
     ),
-    Names(
+    LauncherVariables(
         "OpenMPI",
         "OMPI_COMM_WORLD_RANK",
         ("OMPI_COMM_WORLD_SIZE",),
@@ -65,7 +79,7 @@ LAUNCHERS = (
     ),
     # srun's PMI plugin sets PMI_RANK as well, but not MPI_LOCALRANKID: that one is hydra's (MPICH,
     # Intel MPI).
-    Names(
+    LauncherVariables(
         "MPICH",
         "PMI_RANK",
         ("PMI_SIZE",),
@@ -75,7 +89,7 @@ LAUNCHERS = (
     ),
     # A batch script sees SLURM_PROCID = 0 and SLURM_NTASKS without being a task of a step; only
     # srun sets SLURM_STEP_NODELIST.
-    Names(
+    LauncherVariables(
         "srun",
         "SLURM_PROCID",
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -84,41 +98,50 @@ LAUNCHERS = (
         only_with=("SLURM_STEP_NODELIST",),
     ),
 )
-"""In the order in which they are believed: an inner launcher (torchrun under srun, mpirun under
-srun) before the outer one.
+"""Known launchers. The first one whose variables are set counts.
+
+An inner launcher (torchrun under srun, mpirun under srun) precedes the outer one.
 """
 
 
 def claim(environment: Mapping[str, str]) -> Claim | None:
-    """The claim of this process's launcher; None without one. Raises ConfigError for half of a
-    launcher's variables or no numbers.
+    """Return the place of this process according to its launcher, or None without a launcher.
+
+    Raises:
+        ConfigError: Only some of a launcher's variables are set, or one is not a number.
     """
     for names in LAUNCHERS:
         if not all(name in environment for name in names.only_with):
             continue
-        size_name = next((name for name in names.world_size if name in environment), None)
-        if names.rank not in environment and size_name is None:
-            continue
-        if names.rank not in environment or size_name is None:
-            have, lack = (size_name, names.rank) if size_name else (names.rank, names.world_size[0])
-            raise ConfigError(
-                Problem(
-                    lack,
-                    None,
-                    f"not set although {have} is",
-                    f"set both, or unset {have} for a single process",
-                )
-            )
-        return _claim(environment, names, size_name)
+        size_name = _first_set(environment, names.world_size)
+        has_rank = names.rank in environment
+        if has_rank and size_name is not None:
+            return _claim(environment, names, size_name)
+        if has_rank:
+            raise _incomplete(present=names.rank, missing=names.world_size[0])
+        if size_name is not None:
+            raise _incomplete(present=size_name, missing=names.rank)
     return None
 
 
-def _claim(environment: Mapping[str, str], names: Names, size_name: str) -> Claim:
-    node_rank = _first(environment, names.node_rank)
-    local_size_name = next((name for name in names.local_world_size if name in environment), None)
-    local_world_size = _integer(environment, local_size_name) if local_size_name else None
+def _incomplete(*, present: str, missing: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            missing,
+            None,
+            f"not set although {present} is",
+            f"set both, or unset {present} for a single process",
+        )
+    )
+
+
+def _claim(environment: Mapping[str, str], names: LauncherVariables, size_name: str) -> Claim:
+    node_rank = _integer_or_none(environment, _first_set(environment, names.node_rank))
+    local_size_name = _first_set(environment, names.local_world_size)
+    local_world_size = _integer_or_none(environment, local_size_name)
     meeting_point = None
     if names.launcher == "srun":
+        # Slurm lists the numbers of tasks of all machines in one variable.
         local_size_name = "SLURM_STEP_TASKS_PER_NODE"
         if local_size_name in environment and node_rank is not None:
             counts = tasks_per_node(environment[local_size_name])
@@ -128,9 +151,7 @@ def _claim(environment: Mapping[str, str], names: Names, size_name: str) -> Clai
         launcher=names.launcher,
         rank=_integer(environment, names.rank),
         world_size=_integer(environment, size_name),
-        local_rank=(
-            _integer(environment, names.local_rank) if names.local_rank in environment else None
-        ),
+        local_rank=_integer_or_none(environment, names.local_rank),
         local_world_size=local_world_size,
         node_rank=node_rank,
         names=(
@@ -143,8 +164,15 @@ def _claim(environment: Mapping[str, str], names: Names, size_name: str) -> Clai
     )
 
 
-def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    return next((_integer(environment, name) for name in names if name in environment), None)
+def _first_set(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in environment), None)
+
+
+def _integer_or_none(environment: Mapping[str, str], name: str | None) -> int | None:
+    """Return the value of a variable, or None if it is not set."""
+    if name is None or name not in environment:
+        return None
+    return _integer(environment, name)
 
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
@@ -162,10 +190,14 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's `4(x2),3` to [4, 4, 3]. Raises ConfigError for another form."""
+    """Return the numbers in Slurm's notation: `4(x2),3` stands for [4, 4, 3].
+
+    Raises:
+        ConfigError: The text has another form.
+    """
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+    for entry in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", entry)
         if match is None:
             raise ConfigError(
                 Problem(
@@ -180,9 +212,14 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(text: str) -> str:
-    """Return the first name of a Slurm node list: `gpu[007-012,020],cpu1` to `gpu007`,
-    `rack[1-2]node[1-4]` to `rack1node1`.
+    """Return the first name of a Slurm node list.
+
+    It is `gpu007` for `gpu[007-012,020],cpu1`, and `rack1node1` for `rack[1-2]node[1-4]`.
+
+    Raises:
+        ConfigError: The text is not a node list.
     """
+    # Characters outside of brackets and bracketed lists, up to the first comma between names.
     match = re.match(r"(?:[^,\[\]]|\[\w+[^\[\]]*\])+", text.strip())
     if match is None or not re.match(r"[^,\[]", text.strip()):
         raise ConfigError(
@@ -197,8 +234,9 @@ def first_host(text: str) -> str:
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """One port for all tasks of a job step, different for neighbouring jobs and steps, below the
-    ephemeral range.
+    """Return a port that is the same for all tasks of a job step.
+
+    It differs between neighbouring jobs and steps, and is below the ephemeral range.
     """
     job = int(re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or 0)
     step = int(re.sub(r"\D", "", environment.get("SLURM_STEP_ID", "")) or 0)

@@ -1,8 +1,6 @@
-"""The machines of a run as plain facts, and the file that describes them where they are not at
-hand.
+"""Description of the machines of a run, and the file that describes machines elsewhere.
 
-Pure but for reading that file: nothing looks at this machine. A planner on a laptop gets the same
-Topology as the cluster would give.
+Nothing here looks at this machine. A planner on a laptop gets the same Topology as on the cluster.
 """
 
 from __future__ import annotations
@@ -23,8 +21,12 @@ from plait.errors import InputError, Problem, refuse
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. A device is what one process drives: a GPU, or on a machine without GPUs the
-    process's share of the cores.
+    """A machine.
+
+    Attributes:
+        name: Name of the machine.
+        devices: Number of devices. Each process has one: a GPU, or on a machine without GPUs its
+            share of the cores.
     """
 
     name: str
@@ -33,8 +35,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """The machines of a run, in rank order. `memory_bytes` is that of one device, or None where it
-    is not known.
+    """Machines of a run.
+
+    Attributes:
+        nodes: The machines, in the order of the ranks.
+        device_type: Type of the devices.
+        memory_bytes: Memory of one device, or None if it is not known.
     """
 
     nodes: tuple[Node, ...]
@@ -48,7 +54,7 @@ class Topology:
 
 
 def load(path: str | Path) -> Topology:
-    """Machines described in a YAML or JSON file, for planning where they are not at hand:
+    """Return the machines that a YAML or JSON file describes, for planning elsewhere.
 
         device_type: cuda
         memory_bytes: 85_899_345_920     # of one device; may be left out
@@ -56,8 +62,11 @@ def load(path: str | Path) -> Topology:
           - {name: a01, devices: 8}
           - {name: a02, devices: 8}
 
-    `nodes: 128` with `devices_per_node: 8` describes equal machines. Raises InputError for a file
-    that cannot be read and ConfigError for its content.
+    `nodes: 128` with `devices_per_node: 8` describes equal machines.
+
+    Raises:
+        InputError: The file cannot be read.
+        ConfigError: The file has errors.
     """
     path = Path(path)
     try:
@@ -67,13 +76,12 @@ def load(path: str | Path) -> Topology:
             f"cluster file {path}: {getattr(error, 'strerror', None) or error}; name a readable"
             " YAML or JSON file"
         ) from None
+    is_json = path.suffix == ".json"
     try:
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if is_json else yaml.safe_load(text)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise InputError(
-            f"cluster file {path} is not valid {'JSON' if path.suffix == '.json' else 'YAML'}:"
-            f" {error}"
-        ) from None
+        form = "JSON" if is_json else "YAML"
+        raise InputError(f"cluster file {path} is not valid {form}: {error}") from None
     if not isinstance(content, dict):
         raise InputError(
             f"cluster file {path}: holds {type(content).__name__}, not keys and values; begin with"
@@ -83,37 +91,14 @@ def load(path: str | Path) -> Topology:
 
 
 _KEYS = ("nodes", "devices_per_node", "device_type", "memory_bytes")
+_NODE_KEYS = ("name", "devices")
 
 
 def _topology(content: Mapping[str, Any], source: str) -> Topology:
-    problems = [_unknown(f"{source}: {key}", key, _KEYS) for key in content if key not in _KEYS]
-    nodes = content.get("nodes")
-    per_node = content.get("devices_per_node")
-    machines: list[Node] = []
-    if isinstance(nodes, int) and _is_count(nodes):
-        if isinstance(per_node, int) and _is_count(per_node):
-            machines = [Node(f"node{index}", per_node) for index in range(nodes)]
-        else:
-            problems.append(
-                Problem(
-                    f"{source}: devices_per_node",
-                    per_node,
-                    f"`nodes: {nodes}` needs a whole number of devices, at least 1",
-                    "set it, for example 8",
-                )
-            )
-    elif isinstance(nodes, list) and nodes:
-        machines, found = _machines(nodes, per_node, source)
-        problems += found
-    else:
-        problems.append(
-            Problem(
-                f"{source}: nodes",
-                nodes,
-                "neither a list of machines nor a count of at least 1",
-                "list `{name: a01, devices: 8}`",
-            )
-        )
+    problems = [_unknown_key(f"{source}: {key}", key, _KEYS) for key in content if key not in _KEYS]
+    nodes, node_problems = _nodes(content, source)
+    problems += node_problems
+
     device_type = content.get("device_type", accelerator.NAME)
     if device_type not in get_args(DeviceType):
         remedy = f"use {accelerator.NAME} or cpu"
@@ -136,13 +121,40 @@ def _topology(content: Mapping[str, Any], source: str) -> Topology:
             )
         )
     refuse(problems)
-    return Topology(tuple(machines), device_type, memory)
+    return Topology(tuple(nodes), device_type, memory)
 
 
-def _machines(nodes: list[Any], per_node: Any, source: str) -> tuple[list[Node], list[Problem]]:
-    machines: list[Node] = []
+def _nodes(content: Mapping[str, Any], source: str) -> tuple[list[Node], list[Problem]]:
+    """Return the machines and the problems of the keys `nodes` and `devices_per_node`."""
+    nodes = content.get("nodes")
+    per_node = content.get("devices_per_node")
+    if isinstance(nodes, list) and nodes:
+        return _listed_nodes(nodes, per_node, source)
+    if not isinstance(nodes, int) or not _is_count(nodes):
+        problem = Problem(
+            f"{source}: nodes",
+            nodes,
+            "neither a list of machines nor a count of at least 1",
+            "list `{name: a01, devices: 8}`",
+        )
+        return [], [problem]
+    if not isinstance(per_node, int) or not _is_count(per_node):
+        problem = Problem(
+            f"{source}: devices_per_node",
+            per_node,
+            f"`nodes: {nodes}` needs a whole number of devices, at least 1",
+            "set it, for example 8",
+        )
+        return [], [problem]
+    return [Node(f"node{index}", per_node) for index in range(nodes)], []
+
+
+def _listed_nodes(
+    entries: list[Any], per_node: Any, source: str
+) -> tuple[list[Node], list[Problem]]:
+    nodes: list[Node] = []
     problems: list[Problem] = []
-    for index, entry in enumerate(nodes):
+    for index, entry in enumerate(entries):
         where = f"{source}: nodes[{index}]"
         if not isinstance(entry, dict):
             problems.append(
@@ -155,9 +167,9 @@ def _machines(nodes: list[Any], per_node: Any, source: str) -> tuple[list[Node],
             )
             continue
         problems += [
-            _unknown(f"{where}.{key}", key, ("name", "devices"))
+            _unknown_key(f"{where}.{key}", key, _NODE_KEYS)
             for key in entry
-            if key not in ("name", "devices")
+            if key not in _NODE_KEYS
         ]
         name = entry.get("name", f"node{index}")
         devices = entry.get("devices", per_node)
@@ -172,23 +184,20 @@ def _machines(nodes: list[Any], per_node: Any, source: str) -> tuple[list[Node],
                     "set the number of devices, for example 8",
                 )
             )
-        if any(machine.name == name for machine in machines):
+        if any(node.name == name for node in nodes):
             problems.append(
                 Problem(f"{where}.name", name, "named twice", "give every machine its own name")
             )
-        machines.append(Node(name, devices))
-    return machines, problems
+        nodes.append(Node(name, devices))
+    return nodes, problems
 
 
-def _unknown(field: str, key: object, known: tuple[str, ...]) -> Problem:
-    near = difflib.get_close_matches(str(key), known, n=1)
-    return Problem(
-        field,
-        None,
-        "unknown key",
-        f"did you mean `{near[0]}`?" if near else f"use {', '.join(known)}",
-    )
+def _unknown_key(field: str, key: object, known: tuple[str, ...]) -> Problem:
+    matches = difflib.get_close_matches(str(key), known, n=1)
+    remedy = f"did you mean `{matches[0]}`?" if matches else f"use {', '.join(known)}"
+    return Problem(field, None, "unknown key", remedy)
 
 
 def _is_count(value: object) -> bool:
+    # True and False are of type int too.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,9 +1,8 @@
-"""Where the processes of this launch meet: one store for each place, which stays while the process
-lives.
+"""Stores in which the processes of a launch meet to create a default process group.
 
-A default group that was ended leaves its addresses in the store, and its sockets still answer: a
-rank that found them for the next group would wait in it for ranks that wait elsewhere. So every
-default group that is made here has keys of its own.
+A default group that was destroyed leaves its addresses in the store, and its sockets still answer.
+A rank that read them for the next group would wait in the old group for ranks that wait elsewhere.
+Every default group therefore has its own prefix of keys. A store exists as long as the process.
 """
 
 from __future__ import annotations
@@ -18,28 +17,43 @@ from plait.cluster.topology import RankInfo, init_method, meeting_address
 
 
 @dataclass
-class _Met:
-    """A store, and how many groups had keys of it."""
+class _SharedStore:
+    """Store of all default groups that met at one address.
+
+    Attributes:
+        store: The store.
+        groups: Number of groups that used it.
+    """
 
     store: dist.Store
     groups: int = 0
 
 
-_met: dict[str, _Met] = {}
+_met: dict[str, _SharedStore] = {}
+"""Stores by address."""
 
 
-def store_of_next_group(here: RankInfo, timeout: timedelta) -> dist.Store:
-    """The store of the default group that is made next; a process alone meets nobody. Collective.
-    Raises ConfigError where the processes do not know where to meet.
+def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
+    """Return the store for the next default group. Collective.
+
+    Args:
+        rank_info: Place of this process.
+        timeout: Longest time to wait for the other processes.
+
+    Raises:
+        ConfigError: No meeting point is configured.
     """
-    if here.world_size == 1:
+    if rank_info.world_size == 1:
         return dist.HashStore()
     method = init_method()
     address = meeting_address(method)
     if address not in _met:
-        store, _, _ = next(rendezvous(method, here.rank, here.world_size, timeout=timeout))
-        _met[address] = _Met(store)
-    met = _met[address]
-    met.groups += 1
-    met.store.set_timeout(timeout)
-    return dist.PrefixStore(f"plait/default_group/{met.groups}", met.store)
+        store, _, _ = next(
+            rendezvous(method, rank_info.rank, rank_info.world_size, timeout=timeout)
+        )
+        _met[address] = _SharedStore(store)
+    shared = _met[address]
+    # Creating a default group is collective, so all ranks use the same number.
+    shared.groups += 1
+    shared.store.set_timeout(timeout)
+    return dist.PrefixStore(f"plait/default_group/{shared.groups}", shared.store)

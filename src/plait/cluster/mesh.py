@@ -1,8 +1,14 @@
-"""The only place where process groups are made: a layout over the processes that exist.
+"""Process groups of a layout. No other module creates process groups for training.
 
-An existing default group is adopted (the user made it, the user destroys it); otherwise one is made
-from the launcher's environment, or for a single process without any launcher. Sub-groups are
-torch's DeviceMesh dimensions, one per axis of degree above 1.
+An existing default group is used, and the user who created it destroys it. Otherwise a default
+group is created from the launcher's environment, or for a single process. The groups of a layout
+are dimensions of a torch DeviceMesh, one per parallel dimension of degree above 1.
+
+Note [Creation of groups]
+    Creating a process group is collective over all ranks of the run, even over those that are not
+    members, and all ranks must create groups in the same order. A technique must therefore not
+    create a group when it needs one, because other ranks may not need it. All groups are created
+    together with the mesh. Techniques announce what they need in `Groups`.
 """
 
 from __future__ import annotations
@@ -10,88 +16,112 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from plait._torch.groups import flattened, give_timeout, set_timeout, splits_named_alike, timeout_of
+from plait._torch.groups import (
+    consistent_split_names,
+    copy_timeout,
+    flatten_mesh,
+    set_timeout,
+    timeout_of,
+)
 from plait.cluster import accelerator
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
 from plait.cluster.meeting import store_of_next_group
 from plait.cluster.nccl import Library
-from plait.cluster.topology import RankInfo, place, tell_library
+from plait.cluster.topology import RankInfo, export_library_settings, place
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""Timeout of collectives."""
 COMBINED = (SAMPLE_AXES, TOKEN_AXES, ("pp", *TOKEN_AXES), SPLIT_AXES)
-"""Axes that are taken together: for sums over the batch, for a loss that only a pipeline's last
-stage has, and for the global norm of gradients. Axes of degree 1 count for nothing, so that without
-cp the first two are one group.
+"""Dimensions that every mesh combines into one group.
+
+They are used for sums over the batch, for a loss that only the last pipeline stage has, and for the
+global norm of gradients. Dimensions of degree 1 are ignored, so that without cp the first two are
+the same group.
 """
+LANES = 3
+"""Number of pairs of groups over pp for messages between stages with NCCL (`comm.messages`)."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that a run needs besides one for every axis and those of COMBINED. All are made
-    with the mesh, in one order.
+    """Groups that a run needs besides one per dimension and those of COMBINED.
+
+    See Note [Creation of groups].
+
+    Attributes:
+        axes: Dimensions that are combined into one group.
+        stages: Coordinates along pp whose ranks form a group, if they share all other coordinates.
+        levels: Dimensions whose groups are split by machine too.
     """
 
     axes: tuple[tuple[str, ...], ...] = ()
-    """Several axes, each taken together."""
     stages: tuple[frozenset[int], ...] = ()
-    """Coordinates along pp: their ranks that share all other coordinates."""
     levels: tuple[str, ...] = ()
-    """Axes that are split by machine too, where a group spans several."""
 
     def __add__(self, other: Groups) -> Groups:
-        """Both, each once."""
+        """Return the groups of both without duplicates."""
         return Groups(
-            *(
-                tuple(dict.fromkeys((*getattr(self, f.name), *getattr(other, f.name))))
-                for f in fields(self)
-            )
+            axes=tuple(dict.fromkeys(self.axes + other.axes)),
+            stages=tuple(dict.fromkeys(self.stages + other.stages)),
+            levels=tuple(dict.fromkeys(self.levels + other.levels)),
         )
 
 
 @dataclass(frozen=True)
 class Levels:
-    """A group whose ranks sit on several machines, equally many on each: this rank's machine, and
-    its counterparts on the others.
+    """Group with equally many ranks on each of several machines, and its parts by machine.
+
+    Attributes:
+        whole: The group.
+        inside: Its ranks on this machine.
+        across: One rank per machine, which are those with this rank's position on their machine.
     """
 
     whole: dist.ProcessGroup
     inside: dist.ProcessGroup
-    """The ranks of the group on this machine."""
     across: dist.ProcessGroup
-    """One rank of every machine: those with this rank's position on theirs."""
 
 
 class GroupUse:
-    """One mesh's use of a default group that Plait made."""
+    """Use of a default group by one mesh, if Plait created the group.
 
+    Args:
+        users: Uses of the same group. The new one is added.
+    """
+
+    # The set is weak, so that a mesh that was garbage-collected without `close` does not count.
     def __init__(self, users: weakref.WeakSet[GroupUse]) -> None:
         self.users = users
         users.add(self)
 
 
-_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = (
+_DEFAULT_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = (
     weakref.WeakKeyDictionary()
 )
-"""The default groups that Plait made, and their users: as global as torch's own record of them."""
+"""Default groups that Plait created, with their uses. Global, as torch's own list of groups is."""
 
 
-def _use_of_default_group(*, made: bool) -> GroupUse | None:
+def _use_default_group(*, is_new: bool) -> GroupUse | None:
+    """Register a use of the default group, or return None if the user created the group."""
     group = dist.group.WORLD
     if group is None:
         return None
-    if made:
-        _MADE[group] = weakref.WeakSet()
-    return GroupUse(_MADE[group]) if group in _MADE else None
+    if is_new:
+        _DEFAULT_GROUPS[group] = weakref.WeakSet()
+    if group not in _DEFAULT_GROUPS:
+        return None
+    return GroupUse(_DEFAULT_GROUPS[group])
 
 
 def _world() -> dist.ProcessGroup:
@@ -100,62 +130,68 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
-LANES = 3
-"""Pairs of groups over pp for messages between stages, where a communicator carries them out one
-after another (`comm.messages`).
-"""
-
-
 @dataclass(frozen=True)
 class Mesh:
-    """A layout made real: this process's rank and device, and the groups along every axis."""
+    """Layout over the existing processes, with the process groups of its dimensions.
+
+    Attributes:
+        layout: The layout.
+        device: Device of this process.
+        rank: Global rank of this process.
+        device_mesh: torch's mesh, with a dimension per parallel dimension of degree above 1 and
+            `dp_shard`.
+        use: Use of a default group that Plait created. None if the user created it.
+        expert_mesh: Mesh of the same ranks with `edp` and `ep` instead of all dimensions but `pp`.
+            None if experts are not split.
+        reverse_pp: Second group over pp for messages to lower stages. None without a pipeline.
+        more_pp: Further groups over pp for messages to higher and to lower stages, if messages in
+            one group would wait for each other (`comm.messages`).
+        combined: Groups over several dimensions.
+        stages: Groups of some stages by their coordinates along pp. None on other ranks.
+        node_levels: Parts by machine, and the number of machines, by dimension.
+        made: Groups that this mesh created, which are destroyed with it.
+    """
 
     layout: Layout
     device: torch.device
     rank: int
     device_mesh: DeviceMesh
     use: GroupUse | None
-    """Of a default group that Plait made; None for an adopted one."""
     expert_mesh: DeviceMesh | None = None
-    """The same ranks by their second view, with `edp` and `ep` in the place of all axes but `pp`;
-    None where experts are not split.
-    """
     reverse_pp: dist.ProcessGroup | None = None
-    """A second group over pp, for messages to lower stages; None without a pipeline."""
     more_pp: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ()
-    """Further groups over pp, for messages to higher and to lower stages, where one group would
-    make them wait for each other: see `comm.messages`.
-    """
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
-    """Groups over several axes. Made with the mesh, because that is collective over all ranks, and
-    not all may want a group later.
-    """
     stages: Mapping[frozenset[int], dist.ProcessGroup | None] = field(default_factory=dict)
-    """Groups of some stages by their coordinates along pp; None on the other ranks."""
     node_levels: Mapping[str, tuple[Levels | None, int]] = field(default_factory=dict)
-    """Axis to its levels, and how many machines its group spans."""
     made: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
-    """All groups that this mesh made, to be ended with it."""
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Where this process sits on every axis."""
+        """Coordinates of this process along every dimension."""
         return self.layout.coordinates(self.rank)
 
     @property
     def norm_axes(self) -> tuple[str, ...]:
-        """Axes over which what ranks hold of a model adds up. Experts may be split over ranks that
-        replicate all else.
+        """Dimensions over which the norm of gradients is summed.
+
+        With split experts, ranks that replicate all other parameters have different experts.
         """
         return AXES if self.layout.ep > 1 else SPLIT_AXES
 
     @property
     def dp_index(self) -> int:
-        """Which slice of the batch this process reads."""
+        """Index of the slice of the batch that this process reads."""
         return self.layout.dp_index(self.rank)
 
     def sub(self, *axes: str) -> DeviceMesh:
-        """The mesh over `axes`, outermost first. Raises KeyError for an axis that has no group."""
+        """Return the mesh over some dimensions.
+
+        Args:
+            axes: Names of the dimensions, outermost first.
+
+        Raises:
+            KeyError: A dimension has no group.
+        """
         present = self.device_mesh.mesh_dim_names or ()
         missing = [axis for axis in axes if axis not in present]
         if missing:
@@ -163,119 +199,170 @@ class Mesh:
         return self.device_mesh[axes if len(axes) > 1 else axes[0]]
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group over `axes` taken together; None when their degrees are all 1 (nothing
-        to communicate). Makes none: raises KeyError for several axes that are neither in COMBINED
-        nor in the mesh's `Groups`.
+        """Return the process group over one dimension, or over several combined dimensions.
+
+        This creates no group, see Note [Creation of groups].
+
+        Args:
+            axes: Names of the dimensions. A dimension of EXPERT_AXES cannot be combined.
+
+        Returns:
+            None if all degrees are 1, so that there is nothing to communicate.
+
+        Raises:
+            KeyError: The combination is neither in COMBINED nor in the mesh's `Groups`.
         """
         if not set(axes).isdisjoint(EXPERT_AXES):
             (axis,) = axes
-            return (
-                self.expert_mesh[axis].get_group()
-                if self.layout.all_degrees.get(axis, 1) > 1 and self.expert_mesh is not None
-                else None
-            )
+            if self.expert_mesh is None or self.layout.all_degrees.get(axis, 1) == 1:
+                return None
+            return self.expert_mesh[axis].get_group()
+
         used = self._used(axes)
-        if len(used) < 2:
-            return self.sub(*used).get_group() if used else None
+        if not used:
+            return None
+        if len(used) == 1:
+            return self.sub(*used).get_group()
         return self.combined[used]
 
     def _used(self, axes: Collection[str]) -> tuple[str, ...]:
+        """Return the dimensions among `axes` whose degree is above 1, outermost first."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1)
 
-    def with_groups(self, wanted: Groups) -> Mesh:
-        """With the groups over several axes, of stages and of machines. Collective over all
-        ranks.
+    def with_groups(self, groups: Groups) -> Mesh:
+        """Return this mesh with all groups over several dimensions, of stages and by machine.
+
+        Collective over all ranks. See Note [Creation of groups].
         """
-        used = dict.fromkeys(
-            used
-            for used in map(self._used, (*COMBINED, self.norm_axes, *wanted.axes))
-            if len(used) > 1
-        )
-        mesh = replace(
-            self,
-            combined={axes: self._own(flattened(self.sub(*axes)).get_group()) for axes in used},
-        )
+        combinations = dict.fromkeys(map(self._used, (*COMBINED, self.norm_axes, *groups.axes)))
+        combined = {
+            axes: self._adopt(flatten_mesh(self.sub(*axes)).get_group())
+            for axes in combinations
+            if len(axes) > 1
+        }
+        mesh = replace(self, combined=combined)
+
         if self.layout.pp > 1:
+            # A message to a lower stage must not wait for one to a higher stage.
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
         if self.layout.pp > 2 and accelerator.is_one(self.device) and not is_fake():
+            # NCCL executes the operations of a communicator in order, even if their peers differ.
             mesh = replace(mesh, more_pp=mesh.message_groups(LANES - 1))
-        mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in wanted.stages})
-        nodes = _nodes() if wanted.levels else []
+        mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in groups.stages})
+
+        if not groups.levels:
+            return mesh
+        nodes = _node_of_each_rank()
         return replace(
-            mesh, node_levels={axis: mesh._levels(axis, nodes) for axis in wanted.levels}
+            mesh, node_levels={axis: mesh._split_by_node(axis, nodes) for axis in groups.levels}
         )
 
     def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
-        """A new group of the ranks at pp coordinates `stages` that share all other coordinates;
-        None on the other ranks. Collective.
+        """Create the groups of ranks at some stages that share all other coordinates. Collective.
+
+        Args:
+            stages: Coordinates along pp.
+
+        Returns:
+            The group of this rank, or None if its stage is not among them.
         """
         columns = [
-            tuple(column[stage] for stage in sorted(stages)) for column in self.layout.groups("pp")
+            [column[stage] for stage in sorted(stages)] for column in self.layout.groups("pp")
         ]
-        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
+        group, _ = dist.new_subgroups_by_enumeration(columns)
         if group is not None:
-            self._own(group)
+            self._adopt(group)
         return group if self.coordinates["pp"] in stages else None
 
     def message_groups(self, count: int) -> tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...]:
-        """`count` pairs of new groups over pp. Collective."""
+        """Create `count` pairs of groups over pp. Collective."""
         groups = [self.stages_group(range(self.layout.pp)) for _ in range(2 * count)]
         return tuple(
-            (up, down)
-            for up, down in zip(groups[::2], groups[1::2], strict=True)
-            if up is not None and down is not None
+            (to_higher, to_lower)
+            for to_higher, to_lower in zip(groups[::2], groups[1::2], strict=True)
+            if to_higher is not None and to_lower is not None
         )
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """A new group of all ranks for tensors in host memory, of a thread of its own; None for one
-        process. Collective.
+        """Create a gloo group of all ranks for a thread of its own. Collective.
+
+        Returns:
+            None for a single process.
         """
         if self.layout.world_size == 1:
             return None
+        # Collectives of two threads in one group would have no common order on all ranks.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_of(_world())))
-        self._own(group)
+        self._adopt(group)
         return group
 
     @property
     def ranks_here(self) -> int:
-        """How many ranks of the run are on this machine, as the launcher says."""
+        """Number of ranks of the run on this machine, according to the launcher."""
         return place().local_world_size
 
     def levels(self, axis: str) -> Levels | None:
-        """The intra-node and inter-node groups of the group over `axis`; None where there is no
-        such split (see `split_by_node`). Raises KeyError for an axis that is not in the mesh's
-        `Groups`.
+        """Return the parts by machine of the group over a dimension.
+
+        Args:
+            axis: Name of the dimension.
+
+        Returns:
+            None if there is no such split, see `split_by_node`.
+
+        Raises:
+            KeyError: The dimension is not in the `levels` of the mesh's `Groups`.
         """
         return self.node_levels[axis][0]
 
     def machines(self, axis: str) -> int:
-        """How many machines the group over `axis` spans, equally many ranks on each; 1 where these
-        are not equal. Raises KeyError as `levels` does.
+        """Return the number of machines of the group over a dimension.
+
+        Args:
+            axis: Name of the dimension.
+
+        Returns:
+            1 if the group has different numbers of ranks on its machines.
+
+        Raises:
+            KeyError: The dimension is not in the `levels` of the mesh's `Groups`.
         """
         return self.node_levels[axis][1]
 
-    def _levels(self, axis: str, nodes: Sequence[int]) -> tuple[Levels | None, int]:
-        """`nodes`: the machine of every rank of the world. Collective over the group of the
-        axis.
+    def _split_by_node(self, axis: str, nodes: Sequence[int]) -> tuple[Levels | None, int]:
+        """Return the parts by machine and the number of machines of a dimension's group.
+
+        Collective over the group.
+
+        Args:
+            axis: Name of the dimension.
+            nodes: Machine of every rank of the run.
         """
         group = self.group(axis)
         if group is None:
             return None, 1
-        own = [nodes[rank] for rank in dist.get_process_group_ranks(group)]
-        found = split_by_node(group, own) if len(set(own)) > 1 else None
-        if found is not None:
-            self.made.extend((found.inside, found.across))
-        counts = Counter(own)
-        return found, len(counts) if len(set(counts.values())) == 1 else 1
+        group_nodes = [nodes[rank] for rank in dist.get_process_group_ranks(group)]
+        ranks_per_node = Counter(group_nodes)
+        levels = None
+        if len(ranks_per_node) > 1:
+            levels = split_by_node(group, group_nodes)
+        if levels is not None:
+            self.made.extend((levels.inside, levels.across))
+        if len(set(ranks_per_node.values())) > 1:
+            return levels, 1
+        return levels, len(ranks_per_node)
 
-    def _own(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        if group is not dist.group.WORLD:  # which torch takes for an axis that holds all ranks
+    def _adopt(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Let this mesh destroy a group that was created for it."""
+        # torch uses the default group for a dimension with all ranks.
+        if group is not dist.group.WORLD:
             self.made.append(group)
-        return _timed(group)
+        return _with_default_timeout(group)
 
     def leave(self) -> None:
-        """End the groups that this mesh made; other code that uses the default group may destroy
-        it.
+        """Destroy the groups that this mesh created, except for the default group.
+
+        Other code that uses the default group may then destroy it.
         """
         if self.use is not None:
             self.use.users.discard(self.use)
@@ -283,8 +370,9 @@ class Mesh:
         self.made.clear()
 
     def close(self) -> None:
-        """End the groups that this mesh made, and the default one, if Plait made it and no other
-        mesh uses it.
+        """Destroy the groups that this mesh created.
+
+        The default group is destroyed too if Plait created it and no other mesh uses it.
         """
         self.leave()
         if self.use is not None and not self.use.users:
@@ -292,50 +380,52 @@ class Mesh:
 
 
 def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
-    """The intra-node and inter-node groups of a group whose ranks, in order, run on the machines
-    `nodes`. Collective over the group.
+    """Create the groups inside and across machines of a group. Collective over the group.
 
-    None where there is no such split: one machine, or one rank on each; or where machines do not
-    hold equal runs of consecutive ranks.
+    Args:
+        group: The process group.
+        nodes: Machine of each rank of the group.
+
+    Returns:
+        None if the group has only one machine or one rank per machine, or if its machines do not
+        have equally many consecutive ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     by_node: dict[int, list[int]] = {}
     for rank, node in zip(ranks, nodes, strict=True):
         by_node.setdefault(node, []).append(rank)
     inside = list(by_node.values())
-    if len(inside) == 1 or len(inside) == len(ranks):
+    if len(inside) in (1, len(ranks)):
         return None
-    if (
-        len({len(members) for members in inside}) > 1
-        or [rank for members in inside for rank in members] != ranks
-    ):
+    is_even = len({len(members) for members in inside}) == 1
+    if not is_even or list(chain.from_iterable(inside)) != ranks:
         return None
-    me = dist.get_rank()
-    groups = [
-        members
-        for members in [*inside, *(list(column) for column in zip(*inside, strict=True))]
-        if me in members
-    ]
-    mine = [_timed(dist.new_group(members, use_local_synchronization=True)) for members in groups]
-    return Levels(group, mine[0], mine[1])
+
+    across = [list(column) for column in zip(*inside, strict=True)]
+    # All ranks create their inside group first. Ranks outside of `group` do not take part, so the
+    # creation must not synchronise with them.
+    this_rank = dist.get_rank()
+    inside_group, across_group = (
+        _with_default_timeout(dist.new_group(members, use_local_synchronization=True))
+        for members in [*inside, *across]
+        if this_rank in members
+    )
+    return Levels(group, inside_group, across_group)
 
 
-def _nodes() -> list[int]:
-    """The machine of every rank of the world. Collective where the run spans several."""
-    here = place()
+def _node_of_each_rank() -> list[int]:
+    """Return the machine of every rank of the run. Collective if the run spans several."""
+    rank_info = place()
     nodes = [0] * dist.get_world_size()
-    if here.local_world_size != here.world_size and not is_fake():
-        dist.all_gather_object(nodes, here.node_rank)
+    if rank_info.local_world_size != rank_info.world_size and not is_fake():
+        dist.all_gather_object(nodes, rank_info.node_rank)
     return nodes
 
 
-def _timed(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of this mesh, whose collectives give up when those of the default group do: the time
-    that a user gave that one holds for all.
-    """
+def _with_default_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Give a group the timeout of the default group, which the user may have set."""
     if not is_fake(group):
-        assert dist.group.WORLD is not None
-        give_timeout(group, dist.group.WORLD)
+        copy_timeout(group, _world())
     return group
 
 
@@ -349,111 +439,136 @@ def build_mesh(
     groups: Groups = Groups(),
     on_default_group: Callable[[], None] | None = None,
 ) -> Mesh:
-    """Groups for `layout` over the processes that exist, and `groups` besides.
+    """Create the process groups of a layout over the existing processes. Collective.
 
-    `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with
-    GPUs, collectives on tensors in host memory are wanted too (offloaded parameters are gathered
-    there for checkpoints). `library`: settings of NCCL. `on_default_group` is called before other
-    groups are made. Raises ConfigError when the layout's world is not the real one.
+    Args:
+        layout: The layout.
+        device_type: `cuda` or `cpu`. By default a GPU is used if there is one.
+        timeout: Timeout of collectives. An existing default group keeps its own.
+        host_tensors: Whether the default group also supports tensors in host memory if the device
+            is a GPU. Offloaded parameters are gathered there for checkpoints.
+        library: Settings of NCCL.
+        groups: Further groups.
+        on_default_group: Called when the default group exists, before other groups are created.
+
+    Raises:
+        ConfigError: The number of processes is not the layout's world size, or the settings of NCCL
+            would have no effect.
     """
-    here = place()
-    device = local_device(device_type, here)
-    owns = not dist.is_initialized()
+    rank_info = place()
+    device = local_device(device_type, rank_info)
+    is_new = not dist.is_initialized()
     finish_at_exit()
-    if library is not None and (owns or not is_fake()):
-        tell_library(library, device_type=device.type, group_exists=not owns)
-    if owns:
-        _make_default_group(here, device, timeout, host_tensors=host_tensors)
-    if dist.get_world_size() != layout.world_size:
-        world = dist.get_world_size()
-        if owns:
-            dist.destroy_process_group()
-        rule = f"the layout needs {layout.world_size} processes and {world} exist"
-        raise ConfigError(Problem("parallel", str(layout), rule, f"start {layout.world_size}"))
+    if library is not None and (is_new or not is_fake()):
+        export_library_settings(library, device_type=device.type, group_exists=not is_new)
+    if is_new:
+        _make_default_group(rank_info, device, timeout, host_tensors=host_tensors)
+    _check_world_size(layout, is_new=is_new)
     if on_default_group is not None:
+        # Groups that are created later get the timeout of the default group, which this may change.
         on_default_group()
-    # fully_shard wants a dimension to shard over even where it has one rank; every other axis of
-    # degree 1 gets no group.
+
+    # `fully_shard` needs a dimension to shard over even if it has one rank. No other dimension of
+    # degree 1 has a group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
-    with splits_named_alike(_number_of_mesh(device)):
-        device_mesh = init_device_mesh(
-            device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names
-        )
+    degrees = tuple(getattr(layout, axis) for axis in names)
+    with consistent_split_names(_next_mesh_number(device)):
+        device_mesh = init_device_mesh(device.type, degrees, mesh_dim_names=names)
         expert_mesh = _expert_mesh(layout, device) if layout.ep > 1 else None
-        mesh = Mesh(
-            layout,
-            device,
-            dist.get_rank(),
-            device_mesh,
-            _use_of_default_group(made=owns),
-            expert_mesh,
-        )
-        for one in (device_mesh, expert_mesh):
-            if one is not None:
-                for name in one.mesh_dim_names or ():
-                    mesh._own(one[name].get_group())
+        use = _use_default_group(is_new=is_new)
+        mesh = Mesh(layout, device, dist.get_rank(), device_mesh, use, expert_mesh)
+        for torch_mesh in (device_mesh, expert_mesh):
+            if torch_mesh is not None:
+                for name in torch_mesh.mesh_dim_names or ():
+                    mesh._adopt(torch_mesh[name].get_group())
         return mesh.with_groups(groups)
 
 
-_meshes = 0
+def _check_world_size(layout: Layout, *, is_new: bool) -> None:
+    """Raise ConfigError if the number of processes is not the layout's world size.
+
+    A new default group is destroyed first.
+    """
+    world_size = dist.get_world_size()
+    if world_size == layout.world_size:
+        return
+    if is_new:
+        # The caller may try another layout.
+        dist.destroy_process_group()
+    rule = f"the layout needs {layout.world_size} processes and {world_size} exist"
+    raise ConfigError(Problem("parallel", str(layout), rule, f"start {layout.world_size}"))
 
 
-def _number_of_mesh(device: torch.device) -> int:
-    """One that no mesh of this process has had, the same on all ranks. Collective."""
-    global _meshes
-    _meshes += 1
+_mesh_count = 0
+"""Number of meshes of this process, or of another rank that has created more."""
+
+
+def _next_mesh_number(device: torch.device) -> int:
+    """Return a number that no earlier mesh of any rank has, the same on all ranks. Collective."""
+    global _mesh_count
+    _mesh_count += 1
     if accelerator.is_one(device) and dist.get_world_size() > 1 and not is_fake():
-        largest = torch.full((1,), _meshes, device=device)
+        largest = torch.full((1,), _mesh_count, device=device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        _meshes = int(largest)
-    return _meshes
+        _mesh_count = int(largest)
+    return _mesh_count
 
 
 def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """The default group of the launcher's processes, as `build_mesh` would make it, for code that
-    wants one before any model is there; it is the caller's, who may end it. Nothing where there is
-    one. Raises ConfigError where the processes do not know where to meet.
+    """Create the default group of the launcher's processes, as `build_mesh` would. Collective.
+
+    This is for code that needs the group before there is a model. The caller may destroy the group.
+    Nothing happens if there is one already.
+
+    Raises:
+        ConfigError: No meeting point is configured.
     """
     if not dist.is_initialized():
-        here = place()
+        rank_info = place()
         finish_at_exit()
-        _make_default_group(here, local_device(None, here), timeout, host_tensors=False)
+        _make_default_group(rank_info, local_device(None, rank_info), timeout, host_tensors=False)
 
 
 def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """All of its axes but `edp`, over which experts may be sharded also where it has one rank, are
-    of degree above 1.
+    """Create the mesh of pp, edp and ep, without dimensions of degree 1. Collective.
+
+    `edp` is always present, because experts may be sharded over it even if it has one rank.
     """
+    # In the order of the ranks: neighbouring ranks have different experts.
     degrees = {"pp": layout.pp, "edp": layout.stage_ranks // layout.ep, "ep": layout.ep}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "edp"}
     return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
-def local_device(device_type: str | None, here: RankInfo) -> torch.device:
-    """This process's device: `cuda:local_rank`, or the CPU."""
+def local_device(device_type: str | None, rank_info: RankInfo) -> torch.device:
+    """Return the device of this process, and make a GPU the current device.
+
+    Args:
+        device_type: `cuda` or `cpu`. By default a GPU is used if there is one.
+        rank_info: Place of this process.
+    """
     kind = device_type or accelerator.available_type()
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, here.local_rank)
+    device = torch.device(kind, rank_info.local_rank)
     accelerator.use(device)
     return device
 
 
 def _make_default_group(
-    here: RankInfo, device: torch.device, timeout: timedelta, *, host_tensors: bool
+    rank_info: RankInfo, device: torch.device, timeout: timedelta, *, host_tensors: bool
 ) -> None:
-    backend = accelerator.backend(device, host_tensors=host_tensors)
-    device_id = device if accelerator.is_one(device) and here.world_size > 1 else None
-    # Processes that are slow to start are not stuck: they get longer than a collective.
-    patience = max(timeout, DEFAULT_TIMEOUT) if here.world_size > 1 else timeout
-    store = store_of_next_group(here, patience)
+    is_single = rank_info.world_size == 1
+    # Processes may start at different times, so they wait longer than a collective does. With a
+    # device torch creates NCCL's communicator now, and not in the first collective.
+    start_timeout = timeout if is_single else max(timeout, DEFAULT_TIMEOUT)
     dist.init_process_group(
-        backend,
-        store=store,
-        rank=here.rank,
-        world_size=here.world_size,
-        timeout=patience,
-        device_id=device_id,
+        accelerator.backend(device, host_tensors=host_tensors),
+        store=store_of_next_group(rank_info, start_timeout),
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+        timeout=start_timeout,
+        device_id=device if accelerator.is_one(device) and not is_single else None,
     )
-    if patience != timeout:
+    if start_timeout != timeout:
         set_timeout(_world(), timeout.total_seconds())

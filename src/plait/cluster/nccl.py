@@ -1,10 +1,11 @@
-"""NCCL's own variables for the algorithm and protocol of a collective, and their documentation. It
-reads them when a communicator is made, so they are set before the process group.
+"""NCCL's environment variables for the algorithm and the protocol of collectives.
 
-Which algorithm NCCL takes for a call is not predicted here: its tuning model has constants of the
-release, the architecture and the transport, a tuner plugin may replace it, and its authors say that
-there is no easy rule (NVIDIA/nccl issue 754). NCCL logs it for every call with NCCL_DEBUG=INFO
-NCCL_DEBUG_SUBSYS=TUNING.
+NCCL reads them when it creates a communicator, so they are set before the process group exists.
+
+The algorithm that NCCL selects for a call is not predicted here. NCCL's tuning model has constants
+of the release, the architecture and the transport, a tuner plugin may replace it, and its authors
+say that there is no easy rule (NVIDIA/nccl issue 754). NCCL logs the selection for every call with
+NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING.
 """
 
 from __future__ import annotations
@@ -20,33 +21,37 @@ from plait.policy import Policy
 ALGORITHMS = ("Ring", "Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
 PROTOCOLS = ("LL", "LL128", "Simple")
 FIELDS = ("parallel.nccl_algorithm", "parallel.nccl_protocol")
-"""Of a configuration file."""
+"""Keys of the configuration."""
 NOT_READ = "parallel.nccl_*: not used; on the CPU there is no NCCL"
 VARIABLES = {
     "NCCL_ALGO": f"algorithms that NCCL may use ({FIELDS[0]})",
     "NCCL_PROTO": f"protocols that NCCL may use ({FIELDS[1]})",
     "NCCL_NVLS_ENABLE": "whether NVLink switches may reduce",
-    "NCCL_TUNER_PLUGIN": "a plugin that chooses in its place",
+    "NCCL_TUNER_PLUGIN": "a plugin that selects algorithm and protocol instead of NCCL",
     "NCCL_DEBUG": "INFO: NCCL logs what it does",
     "NCCL_DEBUG_SUBSYS": "TUNING: NCCL logs the algorithm and protocol of every call",
 }
 
 
 def _among(known: tuple[str, ...]) -> AfterValidator:
+    """Return a validator of lists of known names, which also corrects their case."""
+    known_by_lower_case = {name.lower(): name for name in known}
+
     def check(value: str | None) -> str | None:
-        names = {name.lower(): name for name in known}
-        listed = [] if value is None else value.removeprefix("^").split(",")
-        unknown = [name for name in listed if name.strip().lower() not in names]
-        if unknown:
-            raise ValueError(
-                f"{unknown[0]!r} is none of NCCL's {', '.join(known)}; list some with commas, or"
-                " after ^ those to leave out"
-            )
         if value is None:
             return None
-        return ("^" if value.startswith("^") else "") + ",".join(
-            names[name.strip().lower()] for name in listed
-        )
+        # A list after `^` has the names that NCCL must not use.
+        prefix = "^" if value.startswith("^") else ""
+        names = []
+        for name in value.removeprefix("^").split(","):
+            known_name = known_by_lower_case.get(name.strip().lower())
+            if known_name is None:
+                raise ValueError(
+                    f"{name!r} is none of NCCL's {', '.join(known)}; list some with commas, or"
+                    " after ^ those to leave out"
+                )
+            names.append(known_name)
+        return prefix + ",".join(names)
 
     return AfterValidator(check)
 
@@ -56,18 +61,25 @@ Protocols = Annotated[str | None, _among(PROTOCOLS)]
 
 
 class Library(Policy):
-    """Settings of the accelerator's library of collectives; None leaves it to NCCL."""
+    """Settings of NCCL. None lets NCCL decide."""
 
     algorithm: str | None = None
-    """NCCL_ALGO."""
+    """Value of NCCL_ALGO."""
     protocol: str | None = None
-    """NCCL_PROTO."""
+    """Value of NCCL_PROTO."""
 
     def export(
         self, environment: MutableMapping[str, str], *, device_type: str, group_exists: bool
     ) -> None:
-        """Set the variables. Raises ConfigError where they would not be read: without NCCL, or too
-        late.
+        """Set the environment variables.
+
+        Args:
+            environment: Environment of this process.
+            device_type: Device type of the processes.
+            group_exists: Whether the process group exists already.
+
+        Raises:
+            ConfigError: A setting would have no effect, or the environment has another value.
         """
         for key, variable, value in (
             (FIELDS[0], "NCCL_ALGO", self.algorithm),
@@ -75,18 +87,18 @@ class Library(Policy):
         ):
             if value is None:
                 continue
-            said = environment.get(variable)
+            current = environment.get(variable)
             if device_type == "cpu":
                 rule = (
-                    f"the processes run on the {device_type} and talk through gloo, which does"
-                    f" not read {variable}"
+                    f"the processes run on the {device_type} and communicate through gloo, which"
+                    f" does not read {variable}"
                 )
                 remedy = "leave it out"
             elif group_exists:
                 rule = f"the process group exists, and NCCL reads {variable} when it is made"
                 remedy = f"set {variable} before that, or let plait make the group"
-            elif said is not None and said.lower() != value.lower():
-                rule = f"the environment sets {variable}={said}"
+            elif current is not None and current.lower() != value.lower():
+                rule = f"the environment sets {variable}={current}"
                 remedy = "set it in one place"
             else:
                 environment[variable] = value
@@ -94,38 +106,39 @@ class Library(Policy):
             raise ConfigError(Problem(key, value, rule, remedy))
 
     def explained(self) -> dict[str, str]:
-        """Its fields, as a file names them."""
-        return {
-            key: value or "NCCL decides"
-            for key, value in zip(FIELDS, (self.algorithm, self.protocol), strict=True)
-        }
+        """Return the settings by their keys in the configuration, for the user."""
+        values = (self.algorithm, self.protocol)
+        return {key: value or "NCCL decides" for key, value in zip(FIELDS, values, strict=True)}
 
 
 def version() -> tuple[int, ...] | None:
-    """Of the NCCL in this torch."""
+    """Return the version of NCCL in this torch, or None if torch has no NCCL."""
     import torch
 
-    return tuple(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else None
+    if not torch.distributed.is_nccl_available():
+        return None
+    return tuple(torch.cuda.nccl.version())
 
 
 def report(environment: Mapping[str, str], *, version: tuple[int, ...] | None) -> list[str]:
-    """What is set, as lines for a person. `version` is that of the NCCL in this torch; None where
-    it has none.
+    """Return lines about the version and the variables of NCCL, for the user.
+
+    Args:
+        environment: Environment variables.
+        version: Result of the function `version`.
     """
-    have = (
-        f"NCCL {'.'.join(map(str, version))}"
-        if version
-        else "this torch has no NCCL, and nothing below is read"
-    )
-    lines = [have] + [
-        f"{name:<18} {environment.get(name, 'not set'):<16} {meaning}"
-        for name, meaning in VARIABLES.items()
-    ]
-    lines += [
+    if version:
+        lines = [f"NCCL {'.'.join(map(str, version))}"]
+    else:
+        lines = ["this torch has no NCCL, and nothing below is read"]
+    for name, meaning in VARIABLES.items():
+        lines.append(f"{name:<18} {environment.get(name, 'not set'):<16} {meaning}")
+    return [
+        *lines,
         "",
         (
             "Which algorithm NCCL selects for a call cannot be predicted (see"
             " docs/communication.md). NCCL logs it with:"
         ),
+        "  NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING plait train FILE",
     ]
-    return [*lines, "  NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING plait train FILE"]

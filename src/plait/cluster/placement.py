@@ -1,12 +1,12 @@
-"""Where a layout's groups land on the machines: which stay inside a node, which cross, and what
-that costs.
+"""Placement of a layout's groups on machines: which groups span several, and at what cost.
 
-Ranks count through the nodes in order, and tp is the layout's innermost axis, so tensor parallel
-groups are neighbours. Pure arithmetic.
+Ranks are numbered machine by machine, and tp is the innermost dimension of a layout, so the ranks
+of a tensor-parallel group are neighbours. The module only computes.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from plait.cluster.layout import AXES, Layout
@@ -16,7 +16,13 @@ from plait.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Crossing:
-    """An axis some of whose groups span nodes."""
+    """Mesh dimension with groups that span machines.
+
+    Attributes:
+        axis: Name of the dimension.
+        groups: Number of groups that span machines.
+        of: Number of all groups.
+    """
 
     axis: str
     groups: int
@@ -24,9 +30,10 @@ class Crossing:
 
 
 def crossings(layout: Layout, topology: Topology) -> tuple[Crossing, ...]:
-    """Every axis of degree above 1 whose groups do not all stay inside a node, outermost first.
+    """Return every dimension with groups that span machines, outermost first.
 
-    Raises ConfigError when the layout does not fill the machines.
+    Raises:
+        ConfigError: The layout does not fill the machines.
     """
     if layout.world_size != topology.world_size:
         rule = (
@@ -38,55 +45,64 @@ def crossings(layout: Layout, topology: Topology) -> tuple[Crossing, ...]:
                 "parallel", str(layout), rule, f"use a product of degrees of {topology.world_size}"
             )
         )
-    nodes = [index for index, node in enumerate(topology.nodes) for _ in range(node.devices)]
-    found = []
+
+    node_of_rank: list[int] = []
+    for index, node in enumerate(topology.nodes):
+        node_of_rank += [index] * node.devices
+    crossing_axes = []
     for axis in AXES:
         if getattr(layout, axis) == 1:
             continue
         groups = layout.groups(axis)
-        across = sum(len({nodes[rank] for rank in group}) > 1 for group in groups)
-        if across:
-            found.append(Crossing(axis, across, len(groups)))
-    return tuple(found)
+        spanning = sum(len({node_of_rank[rank] for rank in group}) > 1 for group in groups)
+        if spanning:
+            crossing_axes.append(Crossing(axis, spanning, len(groups)))
+    return tuple(crossing_axes)
 
 
 def refuse_wider_than_a_node(layout: Layout, topology: Topology) -> None:
-    """Raise ConfigError where tp is larger than every machine: each layer would wait for the links
-    between machines.
+    """Check that tp fits on a machine.
+
+    Every layer would wait for the links between machines otherwise.
+
+    Raises:
+        ConfigError: tp is larger than every machine.
     """
     largest = max(node.devices for node in topology.nodes)
     if layout.tp > largest:
-        fitting = max(
-            degree
-            for degree in range(1, largest + 1)
-            if all(node.devices % degree == 0 for node in topology.nodes)
-        )
+        fitting = max(_tp_inside_nodes(topology, largest))
         rule = f"the largest machine has {largest} devices, and tensor parallelism needs its links"
         raise ConfigError(Problem("parallel.tp", layout.tp, rule, f"use {fitting}"))
 
 
 def warning(layout: Layout, topology: Topology) -> str | None:
-    """The warning for tensor parallel groups that span nodes; None where they do not."""
+    """Return a warning about tensor-parallel groups that span machines, or None."""
     crossing = next((c for c in crossings(layout, topology) if c.axis == "tp"), None)
     if crossing is None:
         return None
     smallest = min(node.devices for node in topology.nodes)
-    fitting = [
-        degree
-        for degree in range(1, layout.tp)
-        if all(node.devices % degree == 0 for node in topology.nodes)
-    ]
+    fitting = max(_tp_inside_nodes(topology, layout.tp - 1))
     return (
         f"parallel.tp = {layout.tp}: {crossing.groups} of {crossing.of} tensor parallel groups span"
         f" nodes (the smallest has {smallest} devices), and every layer communicates over the links"
         " between them, two all-reduces of the activations forward and two backward; use"
-        f" {max(fitting)} to stay inside"
+        f" {fitting} to stay inside"
     )
 
 
+def _tp_inside_nodes(topology: Topology, largest: int) -> list[int]:
+    """Return the degrees of tp up to `largest` with which no group spans machines."""
+    # Groups are neighbouring ranks, so no group spans machines if the degree divides all of them.
+    common = math.gcd(*(node.devices for node in topology.nodes))
+    return [degree for degree in range(1, largest + 1) if common % degree == 0]
+
+
 def grid(layout: Layout, topology: Topology) -> list[list[str]]:
-    """Rows for printing: node, then one cell a device, `rank pp.dp.cp.tp` with the axes of degree
-    above 1.
+    """Return a table of the ranks on each machine, for printing.
+
+    Returns:
+        One row per machine: its name, and one cell per device with the rank and its coordinates
+        along the dimensions of degree above 1.
     """
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
     rows = []
@@ -94,10 +110,9 @@ def grid(layout: Layout, topology: Topology) -> list[list[str]]:
     for node in topology.nodes:
         cells = []
         for _ in range(node.devices):
-            at = layout.coordinates(rank)
-            cells.append(
-                f"{rank} " + " ".join(f"{axis}{at[axis]}" for axis in used) if used else str(rank)
-            )
+            coordinates = layout.coordinates(rank)
+            labels = [f"{axis}{coordinates[axis]}" for axis in used]
+            cells.append(" ".join([str(rank), *labels]))
             rank += 1
         rows.append([node.name, *cells])
     return rows

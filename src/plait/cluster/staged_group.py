@@ -1,73 +1,82 @@
-"""A process group for several ranks on one GPU, which NCCL refuses: tensors are copied to host
-memory, gloo moves them, the results are copied to the device.
+"""Process group for several ranks on one GPU, which NCCL does not support.
 
-Slow, because every call waits for the device, and right: it is for checks on machines with fewer
-GPUs than a layout has ranks. A call has ended when it returns; messages between two ranks end when
-they are waited for. See `topology.share_gpus`.
+Tensors are copied to host memory, sent by gloo, and the results are copied to the device. This is
+slow, because every call waits for the device. It is for checks on machines with fewer GPUs than a
+layout has ranks, see `topology.share_gpus`. A collective has ended when its call returns. A message
+between two ranks ends when it is waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from plait._torch.groups import give_backend, make_gloo, with_called_names
+from plait._torch.groups import add_legacy_names, make_gloo, register_cpu_backend
 from plait.cluster import accelerator
 from plait.cluster.meeting import store_of_next_group
 from plait.cluster.mesh import DEFAULT_TIMEOUT
 from plait.cluster.topology import place
 
 BACKEND = "plait_staged"
+"""Name of the backend."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 def make_default_group(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """The default group of this launch, with this backend; groups that are made later have it too.
-    Collective.
+    """Create the default group of this launch with this backend. Collective.
+
+    Groups that are created later have the same backend.
     """
-    here = place()
+    rank_info = place()
     register_backend()
-    store = store_of_next_group(here, timeout)
+    store = store_of_next_group(rank_info, timeout)
     dist.init_process_group(
-        BACKEND, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout
+        BACKEND, store=store, rank=rank_info.rank, world_size=rank_info.world_size, timeout=timeout
     )
 
 
 def register_backend() -> None:
     """Register this backend with torch.distributed. Later calls do nothing."""
     if BACKEND.upper() not in vars(dist.Backend):
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", accelerator.NAME])
+        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu", accelerator.NAME])
 
 
-def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedGroup:
+def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedGroup:
     return StagedGroup(store, rank, size, timeout)
 
 
 class StagedWork(dist.Work):
-    """A call that has ended, or a message that ends when it is waited for."""
+    """Result of a call: a collective that has ended, or a message.
+
+    Args:
+        result: Tensors of the caller.
+        message: gloo's work of a message.
+        on_arrival: Called after the message has arrived.
+    """
 
     def __init__(
         self,
         result: list[torch.Tensor],
         message: Any = None,
-        arrived: Callable[[], None] | None = None,
+        on_arrival: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._result = result
         self._message = message
-        self._arrived = arrived
+        self._on_arrival = on_arrival
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._message is not None:
             self._message.wait()
             self._message = None
-            if self._arrived is not None:
-                self._arrived()
+            if self._on_arrival is not None:
+                self._on_arrival()
         return True
 
     def is_completed(self) -> bool:
@@ -86,18 +95,28 @@ class StagedWork(dist.Work):
         return future
 
 
+# torch's stubs describe process groups in C++, with an overload for each form of a call.
 _PythonGroup: Any = dist.ProcessGroup
-"""Its stubs are those of groups in C++, with an overload for each form of a call."""
 
 
-@with_called_names
+@add_legacy_names
 class StagedGroup(_PythonGroup):
-    """The group. Methods are those that torch.distributed calls, with its names and arguments."""
+    """Process group that stages tensors in host memory.
+
+    Its methods have the names and arguments with which torch.distributed calls them.
+
+    Args:
+        store: Store in which the ranks meet.
+        rank: Rank of this process in the group.
+        size: Number of ranks.
+        timeout: Timeout of gloo's calls.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # of the two constructors the one for Python
+        # The base class has two constructors. The one with these arguments is for Python.
+        super().__init__(rank, size)
         self._gloo = make_gloo(store, rank, size, timeout)
-        give_backend(cast(dist.ProcessGroup, self), self._gloo)
+        register_cpu_backend(cast(dist.ProcessGroup, self), self._gloo)
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -105,9 +124,10 @@ class StagedGroup(_PythonGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         tensors = list(tensors)
         staged = _to_host(tensors)
-        for one in staged:
-            self._gloo.allreduce([one], _reduction(opts)).wait()
-        return _arrived(tensors, staged)
+        # gloo treats the tensors of a list as addends of one sum.
+        for tensor in staged:
+            self._gloo.allreduce([tensor], _reduction(opts)).wait()
+        return _finish(tensors, staged)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
@@ -115,98 +135,114 @@ class StagedGroup(_PythonGroup):
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
         staged = _to_host(tensors)
         self._gloo.reduce(staged, opts).wait()
-        return _arrived(list(tensors), staged)
+        return _finish(list(tensors), staged)
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         staged = _to_host(tensors)
         self._gloo.broadcast(staged, opts).wait()
-        return _arrived(list(tensors), staged)
+        return _finish(list(tensors), staged)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        flat = [one for row in outputs for one in row]
-        staged = [_host_like(one) for one in flat]
+        flat = [output for row in outputs for output in row]
+        staged = [_empty_on_host(output) for output in flat]
         count = self.size()
-        for index, one in enumerate(_to_host(inputs)):
-            self._gloo.allgather([staged[index * count : (index + 1) * count]], [one]).wait()
-        return _arrived(flat, staged)
+        for index, tensor in enumerate(_to_host(inputs)):
+            row = staged[index * count : (index + 1) * count]
+            self._gloo.allgather([row], [tensor]).wait()
+        return _finish(flat, staged)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        columns = [[row[index] for row in outputs] for index in range(len(inputs))]
+        # `outputs` has a row per rank here, and a row per input in `allgather`.
+        columns = list(zip(*outputs, strict=True))
         return self.allgather(columns, inputs)
 
     def all_gather_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        staged = _host_like(output)
-        self._gloo.allgather(
-            [list(staged.view(self.size(), -1))], [_to_host([given])[0].view(-1)]
-        ).wait()
-        return _arrived([output], [staged])
+        staged = _empty_on_host(output)
+        # One view per rank, [ranks][numel of a shard].
+        rows = list(staged.view(self.size(), -1))
+        (host_shard,) = _to_host([shard])
+        self._gloo.allgather([rows], [host_shard.view(-1)]).wait()
+        return _finish([output], [staged])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        for output, given in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, given)
+        for output, shard in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, shard)
         return StagedWork(list(outputs))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         for output, row in zip(outputs, inputs, strict=True):
-            staged = _to_host([torch.cat([one.reshape(-1) for one in row])])[0]
+            (staged,) = _to_host([_concatenated(row)])
             self._gloo.allreduce([staged], _reduction(opts)).wait()
-            begin = sum(one.numel() for one in row[: self.rank()])
-            _arrived([output], [staged[begin : begin + output.numel()].view(output.shape)])
+            # Shards may have different sizes.
+            start = sum(tensor.numel() for tensor in row[: self.rank()])
+            _finish([output], [staged[start : start + output.numel()].view(output.shape)])
         return StagedWork(list(outputs))
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, full: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        staged = _to_host([given])[0]
+        (staged,) = _to_host([full])
         self._gloo.allreduce([staged], _reduction(opts)).wait()
-        return _arrived([output], [staged.view(self.size(), -1)[self.rank()].view(output.shape)])
+        # [ranks x n, ...] -> [n, ...]
+        shard = staged.view(self.size(), -1)[self.rank()]
+        return _finish([output], [shard.view(output.shape)])
 
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> dist.Work:
-        for output, given in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, given, opts)
+        for output, full in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, full, opts)
         return StagedWork(list(outputs))
 
     def all_to_all_single(
-        self, output: torch.Tensor, given: torch.Tensor, to: Any, source: Any, opts: Any = None
+        self,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        received_sizes: Any,
+        sent_sizes: Any,
+        opts: Any = None,
     ) -> dist.Work:
-        staged = _host_like(output)
-        self._gloo.alltoall_base(staged, _to_host([given])[0], list(to), list(source)).wait()
-        return _arrived([output], [staged])
+        staged = _empty_on_host(output)
+        (host_rows,) = _to_host([rows])
+        self._gloo.alltoall_base(staged, host_rows, list(received_sizes), list(sent_sizes)).wait()
+        return _finish([output], [staged])
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        sizes = [[one.numel() for one in row] for row in (outputs, inputs)]
-        staged = torch.empty(sum(sizes[0]), dtype=outputs[0].dtype)
-        given = _to_host([torch.cat([one.reshape(-1) for one in inputs])])[0]
-        self._gloo.alltoall_base(staged, given, *sizes).wait()
-        return _arrived(
-            list(outputs),
-            [one.view(out.shape) for one, out in zip(staged.split(sizes[0]), outputs, strict=True)],
-        )
+        received_sizes = [output.numel() for output in outputs]
+        sent_sizes = [tensor.numel() for tensor in inputs]
+        staged = torch.empty(sum(received_sizes), dtype=outputs[0].dtype)
+        (host_inputs,) = _to_host([_concatenated(inputs)])
+        self._gloo.alltoall_base(staged, host_inputs, received_sizes, sent_sizes).wait()
+        host_outputs = [
+            part.view(output.shape)
+            for part, output in zip(staged.split(received_sizes), outputs, strict=True)
+        ]
+        return _finish(list(outputs), host_outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        flat = [one for row in outputs for one in row]
-        staged = [_host_like(one) for one in flat]
+        flat = [output for row in outputs for output in row]
+        staged = [_empty_on_host(output) for output in flat]
+        # Only the root has outputs.
         self._gloo.gather([staged] if staged else [], _to_host(inputs), opts).wait()
-        return _arrived(flat, staged)
+        return _finish(flat, staged)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        staged = [_host_like(one) for one in outputs]
+        staged = [_empty_on_host(output) for output in outputs]
         self._gloo.scatter(staged, [_to_host(row) for row in inputs], opts).wait()
-        return _arrived(list(outputs), staged)
+        return _finish(list(outputs), staged)
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> dist.Work:
         staged = _to_host(tensors)
+        # The work references the copies, which must exist until they are delivered.
         return StagedWork(staged, self._gloo.send(staged, to, tag))
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
         tensors = list(tensors)
-        staged = [_host_like(one) for one in tensors]
+        staged = [_empty_on_host(tensor) for tensor in tensors]
         message = self._gloo.recv(staged, source, tag)
-        return StagedWork(tensors, message, lambda: _copy(tensors, staged))
+        return StagedWork(tensors, message, partial(_copy, tensors, staged))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self._gloo.barrier().wait()
@@ -214,30 +250,33 @@ class StagedGroup(_PythonGroup):
 
 
 def _to_host(tensors: Any) -> list[torch.Tensor]:
-    """Contiguous copies in host memory; the device has finished what it was asked for before on
-    this stream.
-    """
-    return [one.detach().to("cpu", copy=True).contiguous() for one in tensors]
+    """Return contiguous copies in host memory. Waits for the current stream."""
+    return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
 
 
-def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_on_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _concatenated(tensors: Any) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _copy(tensors: Tensors, staged: Tensors) -> None:
     with torch.no_grad():
-        for tensor, one in zip(tensors, staged, strict=True):
-            tensor.copy_(one)
+        for tensor, host_tensor in zip(tensors, staged, strict=True):
+            tensor.copy_(host_tensor)
 
 
-def _arrived(tensors: list[torch.Tensor], staged: Tensors) -> dist.Work:
+def _finish(tensors: list[torch.Tensor], staged: Tensors) -> dist.Work:
+    """Copy the results to the tensors of the caller, and return the finished work."""
     _copy(tensors, staged)
     return StagedWork(tensors)
 
 
 def _reduction(opts: Any) -> Any:
-    """gloo's options with the reduction of another call's."""
-    found = dist.AllreduceOptions()
+    """Return gloo's all-reduce options with the reduction of another call's options."""
+    options = dist.AllreduceOptions()
     if opts is not None:
-        found.reduceOp = opts.reduceOp
-    return found
+        options.reduceOp = opts.reduceOp
+    return options

@@ -1,9 +1,8 @@
-"""Which machines there are, and where in them this process sits: read from the launcher's variables
-and the machine itself.
+"""Machines of a run and the place of this process, from the launcher's variables and this machine.
 
-This module and `plait.cli` are the only readers of the environment. It makes no process group;
-where a default group already exists, its rank and size are the truth and variables that contradict
-it are refused. Nothing is guessed: what cannot be known is an error that names the variable to set.
+Only this module and `plait.cli` read environment variables. It creates no process group. If a
+default group exists, its rank and size count, and variables that contradict it are errors. Nothing
+is guessed: if a value is not known, an error names the variable to set.
 """
 
 from __future__ import annotations
@@ -25,12 +24,20 @@ from plait.cluster.nccl import Library
 from plait.errors import ConfigError, Problem, refuse
 
 WATCH_FOLDER = "PLAIT_WATCH_FOLDER"
-"""Set by the launcher for its ranks."""
+"""Variable with the folder of the ranks' boards, which Plait's launcher sets for its ranks."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this process sits: of all processes, and of those on its machine."""
+    """Place of this process among all processes, and among those of its machine.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of processes.
+        local_rank: Rank among the processes of this machine.
+        local_world_size: Number of processes of this machine.
+        node_rank: Number of this machine.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -40,126 +47,155 @@ class RankInfo:
 
 
 def place() -> RankInfo:
-    """This process's place: from torchrun, accelerate, deepspeed, OpenMPI, MPICH or srun, else a
-    world of one process.
+    """Return the place of this process.
 
-    A default process group that exists already decides rank and size. Raises ConfigError for
-    variables that contradict each other or the group, and where the place on this machine cannot be
-    known.
+    It comes from the variables of torchrun, accelerate, deepspeed, OpenMPI, MPICH or srun. Without
+    a launcher there is one process. An existing default process group decides rank and size.
+
+    Raises:
+        ConfigError: Variables contradict each other or the process group, or the place on this
+            machine cannot be determined.
     """
-    found = claim(os.environ)
+    claimed = claim(os.environ)
     group = _existing_group()
-    if group is None and found is None:
-        return RankInfo()
     if group is not None:
-        found = _agree(found, *group)
-        if group[2] == "fake":
-            return RankInfo(rank=group[0], world_size=group[1])
-    assert found is not None
-    return _complete(found, device_count())
+        rank, world_size, backend = group
+        claimed = _check_against_group(claimed, rank, world_size, backend)
+        if backend == "fake":
+            # The launcher's variables describe this process, not the simulated ranks.
+            return RankInfo(rank=rank, world_size=world_size)
+    if claimed is None:
+        return RankInfo()
+    return _complete(claimed, device_count())
 
 
 def discover() -> Topology:
-    """The machines of this run. Under a launcher: the devices that the launched processes drive,
-    with every machine like this one. Otherwise: every GPU of this machine, or one CPU device.
+    """Return the machines of this run.
 
-    Raises ConfigError where the launched processes do not spread evenly over machines; describe
-    those in a file and `load` it.
+    Under a launcher these are the devices of the launched processes, and all machines are assumed
+    to be like this one. Otherwise these are all GPUs of this machine, or one CPU device.
+
+    Raises:
+        ConfigError: The machines do not have equally many processes. `machines.load` reads a
+            description of such machines from a file.
     """
-    here = place()
+    rank_info = place()
     gpus = device_count()
-    per_node = here.local_world_size if here.world_size > 1 else max(gpus, 1)
-    if here.world_size % here.local_world_size:
+    per_node = rank_info.local_world_size if rank_info.world_size > 1 else max(gpus, 1)
+    if rank_info.world_size % rank_info.local_world_size:
         rule = (
-            f"not a multiple of the {here.local_world_size} processes on this machine, and the"
+            f"not a multiple of the {rank_info.local_world_size} processes on this machine, and the"
             " other machines cannot be seen from here"
         )
         raise ConfigError(
-            Problem("WORLD_SIZE", here.world_size, rule, "describe the machines in a cluster file")
+            Problem(
+                "WORLD_SIZE", rank_info.world_size, rule, "describe the machines in a cluster file"
+            )
         )
-    count = here.world_size // here.local_world_size
-    names = [
-        socket.gethostname() if index == here.node_rank else f"node{index}"
-        for index in range(count)
-    ]
+    nodes = []
+    for index in range(rank_info.world_size // rank_info.local_world_size):
+        name = socket.gethostname() if index == rank_info.node_rank else f"node{index}"
+        nodes.append(Node(name, per_node))
     device_type: DeviceType = accelerator.NAME if gpus else "cpu"
-    return Topology(
-        tuple(Node(name, per_node) for name in names),
-        device_type,
-        _device_memory_bytes(gpus, per_node),
-    )
+    return Topology(tuple(nodes), device_type, _device_memory_bytes(gpus, per_node))
 
 
-def tell_library(library: Library, *, device_type: str, group_exists: bool) -> None:
-    """Set the variables of NCCL for this process. Raises ConfigError where they would not be read
-    (see `Library.export`).
+def export_library_settings(library: Library, *, device_type: str, group_exists: bool) -> None:
+    """Set the variables of NCCL for this process.
+
+    Args:
+        library: Settings of NCCL.
+        device_type: Device type of the processes.
+        group_exists: Whether the process group exists already.
+
+    Raises:
+        ConfigError: A setting would have no effect, or the environment has another value.
     """
     library.export(os.environ, device_type=device_type, group_exists=group_exists)
 
 
 def share_gpus(count: int) -> bool:
-    """Whether this launch on one machine has more processes than its `count` GPUs. Then this
-    process gets the GPU local rank % count alone, as if it had a machine of its own: NCCL refuses
-    two ranks on one GPU, and so no code that asks where it is may see a second. Call it before
-    anything looks for GPUs, because CUDA reads its variable once.
+    """Assign one GPU to this process if the launch has more processes than this machine has GPUs.
+
+    The process then sees the GPU `local rank % count` only, as if it had a machine of its own. NCCL
+    does not support two ranks on one GPU, so no code may see a second process of this machine. Call
+    this before anything looks for GPUs, because CUDA reads its variable once.
+
+    Args:
+        count: Number of GPUs of this machine.
+
+    Returns:
+        Whether GPUs are shared.
     """
-    found = claim(os.environ)
-    if found is None or found.local_rank is None or found.world_size <= count:
+    claimed = claim(os.environ)
+    if claimed is None or claimed.local_rank is None or claimed.world_size <= count:
         return False
-    visible = [name for name in os.environ.get(accelerator.VISIBLE, "").split(",") if name.strip()]
-    index = found.local_rank % count
-    os.environ[accelerator.VISIBLE] = visible[index].strip() if index < len(visible) else str(index)
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(found.rank)}
+    names = os.environ.get(accelerator.VISIBLE, "").split(",")
+    visible = [name.strip() for name in names if name.strip()]
+    index = claimed.local_rank % count
+    os.environ[accelerator.VISIBLE] = visible[index] if index < len(visible) else str(index)
+    # Each process is the only one of its machine from here on.
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(claimed.rank)}
     return True
 
 
 def keep_host_memory() -> bool:
-    """Let this process keep what it frees, if its environment does not configure that (see
-    `cluster.allocator`). Whether it does.
+    """Let this process keep memory that it frees, unless its environment configures the allocator.
+
+    Returns:
+        Whether the settings of `cluster.allocator` were made.
     """
     return allocator.keep_freed_memory(os.environ)
 
 
 def watch_folder() -> Path | None:
-    """Where a launcher of Plait's own, which watches its ranks, looks for their boards; None under
-    another one.
+    """Return the folder in which Plait's launcher looks for the boards of its ranks.
+
+    The result is None under another launcher.
     """
     folder = os.environ.get(WATCH_FOLDER)
-    return Path(folder) if folder and Path(folder).is_dir() else None
+    if not folder or not Path(folder).is_dir():
+        return None
+    return Path(folder)
 
 
 def launchers_variable(name: str, default: str) -> str:
-    """A variable that a launcher set for a library, in lower case."""
+    """Return a variable that a launcher sets for a library, in lower case."""
     return os.environ.get(name, default).lower()
 
 
 @contextmanager
 def without_variable(name: str) -> Iterator[None]:
-    """A variable that a launcher set, hidden from a library that would act on it."""
-    before = os.environ.pop(name, None)
+    """Hide a variable inside the block from a library that would act on it."""
+    value = os.environ.pop(name, None)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[name] = before
+        if value is not None:
+            os.environ[name] = value
 
 
 def cpu_count() -> int:
-    """Cores that this process may use: its affinity, and the quota of its container where one is
-    set.
+    """Return the number of cores that this process may use.
+
+    This respects the affinity of the process and the quota of its container.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    # `os.cpu_count` includes cores that the process may not use.
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
         return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    if quota == "max":
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))
 
 
 def processor_name() -> str:
-    """The processor's name from the kernel, or from the platform."""
+    """Return the name of the processor from the kernel, or else from the platform."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -170,44 +206,55 @@ def processor_name() -> str:
 
 
 def machine_name(processes: int) -> str:
-    """The processor, and the threads that each of `processes` on it computes with: as
-    OMP_NUM_THREADS says, else an equal share.
+    """Return the processor and the number of threads of each process on it.
+
+    The number is that of OMP_NUM_THREADS, or else an equal share of the cores. The text identifies
+    measurements, so it must not change.
+
+    Args:
+        processes: Number of processes on this machine.
     """
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(told) if told.isdigit() and int(told) else thread_count(processes)
+    configured = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(configured) if configured.isdigit() else 0
+    threads = threads or thread_count(processes)
     return f"{processor_name()}, {threads} {'thread' if threads == 1 else 'threads'} a process"
 
 
 def thread_count(processes: int) -> int:
-    """Threads for each of the processes of a machine: an equal share of the cores, at least 1."""
+    """Return the threads of each process of a machine: an equal share of the cores, at least 1."""
     return max(1, cpu_count() // processes)
 
 
 def device_count() -> int:
-    """Visible GPUs."""
+    """Return the number of visible GPUs."""
     return accelerator.count()
 
 
 def default_processes() -> int:
-    """Default number of processes on this machine: one a GPU; without GPUs two, or one where there
-    is a single core.
+    """Return the default number of processes on this machine.
+
+    It is one per GPU. Without GPUs it is two, or one on a single core.
     """
     return device_count() or min(2, cpu_count())
 
 
 def init_method() -> str:
-    """Where the processes of this launch meet, as
-    `torch.distributed.init_process_group(init_method=...)` takes it.
+    """Return the meeting point of this launch as torch's `init_process_group(init_method=...)`.
 
-    `env://` where MASTER_ADDR and MASTER_PORT are set; under srun without them the first host of
-    the step, on a port derived from the job. Raises ConfigError where neither is known.
+    It is `env://` if MASTER_ADDR and MASTER_PORT are set. Under srun without them it is the first
+    host of the step, with a port that is derived from the job.
+
+    Raises:
+        ConfigError: Neither is known.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if not missing:
         return "env://"
-    found = claim(os.environ)
-    if found is not None and found.meeting_point is not None and len(missing) == 2:
-        return f"tcp://{found.meeting_point}"
+    claimed = claim(os.environ)
+    # If one of the variables is set, the other one was forgotten, and a derived address would not
+    # fit.
+    if claimed is not None and claimed.meeting_point is not None and len(missing) == 2:
+        return f"tcp://{claimed.meeting_point}"
     remedy = (
         "start the script with `plait launch` or `torchrun`, or set MASTER_ADDR to rank 0's host"
         " and MASTER_PORT to a free port there"
@@ -218,115 +265,125 @@ def init_method() -> str:
 
 
 def meeting_address(method: str) -> str:
-    """The address that an `init_method` stands for."""
-    return (
-        f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        if method == "env://"
-        else method
-    )
+    """Return the address that an `init_method` stands for."""
+    if method != "env://":
+        return method
+    return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _existing_group() -> tuple[int, int, str] | None:
-    """(rank, size, backend) of the default process group. Without torch.distributed imported there
-    is none.
-    """
+    """Return rank, size and backend of the default process group, or None if there is none."""
+    # Without an import of torch.distributed there is no group. This does not import it, which takes
+    # long.
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     return dist.get_rank(), dist.get_world_size(), dist.get_backend()
 
 
-def _agree(found: Claim | None, rank: int, world_size: int, backend: str) -> Claim:
-    if found is None:
+def _check_against_group(claimed: Claim | None, rank: int, world_size: int, backend: str) -> Claim:
+    """Return the launcher's claim, or else that of the existing process group.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    if claimed is None:
         return Claim(launcher="the process group", rank=rank, world_size=world_size)
-    if (found.rank, found.world_size) != (rank, world_size) and backend != "fake":
-        said = f"rank {found.rank} of {found.world_size} says {found.launcher}"
-        rule = f"{said}, rank {rank} of {world_size} says the existing {backend} process group"
+    if (claimed.rank, claimed.world_size) != (rank, world_size) and backend != "fake":
+        rule = (
+            f"{claimed.launcher} says rank {claimed.rank} of {claimed.world_size}, and the existing"
+            f" {backend} process group says rank {rank} of {world_size}"
+        )
         remedy = (
             "make the process group with the launcher's rank and world size, or unset the"
             " launcher's variables"
         )
-        raise ConfigError(Problem(found.names[0], found.rank, rule, remedy))
-    return found
+        raise ConfigError(Problem(claimed.names[0], claimed.rank, rule, remedy))
+    return claimed
 
 
-def _complete(found: Claim, devices: int) -> RankInfo:
-    """Fill in the values of this machine that a launcher does not set, where only one is
-    possible.
-    """
-    local_rank = found.local_rank
-    local_world_size = found.local_world_size
+def _complete(claimed: Claim, devices: int) -> RankInfo:
+    """Add the values of this machine that a launcher does not set, if only one is possible."""
+    local_rank = claimed.local_rank
+    local_world_size = claimed.local_world_size
     if local_rank is None:
-        if devices == 0 or found.world_size <= devices:
-            local_rank = found.rank
-            local_world_size = local_world_size or found.world_size
+        if devices == 0 or claimed.world_size <= devices:
+            # All processes fit on this machine.
+            local_rank = claimed.rank
+            local_world_size = local_world_size or claimed.world_size
         elif devices == 1:
+            # Each machine has one process.
             local_rank = 0
             local_world_size = local_world_size or 1
         else:
             rule = (
-                f"not set, and {found.world_size} processes cannot all be on this machine with its"
-                f" {devices} GPUs"
+                f"not set, and {claimed.world_size} processes cannot all be on this machine with"
+                f" its {devices} GPUs"
             )
             remedy = (
                 "set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `plait launch` or `torchrun`"
             )
             raise ConfigError(Problem("LOCAL_RANK", None, rule, remedy))
+
     if local_world_size is None:
-        local_world_size = min(found.world_size, devices) if devices else found.world_size
-    node_rank = (
-        found.node_rank
-        if found.node_rank is not None
-        else (found.rank - local_rank) // local_world_size
-    )
-    here = RankInfo(found.rank, found.world_size, local_rank, local_world_size, node_rank)
-    _check(here, found)
-    return here
+        local_world_size = min(claimed.world_size, devices or claimed.world_size)
+    node_rank = claimed.node_rank
+    if node_rank is None:
+        node_rank = (claimed.rank - local_rank) // local_world_size
+    rank_info = RankInfo(claimed.rank, claimed.world_size, local_rank, local_world_size, node_rank)
+    _check_ranges(rank_info, claimed)
+    return rank_info
 
 
-def _check(here: RankInfo, found: Claim) -> None:
-    rank, world, local, local_world = found.names
+def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
+    """Raise ConfigError if ranks are not below the sizes that they belong to."""
+    rank, world, local, local_world = claimed.names
     problems = []
-    if not 0 <= here.rank < here.world_size:
+    if not 0 <= rank_info.rank < rank_info.world_size:
         problems.append(
             Problem(
                 rank,
-                here.rank,
-                f"outside the world of {world} = {here.world_size} processes",
+                rank_info.rank,
+                f"outside the world of {world} = {rank_info.world_size} processes",
                 "number ranks from 0",
             )
         )
-    if not 0 <= here.local_rank < here.local_world_size:
-        rule = f"outside the {local_world} = {here.local_world_size} processes of this machine"
+    if not 0 <= rank_info.local_rank < rank_info.local_world_size:
+        rule = f"outside the {local_world} = {rank_info.local_world_size} processes of this machine"
         problems.append(
-            Problem(local, here.local_rank, rule, "number local ranks from 0 on every machine")
+            Problem(local, rank_info.local_rank, rule, "number local ranks from 0 on every machine")
         )
-    if here.local_world_size > here.world_size:
-        rule = f"more processes on this machine than the {world} = {here.world_size} in all"
+    if rank_info.local_world_size > rank_info.world_size:
+        rule = f"more processes on this machine than the {world} = {rank_info.world_size} in all"
         problems.append(
             Problem(
                 local_world,
-                here.local_world_size,
+                rank_info.local_world_size,
                 rule,
                 f"set {world} to the number of all processes",
             )
         )
-    if here.local_rank > here.rank:
+    if rank_info.local_rank > rank_info.rank:
         rule = (
-            f"larger than {rank} = {here.rank}, which counts the processes of earlier machines too"
+            f"larger than {rank} = {rank_info.rank}, which counts the processes of earlier machines"
+            " too"
         )
         problems.append(
-            Problem(local, here.local_rank, rule, "check that both come from the same launcher")
+            Problem(
+                local, rank_info.local_rank, rule, "check that both come from the same launcher"
+            )
         )
     refuse(problems)
 
 
 def _device_memory_bytes(gpus: int, processes: int) -> int | None:
+    """Return the memory of the smallest GPU, or a process's share of the host memory."""
     if gpus:
         return min(map(accelerator.capacity_bytes, range(gpus)))
     if not hasattr(os, "sysconf"):
         return None
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no container limit: the file is missing or says `max`
+    # Without a limit of the container the file is missing or has the text `max`.
+    with suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total // processes

@@ -1,17 +1,20 @@
-"""All-reduce algorithms, each a generator of the collectives to wait for: `run` one, or advance
-many in turn so that they overlap.
+"""All-reduce algorithms that are composed of torch's collectives.
 
-    name                        bytes that a rank sends, of a tensor of S bytes
-    sequential messages all-reduce                  the backend's choice; counted as 2 (n-1)/n S
-    the backend's reduce-scatter+all-gather   2 (n-1)/n S
-    2 hierarchical                2 (g-1)/g S inside, 2 (k-1)/k S/g across                   3, of
-    which one crosses machines ring                        2 (n-1)/n S
-    2 (n-1) recursive-doubling          log2(n) S
-    log2(n), and 2 where n is no power of two
+Each algorithm is a generator. It yields collectives that must have ended before it is resumed.
+`run` performs one algorithm. `advance` performs several in turn, so that they overlap.
 
-n ranks, g of them on each of k machines. Where n does not divide the tensor, S is that of the
-padded one. All are exact sums in a fixed order: the same bits on every rank and in every run. NCCL
-chooses its own ring or tree inside a single call; these algorithms are composed of such calls.
+    name                       bytes per rank, tensor of S bytes      sequential messages
+    all-reduce                 backend's choice; 2 (n-1)/n S assumed  backend's choice
+    reduce-scatter+all-gather  2 (n-1)/n S                            2
+    hierarchical               2 (g-1)/g S inside a machine,          3, one of them between
+                               2 (k-1)/k S/g between machines         machines
+    ring                       2 (n-1)/n S                            2 (n-1)
+    recursive-doubling         log2(n) S                              log2(n), 2 more if n is not
+                                                                      a power of two
+
+There are n ranks, g on each of k machines. If n does not divide the tensor, S is the size of the
+padded tensor. All algorithms sum exactly and in a fixed order, so that every rank and every run
+gets the same bits. NCCL chooses its own ring or tree inside a single call.
 """
 
 from __future__ import annotations
@@ -30,15 +33,16 @@ Name = Literal[
     "all-reduce", "reduce-scatter+all-gather", "hierarchical", "ring", "recursive-doubling"
 ]
 Steps = Iterator[list[dist.Work]]
-"""Each item was launched and must be waited for before the next is taken. Every rank of the group
-takes the items in one order.
+"""Steps of an algorithm. Each item has started, and must have ended before the next is requested.
+
+Every rank of the group requests the items in the same order.
 """
 Started = tuple[Steps, list[dist.Work]]
-"""The remaining steps, and the collectives that were launched."""
+"""Remaining steps of an algorithm, and the collectives of the step that has started."""
 
 
 def run(steps: Steps) -> None:
-    """To the end."""
+    """Perform an algorithm to its end. Collective."""
     for works in steps:
         for work in works:
             work.wait()
@@ -47,34 +51,53 @@ def run(steps: Steps) -> None:
 def sum_over(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, algorithm: Name, levels: Levels | None = None
 ) -> Steps:
-    """`tensor` [n], contiguous, becomes its sum over the group, in place. `hierarchical` needs the
-    intra-node and inter-node groups.
+    """Return the steps that replace a tensor by its sum over the group.
+
+    Args:
+        tensor: Contiguous tensor [n], changed in place.
+        group: The process group.
+        algorithm: Name of the algorithm.
+        levels: Groups inside and across machines. `hierarchical` requires them.
     """
     if algorithm == "hierarchical":
         assert levels is not None
         return _hierarchical(tensor, levels)
-    return _FLAT[algorithm](tensor, group)
+    return _FLAT_ALGORITHMS[algorithm](tensor, group)
 
 
 def wire_bytes(
     algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_node: int = 1
 ) -> tuple[int, int]:
-    """(bytes that a rank sends inside its machine, bytes that it sends to others), by the table.
-    Where ranks of one machine and of others are in one flat group, all are counted as crossing when
-    the group spans machines (`per_node < ranks`). The most that any rank sends.
+    """Return the most bytes that any rank sends, inside its machine and to other machines.
+
+    The table in the module docstring has the formulas. All bytes of a flat algorithm count as sent
+    to other machines if the group spans machines.
+
+    Args:
+        algorithm: Name of the algorithm.
+        numel: Elements of the tensor.
+        itemsize: Bytes per element.
+        ranks: Ranks of the group.
+        per_node: Ranks of the group on each machine.
     """
     if algorithm == "hierarchical":
         nodes = ranks // per_node
-        part = shard_size(numel, per_node)
-        return 2 * (per_node - 1) * part * itemsize, 2 * (nodes - 1) * part * itemsize // nodes
+        shard_bytes = shard_size(numel, per_node) * itemsize
+        return 2 * (per_node - 1) * shard_bytes, 2 * (nodes - 1) * shard_bytes // nodes
+
     if algorithm == "recursive-doubling":
         power = 1 << (ranks.bit_length() - 1)
-        sent = ((power.bit_length() - 1) + (ranks > power)) * numel * itemsize
+        doublings = power.bit_length() - 1
+        # A rank with a partner beyond the power of two also sends the result to it.
+        messages = doublings + (ranks > power)
+        sent_bytes = messages * numel * itemsize
     elif algorithm == "all-reduce":
-        sent = 2 * (ranks - 1) * numel * itemsize // ranks
+        sent_bytes = 2 * (ranks - 1) * numel * itemsize // ranks
     else:
-        sent = 2 * (ranks - 1) * shard_size(numel, ranks) * itemsize
-    return (sent, 0) if per_node >= ranks else (0, sent)
+        sent_bytes = 2 * (ranks - 1) * shard_size(numel, ranks) * itemsize
+    if per_node >= ranks:
+        return sent_bytes, 0
+    return 0, sent_bytes
 
 
 def _single_call(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
@@ -82,55 +105,53 @@ def _single_call(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
 
 
 def _reduce_scatter_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
+    # Every rank sums one shard, and then all ranks gather the sums.
     stacked = padded(tensor, group.size())
-    mine = stacked.new_empty(stacked.numel() // group.size())
-    yield from reduce_scatter_steps(mine, stacked, group)
-    yield [_launched(all_gather_single(stacked, mine, group=group, async_op=True))]
+    shard = stacked.new_empty(stacked.numel() // group.size())
+    yield from reduce_scatter_steps(shard, stacked, group)
+    yield [_launched(all_gather_single(stacked, shard, group=group, async_op=True))]
     _unpad(tensor, stacked)
 
 
 def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
+    # Between machines each rank only sends its shard, which is 1/g of the tensor.
     stacked = padded(tensor, levels.inside.size())
-    mine = stacked.new_empty(stacked.numel() // levels.inside.size())
-    yield from reduce_scatter_steps(mine, stacked, levels.inside)
-    yield [_launched(dist.all_reduce(mine, group=levels.across, async_op=True))]
-    yield [_launched(all_gather_single(stacked, mine, group=levels.inside, async_op=True))]
+    shard = stacked.new_empty(stacked.numel() // levels.inside.size())
+    yield from reduce_scatter_steps(shard, stacked, levels.inside)
+    yield [_launched(dist.all_reduce(shard, group=levels.across, async_op=True))]
+    yield [_launched(all_gather_single(stacked, shard, group=levels.inside, async_op=True))]
     _unpad(tensor, stacked)
 
 
 def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """Chunks are sent around the ring, each rank adds its own; then the sums are sent around once
-    more.
-    """
+    """Send chunks around the ring, where each rank adds its own, then send the sums around."""
     ranks = group.size()
     rank = group.rank()
+    following = (rank + 1) % ranks
+    previous = (rank - 1) % ranks
     stacked = padded(tensor, ranks)
-    pieces = stacked.view(ranks, -1)
-    arriving = torch.empty_like(pieces[0])
+    # [n] -> [ranks, n / ranks]
+    chunks = stacked.view(ranks, -1)
+    arriving = torch.empty_like(chunks[0])
+
     for step in range(ranks - 1):
-        yield exchange(
-            pieces[(rank - step) % ranks],
-            arriving,
-            group,
-            to=(rank + 1) % ranks,
-            source=(rank - 1) % ranks,
-        )
-        pieces[(rank - step - 1) % ranks].add_(arriving)
+        outgoing = chunks[(rank - step) % ranks]
+        yield exchange(outgoing, arriving, group, to=following, source=previous)
+        chunks[(rank - step - 1) % ranks].add_(arriving)
+
+    # This rank has the sum of chunk `rank + 1` now.
     for step in range(ranks - 1):
-        incoming = pieces[(rank - step) % ranks]
-        yield exchange(
-            pieces[(rank + 1 - step) % ranks],
-            incoming,
-            group,
-            to=(rank + 1) % ranks,
-            source=(rank - 1) % ranks,
-        )
+        outgoing = chunks[(rank + 1 - step) % ranks]
+        incoming = chunks[(rank - step) % ranks]
+        yield exchange(outgoing, incoming, group, to=following, source=previous)
     _unpad(tensor, stacked)
 
 
 def _recursive_doubling(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """Ranks exchange full tensors with partners 1, 2, 4, ... away. Ranks beyond the largest power
-    of two send theirs to a partner first.
+    """Exchange full tensors with partners at distances 1, 2, 4, ...
+
+    Ranks beyond the largest power of two send their tensor to a partner first, and receive the sum
+    at the end.
     """
     ranks = group.size()
     rank = group.rank()
@@ -139,21 +160,25 @@ def _recursive_doubling(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps
         yield send(tensor, group, to=rank - power)
         yield receive(tensor, group, source=rank - power)
         return
+
     arriving = torch.empty_like(tensor)
     if rank + power < ranks:
         yield receive(arriving, group, source=rank + power)
         tensor.add_(arriving)
+
     distance = 1
     while distance < power:
         partner = rank ^ distance
         yield exchange(tensor, arriving, group, to=partner, source=partner)
-        tensor.add_(arriving)  # a + b on one side, b + a on the other: the same bits
+        # One partner computes a + b and the other b + a, which have the same bits.
+        tensor.add_(arriving)
         distance *= 2
+
     if rank + power < ranks:
         yield send(tensor, group, to=rank + power)
 
 
-_FLAT: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], Steps]] = {
+_FLAT_ALGORITHMS: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], Steps]] = {
     "all-reduce": _single_call,
     "reduce-scatter+all-gather": _reduce_scatter_all_gather,
     "ring": _ring,
@@ -162,12 +187,15 @@ _FLAT: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], Steps]] = {
 
 
 def padded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The tensor itself, or a copy with zeros at its end so that `ranks` divides it."""
+    """Return the tensor itself if `ranks` divides it, or a copy with zeros at its end."""
     missing = -tensor.numel() % ranks
-    return torch.cat([tensor, tensor.new_zeros(missing)]) if missing else tensor
+    if missing == 0:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(missing)])
 
 
 def _unpad(tensor: torch.Tensor, stacked: torch.Tensor) -> None:
+    """Copy the result into `tensor` if `padded` has made a copy of it."""
     if stacked is not tensor:
         tensor.copy_(stacked[: tensor.numel()])
 
@@ -175,15 +203,21 @@ def _unpad(tensor: torch.Tensor, stacked: torch.Tensor) -> None:
 def reduce_scatter_steps(
     output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup
 ) -> Steps:
-    """`output` [n] = this rank's part of the sum of `stacked` [ranks x n]. On gloo by an all-to-all
-    and a local sum, which is faster.
+    """Return the steps that write this rank's shard of the sum of `stacked` to `output`.
+
+    Args:
+        output: Tensor [n].
+        stacked: Tensor [ranks x n] of this rank.
+        group: The process group.
     """
     if stacked.device.type != "cpu":
         yield [_launched(reduce_scatter_single(output, stacked, group=group, async_op=True))]
         return
-    parts = torch.empty_like(stacked)
-    yield [_launched(dist.all_to_all_single(parts, stacked, group=group, async_op=True))]
-    torch.sum(parts.view(group.size(), -1), 0, out=output)
+    # gloo's own reduce-scatter is slower than an all-to-all and a local sum.
+    shards = torch.empty_like(stacked)
+    yield [_launched(dist.all_to_all_single(shards, stacked, group=group, async_op=True))]
+    # [ranks, n] -> [n]
+    torch.sum(shards.view(group.size(), -1), 0, out=output)
 
 
 def exchange(
@@ -194,7 +228,7 @@ def exchange(
     to: int,
     source: int,
 ) -> list[dist.Work]:
-    """Send to one rank of the group and receive from one, at the same time."""
+    """Send to one rank of the group and receive from one at the same time."""
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
@@ -204,12 +238,12 @@ def exchange(
 
 
 def send(tensor: torch.Tensor, group: dist.ProcessGroup, *, to: int) -> list[dist.Work]:
-    """To one rank of the group."""
+    """Send to one rank of the group."""
     return dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, group=group, group_peer=to)])
 
 
 def receive(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> list[dist.Work]:
-    """From one rank of the group."""
+    """Receive from one rank of the group."""
     return dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, group=group, group_peer=source)])
 
 
@@ -219,20 +253,21 @@ def _launched(work: dist.Work | None) -> dist.Work:
 
 
 def launch(steps: Steps) -> Started:
-    """Begin the first step."""
+    """Start the first step of an algorithm."""
     return steps, next(steps, [])
 
 
 def advance(running: Sequence[Started]) -> None:
-    """Finish all launched algorithms in turn: while one step is waited for, those of the others
-    run. All ranks must have them in one order.
+    """Finish algorithms in turn, so that they overlap. Collective.
+
+    All ranks must pass the algorithms in the same order.
     """
     while running:
-        going = []
+        unfinished = []
         for steps, works in running:
             for work in works:
                 work.wait()
-            following = next(steps, None)
-            if following is not None:
-                going.append((steps, following))
-        running = going
+            started = next(steps, None)
+            if started is not None:
+                unfinished.append((steps, started))
+        running = unfinished

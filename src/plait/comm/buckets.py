@@ -1,10 +1,11 @@
-"""Sums of flat buffers over a group, started as each is ready and finished later: what the gradient
-reducer needs of communication.
+"""Buffers of gradients that are summed over a group while the backward runs.
 
-Every step: fill a buffer, `start` it, and `finish` it, which leaves the sum in it. All ranks start
-and finish in one order, all starts of a step before its first finish. Here are torch's asynchronous
-all-reduce and an algorithm of several steps; `comm.shared_memory` has the sums of ranks on one
-machine.
+This is the interface of the gradient reducer to communication. In every step the reducer fills a
+buffer, calls `start`, and later `finish`, which leaves the sum in the buffer. All ranks start and
+finish buffers in the same order, and all starts of a step precede its first finish.
+
+The classes here use torch's asynchronous all-reduce, or an algorithm of several steps. Ranks on one
+machine may use those of `comm.shared_memory`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,22 @@ from plait.comm.algorithms import Name, Started, advance, launch, sum_over
 
 @dataclass(frozen=True)
 class Flat:
-    """What a buffer holds: tensors of these shapes, one after the other."""
+    """Content of a buffer: tensors that follow each other.
+
+    A buffer never mixes tensors for which `tp_local` differs. The position of an element decides in
+    which order it is summed and with which other elements it is quantised. Tensors that are
+    replicated over the tp dimension must get the same bits on all of its ranks, so their positions
+    must not depend on the sizes of split tensors.
+
+    Attributes:
+        dtype: Dtype of the buffer.
+        shapes: Shapes of the tensors.
+        tp_local: Whether the tensors are shards of tensor parallelism.
+    """
 
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
     tp_local: bool = False
-    """Whether they are parts that tensor parallelism split. Others must have the same bits on every
-    rank of the tp axis, so a buffer never holds both: where an element sits decides in which order
-    it is summed and with which others it is quantized.
-    """
 
     @property
     def numel(self) -> int:
@@ -41,30 +49,30 @@ class Flat:
 
     @property
     def matrices(self) -> bool:
-        """Whether all of it has two dimensions or more, so that it may be compressed."""
+        """True if all tensors have two or more dimensions, so that they may be compressed."""
         return all(len(shape) > 1 for shape in self.shapes)
 
 
 class Buckets(Protocol):
-    """See the module."""
+    """Buffers that are summed over a group. The module docstring has the order of calls."""
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """This rank's, [n] each, zero at first."""
+        """Buffers of this rank, [n] each, initially zero."""
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
-        """What is kept from step to step, by name; for a checkpoint."""
+        """State that persists between steps, by name, for checkpoints."""
 
     def start(self, index: int) -> None:
-        """This rank's buffer is ready; nothing may touch it until it is finished."""
+        """Start the sum of a filled buffer. Nothing may use the buffer before `finish` returns."""
 
     def finish(self, index: int) -> None:
-        """Return when the buffer holds the sum over all ranks."""
+        """Wait until the buffer has the sum over all ranks."""
 
 
 class GroupBuckets:
-    """By torch's all-reduce, overlapped with the backward."""
+    """Buffers that are summed by torch's all-reduce."""
 
     def __init__(
         self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device
@@ -75,19 +83,21 @@ class GroupBuckets:
         self._works: dict[int, dist.Work] = {}
 
     def start(self, index: int) -> None:
-        """See Buckets."""
+        """Start the all-reduce of a buffer."""
         work = dist.all_reduce(self.buffers[index], group=self._group, async_op=True)
         assert work is not None
         self._works[index] = work
 
     def finish(self, index: int) -> None:
-        """See Buckets."""
+        """Wait for the all-reduce of a buffer."""
         self._works.pop(index).wait()
 
 
 class AlgorithmBuckets:
-    """By one of `comm.algorithms`: the first step of each overlaps with the backward, the others
-    follow in `finish`, in turn.
+    """Buffers that are summed by an algorithm of `comm.algorithms`.
+
+    The first step of each buffer overlaps with the backward. The first `finish` performs the
+    remaining steps of all buffers in turn.
     """
 
     def __init__(
@@ -101,14 +111,14 @@ class AlgorithmBuckets:
     ) -> None:
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
         self.state: dict[str, torch.Tensor] = {}
-        self._start = partial(sum_over, group=group, algorithm=algorithm, levels=levels)
+        self._sum = partial(sum_over, group=group, algorithm=algorithm, levels=levels)
         self._running: list[Started] = []
 
     def start(self, index: int) -> None:
-        """See Buckets."""
-        self._running.append(launch(self._start(self.buffers[index])))
+        """Start the first step of a buffer's sum."""
+        self._running.append(launch(self._sum(self.buffers[index])))
 
     def finish(self, index: int) -> None:
-        """See Buckets."""
+        """Finish the sums of all buffers that were started."""
         advance(self._running)
         self._running = []

@@ -1,9 +1,10 @@
-"""Selects the all-reduce algorithm and the bucket size of a group from the costs of its links, and
-prices compression. Pure; every choice has a reason.
+"""Selection of the all-reduce algorithm and the bucket size of a group by the costs of its links.
 
-An algorithm that was measured directly has that cost; any other costs the sum of its operations.
-Compression changes the training slightly, so it is a candidate only where the caller allows it.
-Ties go to the algorithm with the fewest operations.
+The module also prices compression. It communicates nothing, and every choice has a reason.
+
+An algorithm that was measured costs what was measured. Any other algorithm costs the sum of its
+operations. Compression changes the training slightly, so it is a candidate only if the caller
+allows it. If candidates cost the same, the one with the fewest operations is chosen.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 from plait.comm.links import GroupLinks
@@ -19,59 +21,74 @@ from plait.units import KIB, MIB, format_bytes
 
 LARGEST_BUCKET_BYTES = 100 * MIB
 SMALLEST_BUCKET_BYTES = 256 * KIB
-"""Below this size Python's overhead for a bucket dominates, and the costs of the links do not
-include it.
-"""
+"""Size below which Python's overhead per bucket dominates. The costs of the links exclude it."""
 MEASURED_TIE = 0.03
-"""Measured times that differ by less count as equal."""
+"""Relative difference up to which measured times count as equal."""
 OVERLAP_TIE = 0.15
-"""The same between the backend's own all-reduce and a composed algorithm, for buckets: only the
-first operation of a composed one overlaps with the backward.
+"""Relative difference up to which the backend's own all-reduce is preferred for buckets.
+
+Only the first operation of a composed algorithm overlaps with the backward.
 """
 NEAR = 2.0
-"""Algorithms whose cost is at most this many times that of the chosen one are timed against it
-(`comm.startup.refine`).
+"""Cost, relative to the chosen algorithm, up to which others are timed against it.
+
+`comm.startup.refine` does that.
 """
 _TIE = 1e-9
 QUANTISE_SECONDS_PER_BYTE = 6e-10
-"""Of float32, both hops there and back, with error feedback, on one core of an AMD EPYC. Measured
-values replace it.
+"""Time of quantisation per byte of float32, for all of its steps with error feedback.
+
+Measured on one core of an AMD EPYC. Measured values of the current machine replace it.
 """
+QUANTISED: tuple[Literal[4, 8], ...] = (8, 4)
+"""Bits per element of compressed gradients."""
+_EXACT_ALGORITHMS = (
+    "shared-memory",
+    "all-reduce",
+    "reduce-scatter+all-gather",
+    "hierarchical",
+    "recursive-doubling",
+    "ring",
+)
+"""Algorithms with exact results, ordered by their number of operations."""
+_ALGORITHMS = (*_EXACT_ALGORITHMS, *(f"int{bits}" for bits in QUANTISED))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm and its cost."""
+    """A selected algorithm with its cost.
+
+    Attributes:
+        algorithm: Name in `comm.algorithms`, `shared-memory`, or `int8` or `int4` (quantised to the
+            owners of slices and back).
+        seconds: Time of all messages together.
+        bucket_bytes: Size of one message.
+        reason: Explanation for the user.
+        others: Name and time of every other candidate, cheapest first.
+        total_bytes: Size of all messages.
+        in_buckets: Whether the messages overlap with a backward.
+        why: Last sentence of the reason.
+    """
 
     algorithm: str
-    """A name of `comm.algorithms`, `shared-memory`, or `int8`, `int4` (quantised to owners and
-    back).
-    """
     seconds: float
-    """Of all messages together."""
     bucket_bytes: int
-    """Of one message."""
     reason: str
     others: tuple[tuple[str, float], ...]
-    """Every other candidate, cheapest first."""
     total_bytes: int
-    """Of all messages."""
     in_buckets: bool
-    """Whether they are overlapped with a backward."""
     why: str
-    """The last sentence of the reason."""
 
     @property
     def messages(self) -> int:
-        """How many there are."""
+        """Number of messages."""
         return math.ceil(self.total_bytes / self.bucket_bytes)
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The chosen algorithm and those that could be as good."""
-        return self.algorithm, *(
-            way for way, seconds in self.others if seconds <= NEAR * self.seconds
-        )
+        """The selected algorithm, and those that may be as good."""
+        limit = NEAR * self.seconds
+        return self.algorithm, *(name for name, seconds in self.others if seconds <= limit)
 
 
 def prices(
@@ -81,60 +98,64 @@ def prices(
     lossy: bool = False,
     quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
 ) -> dict[str, float]:
-    """Algorithm to seconds for an all-reduce of `nbytes` of float32, in the order in which ties are
-    decided.
+    """Return the seconds of an all-reduce for every algorithm.
+
+    Args:
+        nbytes: Size of the float32 tensor.
+        group: Costs of the links.
+        lossy: Whether compression is a candidate.
+        quantise_seconds_per_byte: Time of quantisation per byte.
+
+    Returns:
+        Seconds by algorithm. The first of equal candidates is to be preferred.
     """
-    measured = {way: cost.at(nbytes) for way, cost in group.whole.costs.items() if way in _WAYS}
-    composed = (
-        _composed(nbytes, group, quantise_seconds_per_byte)
-        if "exchange" in group.whole.costs
-        else {}
-    )
-    found = composed | measured
-    return {way: found[way] for way in (_WAYS if lossy else _EXACT) if way in found}
+    costs = group.whole.costs
+    seconds: dict[str, float] = {}
+    if "exchange" in costs:
+        seconds = _composed_prices(nbytes, group, quantise_seconds_per_byte)
+    seconds |= {name: cost.at(nbytes) for name, cost in costs.items() if name in _ALGORITHMS}
+    candidates = _ALGORITHMS if lossy else _EXACT_ALGORITHMS
+    return {name: seconds[name] for name in candidates if name in seconds}
 
 
-QUANTISED: tuple[Literal[4, 8], ...] = (8, 4)
-"""Bits per element of compressed gradients."""
-_EXACT = (
-    "shared-memory",
-    "all-reduce",
-    "reduce-scatter+all-gather",
-    "hierarchical",
-    "recursive-doubling",
-    "ring",
-)
-_WAYS = (*_EXACT, *(f"int{bits}" for bits in QUANTISED))
-
-
-def _composed(
+def _composed_prices(
     nbytes: float, group: GroupLinks, quantise_seconds_per_byte: float
 ) -> dict[str, float]:
+    """Return the seconds of every algorithm as the sum of its operations."""
     costs = group.whole.costs
     ranks = group.ranks
-    found = {"all-reduce": costs["all_reduce"].at(nbytes)}
-    found["reduce-scatter+all-gather"] = costs["reduce_scatter"].at(nbytes) + costs[
-        "all_gather"
-    ].at(nbytes)
+    reduce_scatter = costs["reduce_scatter"]
+    all_gather = costs["all_gather"]
+    seconds = {
+        "all-reduce": costs["all_reduce"].at(nbytes),
+        "reduce-scatter+all-gather": reduce_scatter.at(nbytes) + all_gather.at(nbytes),
+    }
+
     if group.inside is not None and group.across is not None:
         inside = group.inside.costs
-        across = group.across.costs
-        there = inside["reduce_scatter"].at(nbytes) + across["all_reduce"].at(
-            nbytes / group.per_machine
-        )
-        found["hierarchical"] = there + inside["all_gather"].at(nbytes)
-    far = math.floor(math.log2(group.machines)) if "far_exchange" in costs else 0
-    near = math.floor(math.log2(ranks)) - far + 2 * (ranks & (ranks - 1) != 0)
-    nearby = (group.inside or group.whole).costs["exchange"]
-    found["recursive-doubling"] = near * nearby.at(nbytes) + (
-        far * costs["far_exchange"].at(nbytes) if far else 0
-    )
-    found["ring"] = 2 * (ranks - 1) * costs["exchange"].at(nbytes / ranks)
+        across_seconds = group.across.costs["all_reduce"].at(nbytes / group.per_machine)
+        reduced = inside["reduce_scatter"].at(nbytes) + across_seconds
+        seconds["hierarchical"] = reduced + inside["all_gather"].at(nbytes)
+
+    # Partners at the largest distances are on other machines. A number of ranks that is not a power
+    # of two needs two more messages.
+    far_steps = math.floor(math.log2(group.machines)) if "far_exchange" in costs else 0
+    is_power_of_two = ranks & (ranks - 1) == 0
+    near_steps = math.floor(math.log2(ranks)) - far_steps
+    if not is_power_of_two:
+        near_steps += 2
+    near_cost = (group.inside or group.whole).costs["exchange"]
+    doubling = near_steps * near_cost.at(nbytes)
+    if far_steps:
+        doubling += far_steps * costs["far_exchange"].at(nbytes)
+    seconds["recursive-doubling"] = doubling
+    seconds["ring"] = 2 * (ranks - 1) * costs["exchange"].at(nbytes / ranks)
+
     for bits in QUANTISED:
         packed = packed_bytes(int(nbytes) // 4, bits)
-        sent = costs["reduce_scatter"].at(packed) + costs["all_gather"].at(packed)
-        found[f"int{bits}"] = sent + quantise_seconds_per_byte * nbytes
-    return found
+        sent = reduce_scatter.at(packed) + all_gather.at(packed)
+        seconds[f"int{bits}"] = sent + quantise_seconds_per_byte * nbytes
+    return seconds
 
 
 def choose_all_reduce(
@@ -144,39 +165,60 @@ def choose_all_reduce(
     lossy: bool = False,
     quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
 ) -> Choice:
-    """The cheapest algorithm for an all-reduce of `nbytes` of float32 in one message. `lossy`
-    allows compression.
+    """Return the cheapest algorithm for an all-reduce in one message.
+
+    Args:
+        nbytes: Size of the float32 tensor.
+        group: Costs of the links.
+        lossy: Whether compression is a candidate.
+        quantise_seconds_per_byte: Time of quantisation per byte.
     """
     priced = prices(nbytes, group, lossy=lossy, quantise_seconds_per_byte=quantise_seconds_per_byte)
-    return _choice(nbytes, 1, priced, group, in_buckets=False)
+    return _choose(nbytes, 1, priced, group, in_buckets=False)
 
 
 def refined(choice: Choice, group: GroupLinks, times: Mapping[str, float]) -> Choice:
-    """The choice after its candidates were timed at its own message size: `times` has the seconds
-    of one message.
+    """Return the choice among algorithms that were timed at the choice's message size.
+
+    Args:
+        choice: Choice by the costs of the links.
+        group: Costs of the links.
+        times: Measured seconds of one message, by algorithm.
     """
     count = choice.messages
-    priced = {choice.algorithm: choice.seconds, **dict(choice.others)} | {
-        way: count * seconds for way, seconds in times.items()
-    }
-    timed = {way: priced[way] for way in _WAYS if way in times}
-    return _choice(
-        choice.total_bytes, count, timed, group, in_buckets=choice.in_buckets, beaten=priced
+    measured = {name: count * seconds for name, seconds in times.items()}
+    priced = {choice.algorithm: choice.seconds, **dict(choice.others), **measured}
+    candidates = {name: priced[name] for name in _ALGORITHMS if name in times}
+    return _choose(
+        choice.total_bytes,
+        count,
+        candidates,
+        group,
+        in_buckets=choice.in_buckets,
+        all_prices=priced,
     )
 
 
 def choose_buckets(
     gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int | None = None
 ) -> Choice:
-    """The cheapest algorithm for `gradient_bytes` of gradients in buckets, and the bucket size
-    where `bucket_bytes` is None.
+    """Return the cheapest algorithm for gradients in buckets, and the size of the buckets.
 
-    A bucket is sent when the backward has filled it. More buckets start earlier, and each adds its
-    fixed time. For a backward that takes as long as the all-reduce of all gradients T(G), where
-    this matters most, N buckets end T(G) / N + N T(G / N) after its start: the minimum is at N =
-    sqrt(b G / a) for T = a + b x.
+    A bucket is sent when the backward has filled it. Smaller buckets start earlier, and each adds
+    its fixed time. The size matters most if the backward takes as long as the all-reduce T(G) of
+    all gradients. N buckets then end T(G) / N + N T(G / N) after its start. For T = a + b x this is
+    least at N = sqrt(b G / a).
+
+    Args:
+        gradient_bytes: Size of all gradients in float32.
+        group: Costs of the links.
+        bucket_bytes: Size of the buckets. None chooses it.
     """
-    return _in_buckets(gradient_bytes, group, lambda nbytes: prices(nbytes, group), bucket_bytes)
+
+    def price(nbytes: float) -> dict[str, float]:
+        return prices(nbytes, group)
+
+    return _choose_bucket_size(gradient_bytes, group, price, bucket_bytes)
 
 
 def price_quantised(
@@ -186,102 +228,124 @@ def price_quantised(
     *,
     quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
 ) -> Choice | None:
-    """The same for 8 or 4 bits per element, for comparison; a run measures them itself
-    (`parallel.data.autotune`). None where the links have no cost for it.
+    """Return the cost of compressed gradients in buckets of the best size.
+
+    It is for comparisons. A run measures compression itself (`parallel.data.autotune`).
+
+    Args:
+        bits: Bits per element, 8 or 4.
+        gradient_bytes: Size of all gradients in float32.
+        group: Costs of the links.
+        quantise_seconds_per_byte: Time of quantisation per byte.
+
+    Returns:
+        None if the links have no cost for it.
     """
+    algorithm = f"int{bits}"
 
     def price(nbytes: float) -> dict[str, float]:
-        found = prices(
+        seconds = prices(
             nbytes, group, lossy=True, quantise_seconds_per_byte=quantise_seconds_per_byte
         )
-        return {way: seconds for way, seconds in found.items() if way == f"int{bits}"}
+        return {algorithm: seconds[algorithm]} if algorithm in seconds else {}
 
-    return _in_buckets(gradient_bytes, group, price, None) if price(gradient_bytes) else None
+    if not price(gradient_bytes):
+        return None
+    return _choose_bucket_size(gradient_bytes, group, price, None)
 
 
-def _in_buckets(
+def _choose_bucket_size(
     total: int,
     group: GroupLinks,
     price: Callable[[float], dict[str, float]],
     bucket_bytes: int | None,
 ) -> Choice:
+    """Return the cheapest algorithm, in buckets of `bucket_bytes` or else of the best size."""
     total = max(total, 1)
-    whole = price(total)
+    single_message = price(total)
 
-    def together(count: int) -> dict[str, float]:
-        # Small messages may pass through the buffers of a switch; many in sequence are no faster
-        # than one message with all bytes.
+    def price_all(count: int) -> dict[str, float]:
+        # Small messages may pass through the buffers of a switch. Many of them in sequence are not
+        # faster than one message with all bytes.
         return {
-            way: max(count * seconds, whole[way]) for way, seconds in price(total / count).items()
+            name: max(count * seconds, single_message[name])
+            for name, seconds in price(total / count).items()
         }
+
+    def end_seconds(count: int) -> float:
+        """Return the time from the start of the backward to the last sum."""
+        return min(
+            single_message[name] / count + seconds for name, seconds in price_all(count).items()
+        )
 
     if bucket_bytes is not None:
         count = math.ceil(total / min(bucket_bytes, total))
-        return _choice(total, count, together(count), group, in_buckets=True)
+        return _choose(total, count, price_all(count), group, in_buckets=True)
+
     counts = [math.ceil(total / LARGEST_BUCKET_BYTES)]
     while total / (2 * counts[-1]) >= SMALLEST_BUCKET_BYTES:
         counts.append(2 * counts[-1])
-    ends = {
-        count: min(whole[way] / count + seconds for way, seconds in together(count).items())
-        for count in counts
-    }
-    best = min(ends, key=lambda count: ends[count])
-    return _choice(total, best, together(best), group, in_buckets=True)
+    count = min(counts, key=end_seconds)
+    return _choose(total, count, price_all(count), group, in_buckets=True)
 
 
-def _choice(
+def _choose(
     nbytes: int,
     count: int,
-    priced: Mapping[str, float],
+    candidates: Mapping[str, float],
     group: GroupLinks,
     *,
     in_buckets: bool,
-    beaten: Mapping[str, float] | None = None,
+    all_prices: Mapping[str, float] | None = None,
 ) -> Choice:
-    """Of `priced`, in the order in which ties are decided; `beaten` also has the candidates that
-    could not be chosen.
+    """Return the cheapest candidate with its reason.
+
+    Args:
+        nbytes: Size of all messages.
+        count: Number of messages.
+        candidates: Seconds by algorithm. The first of equal candidates is chosen.
+        group: Costs of the links.
+        in_buckets: Whether the messages overlap with a backward.
+        all_prices: Seconds of all algorithms for the reason, if some of them are no candidates.
     """
-    cheapest = min(priced.values())
-    measured = any(cost.samples for cost in group.whole.costs.values())
-    tie = MEASURED_TIE if measured else _TIE
-    best = next(way for way, seconds in priced.items() if seconds <= cheapest * (1 + tie))
-    if (
-        in_buckets
-        and measured
-        and priced.get("all-reduce", math.inf) <= priced[best] * (1 + OVERLAP_TIE)
-        and best != "shared-memory"
-    ):
-        best = "all-reduce"
-    everything = beaten or priced
-    others = tuple(
-        sorted(
-            ((way, seconds) for way, seconds in everything.items() if way != best),
-            key=lambda item: item[1],
-        )
-    )
-    where = f"{group.ranks} ranks on {group.machines} machine{'s' if group.machines > 1 else ''}"
-    shown = ", ".join(f"{way} {_milliseconds(seconds)}" for way, seconds in others[:3])
+    cheapest = min(candidates.values())
+    is_measured = any(cost.samples for cost in group.whole.costs.values())
+    tie = MEASURED_TIE if is_measured else _TIE
+    best = next(name for name, seconds in candidates.items() if seconds <= cheapest * (1 + tie))
+    if in_buckets and is_measured and best != "shared-memory":
+        overlap_limit = candidates[best] * (1 + OVERLAP_TIE)
+        if candidates.get("all-reduce", math.inf) <= overlap_limit:
+            best = "all-reduce"
+
+    priced = all_prices or candidates
+    others = [(name, seconds) for name, seconds in priced.items() if name != best]
+    others.sort(key=itemgetter(1))
+
     bucket = math.ceil(nbytes / count)
-    parts = f" in {count} buckets of {format_bytes(bucket)}" if count > 1 else ""
-    taken = f"{best} {_milliseconds(priced[best])}{parts}"
+    where = f"{group.ranks} ranks on {group.machines} machine{'s' if group.machines > 1 else ''}"
+    result = f"{best} {_milliseconds(candidates[best])}"
+    if count > 1:
+        result += f" in {count} buckets of {format_bytes(bucket)}"
+    cheapest_others = ", ".join(f"{name} {_milliseconds(seconds)}" for name, seconds in others[:3])
+    why = _why(best, group)
     reason = (
-        f"{format_bytes(nbytes)} over {group.axis}, {where}: {taken}; {shown}. {_why(best, group)}"
+        f"{format_bytes(nbytes)} over {group.axis}, {where}: {result}; {cheapest_others}. {why}"
     )
-    return Choice(best, priced[best], bucket, reason, others, nbytes, in_buckets, _why(best, group))
+    return Choice(best, candidates[best], bucket, reason, tuple(others), nbytes, in_buckets, why)
 
 
-def _why(best: str, group: GroupLinks) -> str:
-    if best == "hierarchical":
+def _why(algorithm: str, group: GroupLinks) -> str:
+    """Return the advantage of an algorithm on the links of a group."""
+    if algorithm == "hierarchical":
         return f"Only 1/{group.per_machine} of the bytes of each rank cross between machines."
-    if best == "recursive-doubling":
+    if algorithm == "recursive-doubling":
         return "Fewest sequential messages, each with all bytes."
-    if best.startswith("int"):
-        return (
-            f"{best.removeprefix('int')} bits per element; the links are slower than quantization."
-        )
-    if best == "shared-memory":
+    if algorithm.startswith("int"):
+        bits = algorithm.removeprefix("int")
+        return f"{bits} bits per element; the links are slower than quantization."
+    if algorithm == "shared-memory":
         return "All ranks are on one machine and share memory."
-    if best == "all-reduce":
+    if algorithm == "all-reduce":
         return "The backend's own all-reduce; no composed algorithm is cheaper."
     return "As many bytes as the backend's own all-reduce, and less time on these links."
 

@@ -1,19 +1,25 @@
-"""Differentiable collectives for tensor parallelism, also for hand-made layers: each names what it
-does forward, and its backward is the adjoint.
+"""Differentiable collectives for tensor parallelism.
 
-    function           forward                          backward                          used where
-    enter              identity                         all-reduce                        replicated
-    input of a column-split layer leave              all-reduce (in place)            identity
-    partial output of a row-split layer gather             all-gather along dim             own
-    slice                         sharded output that replicated code reads split              own
-    slice along dim              all-gather                        replicated input that is used in
-    slices gather_sum         all-gather along dim             reduce-scatter
-    sequence-sharded input of a column-split layer leave_scatter      reduce-scatter along dim
-    all-gather                        partial output back to sequence shards
+Each function is named after its forward. Its backward is the adjoint.
 
-`gather` and `split` assume that what follows (came before) is computed on every rank; `gather_sum`
-sums what differs. Shards follow `plait.shards`: torch.chunk's rule, so sizes need not divide. With
-`group=None` (an axis of degree 1) each is the identity.
+    function       forward                   backward                  used for
+    enter          identity                  all-reduce                replicated input of a
+                                                                       column-split layer
+    leave          all-reduce, in place      identity                  partial output of a
+                                                                       row-split layer
+    gather         all-gather along dim      slice of this rank        sharded output that
+                                                                       replicated code reads
+    split          slice of this rank        all-gather                replicated input that is
+                                                                       used in slices
+    gather_sum     all-gather along dim      reduce-scatter            sequence-sharded input of a
+                                                                       column-split layer
+    leave_scatter  reduce-scatter along dim  all-gather                partial output that becomes
+                                                                       sequence shards
+
+`gather` and `split` assume that every rank performs the same computation after (before) them.
+`gather_sum` sums the gradients of different computations. Shards follow `plait.shards`, which is
+the rule of `torch.chunk`, so sizes need not be divisible. With `group=None` (a mesh dimension of
+size 1) every function is the identity.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from plait.shards import shard_length, shard_size
 
 
 def shard_range(length: int, group: ProcessGroup | None) -> tuple[int, int]:
-    """(start, size) of this rank's shard."""
+    """Return (start, size) of this rank's shard of a dimension."""
     if group is None:
         return 0, length
     ranks = group.size()
@@ -40,49 +46,81 @@ def shard_range(length: int, group: ProcessGroup | None) -> tuple[int, int]:
 
 
 def enter(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """Copies `x`, replicated on every rank, to the tensor-parallel region (Megatron's f): identity
-    forward, all-reduce backward.
+    """Return a replicated tensor as input of tensor-parallel code (Megatron's f).
+
+    Its gradients are summed over the ranks. Collective in the backward.
     """
-    return x if group is None else _Enter.apply(x, group)
+    if group is None:
+        return x
+    return _Enter.apply(x, group)
 
 
 def leave(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """Sum of the ranks' partial `x`. Works in place: nothing else may use `x` afterwards."""
-    return x if group is None else _Leave.apply(x, group)
+    """Return the sum of partial tensors over the ranks (Megatron's g). Collective.
+
+    The sum may overwrite `x`, so nothing else may use `x` afterwards.
+    """
+    if group is None:
+        return x
+    return _Leave.apply(x, group)
 
 
 def gather(x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int) -> torch.Tensor:
-    """The full tensor from its shards along `dim`, whose global size is `length`."""
-    return x if group is None else _Gather.apply(x, group, dim % x.ndim, length)
+    """Return the full tensor for replicated code. Collective.
+
+    Args:
+        x: This rank's shard.
+        group: The process group.
+        dim: Dimension along which the tensor is sharded.
+        length: Size of the full tensor along `dim`.
+    """
+    if group is None:
+        return x
+    return _Gather.apply(x, group, dim % x.ndim, length)
 
 
 def split(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> torch.Tensor:
-    """This rank's slice of a replicated `x`."""
-    return x if group is None else _Split.apply(x, group, dim % x.ndim)
+    """Return this rank's slice of a replicated tensor. Collective in the backward."""
+    if group is None:
+        return x
+    return _Split.apply(x, group, dim % x.ndim)
 
 
 def gather_sum(
     x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int
 ) -> torch.Tensor:
-    """The full tensor from its shards, for ranks that compute different parts of what follows."""
-    return x if group is None else _GatherSum.apply(x, group, dim % x.ndim, length)
+    """Return the full tensor for code that differs between ranks. Collective.
+
+    Args:
+        x: This rank's shard.
+        group: The process group.
+        dim: Dimension along which the tensor is sharded.
+        length: Size of the full tensor along `dim`.
+    """
+    if group is None:
+        return x
+    return _GatherSum.apply(x, group, dim % x.ndim, length)
 
 
 def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> torch.Tensor:
-    """This rank's shard of the sum of the ranks' partial `x`."""
-    return x if group is None else _LeaveScatter.apply(x, group, dim % x.ndim)
+    """Return this rank's shard of the sum of partial tensors along `dim`. Collective."""
+    if group is None:
+        return x
+    return _LeaveScatter.apply(x, group, dim % x.ndim)
 
 
 def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
-    """Concatenate shards of `shard_lengths(length, ranks)` along `dim`. The result is contiguous.
+    """Concatenate the shards of all ranks along `dim`. Collective.
 
-    If every dimension before `dim` has size 1, as in a micro-batch of one sequence, the shards are
-    received directly into the result.
+    The shards have the sizes `shard_lengths(length, ranks)`. The result is contiguous. If every
+    dimension before `dim` has size 1, as in a micro-batch of one sequence, the shards are received
+    directly into the result.
     """
     ranks = group.size()
     shape = [*x.shape]
     shape[dim] = shard_size(length, ranks)
-    x = _padded(x, dim, shape[dim])  # collectives require shards of equal size
+    # Collectives require shards of equal size.
+    x = _padded(x, dim, shape[dim])
 
     if _is_outermost(x, dim):
         gathered = x.new_empty(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
@@ -91,6 +129,7 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
         # the end.
         return _shortened(gathered, dim, length)
 
+    # The collective stacks shards along dim 0: [ranks x shape[0], ...].
     stacked = x.new_empty(ranks * shape[0], *shape[1:])
     all_gather_single(stacked, x.contiguous(), group=group)
     shards = list(stacked.chunk(ranks))
@@ -103,10 +142,10 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
-    """Sum over ranks, and return this rank's shard of the sum along `dim`. The result is
-    contiguous.
+    """Sum over the ranks, and return this rank's shard of the sum along `dim`. Collective.
 
-    If the shards of `x` follow each other in memory, `x` is sent without a copy.
+    The result is contiguous. If the shards of `x` follow each other in memory, `x` is sent without
+    a copy.
     """
     ranks = group.size()
     length = x.shape[dim]
@@ -123,9 +162,9 @@ def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> tor
             shards += [x.new_zeros(shape)] * (ranks - len(shards))
         stacked = torch.cat(shards)
 
-    mine = x.new_empty(shape)
-    reduce_scatter(mine, stacked, group)
-    return _shortened(mine, dim, shard_length(length, ranks, group.rank()))
+    output = x.new_empty(shape)
+    reduce_scatter(output, stacked, group)
+    return _shortened(output, dim, shard_length(length, ranks, group.rank()))
 
 
 def _is_outermost(x: torch.Tensor, dim: int) -> bool:
@@ -142,9 +181,7 @@ def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Return the first `length` entries along `dim` of a contiguous tensor that nothing else
-    uses.
-    """
+    """Return the first `length` entries along `dim` of a contiguous, unshared tensor."""
     if x.shape[dim] == length:
         return x
     if _is_outermost(x, dim):
@@ -155,13 +192,16 @@ def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def slice_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
-    """This rank's shard of a replicated tensor, contiguous."""
+    """Return this rank's shard of a replicated tensor, contiguous."""
     start, size = shard_range(x.shape[dim], group)
     return x.narrow(dim, start, size).contiguous()
 
 
 def unshared(grad: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy to sum in place: autograd may still hold the gradient elsewhere."""
+    """Return a contiguous copy of a gradient that may be changed in place.
+
+    Autograd may use the gradient itself for other inputs too.
+    """
     return grad.contiguous().clone()
 
 
@@ -185,9 +225,11 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        total = x if x.is_contiguous() and not is_view(x) else x.contiguous().clone()
-        if total is x:
+        if x.is_contiguous() and not is_view(x):
+            total = x
             ctx.mark_dirty(x)
+        else:
+            total = x.contiguous().clone()
         dist.all_reduce(total, group=group)
         return total
 
@@ -213,7 +255,9 @@ class _Gather(torch.autograd.Function):
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.length = group, dim, x.shape[dim]
+        ctx.group = group
+        ctx.dim = dim
+        ctx.length = x.shape[dim]
         return slice_dim(x, group, dim=dim)
 
     @staticmethod
@@ -238,7 +282,9 @@ class _GatherSum(torch.autograd.Function):
 class _LeaveScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.length = group, dim, x.shape[dim]
+        ctx.group = group
+        ctx.dim = dim
+        ctx.length = x.shape[dim]
         return reduce_scatter_dim(x, group, dim=dim)
 
     @staticmethod

@@ -1,16 +1,25 @@
-"""Compressed collectives of the data-parallel ranks. Fewer bytes are sent; the received values
-differ from the sent ones by a bounded error.
+"""Compressed collectives of the data-parallel ranks.
 
-    collective            stage     on the wire
-    state bucket, int8 or int4  0         quantised parts to their owners, quantised sums back
-    two errors, with feedback bucket, PowerSGD      0         two thin factors of each matrix
-    its error and factors all-gather            1 to 3    quantised shards; every rank uses what
-    arrived, its own too          none reduce-scatter        1 to 3    quantised parts to their
-    owners; across machines once more (2 hops)  an error, with feedback
+Fewer bytes are sent, and the received values differ from the exact ones by a bounded error.
+
+    collective          ZeRO stage  sent                                state between steps
+    bucket, int8, int4  0           quantised slices to their owners,   two residuals, with
+                                    quantised sums back                 error feedback
+    bucket, PowerSGD    0           two thin factors of each matrix     residual and factors
+    all-gather          1 to 3      quantised shards, used by every     none
+                                    rank including the sender
+    reduce-scatter      1 to 3      quantised slices to their owners,   residual, with error
+                                    across machines a second time       feedback
 
 Error feedback adds the residual of the last step to this step's gradients before they are
-quantised. Vectors (norms, biases) are sent uncompressed. On every rank the result has the same
-bits. The schemes are those of ZeRO++ (arXiv:2306.10209) and PowerSGD (arXiv:1905.13727).
+quantised. Vectors (norms, biases) are sent uncompressed. The result has the same bits on every
+rank. The schemes are those of ZeRO++ (arXiv:2306.10209) and PowerSGD (arXiv:1905.13727).
+
+Note [Two messages per bucket]
+    A compressed bucket is sent in two messages, and the second one depends on the result of the
+    first. So that both overlap with the backward, the second message of a bucket starts when the
+    bucket after the next one starts. The link then has a message while the first one is summed.
+    Only the order of starts decides this, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -31,94 +40,106 @@ from plait.comm.buckets import Flat
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
 from plait.shards import shard_size
 
-_HOPS_AT_ONCE = 2
-"""Buckets on their first hop before the oldest is waited for: the link has the next while it is
-added up.
-"""
+_FIRST_MESSAGES = 2
+"""Buckets whose first message is under way before the oldest one is waited for."""
 POWERSGD_START = 10
-"""Steps that are reduced uncompressed before factors replace gradients: early gradients change too
-much.
-"""
+"""Steps that are reduced uncompressed before PowerSGD starts. Early gradients change too much."""
 
 
 @dataclass
 class Carried:
-    """Tensors that a compressed collective keeps between steps (residuals, factors), by name.
+    """Tensors of a compressed collective that persist between steps (residuals, factors), by name.
 
-    A skipped step must not change them, but whether a step is skipped is known only after all of
-    its gradients were sent. If steps may be skipped, the new value of a tensor is written to a
-    second tensor, which replaces the first when the step is applied.
+    A skipped step must not change them, but it is known only after all gradients of a step were
+    sent whether it is skipped. If steps may be skipped, the new value of a tensor is written to a
+    second tensor, which replaces the first one when the step is applied.
+
+    Attributes:
+        revocable: Whether steps may be skipped. Otherwise new values overwrite the old ones.
+        state: Values after the last step that was not skipped, which a checkpoint stores.
     """
 
     revocable: bool
-    """True if steps may be skipped. Otherwise new values overwrite the old ones."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Values after the last step that was not skipped, which a checkpoint stores."""
-    _made: dict[str, torch.Tensor] = field(default_factory=dict)
+    _changed: dict[str, torch.Tensor] = field(default_factory=dict)
     """New values of the running step."""
     _spare: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Memory for the new values of the next step."""
 
     def now(self, name: str) -> torch.Tensor:
         """Return the value of a tensor, with the changes of the running step so far."""
-        return self._made.get(name, self.state[name])
+        return self._changed.get(name, self.state[name])
 
     def change(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (value, destination): the caller writes the new value in full to the destination.
+        """Return the value of a tensor, and the tensor for its new value.
 
-        Both are one tensor if the old value need not be kept.
+        The caller must write the full new value. Both tensors are the same if the old value is not
+        needed any more.
         """
-        now = self.now(name)
-        if self.revocable and name not in self._made:
+        value = self.now(name)
+        if self.revocable and name not in self._changed:
             spare = self._spare.pop(name, None)
-            self._made[name] = (
-                torch.empty_like(now) if spare is None or spare.shape != now.shape else spare
-            )
-        return now, self._made.get(name, now)
+            if spare is None or spare.shape != value.shape:
+                spare = torch.empty_like(value)
+            self._changed[name] = spare
+        return value, self._changed.get(name, value)
 
     @property
     def aside(self) -> list[torch.Tensor]:
-        """All tensors in memory besides `state`."""
-        return [*self._made.values(), *self._spare.values()]
+        """All tensors in memory that are not in `state`."""
+        return [*self._changed.values(), *self._spare.values()]
 
     def end_step(self, *, skipped: bool) -> None:
-        """Keep the new values of the step that has ended, or drop them if it was skipped."""
-        for name, made in self._made.items():
+        """Adopt the new values of the step that has ended, or drop them if it was skipped."""
+        for name, value in self._changed.items():
             if skipped:
-                self._spare[name] = made
+                self._spare[name] = value
             else:
-                self._spare[name], self.state[name] = self.state[name], made
-        self._made = {}
+                self._spare[name] = self.state[name]
+                self.state[name] = value
+        self._changed = {}
 
 
-class _TwoHops(ABC):
-    """Buckets that are sent twice. A bucket's second message starts with the bucket after the next,
-    so it overlaps with the backward too; the order of starts alone decides which bucket that is, so
-    it is the same on every rank.
-    """
+class _TwoMessageBuckets(ABC):
+    """Buckets that are sent in two messages, see Note [Two messages per bucket]."""
 
     def __init__(self) -> None:
-        self._first_hop: list[int] = []
-        """Buckets that are on it, in order."""
+        self._first_messages: list[int] = []
+        """Buckets whose first message is under way, in the order of their starts."""
 
-    def _started(self, index: int) -> None:
-        """A bucket's first hop has begun."""
-        self._first_hop.append(index)
-        if len(self._first_hop) > _HOPS_AT_ONCE:
-            self._second_hop(self._first_hop.pop(0))
+    def _after_first_message(self, index: int) -> None:
+        """Record that the first message of a bucket was started."""
+        self._first_messages.append(index)
+        if len(self._first_messages) > _FIRST_MESSAGES:
+            self._start_second_message(self._first_messages.pop(0))
 
-    def _start_the_rest(self) -> None:
-        """No further bucket begins before the first is finished."""
-        while self._first_hop:
-            self._second_hop(self._first_hop.pop(0))
+    def _start_second_messages(self) -> None:
+        """Start the second message of all buckets. Called after the last bucket was started."""
+        while self._first_messages:
+            self._start_second_message(self._first_messages.pop(0))
 
     @abstractmethod
-    def _second_hop(self, index: int) -> None:
-        """Wait for a bucket's first hop, and begin its second."""
+    def _start_second_message(self, index: int) -> None:
+        """Wait for the first message of a bucket, and start its second one."""
 
 
-class QuantisedBuckets(_TwoHops):
-    """Buckets (see `comm.buckets`) whose matrices are sent in `bits`: parts to their owners, which
-    sum them and return the sums. Buckets that hold a vector are summed as they are.
+class QuantisedBuckets(_TwoMessageBuckets):
+    """Buckets whose matrices are summed in quantised form (implements `comm.buckets.Buckets`).
+
+    Every rank owns a slice of a bucket. It receives the slice from all ranks, sums them and returns
+    the sum. Buckets of vectors are summed uncompressed.
+
+    Args:
+        group: The process group.
+        flats: Content of the buckets.
+        device: Device of the buckets.
+        bits: Bits per element.
+        feedback: Whether residuals are added to the next step's gradients.
+        revocable: Whether steps may be skipped.
+
+    Attributes:
+        buffers: Buffer [n] of each bucket.
+        carried: Residuals in float32. Empty without feedback.
     """
 
     def __init__(
@@ -135,116 +156,128 @@ class QuantisedBuckets(_TwoHops):
         self._group = group
         self._bits = bits
         self._rows: list[torch.Tensor | None] = []
-        """A bucket as its owners' parts [ranks, part], zeros behind its end; None where it is
-        summed as it is.
+        """Each bucket as slices of their owners [ranks, slice], with zeros behind the bucket's end.
+
+        None for a bucket that is summed uncompressed.
         """
         self.buffers: list[torch.Tensor] = []
         self._works: dict[int, tuple[dist.Work, torch.Tensor]] = {}
-        """Bucket to what is sent, and what it fills."""
+        """Running collective of a bucket, and the tensor that it fills."""
         self.carried = Carried(revocable)
-        """Errors by name, float32; none without feedback."""
         for index, flat in enumerate(flats):
-            if not flat.matrices:
-                self._rows.append(None)
-                self.buffers.append(torch.zeros(flat.numel, dtype=flat.dtype, device=device))
-                continue
-            part = part_of(flat.numel, group.size())
-            rows = torch.zeros(group.size(), part, dtype=flat.dtype, device=device)
-            self._rows.append(rows)
-            self.buffers.append(rows.view(-1)[: flat.numel])
-            if feedback:
-                self.carried.state[f"{index}.sent"] = torch.zeros(
-                    group.size(), part, dtype=torch.float32, device=device
-                )
-                self.carried.state[f"{index}.owned"] = torch.zeros(
-                    1, part, dtype=torch.float32, device=device
+            self._add_bucket(index, flat, device, feedback=feedback)
+
+    def _add_bucket(self, index: int, flat: Flat, device: torch.device, *, feedback: bool) -> None:
+        if not flat.matrices:
+            self._rows.append(None)
+            self.buffers.append(torch.zeros(flat.numel, dtype=flat.dtype, device=device))
+            return
+        ranks = self._group.size()
+        slice_numel = part_of(flat.numel, ranks)
+        rows = torch.zeros(ranks, slice_numel, dtype=flat.dtype, device=device)
+        self._rows.append(rows)
+        self.buffers.append(rows.view(-1)[: flat.numel])
+        if feedback:
+            for name, count in (("sent", ranks), ("owned", 1)):
+                self.carried.state[f"{index}.{name}"] = torch.zeros(
+                    count, slice_numel, dtype=torch.float32, device=device
                 )
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """See Buckets."""
+        """Residuals by name, for checkpoints."""
         return self.carried.state
 
     def start(self, index: int) -> None:
-        """See Buckets."""
+        """Send the slices of a bucket to their owners."""
         rows = self._rows[index]
         if rows is None:
             buffer = self.buffers[index]
-            self._works[index] = (
-                _launched(dist.all_reduce(buffer, group=self._group, async_op=True)),
-                buffer,
-            )
+            work = _launched(dist.all_reduce(buffer, group=self._group, async_op=True))
+            self._works[index] = (work, buffer)
             return
         packed = _pack(self._packing(rows), rows, self.carried, f"{index}.sent")
         received = torch.empty_like(packed)
-        self._works[index] = (
-            _launched(dist.all_to_all_single(received, packed, group=self._group, async_op=True)),
-            received,
-        )
-        self._started(index)
+        work = _launched(dist.all_to_all_single(received, packed, group=self._group, async_op=True))
+        self._works[index] = (work, received)
+        self._after_first_message(index)
 
     def finish(self, index: int) -> None:
-        """See Buckets."""
-        self._start_the_rest()
-        work, everyone = self._works.pop(index)
+        """Wait for the sums of a bucket and unpack them."""
+        self._start_second_messages()
+        work, gathered = self._works.pop(index)
         work.wait()
         rows = self._rows[index]
         if rows is not None:
-            rows.copy_(self._packing(rows).unpack(everyone.view(rows.shape[0], -1), torch.float32))
-            rows.view(-1)[
-                self.buffers[index].numel() :
-            ].zero_()  # a block that is not finite reaches behind the end
+            packed = gathered.view(rows.shape[0], -1)
+            rows.copy_(self._packing(rows).unpack(packed, torch.float32))
+            # A block that is not finite extends beyond the end of the bucket.
+            rows.view(-1)[self.buffers[index].numel() :].zero_()
 
-    def _second_hop(self, index: int) -> None:
+    def _start_second_message(self, index: int) -> None:
+        """Sum the received slices, and send the sum to all ranks."""
         work, received = self._works[index]
         work.wait()
         rows = self._rows[index]
         assert rows is not None
         packing = self._packing(rows)
-        packed = _pack(
-            packing,
-            packing.unpack_sum(received, torch.float32).unsqueeze(0),
-            self.carried,
-            f"{index}.owned",
-        )
-        everyone = packed.new_empty(rows.shape[0] * packed.shape[1])
-        self._works[index] = (
-            _launched(all_gather_single(everyone, packed[0], group=self._group, async_op=True)),
-            everyone,
-        )
+        total = packing.unpack_sum(received, torch.float32).unsqueeze(0)
+        packed = _pack(packing, total, self.carried, f"{index}.owned")
+        gathered = packed.new_empty(rows.shape[0] * packed.shape[1])
+        work = _launched(all_gather_single(gathered, packed[0], group=self._group, async_op=True))
+        self._works[index] = (work, gathered)
 
     def _packing(self, rows: torch.Tensor) -> Packing:
         return Packing((Segment(rows.shape[1], matrix=True),), self._bits)
 
 
 def part_of(numel: Any, ranks: Any) -> Any:
-    """Elements of a bucket that one rank owns: full blocks of quantization (ints or arrays)."""
+    """Return the elements of a bucket that one rank owns, in full blocks (ints or arrays)."""
     return blocks_of(shard_size(numel, ranks)) * BLOCK
 
 
 @dataclass(frozen=True)
-class _Factored:
-    """A matrix of a bucket that is sent as factors, `left.T @ right`. Both lie: [rank, rows] and
-    [rank, columns] make the products with the matrix several times as fast on a CPU as their
-    transposes do.
+class _FactoredMatrix:
+    """Matrix of a bucket that is sent as factors, `left.T @ right`.
+
+    The factors have the shapes [rank, rows] and [rank, columns]. With the transposed shapes, their
+    products with the matrix would take several times as long on a CPU.
+
+    Attributes:
+        offset: First element of the matrix in the bucket.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        right: Name of the last step's right factor in `PowerSGDBuckets.carried`.
     """
 
-    at: int
+    offset: int
     rows: int
     columns: int
     right: str
-    """The name of the factor `right` of the last step."""
 
-    def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[rows, columns], a view."""
-        return buffer[self.at : self.at + self.rows * self.columns].view(self.rows, -1)
+    def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the matrix [rows, columns] as a view of a bucket."""
+        return buffer[self.offset : self.offset + self.rows * self.columns].view(self.rows, -1)
 
 
-class PowerSGDBuckets(_TwoHops):
-    """Buckets whose matrices are sent as two factors of `rank` columns, with error feedback and
-    warm start; a matrix that would not shrink to half is sent uncompressed. The results are those
-    of torch's DDP hook, but the caller's thread issues every collective, in one order, and the
-    first factors overlap with the backward.
+class PowerSGDBuckets(_TwoMessageBuckets):
+    """Buckets whose matrices are sent as two factors, with error feedback and warm start.
+
+    The results are those of torch's DDP hook. Unlike there, the thread of the caller issues every
+    collective, in one order, and the left factors overlap with the backward. A matrix whose factors
+    are more than half as large is sent uncompressed.
+
+    Args:
+        group: The process group.
+        flats: Content of the buckets.
+        device: Device of the buckets.
+        rank: Columns of the factors.
+        whole_steps: Number of first steps that are summed uncompressed.
+        revocable: Whether steps may be skipped.
+
+    Attributes:
+        buffers: Buffer [n] of each bucket.
+        carried: Residuals, right factors and the number of steps.
     """
 
     def __init__(
@@ -257,127 +290,139 @@ class PowerSGDBuckets(_TwoHops):
         whole_steps: int = POWERSGD_START,
         revocable: bool = False,
     ) -> None:
-        """`whole_steps` first ones are summed as they are."""
         super().__init__()
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
         self._group = group
-        self._whole_steps = whole_steps
+        self._uncompressed_steps = whole_steps
         self._works: dict[int, tuple[dist.Work, list[torch.Tensor]]] = {}
-        """Bucket to what is sent: nothing but the buffer, left factors with the uncompressed
-        tensors, or right factors.
+        """Running collective of a bucket, and the tensors that it sums.
+
+        These are left factors and uncompressed tensors, then right factors. The list is empty if
+        the bucket itself is summed.
         """
-        self._lefts: dict[int, list[torch.Tensor]] = {}
-        """Of buckets whose right factors are sent: orthonormal left factors, then the uncompressed
-        sums.
-        """
+        self._left_sums: dict[int, list[torch.Tensor]] = {}
+        """Orthonormal left factors and uncompressed sums of buckets in their second message."""
         self.carried = Carried(revocable, {"steps": torch.zeros((), dtype=torch.int64)})
-        """Errors, right factors and the number of steps, by name."""
-        self._factored: dict[int, list[_Factored]] = {}
-        self._whole: dict[int, list[tuple[int, int]]] = {}
-        """Bucket to (offset, length) of what is sent as it is."""
-        drawn = {True: 0, False: 0}
+        self._factored: dict[int, list[_FactoredMatrix]] = {}
+        self._uncompressed: dict[int, list[tuple[int, int]]] = {}
+        """(offset, length) of each tensor that is sent uncompressed, by bucket."""
+
+        bucket_counts = {True: 0, False: 0}
         for index, flat in enumerate(flats):
-            # Counted by kind: a rank of the tp axis that has fewer buckets of its own parts draws
-            # the same factors for what all hold.
-            self._divide(index, flat, rank, seed=2 * drawn[flat.tp_local] + flat.tp_local)
-            drawn[flat.tp_local] += 1
+            # Buckets of tensor-parallel shards and others are counted separately. A tp rank with
+            # fewer buckets of shards then draws the same factors for replicated tensors.
+            seed = 2 * bucket_counts[flat.tp_local] + flat.tp_local
+            self._add_bucket(index, flat, rank, seed=seed)
+            bucket_counts[flat.tp_local] += 1
         for index in self._factored:
             self.carried.state[f"{index}.error"] = torch.zeros_like(
                 self.buffers[index], dtype=_wide(flats[index].dtype)
             )
 
-    def _divide(self, index: int, flat: Flat, rank: int, *, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)  # the same on every rank
-        buffer = self.buffers[index]
-        at = 0
+    def _add_bucket(self, index: int, flat: Flat, rank: int, *, seed: int) -> None:
+        """Decide how each tensor of a bucket is sent, and draw the first factors."""
+        # All ranks draw the same factors.
+        generator = torch.Generator().manual_seed(seed)
+        device = self.buffers[index].device
+        offset = 0
         for shape in flat.shapes:
             numel = prod(shape)
-            columns = factor_rank(shape, rank)
-            if columns:
-                drawn = torch.randn(columns, numel // shape[0], generator=generator)
-                right = drawn.to(buffer.device, _wide(flat.dtype))
-                factored = self._factored.setdefault(index, [])
-                factored.append(
-                    _Factored(at, shape[0], numel // shape[0], f"{index}.{len(factored)}.right")
-                )
-                self.carried.state[factored[-1].right] = right
+            factor_columns = factor_rank(shape, rank)
+            if factor_columns:
+                rows = shape[0]
+                columns = numel // rows
+                right = torch.randn(factor_columns, columns, generator=generator)
+                matrices = self._factored.setdefault(index, [])
+                name = f"{index}.{len(matrices)}.right"
+                matrices.append(_FactoredMatrix(offset, rows, columns, name))
+                self.carried.state[name] = right.to(device, _wide(flat.dtype))
             else:
-                self._whole.setdefault(index, []).append((at, numel))
-            at += numel
+                self._uncompressed.setdefault(index, []).append((offset, numel))
+            offset += numel
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """See Buckets."""
+        """Residuals, factors and the number of steps by name, for checkpoints."""
         return self.carried.state
 
     def start(self, index: int) -> None:
-        """See Buckets."""
+        """Send the left factors and the uncompressed tensors of a bucket."""
         if index == 0:
-            steps, into = self.carried.change("steps")
-            torch.add(steps, 1, out=into)
-        if int(self.carried.now("steps")) <= self._whole_steps or index not in self._factored:
-            self._works[index] = (
-                _launched(dist.all_reduce(self.buffers[index], group=self._group, async_op=True)),
-                [],
-            )
+            steps, new_steps = self.carried.change("steps")
+            torch.add(steps, 1, out=new_steps)
+        buffer = self.buffers[index]
+        is_early = int(self.carried.now("steps")) <= self._uncompressed_steps
+        if is_early or index not in self._factored:
+            work = _launched(dist.all_reduce(buffer, group=self._group, async_op=True))
+            self._works[index] = (work, [])
             return
-        buffer, (before, error) = self.buffers[index], self.carried.change(f"{index}.error")
-        torch.add(before, buffer, out=error)  # what should be sent
+
+        last_error, error = self.carried.change(f"{index}.error")
+        # Until `finish` this is the gradient plus the last residual, which the factors approximate.
+        torch.add(last_error, buffer, out=error)
         lefts = [
-            _orthonormal(self.carried.now(f.right)) @ f.of(error).T for f in self._factored[index]
+            _orthonormal(self.carried.now(matrix.right)) @ matrix.view_in(error).T
+            for matrix in self._factored[index]
         ]
-        whole = [
-            buffer[at : at + numel].to(error.dtype) for at, numel in self._whole.get(index, [])
+        uncompressed = [
+            buffer[offset : offset + numel].to(error.dtype)
+            for offset, numel in self._uncompressed.get(index, [])
         ]
-        self._works[index] = self._sum([*lefts, *whole])
-        self._started(index)
+        self._works[index] = self._start_sum([*lefts, *uncompressed])
+        self._after_first_message(index)
 
     def finish(self, index: int) -> None:
-        """See Buckets."""
-        self._start_the_rest()
+        """Wait for the right factors of a bucket, and compute the sum and the new residual."""
+        self._start_second_messages()
         work, rights = self._works.pop(index)
         work.wait()
         if not rights:
             return
         buffer = self.buffers[index]
         error = self.carried.now(f"{index}.error")
-        factored = self._factored[index]
-        summed = self._lefts.pop(index)
-        for f, left, right in zip(factored, summed, rights, strict=False):
-            f.of(buffer).copy_(left.T @ right)
-            before, into = self.carried.change(f.right)
+        matrices = self._factored[index]
+        sums = self._left_sums.pop(index)
+        # `sums` continues with the uncompressed tensors.
+        for matrix, left, right in zip(matrices, sums, rights, strict=False):
+            matrix.view_in(buffer).copy_(left.T @ right)
+            before, into = self.carried.change(matrix.right)
             into.copy_(torch.where(right.isfinite().all(), right, before))
-            f.of(error).sub_(f.of(buffer), alpha=1 / self._group.size())
-        for (at, numel), total in zip(
-            self._whole.get(index, []), summed[len(factored) :], strict=True
-        ):
-            buffer[at : at + numel].copy_(total)
-            error[at : at + numel].zero_()
-        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is of this step only
+            matrix.view_in(error).sub_(matrix.view_in(buffer), alpha=1 / self._group.size())
 
-    def _second_hop(self, index: int) -> None:
-        work, summed = self._works[index]
+        ranges = self._uncompressed.get(index, [])
+        for (offset, numel), total in zip(ranges, sums[len(matrices) :], strict=True):
+            buffer[offset : offset + numel].copy_(total)
+            error[offset : offset + numel].zero_()
+        # An overflow must not reach later steps.
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _start_second_message(self, index: int) -> None:
+        """Send the right factors of a bucket."""
+        work, sums = self._works[index]
         work.wait()
-        factored = self._factored[index]
+        matrices = self._factored[index]
         error = self.carried.now(f"{index}.error")
-        lefts = [_orthonormal(left) for left in summed[: len(factored)]]
-        self._lefts[index] = [*lefts, *summed[len(factored) :]]
-        self._works[index] = self._sum(
-            [left @ f.of(error) for f, left in zip(factored, lefts, strict=True)]
-        )
+        lefts = [_orthonormal(left) for left in sums[: len(matrices)]]
+        self._left_sums[index] = [*lefts, *sums[len(matrices) :]]
+        rights = [
+            left @ matrix.view_in(error) for matrix, left in zip(matrices, lefts, strict=True)
+        ]
+        self._works[index] = self._start_sum(rights)
 
-    def _sum(self, tensors: list[torch.Tensor]) -> tuple[dist.Work, list[torch.Tensor]]:
-        """(the work, what will be their sums), of tensors in one message."""
+    def _start_sum(self, tensors: list[torch.Tensor]) -> tuple[dist.Work, list[torch.Tensor]]:
+        """Start the sum of tensors in one message. Return the work and views of the sums."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         work = _launched(dist.all_reduce(flat, group=self._group, async_op=True))
-        return work, [
-            part.view(t.shape)
-            for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
+        sizes = [tensor.numel() for tensor in tensors]
+        sums = [
+            total.view(tensor.shape)
+            for total, tensor in zip(flat.split(sizes), tensors, strict=True)
         ]
+        return work, sums
 
 
 def _pack(packing: Packing, rows: torch.Tensor, carried: Carried, name: str) -> torch.Tensor:
-    """Pack, with the error of that name where there is one."""
+    """Pack rows, with error feedback if `carried` has a residual of that name."""
     if name not in carried.state:
         return packing.pack(rows)
     error, into = carried.change(name)
@@ -385,13 +430,19 @@ def _pack(packing: Packing, rows: torch.Tensor, carried: Carried, name: str) -> 
 
 
 def _orthonormal(rows: torch.Tensor) -> torch.Tensor:
-    """[rank, n] with the same span of rows."""
+    """Return orthonormal rows [rank, n] with the span of `rows`."""
     return torch.linalg.qr(rows.T).Q.T
 
 
 def factor_rank(shape: Sequence[int], rank: int) -> int:
-    """Columns of the factors of a tensor, seen as a matrix of its first dimension; 0 where it is
-    sent as it is, because factors are not less than half of it.
+    """Return the columns of a tensor's factors, or 0 if it is sent uncompressed.
+
+    A tensor is seen as a matrix with its first dimension as rows. It is sent uncompressed if the
+    factors would have half as many elements or more.
+
+    Args:
+        shape: Shape of the tensor.
+        rank: Configured number of columns.
     """
     if len(shape) < 2 or not prod(shape):
         return 0
@@ -402,13 +453,20 @@ def factor_rank(shape: Sequence[int], rank: int) -> int:
 
 
 def factor_numel(shape: Sequence[int], rank: int) -> int:
-    """Elements that are summed over the ranks for a tensor."""
-    columns = factor_rank(shape, rank)
-    return (shape[0] + prod(shape[1:])) * columns if columns else prod(shape)
+    """Return the elements that are summed over the ranks for a tensor."""
+    factor_columns = factor_rank(shape, rank)
+    if factor_columns == 0:
+        return prod(shape)
+    return (shape[0] + prod(shape[1:])) * factor_columns
 
 
 class QuantisedAllGather(AllGather):
-    """For one unit of `fully_shard`, whose parameters' shards are `segments`."""
+    """Quantised all-gather of one unit of `fully_shard`.
+
+    Args:
+        segments: Shards of the unit's parameters, in the order of the all-gather.
+        bits: Bits per element.
+    """
 
     def __init__(self, segments: Sequence[Segment], *, bits: Bits) -> None:
         self._segments = tuple(segments)
@@ -417,7 +475,7 @@ class QuantisedAllGather(AllGather):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """The output."""
+        """Return a buffer for the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -427,26 +485,37 @@ class QuantisedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """`output_tensor` [ranks x n] from every rank's quantised `input_tensor` [n]. Done when it
-        returns.
+        """Fill `output_tensor` [ranks x n] with every rank's quantised `input_tensor` [n].
+
+        Synchronous.
         """
         dtype = input_tensor.dtype
-        if not dtype.is_floating_point:  # parameters of several dtypes, as bytes
+        if not dtype.is_floating_point:
+            # torch sends a unit with parameters of several dtypes as bytes.
             all_gather_single(output_tensor, input_tensor, group=group)
             return
+        ranks = group.size()
         packing = Packing.of(self._segments, self._bits, numel=input_tensor.numel())
+        # [1, row_bytes]
         packed = packing.pack(input_tensor.view(1, -1))
-        everyone = packed.new_empty(group.size() * packed.shape[1])
-        all_gather_single(everyone, packed[0], group=group)
-        output_tensor.view(group.size(), -1).copy_(
-            packing.unpack(everyone.view(group.size(), -1), dtype)
-        )
+        gathered = packed.new_empty(ranks * packed.shape[1])
+        all_gather_single(gathered, packed[0], group=group)
+        output_tensor.view(ranks, -1).copy_(packing.unpack(gathered.view(ranks, -1), dtype))
 
 
 class QuantisedReduceScatter(ReduceScatter):
-    """For one unit of `fully_shard`, whose trainable parameters' shards are `segments`. With
-    `levels`, sums inside a machine come first; they are quantised a second time and sent across
-    machines once.
+    """Quantised reduce-scatter of one unit of `fully_shard`.
+
+    Args:
+        segments: Shards of the unit's trainable parameters, in the order of the reduce-scatter.
+        bits: Bits per element.
+        feedback: Whether the residual is added to the next step's gradients.
+        levels: Groups inside and across machines. With them gradients are summed inside a machine
+            first. The sums are quantised a second time and sent across machines once.
+        revocable: Whether steps may be skipped.
+
+    Attributes:
+        carried: The residual, float32 [ranks, padded], after the first call with feedback.
     """
 
     def __init__(
@@ -463,12 +532,11 @@ class QuantisedReduceScatter(ReduceScatter):
         self._levels = levels
         self._feedback = feedback
         self.carried = Carried(revocable)
-        """The error, float32 [ranks, padded], once there is one."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Input or output."""
+        """Return a buffer for the input or the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -479,56 +547,69 @@ class QuantisedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """`output_tensor` [n] = this rank's part of the sum (or mean: `op` is SUM or AVG) of
-        `input_tensor` [ranks x n]. Done when it returns.
+        """Reduce `input_tensor` [ranks x n] to this rank's `output_tensor` [n]. Synchronous.
+
+        Args:
+            output_tensor: This rank's shard of the result.
+            input_tensor: Contribution of this rank.
+            group: The process group.
+            op: SUM or AVG.
+            async_op: Not used.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"reduce-scatter by {op}")
         rows = input_tensor.view(group.size(), -1)
         packing = Packing.of(self._segments, self._bits, numel=rows.shape[1])
-        self._have_error(packing, rows)
+        if self._feedback:
+            self._ensure_error(packing, rows)
         packed = _pack(packing, rows, self.carried, "error")
         if self._levels is None:
             total = packing.unpack_sum(_all_to_all(packed, group), input_tensor.dtype)
         else:
-            total = self._in_two_hops(packing, packed, input_tensor.dtype)
+            total = self._reduce_by_levels(packing, packed, input_tensor.dtype, self._levels)
         output_tensor.view(-1).copy_(total)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
 
-    def _have_error(self, packing: Packing, rows: torch.Tensor) -> None:
+    def _ensure_error(self, packing: Packing, rows: torch.Tensor) -> None:
+        """Create the residual. It starts again from zeros if the size of the rows has changed."""
         shape = (rows.shape[0], packing.padded)
-        state = self.carried.state
-        if self._feedback and ("error" not in state or state["error"].shape != shape):
-            state["error"] = torch.zeros(shape, dtype=torch.float32, device=rows.device)
+        error = self.carried.state.get("error")
+        if error is None or error.shape != shape:
+            self.carried.state["error"] = torch.zeros(
+                shape, dtype=torch.float32, device=rows.device
+            )
 
-    def _in_two_hops(
-        self, packing: Packing, packed: torch.Tensor, dtype: torch.dtype
+    def _reduce_by_levels(
+        self, packing: Packing, packed: torch.Tensor, dtype: torch.dtype, levels: Levels
     ) -> torch.Tensor:
-        """Ranks count through the machines: what is for position l of any machine goes to this
-        machine's position l first.
+        """Sum inside the machine first, then across machines.
+
+        Ranks are numbered machine by machine. The rows for position l of every machine are sent to
+        position l of this machine first.
         """
-        assert self._levels is not None
-        inside = self._levels.inside
-        across = self._levels.across
+        inside = levels.inside
+        across = levels.across
+        # [machines, positions, bytes] -> [positions, machines, bytes]
         by_position = packed.view(across.size(), inside.size(), -1).transpose(0, 1).contiguous()
-        here = _all_to_all(by_position.view(inside.size(), -1), inside).view(
-            inside.size(), across.size(), -1
-        )
+        received = _all_to_all(by_position.view(inside.size(), -1), inside)
+        received = received.view(inside.size(), across.size(), -1)
+        # [positions, machines, bytes] -> [machines, n]
         sums = torch.stack(
-            [packing.unpack_sum(here[:, node], dtype) for node in range(across.size())]
+            [packing.unpack_sum(received[:, node], dtype) for node in range(across.size())]
         )
         return packing.unpack_sum(_all_to_all(packing.pack(sums), across), dtype)
 
 
 def _all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Row r to rank r; the rows that came, in the order of the ranks."""
+    """Send row r to rank r. Return the received rows in the order of the ranks."""
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows, group=group)
     return received
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of residuals and factors for gradients of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

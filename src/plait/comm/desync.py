@@ -1,11 +1,10 @@
-"""The debug mode of collectives: before one begins, its ranks compare what each of them is about to
-do.
+"""Debug mode of collectives: ranks compare a collective before it starts.
 
-Ranks that issue collectives in another order, or with other shapes, would hang, or get wrong
-numbers where shapes agree. Here each rank puts operation, shapes, dtypes and the place in the code
-into the store of the default group, and reads those of the others. Two calls from different lines
-are different collectives, even of one shape. It costs some messages a collective, and Python for
-every operator.
+Ranks that issue collectives in another order or with other shapes would hang, or compute wrong
+numbers if the shapes agree. In this mode each rank puts the operation, the shapes, the dtypes and
+the place in the code into the store of the default group, and reads those of other ranks. Two calls
+from different lines are different collectives even if the shapes agree. The mode costs some
+messages per collective, and Python code for every operator.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from plait._torch.groups import default_store, process_group_of, timeout_of
 from plait._torch.operators import TorchDispatchMode, operator_name, tree_leaves
-from plait.comm.board import Wait, described
+from plait.comm.board import Wait, describe_tensor
 from plait.comm.stacks import is_library
 from plait.comm.watch import WATCH, users_line
 from plait.errors import CommunicationError
 
-_MESSAGES = (
+_UNCOMPARED = (
     "send",
     "recv_",
     "recv_any_source_",
@@ -36,13 +36,42 @@ _MESSAGES = (
     "_wrap_tensor_autograd",
     "monitored_barrier_",
 )
-_KEPT = 2
-"""Descriptions in the store, of each group and rank."""
+"""Operators that not all ranks of the group call, or that do not communicate."""
+_MOST_SHAPES = 4
+"""Number of tensors of a call that are described."""
+_STORED_CALLS = 2
+"""Number of descriptions per group and rank that stay in the store."""
+
+
+@dataclass(frozen=True)
+class _ComparedCall:
+    """A collective that is about to start on this rank.
+
+    Attributes:
+        group: Name of the process group.
+        number: Number of the collective in its group.
+        ranks: Global ranks of the group.
+        rank: This process's rank in the group.
+        description: Operation, shapes, line of user code, and callers. Equal on all ranks.
+        wait: Entry of the board while ranks are compared.
+    """
+
+    group: str
+    number: int
+    ranks: list[int]
+    rank: int
+    description: dict[str, str]
+    wait: Wait
+
+    def key(self, rank: int, *, number: int | None = None) -> str:
+        """Return the key of a rank's description in the store."""
+        return f"plait-check/{self.group}/{number or self.number}/{rank}"
 
 
 class ComparedCollectives(TorchDispatchMode):
-    """While it is entered, the collectives of this thread are compared. Of all ranks, or of
-    none.
+    """Dispatch mode in which the collectives of this thread are compared.
+
+    All ranks must enter it, or none.
     """
 
     def __init__(self) -> None:
@@ -57,13 +86,13 @@ class ComparedCollectives(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Compare collectives, run everything as it is. DTensor first turns its operators into
-        plain ones.
-        """
+        """Compare a collective and run the operator unchanged."""
+        # DTensor turns its operators into plain ones, which are dispatched here again.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if func.namespace in ("c10d", "_c10d_functional") and operator_name(func) not in _MESSAGES:
-            self._compare(operator_name(func), args)
+        name = operator_name(func)
+        if func.namespace in ("c10d", "_c10d_functional") and name not in _UNCOMPARED:
+            self._compare(name, args)
         return func(*args, **(kwargs or {}))
 
     def _compare(self, operation: str, args: tuple[Any, ...]) -> None:
@@ -74,69 +103,75 @@ class ComparedCollectives(TorchDispatchMode):
         self._counts[name] += 1
         number = self._counts[name]
         ranks = dist.get_process_group_ranks(group)
-        rank = group.rank()
-        frame = sys._getframe(2)
+        operation = operation.strip("_")
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        shapes = " and ".join(described(tensor.shape, tensor.dtype) for tensor in tensors[:4])
-        mine = {
-            "what": f"{operation.strip('_')} of {shapes}",
-            "line": users_line(frame),
-            "from": _places(frame),
-        }
-        self._store.set(f"plait-check/{name}/{number}/{rank}", json.dumps(mine))
-        if number > _KEPT:
-            self._store.delete_key(f"plait-check/{name}/{number - _KEPT}/{rank}")
-        wait = Wait(
-            operation.strip("_"), _axis(group), time.monotonic(), number, shapes, None, tuple(ranks)
+        shapes = " and ".join(
+            describe_tensor(tensor.shape, tensor.dtype) for tensor in tensors[:_MOST_SHAPES]
         )
-        with WATCH.waiting(wait):
-            # The first compares itself with all, the others with the first: then both sides of a
-            # difference end with it.
-            for other in range(group.size()) if rank == 0 else (0,):
-                if other != rank:
-                    self._same(name, number, mine, other, ranks, rank, wait)
+        caller = sys._getframe(2)
+        call = _ComparedCall(
+            name,
+            number,
+            ranks,
+            group.rank(),
+            description={
+                "call": f"{operation} of {shapes}",
+                "line": users_line(caller),
+                "callers": _callers(caller),
+            },
+            wait=Wait(
+                operation, _axis(group), time.monotonic(), number, shapes, None, tuple(ranks)
+            ),
+        )
 
-    def _same(
-        self,
-        name: str,
-        number: int,
-        mine: dict[str, str],
-        other: int,
-        ranks: list[int],
-        rank: int,
-        wait: Wait,
-    ) -> None:
-        key = f"plait-check/{name}/{number}/{other}"
+        self._store.set(call.key(call.rank), json.dumps(call.description))
+        if number > _STORED_CALLS:
+            self._store.delete_key(call.key(call.rank, number=number - _STORED_CALLS))
+        # The first rank compares itself with all others, and the others with the first. Both sides
+        # of a difference then raise an error.
+        others = range(1, group.size()) if call.rank == 0 else (0,)
+        with WATCH.waiting(call.wait):
+            for other in others:
+                self._check_same(call, other)
+
+    def _check_same(self, call: _ComparedCall, other: int) -> None:
+        """Raise CommunicationError unless rank `other` of the group makes the same call."""
+        key = call.key(other)
+        this_rank = call.description
         world = dist.group.WORLD
         assert world is not None
         try:
             self._store.wait([key], timedelta(seconds=timeout_of(world)))
         except dist.DistStoreError as error:
             raise CommunicationError(
-                f"{mine['what']} over {wait.axis}, number {number}, at {mine['line']}: rank"
-                f" {ranks[other]} has not begun it. {WATCH.found}"
+                f"{this_rank['call']} over {call.wait.axis}, number {call.number}, at"
+                f" {this_rank['line']}: rank {call.ranks[other]} has not begun it."
+                f" {WATCH.hang_cause}"
             ) from error
+
         theirs = json.loads(self._store.get(key))
-        if theirs != mine:
-            shown = [
-                f"rank {ranks[at]} is at {said['line']} with {said['what']}"
-                for at, said in sorted([(rank, mine), (other, theirs)])
-            ]
+        if theirs != this_rank:
+            first, second = (
+                f"rank {call.ranks[rank]} is at {description['line']} with {description['call']}"
+                for rank, description in sorted([(call.rank, this_rank), (other, theirs)])
+            )
             raise CommunicationError(
-                f"collective {number} over {wait.axis} is not the same on all ranks: {shown[0]},"
-                f" {shown[1]}"
+                f"collective {call.number} over {call.wait.axis} is not the same on all ranks:"
+                f" {first}, {second}"
             )
 
 
 def _axis(group: dist.ProcessGroup) -> str:
-    return "all ranks" if group is dist.group.WORLD else group.group_desc.removeprefix("mesh_")
+    if group is dist.group.WORLD:
+        return "all ranks"
+    return group.group_desc.removeprefix("mesh_")
 
 
-def _places(frame: Any) -> str:
-    """The lines that led here, of the user's code and Plait's."""
-    found = []
+def _callers(frame: Any) -> str:
+    """Return the functions and lines of user and Plait code on the stack."""
+    places = []
     while frame is not None:
         if not is_library(frame.f_code.co_filename):
-            found.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+            places.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
         frame = frame.f_back
-    return " ".join(found)
+    return " ".join(places)

@@ -1,6 +1,4 @@
-"""An all-to-all of rows with other numbers for every rank, and its adjoint: the rows' gradients
-return the way they came.
-"""
+"""Differentiable all-to-all of rows, with a different number of rows for every pair of ranks."""
 
 from __future__ import annotations
 
@@ -15,23 +13,34 @@ from torch.distributed import ProcessGroup
 def exchange_rows(
     x: torch.Tensor, group: ProcessGroup, *, sent: Sequence[int], received: Sequence[int]
 ) -> torch.Tensor:
-    """The first `sent[0]` rows of `x` [rows, ...] go to the group's rank 0, the next `sent[1]` to
-    rank 1, and so on; returns what arrives, `received[r]` rows of each rank r, in the order of
-    ranks. Collective, and so is its backward.
+    """Send rows to every rank of a group, and receive rows from every rank. Collective.
+
+    The backward sends the gradients of the rows back, and is collective too.
+
+    Args:
+        x: Rows [sum(sent), ...], ordered by the rank that receives them.
+        group: The process group.
+        sent: Number of rows for each rank.
+        received: Number of rows that each rank sends to this one.
+
+    Returns:
+        Rows [sum(received), ...], ordered by the rank that sent them.
     """
-    return _Exchange.apply(x, group, tuple(sent), tuple(received))
+    return _RowExchange.apply(x, group, tuple(sent), tuple(received))
 
 
 def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """`counts` [ranks, n]: a row for each rank; returns [ranks, n], the rows that the ranks have
-    for this one. Collective.
+    """Send row r of `counts` [ranks, n] to rank r, and return the rows for this rank. Collective.
+
+    Returns:
+        Counts [ranks, n], with one row from every rank.
     """
-    found = torch.empty_like(counts)
-    dist.all_to_all_single(found, counts.contiguous(), group=group)
-    return found
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=group)
+    return received
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -43,16 +52,16 @@ class _Exchange(torch.autograd.Function):
         ctx.group = group
         ctx.sent = sent
         ctx.received = received
-        return _exchanged(x, group, sent, received)
+        return _all_to_all(x, group, sent, received)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(gradient, ctx.group, ctx.received, ctx.sent), None, None, None
+        return _all_to_all(gradient, ctx.group, ctx.received, ctx.sent), None, None, None
 
 
-def _exchanged(
+def _all_to_all(
     x: torch.Tensor, group: ProcessGroup, sent: tuple[int, ...], received: tuple[int, ...]
 ) -> torch.Tensor:
-    found = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=group)
-    return found
+    output = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(output, x.contiguous(), list(received), list(sent), group=group)
+    return output

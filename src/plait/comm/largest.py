@@ -1,4 +1,4 @@
-"""A small number that ranks agree about while they go on: the largest of all ranks' own."""
+"""Asynchronous maximum of a small number over ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ from plait.cluster.host_copy import HostCopy
 
 
 class Largest:
-    """Of whole numbers from 0 to 255, one a rank. Made on every rank; ask for the value later.
-    Neither waits for what a device was given after it was made.
+    """Maximum over ranks that is computed while they continue. Collective.
+
+    Neither the creation nor `value` waits for kernels that are queued after the creation.
+
+    Args:
+        number: This rank's number, from 0 to 255.
+        device: Device of the group's tensors.
+        group: The process group, or None if there are no other ranks.
     """
 
     def __init__(self, number: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """`group` None: there are no other ranks."""
-        # a kernel: a copy would wait
+        # `full` launches a kernel. A copy from the host would wait for the device.
         flag = torch.full((1,), number, dtype=torch.uint8, device=device)
         self._work: dist.Work | None = None
         if group is not None:
             self._work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
             if accelerator.is_one(device):
-                self._finish()  # the stream waits, not this thread
+                # On a device this makes the stream wait, so that the copy below follows the
+                # all-reduce. It does not block this thread.
+                self._finish()
         self._flag = HostCopy(flag)
 
     def value(self) -> int:
-        """The largest."""
+        """Return the largest number of all ranks."""
         self._finish()
         return int(self._flag.values())
 

@@ -1,8 +1,13 @@
-"""Times of collectives between the processes that run now, fitted to costs. Collective.
+"""Measurement of collectives between the running processes, fitted to costs.
 
-Sizes are taken in turn, several rounds of all of them: a disturbance hits all sizes, not one. A
-time is the slowest rank's, and the median of the rounds counts. Rounds end at a budget, which the
-first rank watches for all; on slow links the largest sizes are left out.
+All functions here are collective.
+
+Note [Rounds of a measurement]
+    The sizes are measured in turn in several rounds, so that a disturbance affects all sizes and
+    not one. Each round has its own order, because an operation leaves traces for the next one. The
+    time of an operation is that of the slowest rank, and the median over the rounds counts. The
+    first rank ends the measurement for all ranks when the time is over. On slow links the largest
+    sizes are left out.
 """
 
 from __future__ import annotations
@@ -23,33 +28,40 @@ from plait.comm.algorithms import Name, exchange, reduce_scatter_steps, run, sum
 from plait.comm.buckets import Buckets, Flat
 from plait.comm.choose import QUANTISED
 from plait.comm.compress import QuantisedBuckets
-from plait.comm.links import GroupLinks, Level, measured_cost
+from plait.comm.links import Cost, GroupLinks, Level, measured_cost
 from plait.comm.quantise import BLOCK
 from plait.comm.transport import connect
 from plait.units import KIB, MIB
 
 SIZES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-"""Bytes of float32."""
-_SELDOM_BYTES = 16 * MIB
-_SELDOM = 3
-"""From this size on only every third round has it: it takes most of the time, and a long time is
-disturbed less.
+"""Bytes of the measured float32 tensors."""
+_RARE_BYTES = 16 * MIB
+"""Size from which only some rounds measure an operation.
+
+Large tensors take most of the time, and long times are disturbed less.
 """
+_RARE_INTERVAL = 3
+"""Number of rounds per measurement of a large tensor."""
 _FEWEST_SIZES = 4
-"""Up to a MiB: what is smaller passes through the buffers of switches and rate limits as if the
-link had no rate.
+"""Number of sizes that are always measured, which is up to one MiB.
+
+Smaller tensors pass through the buffers of switches and rate limits as if the link had no rate.
 """
-_SHARE_OF_A_ROUND = 0.6
-"""A round of all sizes may take this part of the time."""
+_ROUND_FRACTION = 0.6
+"""Fraction of the time that one round of all sizes may take."""
 _MOST_ROUNDS = 20
 LEAST_COMPARED = 8
+"""Fewest rounds of a comparison at one size."""
 _MOST_COMPARED = 100
-"""Rounds of algorithms that are compared at one size."""
+"""Most rounds of a comparison at one size."""
 
 Operation = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
 Operations = Callable[[int], dict[str, Operation]]
-"""Of a number of bytes: name to what is timed. Collective to make and to call."""
+"""Function that returns named operations for a number of bytes.
+
+Creating and calling the operations is collective.
+"""
 
 
 def measure_group(
@@ -61,20 +73,35 @@ def measure_group(
     device: torch.device,
     seconds: float = 4.0,
 ) -> GroupLinks:
-    """The costs of every operation and of every all-reduce algorithm, also in the intra-node and
-    inter-node groups. Collective over the group, which spans `machines`, equally many ranks on
-    each. `seconds` is about how long each level takes.
+    """Return the costs of every operation and of every all-reduce algorithm. Collective.
+
+    Args:
+        axis: Name of the mesh dimension.
+        group: The process group, with equally many ranks on each machine.
+        levels: Groups inside and across machines, whose operations are measured too.
+        machines: Number of machines of the group.
+        device: Device of the tensors.
+        seconds: Approximate time per level.
     """
-    basic = partial(_basic, group, device, far=machines)
-    ways = ways_of(group, levels, device=device, shared_memory=True, lossy=True)
-    whole = _level(lambda nbytes: basic(nbytes) | ways(nbytes), group, device, seconds)
+    algorithms = ways_of(group, levels, device=device, shared_memory=True, lossy=True)
+
+    def operations(nbytes: int) -> dict[str, Operation]:
+        return _basic_operations(group, device, nbytes, machines=machines) | algorithms(nbytes)
+
+    group_level = _measure_level(operations, group, device, seconds)
     if levels is None:
-        return GroupLinks(axis, machines, group.size() // machines, whole)
+        return GroupLinks(axis, machines, group.size() // machines, group_level)
     inside, across = (
-        _level(partial(_basic, level, device), level, device, seconds, most_rounds=_MOST_ROUNDS)
+        _measure_level(
+            partial(_basic_operations, level, device),
+            level,
+            device,
+            seconds,
+            most_rounds=_MOST_ROUNDS,
+        )
         for level in (levels.inside, levels.across)
     )
-    return GroupLinks(axis, machines, levels.inside.size(), whole, inside, across)
+    return GroupLinks(axis, machines, levels.inside.size(), group_level, inside, across)
 
 
 def measure_ways(
@@ -88,15 +115,23 @@ def measure_ways(
     shared_memory: bool = False,
     largest_bytes: int = SIZES[-1],
 ) -> GroupLinks:
-    """Only the uncompressed algorithms, for a choice between them; `shared_memory` has that among
-    them where there is some. No tensor is larger than `largest_bytes`, unless two sizes need it.
-    Collective over the group, about `seconds`.
+    """Return the costs of the uncompressed all-reduce algorithms. Collective.
+
+    Args:
+        axis: Name of the mesh dimension.
+        group: The process group, with equally many ranks on each machine.
+        levels: Groups inside and across machines.
+        machines: Number of machines of the group.
+        device: Device of the tensors.
+        seconds: Approximate time.
+        shared_memory: Whether to measure shared memory too, if the ranks have it.
+        largest_bytes: Size of the largest tensor, unless the fewest sizes need a larger one.
     """
-    ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)
-    whole = _level(
-        ways, group, device, seconds, most_rounds=_MOST_ROUNDS, largest_bytes=largest_bytes
+    algorithms = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)
+    group_level = _measure_level(
+        algorithms, group, device, seconds, most_rounds=_MOST_ROUNDS, largest_bytes=largest_bytes
     )
-    return GroupLinks(axis, machines, group.size() // machines, whole)
+    return GroupLinks(axis, machines, group.size() // machines, group_level)
 
 
 def compare_ways(
@@ -109,29 +144,45 @@ def compare_ways(
     seconds: float,
     shared_memory: bool = False,
 ) -> dict[str, float]:
-    """Seconds of some uncompressed all-reduce algorithms for a tensor of `nbytes`, interleaved.
-    Collective over the group; about `seconds`, or what a few rounds take.
+    """Return the seconds of uncompressed all-reduce algorithms at one size. Collective.
+
+    Args:
+        names: Names of the algorithms.
+        nbytes: Size of the float32 tensor.
+        group: The process group.
+        levels: Groups inside and across machines.
+        device: Device of the tensors.
+        seconds: Approximate time. The fewest rounds may take longer.
+        shared_memory: Whether `names` may have shared memory.
     """
-    ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)(nbytes)
-    chosen = {name: ways[name] for name in names}
-    return _rounds(chosen, group, device, seconds, least=LEAST_COMPARED, most=_MOST_COMPARED)
+    algorithms = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)
+    operations = algorithms(nbytes)
+    compared = {name: operations[name] for name in names}
+    return _measure_rounds(
+        compared, group, device, seconds, least=LEAST_COMPARED, most=_MOST_COMPARED
+    )
 
 
 def probe(
     group: dist.ProcessGroup, sizes: tuple[int, ...], *, device: torch.device, times: int = 5
 ) -> list[float]:
-    """Seconds of an all-reduce of each size, from `times` after a first one, which opens
-    connections. Collective over the group; milliseconds on links that are not slow.
+    """Return the seconds of an all-reduce for each size. Collective.
+
+    A probe takes milliseconds unless the links are slow.
+
+    Args:
+        group: The process group.
+        sizes: Sizes of the float32 tensors in bytes.
+        device: Device of the tensors.
+        times: Number of measurements per size. A first one, which opens connections, is not
+            counted.
     """
-    found = []
+    samples = []
     for nbytes in sizes:
-        operation = partial(
-            dist.all_reduce,
-            torch.zeros(nbytes // 4, dtype=torch.float32, device=device),
-            group=group,
-        )
-        found.append([_timed(operation, group, device) for _ in range(times + 1)][1:])
-    return _typical(found, group, device)
+        tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
+        operation = partial(dist.all_reduce, tensor, group=group)
+        samples.append([_timed(operation, group, device) for _ in range(times + 1)][1:])
+    return _median_of_slowest(samples, group, device)
 
 
 def ways_of(
@@ -142,61 +193,69 @@ def ways_of(
     shared_memory: bool,
     lossy: bool,
 ) -> Operations:
-    """What sums a tensor over the group, by the names of `comm.choose`."""
-    names = [
-        name
-        for name in cast(tuple[Name, ...], get_args(Name))
-        if name != "hierarchical" or levels is not None
-    ]
-    host = connect(group, label="measurement", device=device) if shared_memory else None
+    """Return the operations that sum a tensor over a group, by the names of `comm.choose`.
 
-    def of(nbytes: int) -> dict[str, Operation]:
+    Args:
+        group: The process group.
+        levels: Groups inside and across machines.
+        device: Device of the tensors.
+        shared_memory: Whether shared memory is included, if the ranks have it.
+        lossy: Whether compressed sums are included.
+    """
+    names = list(cast(tuple[Name, ...], get_args(Name)))
+    if levels is None:
+        names.remove("hierarchical")
+    transport = None
+    if shared_memory:
+        transport = connect(group, label="measurement", device=device)
+
+    def operations(nbytes: int) -> dict[str, Operation]:
         tensor = torch.zeros(_numel(nbytes, group), dtype=torch.float32, device=device)
-        found: dict[str, Operation] = {
+        sums: dict[str, Operation] = {
             name: partial(_sum, tensor, group, name, levels) for name in names
         }
-        if host is not None and host.name == "shared-memory":
-            found["shared-memory"] = partial(
-                _sum_bucket, host.buckets([Flat(torch.float32, ((tensor.numel(),),))])
-            )
+        if transport is not None and transport.name == "shared-memory":
+            flat = Flat(torch.float32, ((tensor.numel(),),))
+            sums["shared-memory"] = partial(_sum_bucket, transport.buckets([flat]))
         if lossy:
+            # Only matrices are compressed.
             flat = Flat(torch.float32, ((max(1, tensor.numel() // BLOCK), BLOCK),))
             for bits in QUANTISED:
-                found[f"int{bits}"] = partial(
-                    _sum_bucket, QuantisedBuckets(group, [flat], device, bits=bits, feedback=True)
-                )
-        return found
+                buckets = QuantisedBuckets(group, [flat], device, bits=bits, feedback=True)
+                sums[f"int{bits}"] = partial(_sum_bucket, buckets)
+        return sums
 
-    return of
+    return operations
 
 
-def _basic(
-    group: dist.ProcessGroup, device: torch.device, nbytes: int, *, far: int = 1
+def _basic_operations(
+    group: dist.ProcessGroup, device: torch.device, nbytes: int, *, machines: int = 1
 ) -> dict[str, Operation]:
+    """Return the operations of `comm.links.Level` for a tensor of `nbytes`."""
     ranks = group.size()
     numel = _numel(nbytes, group)
-    tensor, part = (
-        torch.zeros(count, dtype=torch.float32, device=device) for count in (numel, numel // ranks)
-    )
-    found: dict[str, Operation] = {
+    tensor = torch.zeros(numel, dtype=torch.float32, device=device)
+    shard = torch.zeros(numel // ranks, dtype=torch.float32, device=device)
+    operations: dict[str, Operation] = {
         "all_reduce": partial(dist.all_reduce, tensor, group=group),
-        "all_gather": partial(all_gather_single, tensor, part, group=group),
-        "reduce_scatter": partial(_reduce_scatter, part, tensor, group),
+        "all_gather": partial(all_gather_single, tensor, shard, group=group),
+        "reduce_scatter": partial(_reduce_scatter, shard, tensor, group),
         "exchange": partial(_exchange, tensor, torch.empty_like(tensor), group, 1),
     }
-    if far > 1:
-        found["far_exchange"] = partial(
-            _exchange, tensor, torch.empty_like(tensor), group, ranks // far
+    if machines > 1:
+        operations["far_exchange"] = partial(
+            _exchange, tensor, torch.empty_like(tensor), group, ranks // machines
         )
-    return found
+    return operations
 
 
 def _numel(nbytes: int, group: dist.ProcessGroup) -> int:
+    """Return the float32 elements of about `nbytes`, a multiple of the number of ranks."""
     return max(1, nbytes // 4 // group.size()) * group.size()
 
 
-def _level(
-    of: Operations,
+def _measure_level(
+    operations: Operations,
     group: dist.ProcessGroup,
     device: torch.device,
     seconds: float,
@@ -204,33 +263,29 @@ def _level(
     most_rounds: int | None = None,
     largest_bytes: int = SIZES[-1],
 ) -> Level:
+    """Measure operations at all affordable sizes and fit their costs."""
     began = time.perf_counter()
-    smallest = of(SIZES[0])
-    sizes = _affordable(
-        group, device, seconds, operations=len(smallest), largest_bytes=largest_bytes
+    names = list(operations(SIZES[0]))
+    sizes = _affordable_sizes(
+        group, device, seconds, operations=len(names), largest_bytes=largest_bytes
     )
-    operations = {
-        (name, nbytes): operation for nbytes in sizes for name, operation in of(nbytes).items()
-    }
-    seldom = frozenset(key for key in operations if key[1] >= _SELDOM_BYTES)
-    left = seconds - (time.perf_counter() - began)
-    typical = _rounds(operations, group, device, left, most=most_rounds, seldom=seldom)
-    return Level(
-        group.size(),
-        {
-            name: measured_cost(
-                [
-                    (nbytes, max(taken, 1e-9))
-                    for (other, nbytes), taken in typical.items()
-                    if other == name
-                ]
-            )
-            for name in smallest
-        },
-    )
+    measured: dict[tuple[str, int], Operation] = {}
+    for nbytes in sizes:
+        for name, operation in operations(nbytes).items():
+            measured[name, nbytes] = operation
+    rare = frozenset(key for key in measured if key[1] >= _RARE_BYTES)
+    remaining = seconds - (time.perf_counter() - began)
+    times = _measure_rounds(measured, group, device, remaining, most=most_rounds, rare=rare)
+
+    costs: dict[str, Cost] = {}
+    for name in names:
+        # A fit needs positive times.
+        samples = [(nbytes, max(times[name, nbytes], 1e-9)) for nbytes in sizes]
+        costs[name] = measured_cost(samples)
+    return Level(group.size(), costs)
 
 
-def _rounds(
+def _measure_rounds(
     operations: Mapping[Key, Operation],
     group: dist.ProcessGroup,
     device: torch.device,
@@ -238,37 +293,40 @@ def _rounds(
     *,
     least: int = 1,
     most: int | None = None,
-    seldom: frozenset[Key] = frozenset(),
+    rare: frozenset[Key] = frozenset(),
 ) -> dict[Key, float]:
-    """Typical seconds of each. Every round takes all in an order of its own (the same on all
-    ranks), because one leaves traces for the next. The first rank watches the time for all. A first
-    round is not counted where there are others.
+    """Return the seconds of each operation, see Note [Rounds of a measurement].
+
+    Args:
+        operations: The operations.
+        group: The process group.
+        device: Device of the tensors.
+        seconds: Approximate time.
+        least: Fewest rounds.
+        most: Most rounds.
+        rare: Operations that only every `_RARE_INTERVAL`-th round measures.
     """
-    times: dict[Key, list[float]] = {key: [] for key in operations}
+    samples: dict[Key, list[float]] = {key: [] for key in operations}
     keys = list(operations)
-    going = torch.ones(1, device=device)
+    continues = torch.ones(1, device=device)
     rounds = 0
     began = time.perf_counter()
-    while bool(going):
+    while bool(continues):
+        # The same order on all ranks.
         for key in Random(rounds).sample(keys, len(keys)):
-            if key not in seldom or rounds % _SELDOM == 0:
-                times[key].append(_timed(operations[key], group, device))
+            if key not in rare or rounds % _RARE_INTERVAL == 0:
+                samples[key].append(_timed(operations[key], group, device))
         rounds += 1
-        going.fill_(
-            rounds < least
-            or (time.perf_counter() - began < seconds and (most is None or rounds < most))
-        )
-        dist.broadcast(going, group_src=0, group=group)
-    return dict(
-        zip(
-            keys,
-            _typical([found[1:] or found for found in times.values()], group, device),
-            strict=True,
-        )
-    )
+        has_time = time.perf_counter() - began < seconds and (most is None or rounds < most)
+        continues.fill_(rounds < least or has_time)
+        dist.broadcast(continues, group_src=0, group=group)
+
+    # The first round warms up. It counts only if it is the only one.
+    counted = [times[1:] or times for times in samples.values()]
+    return dict(zip(keys, _median_of_slowest(counted, group, device), strict=True))
 
 
-def _affordable(
+def _affordable_sizes(
     group: dist.ProcessGroup,
     device: torch.device,
     seconds: float,
@@ -276,35 +334,37 @@ def _affordable(
     operations: int,
     largest_bytes: int,
 ) -> tuple[int, ...]:
-    """The smallest sizes, so many that a round of all operations takes its share of the time or
-    less, as the all-reduce of one MiB lets expect. The same on all ranks.
+    """Return the sizes that one round can measure in its fraction of the time. Collective.
+
+    The time is estimated from all-reduces of two sizes. The result is the same on all ranks.
     """
-    small, large = probe(group, (SIZES[0], MIB), device=device, times=1)
-    per_byte = max(0.0, large - small) / (MIB - SIZES[0])
-    chosen = 0
+    small_seconds, large_seconds = probe(group, (SIZES[0], MIB), device=device, times=1)
+    seconds_per_byte = max(0.0, large_seconds - small_seconds) / (MIB - SIZES[0])
+    count = 0
     expected = 0.0
     for nbytes in SIZES:
-        expected += operations * (small + per_byte * nbytes)
-        chosen += nbytes <= largest_bytes and expected <= _SHARE_OF_A_ROUND * seconds
-    return SIZES[: max(chosen, _FEWEST_SIZES)]
+        expected += operations * (small_seconds + seconds_per_byte * nbytes)
+        count += nbytes <= largest_bytes and expected <= _ROUND_FRACTION * seconds
+    return SIZES[: max(count, _FEWEST_SIZES)]
 
 
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup, name: Name, levels: Levels | None) -> None:
     run(sum_over(tensor, group, algorithm=name, levels=levels))
 
 
-def _reduce_scatter(part: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    run(reduce_scatter_steps(part, tensor, group))
+def _reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    run(reduce_scatter_steps(shard, tensor, group))
 
 
 def _exchange(
     outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup, distance: int
 ) -> None:
+    """Send to the rank at a distance, and receive from the rank at the opposite distance."""
     ranks = group.size()
     rank = group.rank()
-    for work in exchange(
-        outgoing, incoming, group, to=(rank + distance) % ranks, source=(rank - distance) % ranks
-    ):
+    to = (rank + distance) % ranks
+    source = (rank - distance) % ranks
+    for work in exchange(outgoing, incoming, group, to=to, source=source):
         work.wait()
 
 
@@ -314,19 +374,25 @@ def _sum_bucket(buckets: Buckets) -> None:
 
 
 def _timed(operation: Operation, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds of an operation that all ranks start together."""
+    # Otherwise the time would include waiting for ranks that are not ready.
     dist.barrier(group=group)
     began = time.perf_counter()
     operation()
+    # On a device the call has only queued the operation.
     accelerator.synchronize(device)
     return time.perf_counter() - began
 
 
-def _typical(
-    times: Sequence[Sequence[float]], group: dist.ProcessGroup, device: torch.device
+def _median_of_slowest(
+    samples: Sequence[Sequence[float]], group: dist.ProcessGroup, device: torch.device
 ) -> list[float]:
-    """Of each list, equally long on all ranks: the median of the slowest rank's."""
-    values = torch.tensor(
-        [taken for one in times for taken in one], dtype=torch.float64, device=device
-    )
+    """Return the median of each list after taking the slowest rank's time of every sample.
+
+    The lists must have the same lengths on all ranks.
+    """
+    flat = [seconds for times in samples for seconds in times]
+    values = torch.tensor(flat, dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return [float(one.quantile(0.5)) for one in values.split([len(one) for one in times])]
+    counts = [len(times) for times in samples]
+    return [float(times.quantile(0.5)) for times in values.split(counts)]

@@ -1,15 +1,17 @@
-"""Messages between two ranks of one group: tensors, and once the description of tensors that were
-not sent before.
+"""Messages between two ranks of a group: tensors, and pickled objects.
 
-Each direction (to higher ranks, to lower ranks) has its own process group, so that what one rank
-sends to another is one ordered stream that no message in the other direction can block. Sends
-return at once and keep their tensors until they are delivered. Both sides must agree on the order
-of messages of a pair; that order comes from a schedule, which every rank has.
+Note [Groups of messages]
+    Each direction (to higher ranks, to lower ranks) has its own process group. The messages from
+    one rank to another are then one ordered stream, which no message in the other direction can
+    block. Sends return at once and reference their tensors until they are delivered. Both ranks of
+    a pair must agree on the order of their messages, which comes from a schedule that every rank
+    has.
 
-gloo matches the messages of each pair by themselves. NCCL carries out what one communicator was
-given one after another, whoever the peer is: a receive that was begun ahead would hold up this
-rank's next send, and stages would wait for each other in a circle. So with NCCL and more than two
-ranks each direction has three groups (`lane`), and in none of them a rank has more than one peer.
+    gloo matches the messages of each pair separately. NCCL executes the operations of a
+    communicator one after another, whoever the peer is. A receive that was started early would
+    delay this rank's next send, and stages would wait for each other in a circle. With NCCL and
+    more than two ranks each direction therefore has three groups (lanes), and in none of them a
+    rank has more than one peer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import LANES
-from plait.comm.board import Wait, described
+from plait.comm.board import Wait, describe_tensor
 from plait.comm.failures import naming
 from plait.comm.watch import WATCH
 from plait.errors import CommunicationError
@@ -33,135 +35,156 @@ from plait.errors import CommunicationError
 
 @dataclass(frozen=True)
 class Arriving:
-    """Tensors in flight: read them after `wait`."""
+    """Tensors that are being received. They have their values after `wait`.
+
+    Attributes:
+        tensors: Buffers of the tensors.
+        works: Receive operation of each tensor.
+        source: Global rank of the sender.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
     source: int
-    """The rank, of all, that sends them."""
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """The tensors, delivered."""
+        """Wait until the tensors have arrived, and return them."""
         with naming("message between pipeline stages"):
             for work, tensor in zip(self.works, self.tensors, strict=True):
-                if not work.is_completed():
-                    shape = described(tensor.shape, tensor.dtype)
-                    with WATCH.waiting(
-                        Wait("message", "pp", time.monotonic(), shape=shape, missing=(self.source,))
-                    ):
-                        work.wait()
-                else:
+                if work.is_completed():
+                    work.wait()
+                    continue
+                shape = describe_tensor(tensor.shape, tensor.dtype)
+                wait = Wait("message", "pp", time.monotonic(), shape=shape, missing=(self.source,))
+                with WATCH.waiting(wait):
                     work.wait()
         return self.tensors
 
 
 def lane(source: int, destination: int) -> int:
-    """Which of `cluster.mesh.LANES` the messages between two ranks take: neighbours by turns, the
-    last and the first rank another.
+    """Return the index of the lane for messages between two ranks, see Note [Groups of messages].
+
+    Pairs of neighbours alternate between two lanes. The last and the first rank use the third.
     """
     low, high = sorted((source, destination))
-    return low % 2 if high - low == 1 else LANES - 1
+    if high - low == 1:
+        return low % 2
+    return LANES - 1
 
 
 class Messenger:
-    """Point-to-point messages of the ranks of one group. `rank` and the peers are ranks within the
-    group.
+    """Point-to-point messages of one rank. Ranks are those within the group.
+
+    Args:
+        groups: Groups to higher ranks and to lower ranks, for every lane, or one pair for all
+            messages.
+        device: Device of the tensors.
+
+    Attributes:
+        rank: This process's rank in the group.
+        device: Device of the tensors.
+        sent_bytes: Bytes of the tensors sent so far. Objects do not count.
     """
 
     def __init__(
         self, groups: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]], *, device: torch.device
     ) -> None:
-        """`groups`: to higher ranks and to lower ranks, of every lane, or one pair for all
-        messages.
-        """
         self.rank = dist.get_rank(groups[0][0])
         self.device = device
         self.sent_bytes = 0
-        """Bytes of tensors sent so far, descriptions not counted."""
         self._groups = tuple(groups)
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._tag = 0
-        """Messages of before and after a failure do not match."""
+        """Tag of all messages. A failure changes it, so that later messages match no earlier one.
+        """
         self._lost: list[tuple[dist.Work, torch.Tensor]] = []
-        self._begun = False
+        self._has_begun = False
 
     def send(self, tensors: Iterable[torch.Tensor], *, to: int) -> None:
-        """Begin to send; each tensor is a message of its own."""
+        """Start to send tensors, each as a message of its own."""
         self.forget_delivered()
         for tensor in tensors:
-            whole = tensor.detach().contiguous()
-            self.sent_bytes += whole.numel() * whole.element_size()
-            self._sending.append((self._isend(whole, to), whole))
+            contiguous = tensor.detach().contiguous()
+            self.sent_bytes += contiguous.numel() * contiguous.element_size()
+            self._sending.append((self._isend(contiguous, to), contiguous))
 
     def receive(self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int) -> Arriving:
-        """Begin to receive tensors of the given shapes and dtypes."""
+        """Start to receive tensors.
+
+        Args:
+            like: Shape and dtype of each tensor.
+            source: Rank that sends them.
+        """
         buffers = tuple(
             torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like
         )
-        group = self._towards(source, self.rank)
-        return Arriving(
-            buffers,
-            tuple(self._irecv(buffer, source) for buffer in buffers),
-            dist.get_global_rank(group, source),
-        )
+        works = tuple(self._irecv(buffer, source) for buffer in buffers)
+        group = self._group_between(source, self.rank)
+        return Arriving(buffers, works, dist.get_global_rank(group, source))
 
     def send_object(self, value: object, *, to: int) -> None:
-        """Send what can be pickled. Both sides are this program."""
+        """Start to send an object that can be pickled."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
         for tensor in (length, data):
             self._sending.append((self._isend(tensor, to), tensor))
 
     def receive_object(self, *, source: int) -> Any:
-        """Wait for an object."""
+        """Wait for an object and return it."""
         length = torch.empty(1, dtype=torch.int64, device=self.device)
         self._irecv(length, source).wait()
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self._irecv(data, source).wait()
+        # The sender is a process of the same run, so its pickles can be trusted.
         return pickle.loads(data.cpu().numpy().tobytes())
 
     def forget_delivered(self) -> None:
-        """Let go of what was sent and has arrived."""
+        """Drop the references to tensors that have been delivered."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 
     def finish(self) -> None:
-        """Wait until everything sent is delivered."""
+        """Wait until all messages of this rank have been delivered."""
         with naming("messages between pipeline stages"):
             while self._sending:
                 self._sending.popleft()[0].wait()
-        self._begun = False
+        self._has_begun = False
 
     def forget(self) -> None:
-        """After a failure of all ranks: messages in flight are not waited for, and no later receive
-        can match them.
+        """Abandon the messages in flight after a failure on all ranks.
 
-        Raises CommunicationError for NCCL, which matches messages by their order alone.
+        They are not waited for, and no later receive can match them.
+
+        Raises:
+            CommunicationError: The backend is NCCL and messages are in flight. NCCL matches
+                messages by their order alone.
         """
-        if self._begun and dist.get_backend(self._groups[0][0]) != "gloo":
+        if self._has_begun and dist.get_backend(self._groups[0][0]) != "gloo":
             raise CommunicationError(
                 "the step of a pipeline failed while messages between its stages were in flight,"
                 " which cannot be cancelled; start again from the last checkpoint"
             )
-        self._lost.extend(self._sending)  # their memory must live until they are delivered
+        # The memory of a message must exist until it is delivered.
+        self._lost.extend(self._sending)
         self._sending.clear()
         self._tag += 1
-        self._begun = False
+        self._has_begun = False
 
     def _isend(self, tensor: torch.Tensor, to: int) -> dist.Work:
-        self._begun = True
-        work = dist.isend(tensor, group=self._towards(self.rank, to), group_dst=to, tag=self._tag)
+        self._has_begun = True
+        group = self._group_between(self.rank, to)
+        work = dist.isend(tensor, group=group, group_dst=to, tag=self._tag)
         assert work is not None
         return work
 
     def _irecv(self, buffer: torch.Tensor, source: int) -> dist.Work:
-        self._begun = True
-        work = dist.irecv(
-            buffer, group=self._towards(source, self.rank), group_src=source, tag=self._tag
-        )
+        self._has_begun = True
+        group = self._group_between(source, self.rank)
+        work = dist.irecv(buffer, group=group, group_src=source, tag=self._tag)
         assert work is not None
         return work
 
-    def _towards(self, source: int, destination: int) -> dist.ProcessGroup:
-        up, down = self._groups[lane(source, destination) if len(self._groups) > 1 else 0]
-        return up if destination > source else down
+    def _group_between(self, source: int, destination: int) -> dist.ProcessGroup:
+        index = lane(source, destination) if len(self._groups) > 1 else 0
+        to_higher, to_lower = self._groups[index]
+        return to_higher if destination > source else to_lower

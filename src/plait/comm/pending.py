@@ -1,4 +1,4 @@
-"""An asynchronous all-reduce of a small tensor, overlapped with computation."""
+"""Asynchronous all-reduce of a small tensor, overlapped with computation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from plait.comm.failures import naming
 
 
 class Pending:
-    """An all-reduce that begins now and is waited for when its value is asked for. Ask on every
-    rank, sooner or later.
+    """All-reduce that starts when the object is created. Collective.
+
+    Args:
+        tensor: Tensor that is reduced in place.
+        group: The process group. Without one the value is the tensor as it is.
+        op: The reduction.
     """
 
     def __init__(
@@ -19,16 +23,16 @@ class Pending:
         group: dist.ProcessGroup | None,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     ) -> None:
-        """`tensor` is reduced in place; without a group it is what it is."""
         self._tensor = tensor
-        self._work = (
-            dist.all_reduce(tensor, op=op, group=group, async_op=True)
-            if group is not None
-            else None
-        )
+        self._work: dist.Work | None = None
+        if group is not None:
+            self._work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
 
     def value(self) -> torch.Tensor:
-        """The tensor, reduced."""
+        """Wait for the all-reduce and return the reduced tensor.
+
+        Every rank must call this at some time.
+        """
         if self._work is not None:
             with naming("all-reduce of a small value"):
                 self._work.wait()

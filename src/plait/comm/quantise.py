@@ -1,16 +1,22 @@
-"""Quantization to 8 or 4 bits with one scale per block, and the packing of a flat range of
-parameters. No communication here.
+"""Quantisation to 8 or 4 bits with one scale per block, and the packing of flat ranges.
 
 A block of consecutive elements is divided by its largest magnitude over 127 (8 bits) or 7 (4 bits)
-and rounded to the nearest; the scale is float32. An element that is not finite makes its block so,
-hence the receiver still sees an overflow. Matrices are quantised, each padded to a multiple of the
-block size; tensors with fewer than two dimensions (norms, biases: few elements, of another size)
-are sent uncompressed.
+and rounded to the nearest integer. The scale is float32. An element that is not finite makes its
+whole block not finite, so the receiver sees an overflow. Matrices are quantised, each padded to a
+multiple of the block size. Tensors with fewer than two dimensions (norms, biases) have few elements
+of another magnitude, and are sent uncompressed.
+
+The module does not communicate.
+
+Note [Operators of quantisation]
+    The operators were chosen by measurements on CPUs. `amax` and `amin` are vectorised there and
+    `aminmax` is not (15 times slower). Packing contiguous halves of a block is 8 times as fast as
+    packing every second number. In-place operators need no fresh pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -22,136 +28,166 @@ from plait.errors import ModelError
 
 Bits = Literal[4, 8]
 BLOCK = 256
-"""Elements that share a scale: 8.125 or 4.125 bits per element are sent."""
+"""Elements that share a scale, so that 8.125 or 4.125 bits per element are sent."""
 _HALF = BLOCK // 2
 _LARGEST = {8: 127, 4: 7}
+"""Largest integer by bits per element."""
 _SCALE_BYTES = 4
 _SMALLEST_SCALE = 1e-37
-"""A block with a smaller maximum is sent as zeros: the inverse of its scale would not be finite."""
+"""Scale below which a block is sent as zeros, because the inverse would not be finite."""
 
 
 def blocks_of(numel: Any) -> Any:
-    """Blocks that hold `numel` elements (an int or an array)."""
+    """Return the number of blocks that `numel` elements fill (an int or an array)."""
     return -(-numel // BLOCK)
 
 
 def packed_bytes(numel: Any, bits: Any) -> Any:
-    """Bytes of `numel` elements padded to a multiple of the block size, with their scales (ints or
-    arrays).
-    """
+    """Return the bytes of `numel` elements with padding and scales (ints or arrays)."""
     return blocks_of(numel) * (BLOCK * bits // 8 + _SCALE_BYTES)
 
 
 def quantise(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
-    """(uint8 [rows, n x bits / 8], float32 scales [rows, n / BLOCK]) of a floating `x` [rows, n], n
-    a multiple of BLOCK.
+    """Quantise rows of floating-point numbers.
+
+    Args:
+        x: Tensor [rows, n], where n is a multiple of BLOCK.
+        bits: Bits per element.
+
+    Returns:
+        Codes, uint8 [rows, n x bits / 8], and scales, float32 [rows, n / BLOCK].
     """
-    # not `x.float()`, which verification in float64 leaves out (`verify.keep_float64`): scales
-    # are float32
     if x.dtype != torch.float32:
+        # Verification in float64 (`verify.keep_float64`) skips `x.float()`, but scales are float32.
         x = torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
-    rounded, scales = _rounded(x, bits)
-    return _coded(rounded, bits), scales
+    rounded, scales = _round(x, bits)
+    return _encode(rounded, bits), scales
 
 
-# Which operators these are made of was measured on CPUs: amax and amin are vectorised there and
-# aminmax is not (15 x), contiguous halves of a block are packed 8 x as fast as every second number,
-# and what is in place needs no fresh pages.
+def _round(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide float32 `x` [rows, n] by the scales of its blocks, and round.
 
-
-def _rounded(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whole numbers as float32 [rows, n / BLOCK, BLOCK], scales), of float32 `x` [rows, n]."""
-    blocked = x.view(x.shape[0], -1, BLOCK)
-    scales = torch.maximum(blocked.amax(-1), -blocked.amin(-1)) / _LARGEST[bits]
+    Returns:
+        Integers as float32 [rows, n / BLOCK, BLOCK], and scales [rows, n / BLOCK].
+    """
+    # See Note [Operators of quantisation].
+    blocks = x.view(x.shape[0], -1, BLOCK)
+    scales = torch.maximum(blocks.amax(-1), -blocks.amin(-1)) / _LARGEST[bits]
     inverse = torch.where(scales > _SMALLEST_SCALE, 1 / scales, 0)
-    return (blocked * inverse.unsqueeze(-1)).round_(), scales
+    return (blocks * inverse.unsqueeze(-1)).round_(), scales
 
 
-def _coded(rounded: torch.Tensor, bits: Bits) -> torch.Tensor:
-    # Not finite: whatever comes out of the cast is multiplied by a scale that is not finite.
+def _encode(rounded: torch.Tensor, bits: Bits) -> torch.Tensor:
+    """Return integers [rows, blocks, BLOCK] as uint8 [rows, n x bits / 8]."""
+    # Any code of a number that is not finite is multiplied by a scale that is not finite.
     codes = rounded.to(torch.int8).view(torch.uint8)
-    # a byte has a number of the block's first half, and above it the one of the second half
     if bits == 4:
+        # The low bits of a byte are from the first half of a block, the high bits from the second.
         codes = (codes[..., :_HALF] & 15) | (codes[..., _HALF:] << 4)
     return codes.view(rounded.shape[0], -1)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: Bits) -> torch.Tensor:
-    """float32 [rows, n], the inverse of `quantise` up to half a scale."""
+    """Return float32 [rows, n] from the results of `quantise`.
+
+    An element differs from the original by at most half a scale.
+    """
     rows = codes.shape[0]
-    found = torch.empty(rows, scales.shape[1], BLOCK, dtype=torch.float32, device=codes.device)
-    blocked = codes.view(torch.int8).view(rows, scales.shape[1], BLOCK * bits // 8)
+    values = torch.empty(rows, scales.shape[1], BLOCK, dtype=torch.float32, device=codes.device)
+    blocks = codes.view(torch.int8).view(rows, scales.shape[1], BLOCK * bits // 8)
     if bits == 8:
-        found.copy_(blocked)
+        values.copy_(blocks)
     else:
-        found[..., :_HALF].copy_(blocked << 4 >> 4)  # of signed numbers: the sign is shifted in
-        found[..., _HALF:].copy_(blocked >> 4)
-    return found.mul_(scales.unsqueeze(-1)).view(rows, -1)
+        # Shifts of signed integers extend the sign.
+        values[..., :_HALF].copy_(blocks << 4 >> 4)
+        values[..., _HALF:].copy_(blocks >> 4)
+    return values.mul_(scales.unsqueeze(-1)).view(rows, -1)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive elements of one parameter in a flat range."""
+    """Consecutive elements of one parameter in a flat range.
+
+    Attributes:
+        numel: Number of elements.
+        matrix: Whether the parameter has two or more dimensions, so that it is quantised.
+    """
 
     numel: int
     matrix: bool
-    """At least two dimensions: quantised."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How rows [rows, n], each a run of parameters, become bytes and back."""
+    """Format of rows [rows, n], each a sequence of segments, as bytes.
+
+    A packed row has the codes of all matrices, their scales, and the uncompressed segments.
+
+    Attributes:
+        segments: Segments of a row.
+        bits: Bits per quantised element.
+    """
 
     segments: tuple[Segment, ...]
     bits: Bits
 
     @classmethod
     def of(cls, segments: Sequence[Segment], bits: Bits, *, numel: int) -> Packing:
-        """For rows of `numel` elements. `fully_shard` gathers larger shards of the same parameters
-        where it keeps a secondary partition inside a machine. Raises ModelError for a number that
-        is not a multiple of the segments: some parameters are missing, and which is not known, so a
-        block would mix parameters that must not share a scale.
+        """Return the packing of rows of `numel` elements.
+
+        `fully_shard` gathers larger shards of the same parameters if it has a secondary partition
+        inside a machine. Segments then grow by the same factor.
+
+        Raises:
+            ModelError: `numel` is not a multiple of the segments' size. Some parameters are
+                missing, and it is not known which. A block could mix parameters that must not
+                share a scale.
         """
         total = sum(segment.numel for segment in segments)
         if total == 0 or numel % total:
             raise ModelError(
-                f"compressed gradients: {numel} elements of a unit came to be reduced, and its"
+                f"compressed gradients: {numel} elements of a unit are to be reduced, but its"
                 f" trainable parameters have {total} on this rank: a step left some of them unused;"
                 " set parallel.unused_parameters = true, or compress nothing"
             )
-        return cls(tuple(Segment(s.numel * (numel // total), s.matrix) for s in segments), bits)
+        factor = numel // total
+        return cls(tuple(Segment(s.numel * factor, s.matrix) for s in segments), bits)
 
     @cached_property
     def padded(self) -> int:
-        """Elements of a row that are quantised, padding included."""
+        """Quantised elements of a row, padding included."""
         return sum(blocks_of(s.numel) * BLOCK for s in self.segments if s.matrix)
 
     @cached_property
-    def _exact(self) -> int:
+    def _exact_numel(self) -> int:
+        """Uncompressed elements of a row."""
         return sum(s.numel for s in self.segments if not s.matrix)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one row on the wire."""
-        return (
-            sum(packed_bytes(s.numel, self.bits) for s in self.segments if s.matrix)
-            + self._exact * dtype.itemsize
-        )
+        """Return the bytes of one packed row."""
+        quantised = sum(packed_bytes(s.numel, self.bits) for s in self.segments if s.matrix)
+        return quantised + self._exact_numel * dtype.itemsize
 
     def matrices(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, padded] of the quantised segments, each padded with zeros to a multiple of
-        the block size; `rows` itself where nothing else is in it.
+        """Return the matrices of rows [rows, n] as float32 [rows, padded].
+
+        Each matrix is padded with zeros to a multiple of the block size. The result is `rows`
+        itself if it has no other content.
         """
         if len(self.segments) == 1 and self.padded == rows.shape[1] and rows.dtype == torch.float32:
             return rows
         padded = rows.new_zeros(rows.shape[0], self.padded, dtype=torch.float32)
-        at = 0
-        for segment, part in zip(
-            self.segments, rows.split([s.numel for s in self.segments], 1), strict=True
-        ):
+        offset = 0
+        for segment, columns in self._columns(rows):
             if segment.matrix:
-                padded[:, at : at + segment.numel].copy_(part)
-                at += blocks_of(segment.numel) * BLOCK
+                padded[:, offset : offset + segment.numel].copy_(columns)
+                offset += blocks_of(segment.numel) * BLOCK
         return padded
+
+    def _columns(self, rows: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
+        """Return each segment with its columns of rows [rows, n]."""
+        sizes = [segment.numel for segment in self.segments]
+        return zip(self.segments, rows.split(sizes, 1), strict=True)
 
     def pack(
         self,
@@ -160,67 +196,81 @@ class Packing:
         *,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """uint8 [rows, row_bytes]. `error` [rows, padded], where given, is added first; what this
-        packing loses is written into `into`, or over `error`.
+        """Return rows [rows, n] as uint8 [rows, row_bytes].
+
+        Args:
+            rows: Rows of floating-point numbers.
+            error: Residual [rows, padded] that is added to the matrices first.
+            into: Receives the new residual, that is what the packing loses. Without it `error` is
+                overwritten.
         """
         value = self.matrices(rows)
+        residual = None
         if error is not None:
-            error = value = torch.add(error, value, out=error if into is None else into)
-        rounded, scales = _rounded(value, self.bits)
-        if error is not None:
-            error.view_as(rounded).addcmul_(rounded, scales.unsqueeze(-1), value=-1)
+            residual = value = torch.add(error, value, out=error if into is None else into)
+        rounded, scales = _round(value, self.bits)
+        if residual is not None:
+            residual.view_as(rounded).addcmul_(rounded, scales.unsqueeze(-1), value=-1)
             if not scales.isfinite().all():
-                # an overflow is of this step only
-                error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        pieces = [_coded(rounded, self.bits), scales.view(torch.uint8)]
-        parts = zip(self.segments, rows.split([s.numel for s in self.segments], 1), strict=True)
-        exact = [part for segment, part in parts if not segment.matrix]
+                # An overflow must not reach later steps.
+                residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+        # Each is [rows, bytes].
+        fields = [_encode(rounded, self.bits), scales.view(torch.uint8)]
+        exact = [columns for segment, columns in self._columns(rows) if not segment.matrix]
         if exact:
-            pieces.append(torch.cat(exact, 1).contiguous().view(torch.uint8))
-        return torch.cat(pieces, 1)
+            fields.append(torch.cat(exact, 1).contiguous().view(torch.uint8))
+        return torch.cat(fields, 1)
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, n] in `dtype`, from what `pack` made of rows in `dtype`."""
-        return self._assemble(*self._parts(packed, dtype), dtype)
+        """Return rows [rows, n] in `dtype`, which is the dtype that `pack` received."""
+        return self._assemble(*self._fields(packed, dtype), dtype)
 
     def unpack_sum(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[n]: the sum of the rows, in the order of the rows, in float32 (float64 for what was
-        float64).
+        """Return the sum [n] of packed rows in `dtype`.
+
+        Rows are added in their order, in float32, or in float64 if `dtype` is float64.
         """
-        matrices, exact = self._parts(packed, dtype)
+        matrices, exact = self._fields(packed, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return self._assemble(_sum_in_order(matrices), _sum_in_order(exact.to(wide)), dtype)[0]
 
-    def _parts(self, packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fields(
+        self, packed: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the matrices [rows, padded] and the uncompressed elements of packed rows."""
         code_bytes = self.padded * self.bits // 8
         scale_bytes = self.padded // BLOCK * _SCALE_BYTES
-        codes, scales, exact = packed.split(
-            [code_bytes, scale_bytes, packed.shape[1] - code_bytes - scale_bytes], 1
+        exact_bytes = packed.shape[1] - code_bytes - scale_bytes
+        codes, scales, exact = packed.split([code_bytes, scale_bytes, exact_bytes], 1)
+        matrices = dequantise(
+            _view_bytes(codes, torch.uint8), _view_bytes(scales, torch.float32), self.bits
         )
-        return dequantise(
-            _read(codes, torch.uint8), _read(scales, torch.float32), self.bits
-        ), _read(exact, dtype)
+        return matrices, _view_bytes(exact, dtype)
 
     def _assemble(
         self, matrices: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        parts = []
-        at = 0
-        exact_at = 0
+        """Return rows [rows, n] from matrices [rows, padded] and uncompressed elements."""
+        columns = []
+        matrix_offset = 0
+        exact_offset = 0
         for segment in self.segments:
             if segment.matrix:
-                parts.append(matrices[:, at : at + segment.numel].to(dtype))
-                at += blocks_of(segment.numel) * BLOCK
+                columns.append(matrices[:, matrix_offset : matrix_offset + segment.numel].to(dtype))
+                matrix_offset += blocks_of(segment.numel) * BLOCK
             else:
-                parts.append(exact[:, exact_at : exact_at + segment.numel].to(dtype))
-                exact_at += segment.numel
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                columns.append(exact[:, exact_offset : exact_offset + segment.numel].to(dtype))
+                exact_offset += segment.numel
+        return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
 def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
-    """[1, n]: the sum of the rows [rows, n], which may be written to. Every column alike: torch's
-    sum adds the last columns of a tensor in another order than the rest, and where a parameter sits
-    depends on what tensor parallelism has split before it.
+    """Return the sum [1, n] of rows [rows, n], which may be overwritten.
+
+    On the CPU `torch.sum` adds the last columns of a tensor in another order than the other ones.
+    The column of a parameter depends on how tensor parallelism has split earlier parameters, so the
+    sums of replicated parameters would differ between ranks.
     """
     if rows.device.type != "cpu":
         return rows.sum(0, keepdim=True)
@@ -229,10 +279,9 @@ def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
     return rows[:1]
 
 
-def _read(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes [rows, n] of a larger buffer as numbers; copied, because a slice of bytes is not
-    aligned.
-    """
+def _view_bytes(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes [rows, n] of a larger buffer as numbers."""
     if raw.numel() == 0:
         return raw.new_empty(raw.shape[0], 0, dtype=dtype)
+    # A slice of bytes is not aligned, so it is copied.
     return torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw).view(dtype)

@@ -1,8 +1,8 @@
-"""The bytes that a dispatched operator sends, and an operator that records data which moves without
-one of torch's collectives.
+"""Bytes that collective operators send, for counters of traffic.
 
-Counters of bytes (`engine.single_rank`, and those of tests) call `call_of` for every operator. The
-recording operator does nothing; without a TorchDispatchMode it costs about 3 microseconds.
+Counters (`engine.single_rank` and those of tests) are dispatch modes that call `call_of` for every
+operator. Data that moves without one of torch's collectives is announced with `record`, which
+calls an operator without an effect. Outside of a dispatch mode it costs about 3 microseconds.
 """
 
 from __future__ import annotations
@@ -15,22 +15,28 @@ import torch
 from plait._torch.groups import process_group_of
 from plait._torch.operators import operator_name, tree_leaves
 
+
+def _do_nothing(kind: str, full_bytes: int, dtype: torch.dtype, ranks: int) -> None:
+    """Implement `plait::collective`, which only dispatch modes look at."""
+
+
 _LIBRARY = torch.library.Library("plait", "FRAGMENT")
 _LIBRARY.define("collective(str kind, int full_bytes, ScalarType dtype, int ranks) -> ()")
-_LIBRARY.impl(
-    "collective", lambda kind, full_bytes, dtype, ranks: None, "CompositeExplicitAutograd"
-)
+_LIBRARY.impl("collective", _do_nothing, "CompositeExplicitAutograd")
 
 
 def record(kind: str, *, full_bytes: int, dtype: torch.dtype, ranks: int) -> None:
-    """Record that this rank took part in a collective of `kind` (`all_gather`, `reduce_scatter`,
-    `all_reduce`) over `ranks` ranks, whose full tensor has `full_bytes`.
+    """Announce a collective of this rank that torch does not see to counters of traffic.
+
+    Args:
+        kind: `all_gather`, `reduce_scatter` or `all_reduce`.
+        full_bytes: Size of the full tensor.
+        dtype: Dtype of the tensor.
+        ranks: Number of ranks that take part.
     """
     torch.ops.plait.collective.default(kind, full_bytes, dtype, ranks)
 
 
-# Operator to (kind, index of the argument that is the full tensor). `-1`: the second argument times
-# the group's size.
 _OPERATORS: dict[str, tuple[str, int]] = {
     "c10d.allreduce_": ("all_reduce", 0),
     "c10d.allreduce_coalesced_": ("all_reduce", 0),
@@ -47,19 +53,29 @@ _OPERATORS: dict[str, tuple[str, int]] = {
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
     "_c10d_functional.all_to_all_single": ("all_to_all", 0),
 }
-_SILENT = {
+"""Kind of each collective operator, and the index of the argument with the full tensor.
+
+The index -1 means that the first argument is a shard, and the full tensor has one per rank.
+"""
+_SILENT_OPERATORS = {
     "c10d.barrier",
     "c10d.recv_",
     "c10d.monitored_barrier_",
     "_c10d_functional.wait_tensor",
     "_c10d_functional._wrap_tensor_autograd",
 }
+"""Operators of the same libraries that send no data."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: its kind, the bytes of the full tensor, dtype, ranks, and the bytes that this
-    rank sends.
+    """Call of a collective.
+
+    Attributes:
+        kind: For example `all_gather`. `control` is a small all-reduce of a step's decisions.
+        full_bytes: Size of the full tensor.
+        dtype: Dtype of the tensor.
+        ranks: Number of ranks of the group.
     """
 
     kind: str
@@ -69,36 +85,50 @@ class Call:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes sent by this rank in a ring."""
+        """Bytes that this rank sends if the collective runs as a ring."""
         if self.kind in ("send", "broadcast"):
             return float(self.full_bytes)
-        passes = 2 if self.kind in ("all_reduce", "control") else 1
-        return passes * self.full_bytes * (self.ranks - 1) / self.ranks
+        # An all-reduce is a reduce-scatter and an all-gather.
+        rounds = 2 if self.kind in ("all_reduce", "control") else 1
+        return rounds * self.full_bytes * (self.ranks - 1) / self.ranks
 
 
 def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
-    """What an operator sends; None for one that is no collective, or only waits. Raises
-    NotImplementedError for an unknown collective.
+    """Return the collective that an operator performs.
+
+    Args:
+        func: Operator, as a dispatch mode receives it.
+        args: Positional arguments of the operator.
+
+    Returns:
+        None if the operator is not a collective, or sends no data.
+
+    Raises:
+        NotImplementedError: The collective is unknown, so its bytes cannot be counted.
     """
     if func.namespace == "plait":
         return Call(*args)
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = f"{func.namespace}.{operator_name(func)}"
-    if name in _SILENT:
+    if name in _SILENT_OPERATORS:
         return None
     if name not in _OPERATORS:
         raise NotImplementedError(
             f"{name} is a collective that the traffic counter does not know; add it to its table"
         )
+
     kind, index = _OPERATORS[name]
     ranks = process_group_of(args).size()
     tensors = [leaf for leaf in tree_leaves(args[max(index, 0)]) if isinstance(leaf, torch.Tensor)]
-    full = sum(t.numel() * t.element_size() for t in tensors) * (ranks if index == -1 else 1)
-    # What a step agrees on: one or two scalars (weights, norms, losses) or flags. Gradients are
-    # larger, and never bytes.
-    if kind == "all_reduce" and (
-        tensors[0].dtype == torch.uint8 or sum(t.numel() for t in tensors) <= 2
-    ):
-        kind = "control"
-    return Call(kind, full, tensors[0].dtype, ranks)
+    full_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if index == -1:
+        full_bytes *= ranks
+
+    if kind == "all_reduce":
+        # A step agrees on one or two scalars (weights, norms, losses) or on flags of one byte.
+        # Gradients are larger and never bytes.
+        is_flag = tensors[0].dtype == torch.uint8
+        if is_flag or sum(tensor.numel() for tensor in tensors) <= 2:
+            kind = "control"
+    return Call(kind, full_bytes, tensors[0].dtype, ranks)

@@ -1,6 +1,8 @@
-"""Reduce-scatter for gloo as an all-to-all and a local sum: the same bytes on the wire, less than
-half the time of gloo's own (measured at 4 to 16 MB on 2 and 4 ranks of one machine). Plugged into
-`fully_shard` through its custom reduce-scatter; NCCL keeps its own.
+"""Reduce-scatter for gloo as an all-to-all and a local sum.
+
+It sends the same bytes as gloo's own reduce-scatter in less than half the time (measured at 4 to
+16 MB on 2 and 4 ranks of one machine). `fully_shard` uses it as a custom reduce-scatter. With NCCL
+torch's own is used.
 """
 
 from __future__ import annotations
@@ -16,74 +18,85 @@ from plait._torch.operators import FakeTensor
 from plait._torch.units import ReduceScatter
 
 _BLOCK_BYTES = 256 * 1024
-"""Block of a sum. It fits a core's cache, so that memory is read and written once."""
-_IN_ORDER = 4
-"""Rows that torch's sum adds in their order in every column. With more, the last columns of a
-tensor are added in another order than the rest, and a parameter that all ranks of the tp axis hold
-sits in other columns where the axis splits its neighbours unevenly.
+"""Size of the blocks of a sum. A block fits a core's cache, so memory is read and written once."""
+_MOST_ORDERED_ROWS = 4
+"""Largest number of rows that `torch.sum` adds in the same order in every column.
+
+With more rows, the last columns of a tensor are added in another order than the other columns. A
+parameter that is replicated over the tp dimension has other columns on each rank if the dimension
+splits its neighbours unevenly, and its gradients would get different bits.
 """
 
 
 def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """`output` = the sum over ranks of this rank's part of `stacked`, whose dim 0 is ranks x
-    output's. Both contiguous. Sums in the order of the ranks.
+    """Write this rank's shard of the sum of `stacked` to `output`. Collective.
+
+    Rows are added in the order of the ranks.
+
+    Args:
+        output: Contiguous tensor [n, ...].
+        stacked: Contiguous tensor [ranks x n, ...] of this rank.
+        group: The process group.
     """
     if stacked.device.type != "cpu":
         reduce_scatter_single(output, stacked, group=group)
         return
-    parts = torch.empty_like(stacked)
-    dist.all_to_all_single(parts, stacked, group=group)
+    shards = torch.empty_like(stacked)
+    dist.all_to_all_single(shards, stacked, group=group)
     ranks = group.size()
-    if ranks <= _IN_ORDER or isinstance(parts, FakeTensor):
-        torch.sum(parts.view(ranks, *output.shape), 0, out=output)
+    if ranks <= _MOST_ORDERED_ROWS or isinstance(shards, FakeTensor):
+        # [ranks, n, ...] -> [n, ...]
+        torch.sum(shards.view(ranks, *output.shape), 0, out=output)
     else:
-        add_in_order(list(parts.view(ranks, -1)), [output.view(-1)])
+        add_in_order(list(shards.view(ranks, -1)), [output.view(-1)])
 
 
-def add_in_order(pieces: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    """Write the sum of two or more pieces to every output, with the same bits on every rank.
+def add_in_order(addends: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    """Write the sum of two or more tensors to every output, with the same bits on every rank.
 
-    Pieces are added in their order. float16 and bfloat16 are summed in float32 and rounded once.
+    Tensors are added in their order. float16 and bfloat16 are summed in float32 and rounded once.
 
     Args:
-        pieces: Tensors [n] of one dtype.
-        outputs: Tensors like the pieces. The first one may be the first piece, and the others may
-            be any pieces.
+        addends: Tensors [n] of one dtype.
+        outputs: Tensors like the addends. The first one may be the first addend, and the others
+            may be any addends.
     """
-    first, second, *rest = pieces
+    first, second, *further = addends
     dtype = first.dtype
     numel = first.numel()
     block = max(1, _BLOCK_BYTES // dtype.itemsize)
-    # A sum of two pieces rounds once without float32, too.
-    wide = (
-        torch.empty(min(block, numel), dtype=torch.float32)
-        if dtype in (torch.float16, torch.bfloat16) and rest
-        else None
-    )
+    wide = None
+    # A sum of two tensors is rounded once even without float32.
+    if dtype in (torch.float16, torch.bfloat16) and further:
+        wide = torch.empty(min(block, numel), dtype=torch.float32)
+
     for start in range(0, numel, block):
         stop = min(start + block, numel)
-        here = outputs[0][start:stop]
+        total = outputs[0][start:stop]
         if wide is None:
-            torch.add(first[start:stop], second[start:stop], out=here)
-            for piece in rest:
-                here.add_(piece[start:stop])
+            torch.add(first[start:stop], second[start:stop], out=total)
+            for addend in further:
+                total.add_(addend[start:stop])
         else:
-            total = wide[: stop - start]
-            total.copy_(first[start:stop])
-            for piece in (second, *rest):
-                total.add_(piece[start:stop])
-            here.copy_(total)
+            wide_total = wide[: stop - start]
+            wide_total.copy_(first[start:stop])
+            for addend in (second, *further):
+                wide_total.add_(addend[start:stop])
+            total.copy_(wide_total)
         for output in outputs[1:]:
-            output[start:stop].copy_(here)
+            output[start:stop].copy_(total)
 
 
 class AllToAllReduceScatter(ReduceScatter):
-    """Sums in the order of the ranks, so every run gives the same bits."""
+    """Reduce-scatter of `fully_shard` that adds in the order of the ranks.
+
+    Every run therefore gets the same bits.
+    """
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A buffer for input or output."""
+        """Return a buffer for the input or the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -94,8 +107,14 @@ class AllToAllReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """`input_tensor` [ranks x n] to `output_tensor` [n]; `op` is SUM or AVG. Done when it
-        returns.
+        """Reduce `input_tensor` [ranks x n] to `output_tensor` [n]. Synchronous.
+
+        Args:
+            output_tensor: This rank's shard of the result.
+            input_tensor: Contribution of this rank.
+            group: The process group.
+            op: SUM or AVG.
+            async_op: Not used.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"reduce-scatter by {op}")

@@ -1,8 +1,10 @@
-"""The stacks of another process's threads, written by that process in a signal handler in C: also
-while a call holds the interpreter's lock, and while the process is stopped, which it is no longer
-afterwards.
+"""Stacks of another process's threads.
 
-Knows nothing of torch: the launcher uses it too.
+The other process writes them in a signal handler that is implemented in C (`faulthandler`). It
+therefore works while a call holds the interpreter's lock. A stopped process is resumed for it, and
+is not stopped afterwards.
+
+The module does not import torch, because the launcher uses it too.
 """
 
 from __future__ import annotations
@@ -19,40 +21,43 @@ from contextlib import suppress
 from pathlib import Path
 
 SIGNAL = signal.SIGRTMAX - 2
-"""A real-time signal: users, Slurm and debuggers take others."""
+"""Real-time signal that makes a process write its stacks. Users, Slurm and debuggers use others."""
 ENDED = ("", "Z", "X")
 """States of a process that has ended, as `state` returns them."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = tuple(
-    {
-        *(
-            f"{path}{os.sep}"
-            for path in (
-                sysconfig.get_path("stdlib"),
-                sysconfig.get_path("platstdlib"),
-                sysconfig.get_path("purelib"),
-            )
-        ),
-        *(f"{path}{os.sep}" for path in site.getsitepackages()),
-    }
-)
+
+
+def _library_folders() -> tuple[str, ...]:
+    """Return the folders of Python's and of installed libraries, each with a final separator."""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")]
+    paths += site.getsitepackages()
+    return tuple({f"{path}{os.sep}" for path in paths})
+
+
+_LIBRARIES = _library_folders()
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-_LAUNCHED = "launching" + os.sep + "worker.py"
+_WORKER_FILE = "launching" + os.sep + "worker.py"
+"""Plait's file below every user's script that `plait launch` runs."""
 
 
 def is_users(path: str) -> bool:
-    """Whether a source file is neither Plait's nor a library's."""
+    """Return whether a source file belongs neither to Plait nor to a library."""
     return not path.startswith(_PACKAGE) and not is_library(path)
 
 
 def is_library(path: str) -> bool:
-    """Whether a source file is that of an installed library, or of Python."""
-    return path.startswith((*_LIBRARIES, "<")) or path.endswith(_LAUNCHED)
+    """Return whether a source file belongs to an installed library or to Python."""
+    return path.startswith((*_LIBRARIES, "<")) or path.endswith(_WORKER_FILE)
 
 
 def users_line(stack: Path | None) -> str:
-    """The innermost line of the user's code on the main thread of a stack file, else the innermost
-    of any: `train.py:33 in loss`.
+    """Return the innermost line of user code on the main thread, e.g. `train.py:33 in loss`.
+
+    Args:
+        stack: File that `collect` wrote.
+
+    Returns:
+        The innermost line of any code if no frame is of user code. Empty without a stack.
     """
     if stack is None:
         return ""
@@ -63,37 +68,51 @@ def users_line(stack: Path | None) -> str:
             threads.append([])
         elif match is not None and threads:
             threads[-1].append((match[1], match[2], match[3]))
-    frames = threads[-1] if threads else []  # the main thread is the last of faulthandler's
-    own = next((frame for frame in frames if is_users(frame[0])), frames[0] if frames else None)
-    return f"{own[0]}:{own[1]} in {own[2]}" if own is not None else ""
+
+    # faulthandler writes the main thread last, and the innermost frame first.
+    if not threads or not threads[-1]:
+        return ""
+    frames = threads[-1]
+    path, number, function = next((frame for frame in frames if is_users(frame[0])), frames[0])
+    return f"{path}:{number} in {function}"
 
 
-def collect(process: int, written: Path, kept: Path, seconds: float) -> Path | None:
-    """Let a process write its stacks, and copy them to `kept`; None where it does not within
-    `seconds`, or cannot be asked.
+def collect(process: int, written: Path, copy: Path, seconds: float) -> Path | None:
+    """Make a process write its stacks, and copy them.
+
+    Args:
+        process: Number of the process.
+        written: File to which the process appends its stacks.
+        copy: File that receives the new stacks. Its folder is created.
+        seconds: Longest time to wait.
+
+    Returns:
+        `copy`, or None if the process wrote nothing in time or cannot be signalled.
     """
-    before = _size(written)
+    size_before = _size(written)
     try:
         os.kill(process, SIGNAL)
-        # the signal of a stopped process is delivered when it goes on
+        # A stopped process receives the signal when it continues.
         os.kill(process, signal.SIGCONT)
     except OSError:
         return None
-    ends = time.monotonic() + seconds
-    size = before
-    last = before
-    while time.monotonic() < ends:
+
+    deadline = time.monotonic() + seconds
+    size = size_before
+    while time.monotonic() < deadline:
         time.sleep(0.05)
-        last = size
+        last_size = size
         size = _size(written)
-        if size > before and size == last:
+        # The handler writes line by line, so the stacks are complete when the file stops growing.
+        if size > size_before and size == last_size:
             break
-    if size == before:
+    if size == size_before:
         return None
+
     with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(written.read_bytes()[before:])
-        return kept
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(written.read_bytes()[size_before:])
+        return copy
     return None
 
 
@@ -107,7 +126,10 @@ def new_folder() -> Path:
 
 
 def state(process: int) -> str:
-    """The kernel's letter for a process: `T` is stopped, `Z` ended; empty where there is none."""
+    """Return the kernel's letter for the state of a process.
+
+    `T` means stopped and `Z` means ended. The result is empty if there is no such process.
+    """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -115,7 +137,11 @@ def state(process: int) -> str:
 
 
 def machine() -> str:
-    """What processes that see each other's `/proc` have in common."""
+    """Return a text that is equal for processes that see each other's `/proc`.
+
+    It consists of the boot and the PID namespace, because containers on one machine have the same
+    boot and different processes.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

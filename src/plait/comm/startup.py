@@ -1,16 +1,16 @@
-"""The costs of a run's links at its start: a measurement of this run's own group, or the stored one
-of an earlier start of the run.
+"""Costs of a run's links at its start: measured, or read from the file of an earlier start.
 
-A stored measurement is used for the same ranks on the same machines, and only while a probe of two
-sizes agrees with it within a factor: links that became slower or faster are measured again. All
-ranks of the group use the first rank's result. `refine` then compares the best algorithms at the
-message size of the run.
+Stored costs are used for the same ranks on the same machines, and only if a probe of two sizes
+agrees with them within a factor. Links that became slower or faster are measured again. All ranks
+of the group use the first rank's result. `refine` then compares the best algorithms at the message
+size of the run.
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,15 +25,20 @@ from plait.comm.measure import LEAST_COMPARED, SIZES, compare_ways, measure_ways
 from plait.errors import InputError
 from plait.units import MIB, format_bytes
 
-_LONGEST = 4.0
-"""Comparing may take so many times the time that was allowed."""
+_LONGEST_REFINEMENT = 4.0
+"""Multiple of the allowed time that a comparison may take at its fewest rounds."""
 AGREEMENT = 2.0
-"""A probe may take this many times as long or as short as what was kept."""
+"""Factor by which a probe may differ from the stored time, up or down."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Links, and a description of their source."""
+    """Links of a group, and a description of their source.
+
+    Attributes:
+        links: Costs of the group.
+        how: End of the sentence "The links were ...".
+    """
 
     links: GroupLinks
     how: str
@@ -50,36 +55,38 @@ def find_links(
     kept: Path | None = None,
     largest_bytes: int = SIZES[-1],
 ) -> Found:
-    """The costs of the all-reduce algorithms over the group, the same on every rank. Collective
-    over the group. `kept` is read by the group's first rank, and written by rank 0 of all where it
-    was measured. `largest_bytes`: no message will be larger.
+    """Return the costs of the all-reduce algorithms over a group. Collective over the group.
+
+    The result is the same on every rank.
+
+    Args:
+        axis: Name of the mesh dimension.
+        group: The process group.
+        levels: Groups inside and across machines.
+        machines: Number of machines of the group.
+        device: Device of the tensors.
+        seconds: Approximate time of a measurement.
+        kept: File of the costs. The first rank of the group reads it. Global rank 0 writes it after
+            a measurement.
+        largest_bytes: Size of the largest message of the run.
     """
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    before, why = _shared(
-        group, _read(kept, axis, group.size(), machines, hosts) if group.rank() == 0 else None
-    )
-    if before is not None:
-        sizes = (SIZES[0], MIB)
-        now = probe(group, sizes, device=device)
-        expected = [prices(nbytes, before)["all-reduce"] for nbytes in sizes]
-        if all(
-            1 / AGREEMENT <= seen / said <= AGREEMENT
-            for seen, said in zip(now, expected, strict=True)
-        ):
+    stored = None
+    if group.rank() == 0:
+        stored = _read(kept, axis, group.size(), machines, hosts)
+    links, reason = _broadcast(group, stored)
+
+    if links is not None:
+        difference = _difference_from_probe(links, group, device)
+        if not difference:
             return Found(
-                before, f"measured when the run was started before ({kept}), and a probe agrees"
+                links, f"measured at an earlier start of the run ({kept}), and a probe agrees"
             )
-        worst = max(
-            zip(now, expected, strict=True),
-            key=lambda pair: max(pair[0] / pair[1], pair[1] / pair[0]),
-        )
-        why = (
-            f", because a probe took {worst[0] * 1e3:.3g} ms and the stored measurement has"
-            f" {worst[1] * 1e3:.3g} ms"
-        )
+        reason = difference
+
     began = time.perf_counter()
-    mine = measure_ways(
+    measured = measure_ways(
         axis,
         group,
         levels,
@@ -88,22 +95,46 @@ def find_links(
         seconds=seconds,
         largest_bytes=largest_bytes,
     )
-    links, how = _shared(
-        group, (mine, f"measured at the start in {time.perf_counter() - began:.1f} s{why}")
-    )
+    duration = time.perf_counter() - began
+    links, how = _broadcast(group, (measured, f"measured at the start in {duration:.1f} s{reason}"))
     assert links is not None
+
+    # There may be several groups along the dimension. One of them writes the file.
     if kept is not None and dist.get_rank() == 0:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        save(
-            kept,
-            [links],
-            facts={
-                "at": datetime.now(UTC).isoformat(timespec="seconds"),
-                "device": device.type,
-                "hosts": hosts,
-            },
-        )
+        facts = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": device.type,
+            "hosts": hosts,
+        }
+        save(kept, [links], facts=facts)
     return Found(links, how)
+
+
+def _difference_from_probe(
+    links: GroupLinks, group: dist.ProcessGroup, device: torch.device
+) -> str:
+    """Return how a probe contradicts stored links, or an empty string if it agrees. Collective."""
+    sizes = (SIZES[0], MIB)
+    probed = probe(group, sizes, device=device)
+    stored = [prices(nbytes, links)["all-reduce"] for nbytes in sizes]
+    if _agree(probed, stored):
+        return ""
+    seconds, stored_seconds = max(zip(probed, stored, strict=True), key=_deviation)
+    return (
+        f", because a probe took {seconds * 1e3:.3g} ms and the stored measurement has"
+        f" {stored_seconds * 1e3:.3g} ms"
+    )
+
+
+def _agree(probed: Sequence[float], stored: Sequence[float]) -> bool:
+    ratios = [seconds / expected for seconds, expected in zip(probed, stored, strict=True)]
+    return all(1 / AGREEMENT <= ratio <= AGREEMENT for ratio in ratios)
+
+
+def _deviation(times: tuple[float, float]) -> float:
+    """Return the factor, 1 or more, by which two times differ."""
+    return max(times[0] / times[1], times[1] / times[0])
 
 
 def refine(
@@ -115,53 +146,64 @@ def refine(
     device: torch.device,
     seconds: float,
 ) -> tuple[Choice, str]:
-    """(the choice, its description) after the candidates that seem nearly as good were timed
-    against it, at the size of this run's own messages: links behave differently between measured
-    sizes, and a short measurement has errors. The same on every rank. Collective over the group.
-    Where that would take much longer than `seconds` the choice does not change.
+    """Time the chosen algorithm against similarly good ones. Collective over the group.
+
+    They are timed at the message size of the run, because links behave differently between measured
+    sizes, and because a short measurement has errors. The result is the same on every rank.
+
+    Args:
+        choice: Choice by the costs of the links.
+        links: Costs of the links.
+        group: The process group.
+        levels: Groups inside and across machines.
+        device: Device of the tensors.
+        seconds: Approximate time. If the comparison takes much longer, the choice is not changed.
+
+    Returns:
+        The new choice, and a description of the comparison. It is empty if there was none.
     """
-    if (
-        len(choice.near) < 2
-        or choice.seconds / choice.messages * len(choice.near) * LEAST_COMPARED > _LONGEST * seconds
-    ):
+    if len(choice.near) < 2:
         return choice, ""
+    expected_seconds = choice.seconds / choice.messages * len(choice.near) * LEAST_COMPARED
+    if expected_seconds > _LONGEST_REFINEMENT * seconds:
+        return choice, ""
+
     began = time.perf_counter()
     times = compare_ways(
         choice.near, choice.bucket_bytes, group, levels, device=device, seconds=seconds
     )
-    words = (
+    duration = time.perf_counter() - began
+    description = (
         f"{len(times)} algorithms were timed in turn with messages of"
-        f" {format_bytes(choice.bucket_bytes)}"
+        f" {format_bytes(choice.bucket_bytes)} in {duration:.1f} s"
     )
-    # each rank has its own clock
-    _, shared_words = _shared(group, (None, f"{words} in {time.perf_counter() - began:.1f} s"))
-    return refined(choice, links, times), shared_words
+    # Each rank has measured another duration.
+    _, description = _broadcast(group, (None, description))
+    return refined(choice, links, times), description
 
 
 def _read(
     path: Path | None, axis: str, ranks: int, machines: int, hosts: list[str]
 ) -> tuple[GroupLinks | None, str]:
-    """(what was kept for this group, why nothing of it can be used)."""
+    """Return the stored costs of a group, or None and the reason why they cannot be used."""
     if path is None or not path.exists():
         return None, ""
     try:
         groups, facts = load_with_facts(path)
     except InputError:
         return None, f", because {path} cannot be read"
-    found = groups.get(axis)
-    if found is None or (found.ranks, found.machines, facts.get("hosts")) != (
-        ranks,
-        machines,
-        hosts,
-    ):
-        return None, ", because the ranks or machines are others than at the last start"
-    return found, ""
+    links = groups.get(axis)
+    current = (ranks, machines, hosts)
+    if links is None or (links.ranks, links.machines, facts.get("hosts")) != current:
+        return None, ", because the ranks or machines differ from those of the last start"
+    return links, ""
 
 
-def _shared(
-    group: dist.ProcessGroup, mine: tuple[GroupLinks | None, str] | None
+def _broadcast(
+    group: dist.ProcessGroup, value: tuple[GroupLinks | None, str] | None
 ) -> tuple[GroupLinks | None, str]:
-    box = [mine]
-    dist.broadcast_object_list(box, group_src=0, group=group)
-    assert box[0] is not None
-    return box[0]
+    """Return the value of the group's first rank on all of its ranks. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, group_src=0, group=group)
+    assert values[0] is not None
+    return values[0]

@@ -1,8 +1,8 @@
-"""How the data-parallel collectives of a group move their bytes: through memory that the ranks of
-one machine share, or by torch's own.
+"""Transport of a group's data-parallel collectives: shared memory or torch.
 
-`connect` decides once for a group, the same on every rank, with the reason. Shared memory is for
-tensors on the CPU: gloo moves them through loopback sockets, several times slower. GPUs keep NCCL.
+`connect` decides once per group, with the same result on every rank, and records the reason. Shared
+memory is for tensors on the CPU. gloo sends them through loopback sockets, which is several times
+slower. GPUs use NCCL.
 """
 
 from __future__ import annotations
@@ -18,26 +18,32 @@ from plait._torch.units import AllGather, ReduceScatter
 from plait.comm.buckets import Buckets, Flat, GroupBuckets
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.comm.shared_memory.collectives import SharedAllGather, SharedBuckets, SharedReduceScatter
-from plait.comm.shared_memory.host import Host, Unavailable
+from plait.comm.shared_memory.host import Host, SharedMemoryUnavailable
 from plait.errors import ConfigError, Problem
 
 TransportName = Literal["prefer-shared-memory", "shared-memory", "torch"]
-"""`prefer-shared-memory` takes it where a group has it."""
+"""Requested transport. `prefer-shared-memory` falls back to torch, `shared-memory` does not."""
 
 
 @dataclass(frozen=True)
 class Transport:
-    """How one group communicates."""
+    """Collectives of one process group.
+
+    Attributes:
+        name: The selected transport.
+        reason: Reason of the selection, for reports.
+        buckets: Creates buffers that are summed over the group. Collective.
+        all_gather: Replaces the all-gather of `fully_shard`. None leaves torch's.
+        reduce_scatter: Replaces the reduce-scatter of `fully_shard`. None leaves torch's.
+        host: Shared memory of the ranks, if they use it.
+    """
 
     name: Literal["torch", "shared-memory"]
     reason: str
     buckets: Callable[[Sequence[Flat]], Buckets]
-    """Makes buffers that are summed over the group. Collective."""
     all_gather: AllGather | None = None
-    """What `fully_shard` calls in place of its own; None keeps it."""
     reduce_scatter: ReduceScatter | None = None
     host: Host | None = None
-    """The ranks that share memory."""
 
 
 def connect(
@@ -47,60 +53,69 @@ def connect(
     device: torch.device,
     wanted: TransportName = "prefer-shared-memory",
 ) -> Transport:
-    """The transport of `group`, whose tensors are on `device`. Collective. `label` names the group
-    in errors.
+    """Select the transport of a process group. Collective.
 
-    Raises ConfigError where shared memory is wanted and cannot be had.
+    Args:
+        group: The group.
+        label: Name of the group for messages, usually that of its mesh dimension.
+        device: Device of the tensors.
+        wanted: Requested transport.
+
+    Raises:
+        ConfigError: `wanted` is `shared-memory`, which is not available.
     """
     if wanted == "torch":
-        return _by_torch(group, device, "set in the configuration")
+        return _torch_transport(group, device, "set in the configuration")
+
+    is_required = wanted == "shared-memory"
     backend = dist.get_backend(group)
     if backend != "gloo":
-        if wanted == "shared-memory":
-            raise _refused(
-                f"the group over {label} uses {backend}, and shared memory is for CPU tensors"
-            )
-        return _by_torch(group, device, f"the group over {label} uses {backend}")
+        reason = f"the group over {label} uses {backend}"
+        if is_required:
+            raise _refusal(f"{reason}, and shared memory is for CPU tensors")
+        return _torch_transport(group, device, reason)
+
     try:
         host = Host(group, label=label)
-    except Unavailable as unavailable:
-        if wanted == "shared-memory":
-            raise _refused(str(unavailable)) from None
-        return _by_torch(group, device, str(unavailable))
+    except SharedMemoryUnavailable as unavailable:
+        if is_required:
+            raise _refusal(str(unavailable)) from None
+        return _torch_transport(group, device, str(unavailable))
 
-    def buckets(flats: Sequence[Flat]) -> Buckets:
+    def make_buckets(flats: Sequence[Flat]) -> Buckets:
+        # Buckets may be too large for the shared memory although the group has some.
         try:
             return SharedBuckets(host, flats)
-        except Unavailable as unavailable:
-            if wanted == "shared-memory":
-                raise _refused(str(unavailable)) from None
+        except SharedMemoryUnavailable as unavailable:
+            if is_required:
+                raise _refusal(str(unavailable)) from None
             return GroupBuckets(group, flats, device)
 
+    if is_required:
+        reason = "set in the configuration"
+    else:
+        reason = f"all {host.ranks} ranks over {label} see the same memory"
     return Transport(
         "shared-memory",
-        (
-            "set in the configuration"
-            if wanted == "shared-memory"
-            else f"all {host.ranks} ranks over {label} see the same memory"
-        ),
-        buckets=buckets,
+        reason,
+        buckets=make_buckets,
         all_gather=SharedAllGather(host),
         reduce_scatter=SharedReduceScatter(host),
         host=host,
     )
 
 
-def _by_torch(group: dist.ProcessGroup, device: torch.device, reason: str) -> Transport:
-    scatter = AllToAllReduceScatter() if device.type == "cpu" else None
-    return Transport(
-        "torch",
-        reason,
-        buckets=lambda flats: GroupBuckets(group, flats, device),
-        reduce_scatter=scatter,
-    )
+def _torch_transport(group: dist.ProcessGroup, device: torch.device, reason: str) -> Transport:
+    # gloo's own reduce-scatter takes more than twice the time, see `comm.reduce_scatter`.
+    reduce_scatter = AllToAllReduceScatter() if device.type == "cpu" else None
+
+    def make_buckets(flats: Sequence[Flat]) -> Buckets:
+        return GroupBuckets(group, flats, device)
+
+    return Transport("torch", reason, buckets=make_buckets, reduce_scatter=reduce_scatter)
 
 
-def _refused(rule: str) -> ConfigError:
+def _refusal(rule: str) -> ConfigError:
     return ConfigError(
         Problem("parallel.transport", "shared-memory", rule, 'use "auto" or "torch"')
     )

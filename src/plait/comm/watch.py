@@ -1,11 +1,18 @@
-"""This process's watch over its own waits: what it does and waits for is published on a board, and
-a thread looks at what it waits for.
+"""Watch of this process over its waits for other ranks.
+
+The process publishes its progress and its waits on a board (`comm.board`). A thread observes the
+collectives that torch has recorded.
 
 Under `plait launch` and `plait train` the launcher reads the boards and ends a run that hangs
-(`cli.launching.watch`). Under another launcher, such as torchrun, the thread reads the boards of
-the ranks on this machine itself: it prints who is late, and a rank that waits on although its
-collective should have given up is ended. Nothing alarms before a wait has taken the timeout of the
-process group.
+(`cli.launching.watch`). Under other launchers, such as torchrun, the thread reads the boards of the
+ranks on this machine. It prints which rank is late, and ends this process if its collective has not
+given up by itself. There is no alarm before a wait has taken the timeout of the process group.
+
+Note [Order of timeouts]
+    The process that sees all ranks should report a hang first, because only it can name the late
+    rank. `arm` therefore extends the timeout of torch's collectives by LATER_SECONDS if a launcher
+    watches, and by LATER_ALONE_SECONDS otherwise. A rank whose collective does not give up even
+    then ends itself 2 x LATER_SECONDS after the timeout.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from plait._torch.flight import Begun, begun_collectives
+from plait._torch.flight import UnfinishedCollective, unfinished_collectives
 from plait._torch.groups import set_timeout, timeout_of
 from plait._torch.unit_order import last_collective
 from plait.cluster.ending import end_process
@@ -38,73 +45,90 @@ from plait.comm.board import Board, Reading, Wait, read
 from plait.files import anonymous_file
 
 LOOK_SECONDS = 0.5
+"""Interval at which the thread looks at this process."""
 LATER_SECONDS = 10.0
+"""Extension of the collectives' timeout if a launcher watches, see Note [Order of timeouts]."""
 LATER_ALONE_SECONDS = 4.0
-"""Collectives give up so much later than the timeout, under a launcher that watches and without
-one, so that what sees all ranks is first. A rank whose collective did not give up by itself is
-ended later still.
-"""
+"""Extension of the collectives' timeout if no launcher watches, see Note [Order of timeouts]."""
 _UNSEEN_SECONDS = 1.0
-"""A wait is looked at when it is older."""
+"""Age up to which a wait is ignored."""
 _STACK_SECONDS = 2.0
+"""Longest time in which a process must have written its stacks."""
 _MOST_STACKS = 2
+"""Number of late ranks whose stacks are collected."""
+_MOST_WAITS = 8
+"""Number of waits that are published."""
+_EXIT_CODE = 5
+"""Exit code of a process that ends itself, which is that of a CommunicationError."""
 
 
 @dataclass(frozen=True)
 class _Peer:
-    """Another rank on this machine."""
+    """A rank on this machine.
+
+    Attributes:
+        board: Path of its board.
+        stack: Path of the file to which it writes its stacks.
+    """
 
     board: Path
     stack: Path
 
 
 class Watch:
-    """There is one in a process, `WATCH`: it has one main thread."""
+    """Watch of one process. `WATCH` is the only instance outside of tests.
+
+    Attributes:
+        board: Board of the process. None while nothing is watched; a single process waits for
+            nobody.
+        hang_cause: Cause of the last hang, for the error of the collective that gives up.
+    """
 
     def __init__(self) -> None:
         self.board: Board | None = None
-        """None while nothing is watched: a process alone waits for nobody."""
-        self.found = ""
-        """What the last hang was, for the error of the collective that gives up."""
+        self.hang_cause = ""
         self._group: dist.ProcessGroup | None = None
         self._peers: dict[int, _Peer] = {}
         self._axes: dict[str, str] = {}
+        """Names of groups in messages, by torch's names."""
         self._launcher_watches = False
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._seen: tuple[float, tuple[Wait, ...], str] = (0.0, (), "")
+        self._observed: tuple[float, tuple[Wait, ...], str] = (0.0, (), "")
+        """Start of the phase, waits and line of the last observation."""
         self._looked = 0.0
-        self._begun: dict[Begun, float] = {}
-        """When what torch's recorder has seen began, by the monotonic clock."""
+        """Time of the last observation."""
+        self._unfinished: dict[UnfinishedCollective, float] = {}
+        """Start of each recorded collective, by the monotonic clock."""
         self._reported = False
 
     def progress(self, step: int, phase: int) -> None:
-        """A phase of a step begins."""
+        """Record that a phase of a step begins."""
         if self.board is not None:
             self.board.progress(step, phase)
 
     def phase(self, phase: int) -> None:
-        """A phase of the same step begins."""
+        """Record that another phase of the same step begins."""
         if self.board is not None:
             self.board.phase(phase)
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """A phase inside of another, which goes on afterwards."""
+        """Record another phase inside the block, and return to the current one afterwards."""
         if self.board is None:
             yield
             return
-        step, before, _ = self.board.now
+        step, outer_phase, _ = self.board.now
         self.board.phase(phase)
         try:
             yield
         finally:
-            self.board.progress(step, before)
+            self.board.progress(step, outer_phase)
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Around a wait that torch does not know of."""
+        """Publish a wait that torch does not record while the block runs."""
         if self.board is None:
             yield
             return
@@ -114,28 +138,35 @@ class Watch:
         finally:
             self.board.waited()
 
-    def again(self, wait: Wait) -> None:
-        """Inside of `waiting`: it has changed."""
+    def update_wait(self, wait: Wait) -> None:
+        """Publish a change of the wait inside of `waiting`."""
         if self.board is not None:
             self.board.wait(wait)
 
     def arm(self) -> None:
-        """Watch the waits of the default group's ranks from now on. Collective, once a default
-        group; nothing for one rank, or a fake group.
+        """Start to watch the waits of the default group's ranks. Collective.
+
+        Call this once per default group. Nothing happens for a single rank or a fake group.
         """
         group = dist.group.WORLD
         if group is None or group is self._group or group.size() == 1 or is_fake():
             return
         self.disarm()
-        self._group, timeout, folder = group, timeout_of(group), watch_folder()
+        timeout = timeout_of(group)
+        folder = watch_folder()
+        self._group = group
         self._launcher_watches = folder is not None
-        path = folder / f"{os.getpid()}.board" if folder is not None else None
+        path = None
+        extension = LATER_ALONE_SECONDS
+        if folder is not None:
+            path = folder / f"{os.getpid()}.board"
+            extension = LATER_SECONDS
         self.board = Board(rank=group.rank(), timeout_seconds=timeout, path=path)
         if not self._launcher_watches:
-            self._peers = self._meet(group)
-        set_timeout(
-            group, timeout + (LATER_SECONDS if self._launcher_watches else LATER_ALONE_SECONDS)
-        )
+            self._peers = self._find_peers(group)
+        # See Note [Order of timeouts].
+        set_timeout(group, timeout + extension)
+
         self._stop.clear()
         self._thread = threading.Thread(
             target=self._run, args=(self._stop, self.board), name="plait-watch", daemon=True
@@ -144,14 +175,16 @@ class Watch:
         atexit.register(self.disarm)
 
     def name_axes(self, mesh: Mesh) -> None:
-        """The groups along the axes of a mesh have the axes' names from now on."""
+        """Use the names of a mesh's dimensions for its groups in messages."""
         for axis in mesh.device_mesh.mesh_dim_names or ():
             group = mesh.group(axis)
             if group is not None:
-                self._axes[group.group_name] = (
-                    f"all ranks ({axis})" if group is dist.group.WORLD else axis
-                )
-        for axis in EXPERT_AXES if mesh.expert_mesh is not None else ():
+                is_world = group is dist.group.WORLD
+                self._axes[group.group_name] = f"all ranks ({axis})" if is_world else axis
+
+        if mesh.expert_mesh is None:
+            return
+        for axis in EXPERT_AXES:
             group = mesh.group(axis)
             if group is not None:
                 self._axes.setdefault(group.group_name, axis)
@@ -161,183 +194,215 @@ class Watch:
         if group is not None:
             self._axes[group.group_name] = name
 
-    def _meet(self, group: dist.ProcessGroup) -> dict[int, _Peer]:
-        """The other ranks on this machine. Collective."""
+    def _find_peers(self, group: dist.ProcessGroup) -> dict[int, _Peer]:
+        """Return the ranks on this machine, this one included. Collective."""
         assert self.board is not None
+        # Other processes open the files of this one through /proc, so they need no names.
         stack = anonymous_file("plait-stacks")
         faulthandler.register(stacks.SIGNAL, file=stack, all_threads=True)
-        mine = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
+        this_rank = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
         everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, this_rank)
         return {
-            rank: _Peer(Path(board), Path(seen))
-            for rank, (machine, board, seen) in enumerate(everyone)
-            if machine == mine[0]
+            rank: _Peer(Path(board_path), Path(stack_path))
+            for rank, (machine, board_path, stack_path) in enumerate(everyone)
+            if machine == this_rank[0]
         }
 
     def disarm(self) -> None:
-        """Watch no more; before the interpreter ends, which its threads must not outlive."""
+        """Stop to watch. The thread must have ended before the interpreter ends."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
-            self._thread, self._stop = None, threading.Event()
+            self._thread = None
+            self._stop = threading.Event()
             atexit.unregister(self.disarm)
         if self.board is not None:
             self.board.close()
         self.board = None
         self._group = None
         self._peers = {}
-        self.found = ""
+        self.hang_cause = ""
         self._reported = False
-        self._begun = {}
+        self._unfinished = {}
 
     def _run(self, stop: threading.Event, board: Board) -> None:
         while not stop.wait(LOOK_SECONDS):
             self.look(board)
 
     def look(self, board: Board) -> None:
-        """Publish what this process waits for, and without a launcher that does so look for a
-        hang.
-        """
+        """Publish the waits of this process. Without a watching launcher, also look for a hang."""
         now = time.monotonic()
         _, _, since = board.now
         if now - since < _UNSEEN_SECONDS and not board.waiting_since:
+            # The process makes progress.
             board.sign()
             return
-        reading = self._publish(board, now, since)
-        overdue = any(now - wait.since >= board.timeout_seconds for wait in reading)
-        if not overdue:
+
+        waits = self._publish(board, now, since)
+        longest = max((now - wait.since for wait in waits), default=0.0)
+        if longest < board.timeout_seconds:
             return
         if not self._launcher_watches and not self._reported:
             self._report(now)
-        if any(now - wait.since >= board.timeout_seconds + 2 * LATER_SECONDS for wait in reading):
-            _say(
+        if longest >= board.timeout_seconds + 2 * LATER_SECONDS:
+            _print(
                 f"process {os.getpid()} has waited {2 * LATER_SECONDS:g} s longer than its timeout,"
                 " and ends itself"
             )
-            end_process(5)  # the exit code of a CommunicationError
+            end_process(_EXIT_CODE)
 
     def _publish(self, board: Board, now: float, since: float) -> list[Wait]:
-        """The waits of this process, also on its board. torch's record of them is read once in a
-        while, and often near a deadline.
+        """Publish the waits of this process on its board, and return them.
+
+        Args:
+            board: Board of the process.
+            now: Time of the monotonic clock.
+            since: Time at which the phase began.
         """
-        phase, waits, line = self._seen
+        phase_start, waits, line = self._observed
+        # Reading torch's recorder takes time. It is read rarely, and at every look near a deadline.
         oldest = max((now - wait.since for wait in waits), default=0.0)
-        near = (
+        is_near_deadline = (
             oldest > board.timeout_seconds - 2 * LATER_SECONDS
             or board.timeout_seconds < 6 * LATER_SECONDS
         )
-        if phase != since or near or now - self._looked > board.timeout_seconds / 60:
-            self._begun = self._since(begun_collectives(), after=self._looked)
+        is_old = now - self._looked > board.timeout_seconds / 60
+        if phase_start != since or is_near_deadline or is_old:
+            self._unfinished = self._starts(unfinished_collectives(), after=self._looked)
             self._looked = now
-            old = [
-                (one, began) for one, began in self._begun.items() if now - began >= _UNSEEN_SECONDS
-            ]
-            waits = tuple(
-                Wait(
-                    operation=one.operation.replace("_", "-"),
-                    axis=self._axes.get(one.group) or _axis(one.description, one.group),
-                    since=began,
-                    sequence=one.sequence,
-                    shape=one.shapes,
-                    members=one.ranks,
-                )
-                for one, began in old[:8]
-            )
+            waits = self._recorded_waits(now)
             line = self._line()
-            self._seen = (since, waits, line)
+            self._observed = (since, waits, line)
         board.sign(waits, line=line, seen=self._looked)
-        waiting = board.waiting_since  # read once: the main thread takes it down at any time
-        return [*waits, *([Wait("", "", waiting)] if waiting else [])]
 
-    def _since(self, begun: Sequence[Begun], *, after: float) -> dict[Begun, float]:
-        """When each began, by the monotonic clock. The recorder tells by the other clock, which may
-        be set while a collective waits: one that is seen again keeps its time, and one that is new
-        began `after` the last look.
+        # Read once, because the main thread may remove its wait at any time.
+        waiting_since = board.waiting_since
+        if waiting_since:
+            return [*waits, Wait("", "", waiting_since)]
+        return list(waits)
+
+    def _recorded_waits(self, now: float) -> tuple[Wait, ...]:
+        """Return the recorded collectives that have taken longer than `_UNSEEN_SECONDS`."""
+        waits = [
+            Wait(
+                operation=collective.operation.replace("_", "-"),
+                axis=self._axes.get(collective.group)
+                or _axis(collective.description, collective.group),
+                since=start,
+                sequence=collective.sequence,
+                shape=collective.shapes,
+                members=collective.ranks,
+            )
+            for collective, start in self._unfinished.items()
+            if now - start >= _UNSEEN_SECONDS
+        ]
+        return tuple(waits[:_MOST_WAITS])
+
+    def _starts(
+        self, collectives: Sequence[UnfinishedCollective], *, after: float
+    ) -> dict[UnfinishedCollective, float]:
+        """Return the start of each collective by the monotonic clock.
+
+        The recorder uses the system clock, which may be set while a collective waits. A collective
+        that was seen before therefore keeps its start, and a new one began `after` the last look.
         """
         now = time.monotonic()
-        wall = time.time()
-        return {
-            one: self._begun.get(one) or min(now, max(one.time_ns / 1e9 - wall + now, after))
-            for one in begun
-        }
+        system_now = time.time()
+        starts = {}
+        for collective in collectives:
+            start = self._unfinished.get(collective)
+            if not start:
+                age = system_now - collective.time_ns / 1e9
+                start = min(now, max(now - age, after))
+            starts[collective] = start
+        return starts
 
     def _line(self) -> str:
+        """Return the line of user code that the main thread is at, and the last unit collective."""
         frame = sys._current_frames().get(self._main or 0)
         if frame is None:
             return ""
+        line = users_line(frame)
         unit = last_collective()
-        return users_line(frame) + (f", after the {unit} began" if unit else "")
+        if unit:
+            line += f", after the {unit} began"
+        return line
 
     def _report(self, now: float) -> None:
+        """Print the cause of a hang among the ranks of this machine, and the late ranks' state."""
         readings: dict[int, Reading] = {}
         for rank, peer in self._peers.items():
             reading = read(peer.board)
             if reading is not None and reading.rank == rank:
                 readings[rank] = reading
-        found = hang.find(readings, now)
-        if found is None:
+        diagnosis = hang.find(readings, now)
+        if diagnosis is None:
             return
+
         self._reported = True
-        ended = [
-            rank
-            for rank, reading in readings.items()
-            if stacks.state(reading.process) in stacks.ENDED
-        ]
-        self.found = hang.cause(found, readings, ended=ended)
-        if min(one.rank for one in found.waiting) != dist.get_rank():
-            return  # one of those that wait says it
-        _say(self.found)
+        states = {rank: stacks.state(reading.process) for rank, reading in readings.items()}
+        ended = [rank for rank, state in states.items() if state in stacks.ENDED]
+        self.hang_cause = hang.cause(diagnosis, readings, ended=ended)
+        # Every waiting rank gets here. One of them prints the report.
+        if min(waiting.rank for waiting in diagnosis.waiting) != dist.get_rank():
+            return
+
+        _print(self.hang_cause)
         folder = stacks.new_folder()
-        for rank in found.suspects[:_MOST_STACKS]:
+        for rank in diagnosis.suspects[:_MOST_STACKS]:
             if rank in readings:
-                state = stacks.state(readings[rank].process)
-                kept = stacks.collect(
-                    readings[rank].process,
-                    self._peers[rank].stack,
-                    folder / f"rank-{rank}.txt",
-                    _STACK_SECONDS,
-                )
-                _say(
-                    hang.condition(
-                        readings[rank],
-                        now,
-                        state=state,
-                        line=stacks.users_line(kept),
-                        stack=str(kept or ""),
-                    )
-                )
+                self._report_rank(rank, readings[rank], now, folder)
+
+    def _report_rank(self, rank: int, reading: Reading, now: float, folder: Path) -> None:
+        """Collect the stacks of a rank and print its condition."""
+        # Before the stacks are collected, which resumes a stopped process.
+        state = stacks.state(reading.process)
+        stack = stacks.collect(
+            reading.process, self._peers[rank].stack, folder / f"rank-{rank}.txt", _STACK_SECONDS
+        )
+        _print(
+            hang.condition(
+                reading, now, state=state, line=stacks.users_line(stack), stack=str(stack or "")
+            )
+        )
 
 
-def _say(text: str) -> None:
-    # not through sys.stderr, whose lock the main thread may hold
+def _print(text: str) -> None:
+    # The main thread may hold the lock of sys.stderr.
     os.write(2, f"plait: {text}\n".encode())
 
 
 def _axis(description: str, group: str) -> str:
-    """`dp_shard` of torch's `mesh_dp_shard`."""
+    """Return a name for a group from torch's description, such as `mesh_dp_shard`."""
     if description == "default_pg":
         return "all ranks"
-    return (
-        f"group {group}" if description in ("", "undefined") else description.removeprefix("mesh_")
-    )
+    if description in ("", "undefined"):
+        return f"group {group}"
+    return description.removeprefix("mesh_")
 
 
 def users_line(frame: FrameType) -> str:
-    """`train.py:33`: the innermost line of the user's own code, else of any."""
-    innermost = frame
-    at = frame.f_back
-    if stacks.is_users(innermost.f_code.co_filename):
-        return f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
-    while at is not None:
-        if stacks.is_users(at.f_code.co_filename):
-            return f"{at.f_code.co_filename}:{at.f_lineno}"
-        at = at.f_back
-    return f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+    """Return the innermost line of user code on a stack, for example `train.py:33`.
+
+    The result is the innermost line of any code if there is no user code.
+    """
+    line_frame: FrameType | None = frame
+    while line_frame is not None:
+        if stacks.is_users(line_frame.f_code.co_filename):
+            break
+        line_frame = line_frame.f_back
+    line_frame = line_frame or frame
+    return f"{line_frame.f_code.co_filename}:{line_frame.f_lineno}"
 
 
 WATCH = Watch()
-"""This process's. It is as global as the process's main thread."""
+"""Watch of this process. A process has one main thread, so it has one watch."""
 
-# A child shares the board's memory, and must not write to it.
-os.register_at_fork(after_in_child=lambda: setattr(WATCH, "board", None))
+
+def _leave_board_to_parent() -> None:
+    """Drop the board after a fork. The child shares its memory and must not write to it."""
+    WATCH.board = None
+
+
+os.register_at_fork(after_in_child=_leave_board_to_parent)

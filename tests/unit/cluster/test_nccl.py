@@ -26,7 +26,7 @@ def test_variables_are_set_before_the_group() -> None:
 @pytest.mark.parametrize(
     ("device_type", "group_exists", "environment", "why"),
     [
-        ("cpu", False, {}, "talk through gloo, which does not read NCCL_ALGO; leave it out"),
+        ("cpu", False, {}, "communicate through gloo, which does not read NCCL_ALGO; leave it out"),
         (
             "cuda",
             True,

@@ -236,7 +236,7 @@ class TestExistingGroup:
         _set(monkeypatch, TORCHRUN)
         with pytest.raises(
             ConfigError,
-            match="rank 5 of 8 says the launcher, rank 0 of 1 says the existing gloo process group",
+            match="the launcher says rank 5 of 8, and the existing gloo process group says rank 0 of 1",
         ):
             place()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait._torch.flight import Begun
+from plait._torch.flight import UnfinishedCollective
 from plait.comm import watch
 from plait.comm.board import FORWARD, Board, Wait, read
 from plait.comm.watch import Watch
@@ -26,7 +26,7 @@ def test_a_wait_that_ends_while_it_is_looked_at_is_not_as_old_as_the_machine(
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One in a hundred slow but healthy runs ended itself: the wait was over between two reads of when it began."""
-    monkeypatch.setattr(watch, "begun_collectives", list)
+    monkeypatch.setattr(watch, "unfinished_collectives", list)
     monkeypatch.setattr(watch, "end_process", lambda code: pytest.fail(f"ended with {code}"))
     began = time.monotonic() - 2
 
@@ -44,7 +44,7 @@ def test_a_wait_that_ends_while_it_is_looked_at_is_not_as_old_as_the_machine(
 def test_a_rank_that_waits_on_says_so_before_it_ends(
     board: Board, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(watch, "begun_collectives", list)
+    monkeypatch.setattr(watch, "unfinished_collectives", list)
     codes: list[int] = []
     monkeypatch.setattr(watch, "end_process", codes.append)
     watched = Watch()
@@ -63,22 +63,22 @@ def test_a_clock_that_is_set_makes_no_wait_longer(
 ) -> None:
     """The recorder has times of the clock that may be set, and boards those of the other."""
     watched, real = Watch(), time.time
-    first = Begun(
+    first = UnfinishedCollective(
         "all_reduce", "0", "default_pg", (0, 1), 1, "[1] float32", time.time_ns() - 2 * 10**9
     )
-    second = Begun(
+    second = UnfinishedCollective(
         "all_reduce", "0", "default_pg", (0, 1), 2, "[1] float32", time.time_ns() - 2 * 10**9
     )
-    monkeypatch.setattr(watch, "begun_collectives", lambda: [first])
+    monkeypatch.setattr(watch, "unfinished_collectives", lambda: [first])
     (seen,) = watched._publish(board, time.monotonic(), 0.0)
     age = time.monotonic() - seen.since
     assert 1.9 < age < 4
 
-    monkeypatch.setattr(watch, "begun_collectives", lambda: [first, second])
+    monkeypatch.setattr(watch, "unfinished_collectives", lambda: [first, second])
     monkeypatch.setattr(time, "time", lambda: real() + set_by)
     watched._publish(board, time.monotonic(), 0.0)
     reading = read(tmp_path / "board")
     assert reading is not None and [wait.since for wait in reading.waits] == [seen.since]
-    assert all(time.monotonic() - began < age + 2 for began in watched._begun.values()), (
+    assert all(time.monotonic() - began < age + 2 for began in watched._unfinished.values()), (
         "one that is new began after the last look"
     )

@@ -2,6 +2,12 @@
 
 `fully_shard` requests buffers from the first two, fills them and calls them. The all-reduce owns
 the buffers that the gradient reducer fills.
+
+Note [Words in turn]
+    Ranks announce each call in a word of shared memory, and each rank waits until all others have
+    done so. A rank can be one call ahead of another, which has seen all announcements but has not
+    read the values yet. It cannot be two calls ahead. Calls therefore use two words in turn, so
+    that no value is overwritten before it was read.
 """
 
 from __future__ import annotations
@@ -16,48 +22,46 @@ import torch.distributed as dist
 
 from plait._torch.flat_collectives import all_gather_single
 from plait._torch.units import AllGather, ReduceScatter
-from plait.comm.board import described
+from plait.comm.board import describe_tensor
 from plait.comm.buckets import Flat
 from plait.comm.record import record
 from plait.comm.reduce_scatter import add_in_order, reduce_scatter
-from plait.comm.shared_memory.host import Host, Memory, Unavailable
+from plait.comm.shared_memory.host import Host, SharedMemory, SharedMemoryUnavailable
 from plait.errors import CommunicationError
 
 _GATHER_SLOTS = 3
-"""`fully_shard` holds up to two outputs while it requests the next."""
+"""Number of outputs of all-gathers. `fully_shard` uses up to two while it requests the next."""
 _ALL_FREE = (1 << _GATHER_SLOTS) - 1
 _SCATTER_SLOTS = 2
-"""`fully_shard` may hold one input while it fills the next."""
+"""Number of inputs of reduce-scatters. `fully_shard` may use one while it fills the next."""
 _NO_SLOT = 255
-"""Announced by a rank whose input is not in shared memory."""
-_READ = 4
-"""Index of the word that says how many calls of a reduce-scatter this rank has finished reading."""
+"""Announcement of a rank whose input is not in shared memory."""
+_READ_WORD = 4
+"""Index of the word with the number of reduce-scatters that this rank has finished reading."""
 
 
 class _Slots:
     """Slots of shared memory that grow on request, with words by which ranks agree on their use.
 
     All ranks request the same sizes in one order, so their slots grow together. Subclasses decide
-    which slot is free, and which rank may use it when.
+    which slot is free, and which rank may use it when. The first request allocates memory.
+
+    Args:
+        host: Ranks of the group.
+        words: Number of words per rank.
+        slots: Number of slots, of equal size.
     """
 
     def __init__(self, host: Host, *, words: int, slots: int) -> None:
-        """Set the layout. The first request allocates memory.
-
-        Args:
-            host: The ranks.
-            words: Number of words per rank.
-            slots: Number of slots, of equal size.
-        """
         self._host = host
         self._words = words
         self._slots = slots
-        self._memory: Memory | None = None
+        self._memory: SharedMemory | None = None
         self._slot_bytes = 0
-        self._too_large: int | None = None
-        """Requests of this many bytes or more were refused: memory was short."""
+        self._refused_bytes: int | None = None
+        """Size for which memory was short. Requests of this size or more are not tried again."""
 
-    def _renewed(self) -> None:
+    def _reset(self) -> None:
         """Reset the state of the slots. Called when new memory has replaced the old one."""
         raise NotImplementedError
 
@@ -66,24 +70,28 @@ class _Slots:
 
     def _make_room(self, count: int) -> None:
         """Grow the slots to `count` bytes. Collective if no call before was as large."""
-        if self._fits(count) or (self._too_large is not None and count >= self._too_large):
+        if self._fits(count):
             return
+        if self._refused_bytes is not None and count >= self._refused_bytes:
+            return
+        # Slots begin at cache lines.
         slot_bytes = -(-count // 64) * 64
+        data_bytes = self._slots * slot_bytes
         try:
-            memory = Memory(self._host, words=self._words, data_bytes=self._slots * slot_bytes)
-        except Unavailable:
-            self._too_large = count
+            memory = SharedMemory(self._host, words=self._words, data_bytes=data_bytes)
+        except SharedMemoryUnavailable:
+            self._refused_bytes = count
             return
         self._memory = memory
         self._slot_bytes = slot_bytes
-        self._renewed()
+        self._reset()
 
-    def _slot(
-        self, index: int, numel: int, dtype: torch.dtype, released: Callable[[], None]
+    def _slot_tensor(
+        self, index: int, numel: int, dtype: torch.dtype, on_release: Callable[[], None]
     ) -> torch.Tensor:
         """Return a tensor [numel] at the start of a slot.
 
-        `released` is called when no tensor of this rank points into the slot any more, unless new
+        `on_release` is called when no tensor of this rank points into the slot any more, unless new
         memory has replaced it.
         """
         memory = self._memory
@@ -91,22 +99,22 @@ class _Slots:
 
         def release() -> None:
             if self._memory is memory:
-                released()
+                on_release()
 
         return memory.tensor(index * self._slot_bytes, numel, dtype, release)
 
-    def _same_everywhere(self, word: int, count: int, *, operation: str, does: str) -> None:
-        """Raise CommunicationError unless all ranks have set a word to `count`."""
+    def _check_sizes(self, word: int, count: int, *, operation: str, verb: str) -> None:
+        """Raise CommunicationError unless all ranks have set a word to `count` bytes."""
         memory = self._memory
         host = self._host
         assert memory is not None
-        other = next((rank for rank in range(host.ranks) if memory.read(rank, word) != count), None)
-        if other is not None:
-            theirs = memory.read(other, word)
-            raise CommunicationError(
-                f"{operation} over {host.label}: {host.name(other)} {does} {theirs} bytes and"
-                f" {host.name(host.rank)} {count}; the ranks issue different collectives"
-            )
+        for rank in range(host.ranks):
+            other_count = memory.read(rank, word)
+            if other_count != count:
+                raise CommunicationError(
+                    f"{operation} over {host.label}: {host.name(rank)} {verb} {other_count} bytes"
+                    f" and {host.name(host.rank)} {count}; the ranks issue different collectives"
+                )
 
 
 class SharedAllGather(_Slots, AllGather):
@@ -125,8 +133,9 @@ class SharedAllGather(_Slots, AllGather):
     def __init__(self, host: Host) -> None:
         super().__init__(host, words=4, slots=_GATHER_SLOTS)
         self._round = 0
+        """Number of calls with the current memory."""
         self._next: int | None = 0
-        """Slot of the next call, on which all ranks agree. None if none is free."""
+        """Slot of the next call, on which all ranks agree. None if no slot is free."""
         self._free = _ALL_FREE
         """Slots into which no tensor of this rank points, one bit each."""
         self._output: tuple[int, int] | None = None
@@ -139,7 +148,11 @@ class SharedAllGather(_Slots, AllGather):
         numel = prod(int(length) for length in size)
         count = numel * dtype.itemsize
         self._make_room(count)
-        if self._next is None or not self._fits(count) or not self._free >> self._next & 1:
+        if self._next is None or not self._fits(count):
+            return torch.empty(*size, dtype=dtype, device=device)
+        is_free = self._free >> self._next & 1
+        if not is_free:
+            # An output that was requested before and not used.
             return torch.empty(*size, dtype=dtype, device=device)
         output = self._lease(self._next, numel, dtype)
         self._output = (output.data_ptr(), count)
@@ -160,14 +173,16 @@ class SharedAllGather(_Slots, AllGather):
         if self._memory is None or not self._fits(count):
             all_gather_single(output_tensor, input_tensor, group=group)
             return
+
         slot = self._next
         staged = None
-        if slot is not None and not in_place:
-            staged = self._lease(slot, output_tensor.numel(), output_tensor.dtype)
-            staged.view(self._host.ranks, -1)[self._host.rank].copy_(input_tensor.reshape(-1))
         if slot is None:
             all_gather_single(output_tensor, input_tensor, group=group)
-        self._meet(count, described(output_tensor.shape, output_tensor.dtype))
+        elif not in_place:
+            staged = self._lease(slot, output_tensor.numel(), output_tensor.dtype)
+            staged.view(self._host.ranks, -1)[self._host.rank].copy_(input_tensor.reshape(-1))
+        # Ranks meet even without a slot, because they agree on the next slot here.
+        self._synchronize(count, describe_tensor(output_tensor.shape, output_tensor.dtype))
         if staged is not None:
             output_tensor.view(-1).copy_(staged)
         if slot is not None:
@@ -175,30 +190,32 @@ class SharedAllGather(_Slots, AllGather):
                 "all_gather", full_bytes=count, dtype=output_tensor.dtype, ranks=self._host.ranks
             )
 
-    def _meet(self, count: int, shape: str) -> None:
+    def _synchronize(self, count: int, shape: str) -> None:
         """Wait for every rank's shard, and agree on the next slot."""
         memory = self._memory
         host = self._host
         parity = self._round % 2
         assert memory is not None
-        # Two words in turn, because a rank can be one call ahead of another, but not two. The slot
-        # of this call is in use until its output is freed.
+        # See Note [Words in turn]. The slot of this call is in use until its output is freed. The
+        # size is written before the word that others wait for.
         memory.write(2 + parity, count)
         memory.write(parity, (self._round + 1) << _GATHER_SLOTS | self._free)
         host.wait(
-            partial(self._late, parity),
+            partial(self._late_ranks, parity),
             operation="all-gather",
             sequence=self._round + 1,
             shape=shape,
         )
-        self._same_everywhere(2 + parity, count, operation="all-gather", does="gathers")
+        self._check_sizes(2 + parity, count, operation="all-gather", verb="gathers")
+
         free = _ALL_FREE
         for rank in range(host.ranks):
             free &= memory.read(rank, parity)
+        # The lowest bit that is set.
         self._next = (free & -free).bit_length() - 1 if free else None
         self._round += 1
 
-    def _late(self, parity: int) -> list[int]:
+    def _late_ranks(self, parity: int) -> list[int]:
         memory = self._memory
         expected = self._round + 1
         assert memory is not None
@@ -211,12 +228,12 @@ class SharedAllGather(_Slots, AllGather):
     def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._free &= ~(1 << slot)
 
-        def released() -> None:
+        def mark_free() -> None:
             self._free |= 1 << slot
 
-        return self._slot(slot, numel, dtype, released)
+        return self._slot_tensor(slot, numel, dtype, mark_free)
 
-    def _renewed(self) -> None:
+    def _reset(self) -> None:
         self._round = 0
         self._next = 0
         self._free = _ALL_FREE
@@ -235,14 +252,15 @@ class SharedReduceScatter(_Slots, ReduceScatter):
     def __init__(self, host: Host) -> None:
         super().__init__(host, words=5, slots=host.ranks * _SCATTER_SLOTS)
         self._round = 0
+        """Number of calls with the current memory."""
         self._leased = [False] * _SCATTER_SLOTS
-        self._used = [0] * _SCATTER_SLOTS
-        """The call, counted from 1, that last used a slot."""
+        """Whether a tensor of this rank points into a slot."""
+        self._last_use = [0] * _SCATTER_SLOTS
+        """Number of the call, from 1, that last used a slot."""
         self._input: tuple[int, int, int] | None = None
         """(address, bytes, slot) of the input that `allocate` returned for the next call."""
-        self._asked = False
-        """True after the input of the next call was requested. The next request is then for the
-        output."""
+        self._has_input = False
+        """Whether the input of the next call was requested. The next request is for the output."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -251,9 +269,9 @@ class SharedReduceScatter(_Slots, ReduceScatter):
 
         The second request before a call returns its output [n], which is not shared.
         """
-        if self._asked:
+        if self._has_input:
             return torch.empty(*size, dtype=dtype, device=device)
-        self._asked = True
+        self._has_input = True
         numel = prod(int(length) for length in size)
         count = numel * dtype.itemsize
         self._make_room(count)
@@ -272,14 +290,19 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Fill `output_tensor` [n] with this rank's part of the reduced `input_tensor` [ranks x n].
+        """Reduce `input_tensor` [ranks x n] to this rank's `output_tensor` [n]. Synchronous.
 
-        `op` is SUM or AVG. The call is synchronous.
+        Args:
+            output_tensor: This rank's shard of the result.
+            input_tensor: Contribution of this rank.
+            group: The process group.
+            op: SUM or AVG.
+            async_op: Not used.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"reduce-scatter by {op}")
         count = input_tensor.numel() * input_tensor.element_size()
-        self._asked = False
+        self._has_input = False
         requested = self._input
         self._input = None
         self._make_room(count)
@@ -288,19 +311,27 @@ class SharedReduceScatter(_Slots, ReduceScatter):
             # Another tensor than the one that `allocate` returned is copied into a slot first.
             if requested is not None and requested[:2] == (input_tensor.data_ptr(), count):
                 slot = requested[2]
-            self._through_memory(output_tensor, input_tensor, group, slot)
+            self._reduce_in_memory(output_tensor, input_tensor, group, slot)
         else:
             reduce_scatter(output_tensor, input_tensor, group)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
 
-    def _through_memory(
+    def _reduce_in_memory(
         self,
         output: torch.Tensor,
         stacked: torch.Tensor,
         group: dist.ProcessGroup,
         slot: int | None,
     ) -> None:
+        """Reduce the inputs of all ranks where they are.
+
+        Args:
+            output: This rank's shard of the result.
+            stacked: Contribution of this rank [ranks x n].
+            group: The process group, which is used if the input of a rank has no slot.
+            slot: Slot that has the input, or None to copy it into one.
+        """
         memory = self._memory
         host = self._host
         assert memory is not None
@@ -309,21 +340,23 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         if slot is None and (slot := self._free_slot()) is not None:
             staged = self._lease(slot, stacked.numel(), stacked.dtype)
             staged.copy_(stacked.reshape(-1))
-        chosen = self._meet(
-            count, described(stacked.shape, stacked.dtype), _NO_SLOT if slot is None else slot
+        slots = self._synchronize(
+            count, describe_tensor(stacked.shape, stacked.dtype), _NO_SLOT if slot is None else slot
         )
-        if _NO_SLOT in chosen:
+
+        if _NO_SLOT in slots:
             reduce_scatter(output, stacked, group)
         else:
             start = host.rank * count // host.ranks
-            places = [rank * _SCATTER_SLOTS + theirs for rank, theirs in enumerate(chosen)]
-            offsets = [place * self._slot_bytes + start for place in places]
-            addends = [memory.tensor(offset, output.numel(), output.dtype) for offset in offsets]
+            addends = []
+            for rank, rank_slot in enumerate(slots):
+                offset = (rank * _SCATTER_SLOTS + rank_slot) * self._slot_bytes + start
+                addends.append(memory.tensor(offset, output.numel(), output.dtype))
             add_in_order(addends, [output.view(-1)])
             record("reduce_scatter", full_bytes=count, dtype=output.dtype, ranks=host.ranks)
-        memory.write(_READ, self._round)
+        memory.write(_READ_WORD, self._round)
 
-    def _meet(self, count: int, shape: str, slot: int) -> list[int]:
+    def _synchronize(self, count: int, shape: str, slot: int) -> list[int]:
         """Wait until every rank has filled its input, and return the slot of each rank."""
         memory = self._memory
         host = self._host
@@ -331,20 +364,20 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         assert memory is not None
         self._round += 1
         if slot != _NO_SLOT:
-            self._used[slot] = self._round
-        # Two words in turn, because a rank can be one call ahead of another, but not two.
+            self._last_use[slot] = self._round
+        # See Note [Words in turn]. The size is written before the word that others wait for.
         memory.write(2 + parity, count)
         memory.write(parity, self._round << 8 | slot)
         host.wait(
-            partial(self._late, parity),
+            partial(self._late_ranks, parity),
             operation="reduce-scatter",
             sequence=self._round,
             shape=shape,
         )
-        self._same_everywhere(2 + parity, count, operation="reduce-scatter", does="reduces")
+        self._check_sizes(2 + parity, count, operation="reduce-scatter", verb="reduces")
         return [memory.read(rank, parity) & 255 for rank in range(host.ranks)]
 
-    def _late(self, parity: int) -> list[int]:
+    def _late_ranks(self, parity: int) -> list[int]:
         memory = self._memory
         assert memory is not None
         return [
@@ -361,39 +394,48 @@ class SharedReduceScatter(_Slots, ReduceScatter):
         free = [slot for slot in range(_SCATTER_SLOTS) if not self._leased[slot]]
         if not free:
             return None
-        slot = min(free, key=lambda slot: self._used[slot])
+        slot = min(free, key=self._last_use.__getitem__)
         memory = self._memory
         assert memory is not None
-        late = partial(memory.behind, _READ, self._used[slot])
-        self._host.wait(late, operation="reduce-scatter", sequence=self._used[slot])
+        last_use = self._last_use[slot]
+        late_ranks = partial(memory.behind, _READ_WORD, last_use)
+        self._host.wait(late_ranks, operation="reduce-scatter", sequence=last_use)
         return slot
 
     def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._leased[slot] = True
 
-        def released() -> None:
+        def mark_free() -> None:
             self._leased[slot] = False
 
-        return self._slot(self._host.rank * _SCATTER_SLOTS + slot, numel, dtype, released)
+        return self._slot_tensor(self._host.rank * _SCATTER_SLOTS + slot, numel, dtype, mark_free)
 
-    def _renewed(self) -> None:
+    def _reset(self) -> None:
         self._round = 0
         self._leased = [False] * _SCATTER_SLOTS
-        self._used = [0] * _SCATTER_SLOTS
+        self._last_use = [0] * _SCATTER_SLOTS
 
 
 class SharedBuckets:
-    """All-reduce of one group, for the buckets of the gradient reducer; see `comm.buckets.Buckets`.
+    """All-reduce of gradient buckets in shared memory (implements `comm.buckets.Buckets`).
 
-    Every rank sums one part of a buffer over all ranks, in their order, and writes the sum into all
-    of them. Nothing is copied, and the sum has the same bits on every rank.
+    Every rank sums one slice of a buffer over all ranks, in their order, and writes the sum into
+    the buffers of all ranks. Nothing is copied, and the sum has the same bits on every rank.
 
-    No thread works in the background. A rank sums its part in a later `start` if the other ranks
+    No thread works in the background. A rank sums its slice in a later `start` if the other ranks
     are ready by then, and otherwise in `finish`, so ranks wait for each other in `finish` only.
+
+    Creating an object is collective.
+
+    Args:
+        host: Ranks of the group.
+        flats: Content of the buckets.
+
+    Raises:
+        SharedMemoryUnavailable: Memory is short. Raised on all ranks.
     """
 
     def __init__(self, host: Host, flats: Sequence[Flat]) -> None:
-        """Allocate the buffers. Collective. Raises Unavailable on all ranks if memory is short."""
         starts = []
         total = 0
         for flat in flats:
@@ -401,66 +443,70 @@ class SharedBuckets:
             total += -(-flat.numel * flat.dtype.itemsize // 128) * 128
         self.state: dict[str, torch.Tensor] = {}
         self._host = host
-        self._memory = memory = Memory(host, words=2 * len(flats), data_bytes=host.ranks * total)
-        self._pieces = [
-            [
-                memory.tensor(rank * total + start, flat.numel, flat.dtype)
-                for rank in range(host.ranks)
-            ]
-            for start, flat in zip(starts, flats, strict=True)
-        ]
-        """Memory of each buffer on each rank, [buffers][ranks]."""
-        self.buffers = [pieces[host.rank] for pieces in self._pieces]
+        # Two words per buffer: the number of its starts, and the number of its sums.
+        memory = SharedMemory(host, words=2 * len(flats), data_bytes=host.ranks * total)
+        self._memory = memory
+        self._rank_buffers: list[list[torch.Tensor]] = []
+        """Buffers of all ranks, [buffers][ranks]."""
+        for start, flat in zip(starts, flats, strict=True):
+            self._rank_buffers.append(
+                [
+                    memory.tensor(rank * total + start, flat.numel, flat.dtype)
+                    for rank in range(host.ranks)
+                ]
+            )
+        self.buffers = [buffers[host.rank] for buffers in self._rank_buffers]
         for buffer in self.buffers:
-            buffer.zero_()  # also places the pages near this rank
-        self._shapes = [described([flat.numel], flat.dtype) for flat in flats]
+            # The first write also places the pages near this rank.
+            buffer.zero_()
+        self._shapes = [describe_tensor([flat.numel], flat.dtype) for flat in flats]
         self._calls = [0] * len(flats)
         """Number of calls of `start` for each buffer."""
-        self._waiting: list[int] = []
-        """Buffers that this rank has started and not yet summed its part of, in order."""
+        self._unsummed: list[int] = []
+        """Buffers that were started and whose slice this rank has not summed, in order."""
 
     def start(self, index: int) -> None:
-        """Announce that this rank's buffer is ready, see `Buckets.start`."""
+        """Announce that this rank's buffer is filled."""
         self._calls[index] += 1
         self._memory.write(2 * index, self._calls[index])
-        self._waiting.append(index)
-        self._go_on()
+        self._unsummed.append(index)
+        self._sum_ready()
 
     def finish(self, index: int) -> None:
-        """Wait until the buffer holds the sum over all ranks."""
-        while index in self._waiting:
-            self._wait(self._waiting[0], 0)
-            self._go_on()
+        """Wait until the buffer has the sum over all ranks."""
+        while index in self._unsummed:
+            self._wait(self._unsummed[0], 0)
+            self._sum_ready()
         self._wait(index, 1)
         buffer = self.buffers[index]
         record("all_reduce", full_bytes=buffer.nbytes, dtype=buffer.dtype, ranks=self._host.ranks)
 
     def _wait(self, index: int, word: int) -> None:
-        shape = self._shapes[index]
         self._host.wait(
-            partial(self._late, index, word),
+            partial(self._late_ranks, index, word),
             operation="all-reduce",
             sequence=self._calls[index],
-            shape=shape,
+            shape=self._shapes[index],
         )
 
-    def _go_on(self) -> None:
-        while self._waiting and not self._late(self._waiting[0], 0):
-            self._sum(self._waiting.pop(0))
+    def _sum_ready(self) -> None:
+        """Sum this rank's slices of buffers that all ranks have started, up to the first other."""
+        while self._unsummed and not self._late_ranks(self._unsummed[0], 0):
+            self._sum(self._unsummed.pop(0))
 
     def _sum(self, index: int) -> None:
-        memory = self._memory
+        """Sum this rank's slice of a buffer into the buffers of all ranks."""
         host = self._host
-        pieces = self._pieces[index]
-        numel = pieces[0].numel()
-        # Whole cache lines, so that ranks do not write to the same one.
-        part = -(-numel // (host.ranks * 32)) * 32
-        start = min(numel, host.rank * part)
-        stop = min(numel, (host.rank + 1) * part)
-        mine = [piece[start:stop] for piece in pieces]
-        add_in_order(mine, mine)
-        memory.write(2 * index + 1, self._calls[index])
+        buffers = self._rank_buffers[index]
+        numel = buffers[0].numel()
+        # Full cache lines, so that no two ranks write to the same one.
+        slice_numel = -(-numel // (host.ranks * 32)) * 32
+        start = min(numel, host.rank * slice_numel)
+        stop = min(numel, start + slice_numel)
+        slices = [buffer[start:stop] for buffer in buffers]
+        add_in_order(slices, slices)
+        self._memory.write(2 * index + 1, self._calls[index])
 
-    def _late(self, index: int, word: int) -> list[int]:
+    def _late_ranks(self, index: int, word: int) -> list[int]:
         """Return the ranks that have not started (word 0) or summed (word 1) a buffer's call."""
         return self._memory.behind(2 * index + word, self._calls[index])

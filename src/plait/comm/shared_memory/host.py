@@ -3,8 +3,8 @@
 Memory is an anonymous file (`memfd`) that one rank creates and the others open through `/proc`. It
 has no name, so a killed run leaves nothing behind, and it does not count against the size of
 `/dev/shm`. If every rank reads the random bytes that the first one wrote, the ranks share a
-machine. Host names prove nothing. If they do not share one, all ranks raise `Unavailable`.
-Only x86-64 is supported, because ranks rely on its order of stores.
+machine. Host names prove nothing. If they do not share one, all ranks raise
+`SharedMemoryUnavailable`. Only x86-64 is supported, because ranks rely on its order of stores.
 """
 
 from __future__ import annotations
@@ -35,50 +35,71 @@ from plait.units import format_bytes
 _PAGE = 4096
 _NONCE_BYTES = 32
 _YIELDING_SECONDS = 500e-6
-"""A wait yields the core for this time before it sleeps. Waking up costs about 100 microseconds."""
+"""Time for which a wait yields the core before it sleeps.
+
+Waking up costs about 100 microseconds.
+"""
+_FIRST_PAUSE_SECONDS = 20e-6
+_LONGEST_PAUSE_SECONDS = 200e-6
+_CHECK_SECONDS = 0.05
+"""Interval at which a wait checks whether missing ranks have ended."""
 _SHARE_OF_FREE_MEMORY = 0.5
 """Largest fraction of the free host memory that one allocation shares."""
 
 
-class Unavailable(Exception):
-    """Raised if memory cannot be shared, on every rank of the group or on none.
+class SharedMemoryUnavailable(Exception):
+    """Memory cannot be shared. Raised on every rank of the group or on none.
 
     The message is the reason.
     """
 
 
 class Host:
-    """A group whose ranks all run on this machine."""
+    """Group whose ranks all run on this machine. Creating an object is collective.
+
+    Args:
+        group: The process group.
+        label: Name of the group in errors, such as `dp_shard`.
+
+    Attributes:
+        group: The process group.
+        label: Name of the group in errors.
+        ranks: Number of ranks.
+        rank: This process's rank in the group.
+        timeout_seconds: Longest time that a wait may take.
+
+    Raises:
+        SharedMemoryUnavailable: The ranks do not share a machine, or the platform is not supported.
+    """
 
     def __init__(self, group: dist.ProcessGroup, *, label: str) -> None:
-        """Check that all ranks of `group` run on this machine. Collective over `group`.
-
-        Args:
-            group: The process group.
-            label: Name of the group in errors, such as `dp_shard`.
-
-        Raises:
-            Unavailable: They do not, or the platform is not supported.
-        """
         self.group = group
         self.label = label
-        self.ranks, self.rank = group.size(), group.rank()
+        self.ranks = group.size()
+        self.rank = group.rank()
         self.timeout_seconds = timeout_of(group)
         self._global_ranks = dist.get_process_group_ranks(group)
-        _agree(group, _unsupported())
-        Memory(self, words=1, data_bytes=0)  # raises Unavailable unless the ranks share a machine
-        self._pids: list[tuple[int, int]] = [(0, 0)] * self.ranks
-        dist.all_gather_object(
-            self._pids, (os.getpid(), os.stat("/proc/self/ns/pid").st_ino), group=group
-        )
-        self._sees_processes = len({namespace for _, namespace in self._pids}) == 1
+        _raise_on_all_ranks(group, _unsupported_platform())
+        # This raises SharedMemoryUnavailable unless the ranks share a machine.
+        SharedMemory(self, words=1, data_bytes=0)
+
+        self._processes: list[tuple[int, int]] = [(0, 0)] * self.ranks
+        """Number of each rank's process, and its PID namespace."""
+        process = (os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
+        dist.all_gather_object(self._processes, process, group=group)
+        self._sees_processes = len({namespace for _, namespace in self._processes}) == 1
 
     def name(self, rank: int) -> str:
         """Return `rank N` for errors, where N is the global rank of a rank of the group."""
         return f"rank {self._global_ranks[rank]}"
 
     def wait(
-        self, late: Callable[[], list[int]], *, operation: str, sequence: int = 0, shape: str = ""
+        self,
+        late_ranks: Callable[[], list[int]],
+        *,
+        operation: str,
+        sequence: int = 0,
+        shape: str = "",
     ) -> None:
         """Return when no rank is missing. Yield the core at first and sleep later.
 
@@ -86,7 +107,7 @@ class Host:
         than cores.
 
         Args:
-            late: Returns the ranks of the group that are still missing.
+            late_ranks: Returns the ranks of the group that are still missing.
             operation: Name of the collective, for messages.
             sequence: Number of the collective within the group, for messages.
             shape: Shape and dtype of the tensor, for messages.
@@ -96,119 +117,139 @@ class Host:
                 message names the ranks and the operation.
         """
         began = time.monotonic()
-        while late():
+        while late_ranks():
             os.sched_yield()
             if time.monotonic() - began > _YIELDING_SECONDS:
                 break
-        missing = late()
-        if missing:
-            wait = Wait(
-                operation,
-                self.label,
-                began,
-                sequence,
-                shape,
-                self._names(missing),
-                tuple(self._global_ranks),
-            )
-            with WATCH.waiting(wait):
-                self._wait_on(late, wait)
+        missing = late_ranks()
+        if not missing:
+            return
+        wait = Wait(
+            operation,
+            self.label,
+            began,
+            sequence,
+            shape,
+            self._to_global(missing),
+            tuple(self._global_ranks),
+        )
+        with WATCH.waiting(wait):
+            self._sleep_until_complete(late_ranks, wait)
 
-    def _wait_on(self, late: Callable[[], list[int]], wait: Wait) -> None:
-        """Sleep until no rank is missing, and publish `wait` meanwhile."""
+    def _sleep_until_complete(self, late_ranks: Callable[[], list[int]], wait: Wait) -> None:
+        """Sleep until no rank is missing, and publish changes of `wait`."""
         checked = wait.since
-        pause = 20e-6
-        while late():
+        pause = _FIRST_PAUSE_SECONDS
+        while late_ranks():
             time.sleep(pause)
-            pause = min(pause * 1.5, 200e-6)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
             now = time.monotonic()
-            if now - checked > 0.05:
-                checked = now
-                missing = self._names(self._check(late, wait.operation, waited=now - wait.since))
-                if missing and missing != wait.missing:
-                    wait = replace(wait, missing=missing)
-                    WATCH.again(wait)
+            if now - checked <= _CHECK_SECONDS:
+                continue
+            checked = now
+            missing = self._check(late_ranks, wait.operation, waited=now - wait.since)
+            global_missing = self._to_global(missing)
+            if global_missing and global_missing != wait.missing:
+                wait = replace(wait, missing=global_missing)
+                WATCH.update_wait(wait)
 
-    def _names(self, ranks: list[int]) -> tuple[int, ...]:
-        """Return global ranks."""
+    def _to_global(self, ranks: list[int]) -> tuple[int, ...]:
         return tuple(self._global_ranks[rank] for rank in ranks)
 
-    def _check(self, late: Callable[[], list[int]], operation: str, *, waited: float) -> list[int]:
+    def _check(
+        self, late_ranks: Callable[[], list[int]], operation: str, *, waited: float
+    ) -> list[int]:
         """Return the ranks that are missing. Raises CommunicationError as `wait` does."""
-        ended = self._ended()
-        missing = late()  # after `_ended`, so that the last words of a rank that ended count
-        dead = [rank for rank in missing if rank in ended]
-        me = self.name(self.rank)
-        if dead:
-            names = ", ".join(f"{self.name(rank)} (process {self._pids[rank][0]})" for rank in dead)
+        ended = self._ended_ranks()
+        # In this order, because a rank may have finished its part just before it ended.
+        missing = late_ranks()
+        missing_ended = [rank for rank in missing if rank in ended]
+        this_rank = self.name(self.rank)
+        if missing_ended:
+            names = ", ".join(
+                f"{self.name(rank)} (process {self._processes[rank][0]})" for rank in missing_ended
+            )
             raise CommunicationError(
-                f"{operation} over {self.label}: {names} ended while {me} waited for it; the first"
-                " failure is there"
+                f"{operation} over {self.label}: {names} ended while {this_rank} waited for it; the"
+                " first failure is there"
             )
         if missing and waited > self.timeout_seconds:
             names = ", ".join(self.name(rank) for rank in missing)
             raise CommunicationError(
-                f"{operation} over {self.label}: {me} waited {waited:.0f} s for {names}, which runs"
-                " and did not take part; it is stuck or issues other collectives"
+                f"{operation} over {self.label}: {this_rank} waited {waited:.0f} s for {names},"
+                " which runs and did not take part; it is stuck or issues other collectives"
             )
         return missing
 
-    def _ended(self) -> set[int]:
-        if not self._sees_processes:  # only the deadline ends a wait
+    def _ended_ranks(self) -> set[int]:
+        if not self._sees_processes:
+            # Processes of other containers are not visible. Only the deadline ends a wait.
             return set()
         return {
-            rank for rank, (pid, _) in enumerate(self._pids) if stacks.state(pid) in stacks.ENDED
+            rank
+            for rank, (process, _) in enumerate(self._processes)
+            if stacks.state(process) in stacks.ENDED
         }
 
 
-class Memory:
+class SharedMemory:
     """Bytes and counters that every rank of a `Host` reads and writes.
 
-    `words` [ranks, width] of int64 start at 0, and a rank writes only its own row. On x86-64 a rank
-    that sees a word also sees everything that was written before it. The memory is freed when no
-    tensor of any rank points into it.
+    The counters are words of int64 that start at 0, and a rank writes only its own words. On x86-64
+    a rank that sees a word also sees everything that was written before it. The memory is freed
+    when no tensor of any rank points into it.
+
+    Creating an object is collective over the host's group, with equal arguments on all ranks.
+
+    Args:
+        host: Ranks of the group.
+        words: Number of words per rank.
+        data_bytes: Size of the bytes that `tensor` returns ranges of.
+
+    Attributes:
+        words: Words of all ranks, one row after the other.
+
+    Raises:
+        SharedMemoryUnavailable: A rank cannot map the memory, or it exceeds its share of the free
+            memory.
     """
 
     def __init__(self, host: Host, *, words: int, data_bytes: int) -> None:
-        """Allocate memory. Collective over the host's group, with equal arguments on all ranks.
-
-        Args:
-            host: The ranks.
-            words: Number of words per rank.
-            data_bytes: Size of the bytes that `tensor` returns ranges of.
-
-        Raises:
-            Unavailable: A rank cannot map the memory, or it takes too much of what is free.
-        """
         self._ranks = host.ranks
-        # whole pairs of cache lines, so that ranks do not disturb each other
-        self._row = math.ceil(words / 16) * 16
-        start = _pages(_NONCE_BYTES)
-        self._data_start = start + _pages(host.ranks * self._row * 8)
-        # an empty tensor at the end points at one element
-        total = self._data_start + _pages(data_bytes + 64)
-        descriptor, offer = _offer(total) if host.rank == 0 else (None, None)
+        # A row fills pairs of cache lines, so that ranks do not disturb each other.
+        self._row_words = math.ceil(words / 16) * 16
+        self._own_row = host.rank * self._row_words
+        words_start = _round_to_pages(_NONCE_BYTES)
+        words_bytes = host.ranks * self._row_words * 8
+        self._data_start = words_start + _round_to_pages(words_bytes)
+        # An empty tensor at the end points to one element.
+        total = self._data_start + _round_to_pages(data_bytes + 64)
+
+        descriptor = None
+        offer: tuple[str, bytes] | str | None = None
+        if host.rank == 0:
+            descriptor, offer = _offer(total)
         offers = [offer]
         dist.broadcast_object_list(offers, group_src=0, group=host.group)
         mapped, problem = _open(offers[0], total)
         try:
-            # Also a barrier: the first rank closes its descriptor after all ranks have opened it.
-            _agree(host.group, problem)
+            # This is also a barrier. The first rank must not close its descriptor before all ranks
+            # have opened the file.
+            _raise_on_all_ranks(host.group, problem)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
         assert mapped is not None
         self._mapped = mapped
-        self.words = memoryview(mapped)[start : start + host.ranks * self._row * 8].cast("q")
-        self._mine = host.rank * self._row
+        self.words = memoryview(mapped)[words_start : words_start + words_bytes].cast("q")
 
     def read(self, rank: int, index: int) -> int:
         """Return a word of any rank of the group."""
-        return int(self.words[rank * self._row + index])
+        return int(self.words[rank * self._row_words + index])
 
     def write(self, index: int, value: int) -> None:
         """Set a word of this rank."""
-        self.words[self._mine + index] = value
+        self.words[self._own_row + index] = value
 
     def behind(self, index: int, count: int) -> list[int]:
         """Return the ranks whose word, a counter, has not reached `count`."""
@@ -230,22 +271,25 @@ class Memory:
             on_release: Called when no tensor of this rank points to the range any more.
         """
         start = self._data_start + offset
-        window = memoryview(self._mapped)[start : start + max(numel, 1) * dtype.itemsize]
+        # `frombuffer` refuses to make an empty tensor.
+        count = max(numel, 1)
+        window = memoryview(self._mapped)[start : start + count * dtype.itemsize]
         if on_release is not None:
+            # The storage of the tensor, which views share, references the window.
             weakref.finalize(window, on_release).atexit = False
-        return torch.frombuffer(window, dtype=dtype, count=max(numel, 1))[:numel]
+        return torch.frombuffer(window, dtype=dtype, count=count)[:numel]
 
 
-def _agree(group: dist.ProcessGroup, problem: str | None) -> None:
-    """Raise Unavailable on every rank if any has a problem."""
+def _raise_on_all_ranks(group: dist.ProcessGroup, problem: str | None) -> None:
+    """Raise SharedMemoryUnavailable on every rank if any rank has a problem. Collective."""
     problems: list[str | None] = [None] * group.size()
     dist.all_gather_object(problems, problem, group=group)
-    first = next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
-    if first is not None:
-        raise Unavailable(f"rank {dist.get_global_rank(group, first[0])}: {first[1]}")
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise SharedMemoryUnavailable(f"rank {dist.get_global_rank(group, rank)}: {text}")
 
 
-def _unsupported() -> str | None:
+def _unsupported_platform() -> str | None:
     if sys.platform != "linux":
         return f"shared memory is for Linux, this is {sys.platform}"
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -261,7 +305,7 @@ def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
     try:
         descriptor = anonymous_file("plait")
     except OSError as error:
-        return None, f"memory that processes share: {error.strerror}"
+        return None, f"memory to share between processes: {error.strerror}"
     nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
         os.ftruncate(descriptor, total)
@@ -280,16 +324,15 @@ def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap 
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        where = "it runs on another machine, in another container or as another user"
-        return None, f"the first rank's memory cannot be opened ({error.strerror}); {where}"
+        return None, (
+            f"the first rank's memory cannot be opened ({error.strerror}); it runs on another"
+            " machine, in another container or as another user"
+        )
     try:
         if os.fstat(descriptor).st_size != total or os.pread(descriptor, _NONCE_BYTES, 0) != nonce:
-            return (
-                None,
-                (
-                    "what it opened is not the first rank's memory; it runs on another machine or"
-                    " in another container"
-                ),
+            return None, (
+                "what it opened is not the first rank's memory; it runs on another machine or in"
+                " another container"
             )
         return mmap.mmap(descriptor, total), None
     except OSError as error:
@@ -298,5 +341,5 @@ def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap 
         os.close(descriptor)
 
 
-def _pages(count: int) -> int:
+def _round_to_pages(count: int) -> int:
     return math.ceil(count / _PAGE) * _PAGE
