@@ -1,4 +1,4 @@
-"""Print the table of docs/communication.md that says how the chooser sums gradients on clusters as they exist, from their data sheets.
+"""Print the table of docs/explanation/communication.md that says how the chooser sums gradients on clusters as they exist, from their data sheets.
 
 Run: PYTHONPATH=src:. python tools/choice_table.py [--write]; tests/unit/comm/test_choose.py holds the document to it.
 """
@@ -16,7 +16,7 @@ from plait.units import GIB, KIB, MIB, format_bytes
 
 ROOT = Path(__file__).parents[1]
 TOPOLOGIES = ROOT / "tests" / "unit" / "comm" / "topologies.json"
-DOCUMENT = ROOT / "docs" / "communication.md"
+DOCUMENT = ROOT / "docs" / "explanation" / "communication.md"
 BEGIN, END = "<!-- tools/choice_table.py -->\n", "<!-- end -->\n"
 ON_A_GPU = 2e-11
 """Seconds a byte to quantise, as `comm.choose.QUANTISE_SECONDS_PER_BYTE`: about 30 passes over memory of 1.5 TB/s. Not measured."""

@@ -1,4 +1,4 @@
-"""Write docs/devices.md: results of `plait doctor --validate` on real devices.
+"""Write docs/reference/devices.md: results of `plait doctor --validate` on real devices.
 
     python -m tools.devices            read benchmarks/results/devices/*.json and write the page
     python -m tools.devices --add validation.json 2xh100-2026-12-01
@@ -24,7 +24,7 @@ from plait.validation.summary import summary_of
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results" / "devices"
-PAGE = ROOT / "docs" / "devices.md"
+PAGE = ROOT / "docs" / "reference" / "devices.md"
 KERNELS = 5
 """Longest kernels of a profile that a file in the folder has."""
 DIGITS = 7

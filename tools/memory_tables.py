@@ -1,4 +1,4 @@
-"""Write docs/memory.md: the peak of a step and what a micro-batch keeps, predicted and measured, and what recompute costs.
+"""Write docs/explanation/memory.md: the peak of a step and what a micro-batch keeps, predicted and measured, and what recompute costs.
 
 Run: python tools/memory_tables.py. Sizes are small so that the real runs fit anywhere; the last tables are predicted alone.
 """
@@ -505,7 +505,7 @@ norms keep float32 copies. `peak` contains everything but parameters and their a
 
 {third}
 """
-    (Path(__file__).parents[1] / "docs" / "memory.md").write_text(page)
+    (Path(__file__).parents[1] / "docs" / "explanation" / "memory.md").write_text(page)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the tables of docs/trainer.md that say what becomes of every field of `TrainingArguments`, `SFTConfig` and `DPOConfig`.
+"""Write the tables of docs/how-to/trainer.md that say what becomes of every field of `TrainingArguments`, `SFTConfig` and `DPOConfig`.
 
 Run: PYTHONPATH=src:. python tools/trainer_fields.py [--write]; tests/unit/hf/test_fields.py holds the document to it.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.common.table import markdown
 from plait.hf.fields import FIELDS, SEQ2SEQ, TRL, Field
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "trainer.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "how-to" / "trainer.md"
 END = "<!-- end -->\n"
 
 

@@ -1,4 +1,4 @@
-"""Print the table of docs/context-parallelism.md. Run: python -m benchmarks.context_kernels."""
+"""Print the table of docs/how-to/context-parallelism.md. Run: python -m benchmarks.context_kernels."""
 
 from __future__ import annotations
 

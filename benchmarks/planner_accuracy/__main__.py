@@ -25,7 +25,7 @@ from benchmarks.planner_accuracy.unseen import held
 ROOT = Path(__file__).parents[2]
 CONSTANTS = ROOT / "src/plait/planner/data/constants.json"
 HELD = ROOT / "src/plait/planner/data/unseen.json"
-PAGE = ROOT / "docs/planner_accuracy.md"
+PAGE = ROOT / "docs/explanation/planner_accuracy.md"
 
 
 def main() -> None:

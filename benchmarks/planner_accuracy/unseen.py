@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_accuracy.unseen ROWS.csv --json benchmarks/results/planner_unseen_N.json
 
-A source is predicted once and then learned from like the others; the score stays (see `docs/planner_accuracy.md`).
+A source is predicted once and then learned from like the others; the score stays (see `docs/explanation/planner_accuracy.md`).
 """
 
 from __future__ import annotations

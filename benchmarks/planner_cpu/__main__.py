@@ -30,7 +30,7 @@ from benchmarks.training_step.rounds import order
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks/results/planner_cpu.json"
-PAGE = ROOT / "docs/planner_cpu.md"
+PAGE = ROOT / "docs/explanation/planner_cpu.md"
 _REPEATS = 2
 _WAIT_SECONDS = 5.0
 

@@ -1,4 +1,4 @@
-"""Holds the planner's memory against dry runs and writes docs/planner_memory.md.
+"""Holds the planner's memory against dry runs and writes docs/explanation/planner_memory.md.
 
     python -m benchmarks.planner_memory              everything: minutes to tens of minutes
     python -m benchmarks.planner_memory --small      the small layouts alone; the rest of the page stays as it was
@@ -19,7 +19,7 @@ from plait.units import GIB, MIB
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks/results/planner_memory.json"
-PAGE = ROOT / "docs/planner_memory.md"
+PAGE = ROOT / "docs/explanation/planner_memory.md"
 
 _INTRODUCTION = """# Predicted memory against dry runs
 

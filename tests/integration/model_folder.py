@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "generation.md").read_text(encoding="utf-8")
 """The page that the commands of its tests are on, and the text that the tokenizer is made from."""
 
 

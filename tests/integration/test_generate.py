@@ -1,4 +1,4 @@
-"""`plait generate`: one prompt, a file of them, a chat, within a budget; and docs/generation.md."""
+"""`plait generate`: one prompt, a file of them, a chat, within a budget; and docs/how-to/generation.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plait plan infer`: placement, bytes, times; the commands of docs/generation.md; what is refused."""
+"""`plait plan infer`: placement, bytes, times; the commands of docs/how-to/generation.md; what is refused."""
 
 from __future__ import annotations
 

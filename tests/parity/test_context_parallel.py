@@ -252,7 +252,9 @@ def test_other_rows_on_each_rank(pool: Pool) -> None:
 
 def page(rank: int, world: int) -> int:
     """The steps that the code of the page has trained. Runs in a worker."""
-    text = (Path(__file__).parents[2] / "docs/context-parallelism.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/how-to/context-parallelism.md").read_text(
+        encoding="utf-8"
+    )
     block, tiles = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     ids = torch.arange(30)[None]
     names = {

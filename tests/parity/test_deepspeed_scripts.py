@@ -576,11 +576,13 @@ def test_a_pipeline_module(pool: Pool) -> None:
         torch.testing.assert_close(found, torch.stack(wanted).tolist(), rtol=0, atol=1e-6)
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "deepspeed-scripts.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "deepspeed-scripts.md").read_text(
+    encoding="utf-8"
+)
 
 
 def page(rank: int, world: int, folder: str) -> list[float]:
-    """The code of docs/deepspeed-scripts.md. Runs in a worker."""
+    """The code of docs/how-to/deepspeed-scripts.md. Runs in a worker."""
     (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(

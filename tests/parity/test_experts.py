@@ -97,7 +97,9 @@ def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
 
 def page(rank: int, world: int) -> list[int]:
     """The steps that each block of code of the page has trained. Runs in a worker."""
-    text = (Path(__file__).parents[2] / "docs/mixture-of-experts.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/how-to/mixture-of-experts.md").read_text(
+        encoding="utf-8"
+    )
     found = []
     for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         ids = torch.arange(30).view(2, 15)

@@ -1,4 +1,4 @@
-"""The loops of docs/migration.md: theirs and ours on two processes have the same losses and weights."""
+"""The loops of docs/how-to/migration.md: theirs and ours on two processes have the same losses and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.verify.parity import whole
 from tests.parity import trainers
 from tests.pool import Pool
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "migration.md").read_text(encoding="utf-8")
 BLOCKS = {
     title.strip(): code
     for title, code in re.findall(

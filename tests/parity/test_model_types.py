@@ -1,5 +1,5 @@
 """Model types of Transformers under tensor, sequence and pipeline parallelism and ZeRO 3, and loaded from a folder: what
-docs/model_types.json says still holds.
+docs/reference/model_types.json says still holds.
 
 A cover of the kinds runs in `make test`, all types in `make proof`. A cell that is exact or refused must stay so; one that failed may
 become either.
@@ -38,7 +38,9 @@ heads with biases."""
 @cache
 def known() -> dict[str, Any]:
     """What was found and is documented."""
-    found: dict[str, Any] = json.loads((ROOT / "docs" / "model_types.json").read_text())
+    found: dict[str, Any] = json.loads(
+        (ROOT / "docs" / "reference" / "model_types.json").read_text()
+    )
     return found["types"]
 
 
@@ -112,8 +114,8 @@ def test_a_type_is_loaded_in_slices_or_in_full(pool: Pool, tmp_path: Path, name:
 
 
 def test_the_page_is_made_from_the_data() -> None:
-    assert (ROOT / "docs" / "model_types.md").read_text() == tool().page(
-        json.loads((ROOT / "docs" / "model_types.json").read_text())
+    assert (ROOT / "docs" / "reference" / "model_types.md").read_text() == tool().page(
+        json.loads((ROOT / "docs" / "reference" / "model_types.json").read_text())
     )
-    rest = json.loads((ROOT / "docs" / "model_types.json").read_text())["not_run"]
+    rest = json.loads((ROOT / "docs" / "reference" / "model_types.json").read_text())["not_run"]
     assert {*known(), *rest} == set(model_types()), "run `make model-types` for this Transformers"

@@ -320,11 +320,11 @@ def test_a_part_of_the_weights_is_no_folder(
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text(encoding="utf-8")
 
 
 def page(rank: int, world: int, folder: str) -> list[float]:
-    """The code of docs/trainer.md. Runs in a worker."""
+    """The code of docs/how-to/trainer.md. Runs in a worker."""
     before = os.getcwd()
     os.chdir(folder)
     try:

@@ -1,4 +1,4 @@
-"""Fields of TrainingArguments that docs/trainer.md calls honoured: each changes a run, and as it does in Transformers' Trainer."""
+"""Fields of TrainingArguments that docs/how-to/trainer.md calls honoured: each changes a run, and as it does in Transformers' Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promises of docs/security.md, one test each."""
+"""The promises of docs/explanation/security.md, one test each."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ overhead   what the watchdog and the checks cost a step
 others     what torch's distributed checkpoints and the Transformers Trainer do with some of these faults
 
 `small` has all of them in some minutes on two cores, `nightly` the full matrix, and `release` repeats it. Writes
-benchmarks/results/faults.json, a part at a time, and the table of docs/faults.md.
+benchmarks/results/faults.json, a part at a time, and the table of docs/how-to/faults.md.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A technique from outside of Plait, as docs/add-a-technique.md adds it."""
+"""A technique from outside of Plait, as docs/how-to/add-a-technique.md adds it."""

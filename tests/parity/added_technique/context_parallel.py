@@ -1,4 +1,4 @@
-"""Context parallelism over all-gathered keys and values, for a Llama: the technique of docs/add-a-technique.md.
+"""Context parallelism over all-gathered keys and values, for a Llama: the technique of docs/how-to/add-a-technique.md.
 
 Every rank of the cp axis has a part of each sequence. All layers but attention compute with a position's own hidden state; attention
 gathers the keys and values of all positions. A parameter's gradient is then the sum over the parts.

@@ -1,4 +1,4 @@
-"""docs/add-a-technique.md, replayed: its technique trains as one process does and sends what it accounts for, without a change of Plait."""
+"""docs/how-to/add-a-technique.md, replayed: its technique trains as one process does and sends what it accounts for, without a change of Plait."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_refusals() -> None:
 def test_the_page_shows_this_code() -> None:
     """Every block of the page is a piece of the technique, or of this file."""
     folder = Path(__file__).parent
-    page = (folder.parents[2] / "docs/add-a-technique.md").read_text(encoding="utf-8")
+    page = (folder.parents[2] / "docs/how-to/add-a-technique.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     code = Path(context_parallel.__file__).read_text(encoding="utf-8") + Path(__file__).read_text(
         encoding="utf-8"

@@ -212,7 +212,7 @@ ON_HOST = {"device": "cpu"}
     ],
 )
 def test_where_shards_are(zero: dict[str, Any], device: str, with_states: bool, said: str) -> None:
-    """The table of docs/offload.md, and what `plait config explain` says of it."""
+    """The table of docs/reference/offload.md, and what `plait config explain` says of it."""
     from plait.config.resolving.explain import explain
 
     offload = resolved({"zero_optimization": zero}).parameter_offload

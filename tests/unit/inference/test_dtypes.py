@@ -93,7 +93,7 @@ def test_a_family_that_is_never_without_values(tmp_path: Path) -> None:
 
 
 def test_a_family_whose_names_transformers_converts(tmp_path: Path) -> None:
-    """Is read from a folder with the model's own names, as docs/generation.md says."""
+    """Is read from a folder with the model's own names, as docs/how-to/generation.md says."""
     model = built("gpt_neox", layers=1)
     model.save_pretrained(tmp_path, save_original_format=False)  # type: ignore[operator]
     sharded = load_model(open_source(tmp_path))

@@ -24,7 +24,9 @@ from tests.unit.inference.kept_models import tensors
 TYPES = {
     name: found
     for name, found in json.loads(
-        (Path(__file__).parents[3] / "docs" / "model_types.json").read_text(encoding="utf-8")
+        (Path(__file__).parents[3] / "docs" / "reference" / "model_types.json").read_text(
+            encoding="utf-8"
+        )
     )["types"].items()
     if "cells" in found
 }
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.proof
 
 @cache
 def small(name: str) -> dict[str, Any]:
-    """The configuration that docs/model_types.md trains."""
+    """The configuration that docs/reference/model_types.md trains."""
     fields = make_small(name).tested.fields
     assert fields is not None
     return dict(fields)  # which no test changes

@@ -17,7 +17,7 @@ from plait.errors import InputError
 from plait.inference.source import open_source
 from tests.integration.model_folder import model_folder
 
-PAGE = (Path(__file__).parents[3] / "docs/generation.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/how-to/generation.md").read_text(encoding="utf-8")
 TORCHAO = {
     "quant_method": "torchao",
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},

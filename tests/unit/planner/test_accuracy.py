@@ -1,6 +1,6 @@
 """The shipped constants on the published runs: fails when a change makes predictions worse.
 
-These rows were learned from, so this guards and does not prove; errors on rows that were held out are in docs/planner_accuracy.md.
+These rows were learned from, so this guards and does not prove; errors on rows that were held out are in docs/explanation/planner_accuracy.md.
 """
 
 import json
@@ -77,7 +77,7 @@ def test_learned_constants_are_near_what_is_believed():
 def test_the_page_is_that_of_the_result():
     from benchmarks.planner_accuracy.report import markdown
 
-    assert (ROOT / "docs/planner_accuracy.md").read_text() == markdown(recorded.load())
+    assert (ROOT / "docs/explanation/planner_accuracy.md").read_text() == markdown(recorded.load())
 
 
 def test_what_a_plan_says_of_its_intervals_is_what_was_scored():

@@ -1,4 +1,4 @@
-"""docs/devices.md is generated from documents of real machines, and says so if there are none."""
+"""docs/reference/devices.md is generated from documents of real machines, and says so if there are none."""
 
 from __future__ import annotations
 
