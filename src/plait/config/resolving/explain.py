@@ -19,7 +19,7 @@ from plait.config.resolving.techniques import has_buckets
 from plait.config.schema.config import Config
 from plait.config.schema.provenance import Row, Status
 from plait.config.schema.trackers import SECTIONS
-from plait.config.values.numbers import MOST_PROCESSES
+from plait.config.values.numbers import MAX_PROCESSES
 from plait.errors import ConfigError, Problem
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.data_parallel import DataParallel
@@ -80,12 +80,12 @@ def explain(
 def _processes(config: Config) -> int:
     given = config.run.processes if config.run is not None else "auto"
     count = given if isinstance(given, int) else smallest_world(config.parallel)
-    if count > MOST_PROCESSES:
+    if count > MAX_PROCESSES:
         raise ConfigError(
             Problem(
                 "parallel",
                 None,
-                f"its degrees take {count:,} processes, and there are at most {MOST_PROCESSES:,}",
+                f"its degrees take {count:,} processes, and there are at most {MAX_PROCESSES:,}",
                 "lower one",
             )
         )

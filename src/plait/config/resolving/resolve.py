@@ -24,9 +24,8 @@ from plait.config.resolving import resolved_parts, techniques
 from plait.config.resolving.batch import Batch
 from plait.config.resolving.validation import validate
 from plait.config.schema.config import Config
-from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
-from plait.config.schema.sections import DataSection, ModelSection, RunSection
+from plait.config.schema.sections import DataSection, FaultsSection, ModelSection, RunSection
 from plait.config.schema.trackers import TrackerSpec
 from plait.errors import ConfigError, Problem, refuse
 from plait.parallel.activations.activation_offload import ActivationOffload

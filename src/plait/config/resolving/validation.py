@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from plait.config.dialects import keys
 from plait.config.resolving.degrees import PLANNED
 from plait.config.schema.config import Config
-from plait.config.values.rules import tell
+from plait.config.values.rules import describe_error
 from plait.errors import ConfigError, Problem
 
 
@@ -71,7 +71,7 @@ def _problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
                 remedy,
             )
         ]
-    told = [tell(error) for error in errors]
+    told = [describe_error(error) for error in errors]
     return [
         Problem(
             field,

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a value, in Plait's words: what it must be, and what to do."""
+"""Translation of pydantic's errors into the rule that a value violates and the remedy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from pydantic_core import ErrorDetails
 from plait.config.values.names import instead, nearest
 
 
-def tell(error: ErrorDetails) -> tuple[str, str]:
-    """(what it must be, what to do)."""
+def describe_error(error: ErrorDetails) -> tuple[str, str]:
+    """Return (rule, remedy) for an error of pydantic.
+
+    Args:
+        error: An item of `ValidationError.errors()`.
+
+    Returns:
+        What the value must be, as the end of a sentence that starts with "must be", and what to do
+        about it.
+    """
     context: Mapping[str, Any] = error.get("ctx", {})
     match error["type"]:
         case "greater_than_equal":
@@ -27,6 +35,7 @@ def tell(error: ErrorDetails) -> tuple[str, str]:
         case "float_parsing" | "float_type" | "finite_number":
             return "a number", "write a number"
         case "number":
+            # Error of `numbers._refuse_bool`.
             return "a number, not true or false", "write a number"
         case "bool_parsing" | "bool_type":
             return "true or false", "write true or false"
@@ -47,18 +56,21 @@ def tell(error: ErrorDetails) -> tuple[str, str]:
         case "union_tag_invalid":
             return "one of what is known", "correct it"
         case "literal_error":
-            return str(context["expected"]), _nearest_literal(
-                error["input"], str(context["expected"])
-            )
+            expected = str(context["expected"])
+            return expected, _literal_remedy(error["input"], expected)
         case "place":
+            # Errors of paths in `numbers` are written as `rule; remedy`.
             rule, _, remedy = error["msg"].rpartition("; ")
             return rule, remedy
         case _:
             return error["msg"][:1].lower() + error["msg"][1:], "correct it"
 
 
-def _nearest_literal(value: object, expected: str) -> str:
+def _literal_remedy(value: object, expected: str) -> str:
+    # pydantic formats the alternatives as "'a', 'b' or 'c'".
     names = [name.strip(" '") for name in expected.replace(" or ", ",").split(",")]
     if isinstance(value, str) and nearest(value, names) is not None:
         return instead(value, names)
-    return "use one of them" if len(names) > 1 else f"write {expected}, or leave it out"
+    if len(names) == 1:
+        return f"write {expected}, or leave it out"
+    return "use one of them"
