@@ -16,7 +16,7 @@ from plait.config.convert import accelerate_keys
 from plait.config.convert.accelerate_keys import PREFIXES, REPLICATED, SECTIONS, is_on
 from plait.config.convert.fsdp_sharding import NAMES, SHARD, STAGE, read_sharding
 from plait.config.convert.translated import Reading, Translated
-from plait.config.dialects.keys import known, nearest
+from plait.config.dialects.keys import known_paths, nearest
 from plait.config.reading.source import Document, read_named
 from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, Problem
@@ -198,7 +198,7 @@ def _unknown(file: _File, shown: str, value: Any, names: Sequence[str]) -> None:
     prefixed = [candidate for candidate in names if candidate.endswith(f"_{name}")]
     if prefixed:
         remedy = f"write {prefixed[0]}; Accelerate does not read the short name"
-    elif not section and shown in known():
+    elif not section and shown in known_paths():
         remedy = (
             "a file is one of Accelerate or one of Plait's: leave it out here, and add it to what"
             " `plait config convert` writes"

@@ -44,7 +44,7 @@ def _field(location: tuple[int | str, ...]) -> str:
     that pydantic adds.
     """
     best = str(location[0]) if location else "the configuration"
-    known = keys.known()
+    known = keys.known_paths()
     path = ""
     for part in location:
         path = f"{path}.{part}" if path else str(part)
