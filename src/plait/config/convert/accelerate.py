@@ -288,12 +288,12 @@ def _read_processes(file: _AccelerateFile) -> int | None:
 
 
 def _read_fsdp_sharding(file: _AccelerateFile, processes_per_machine: int | None) -> None:
-    given = {}
+    sharding = {}
     for written, value in file.section("fsdp_config").items():
         name = _add_prefix("fsdp_config", written).removeprefix("fsdp_")
         if name in SHARDING_KEYS:
-            given[name] = (f"fsdp_config.{written}", value)
-    keys = ShardingKeys(given, 1, processes_per_machine, launched=True)
+            sharding[name] = (f"fsdp_config.{written}", value)
+    keys = ShardingKeys(sharding, 1, processes_per_machine, launched=True)
     read_sharding(file.translation, keys)
 
 

@@ -38,7 +38,7 @@ def ignored(name: str, kind: Kind, why: str) -> ForeignKey:
 
 
 def refused(name: str, kind: Kind, why: str, remedy: str, *off: Any) -> ForeignKey:
-    """Return a key without an equivalent that would change the results, unless its value is `off`."""
+    """Return a key without an equivalent that changes the results, unless its value is in `off`."""
     return ForeignKey(name, Status.REFUSED, kind, why, off, remedy)
 
 

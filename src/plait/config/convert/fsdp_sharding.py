@@ -26,7 +26,7 @@ _NOT_READ = (
 class ShardingKeys:
     """Keys of FSDP that determine the sharding."""
 
-    given: Mapping[str, tuple[str, Any]]
+    written: Mapping[str, tuple[str, Any]]
     """Keys by name without `fsdp_`: the key as written, and its value."""
     version: int
     """Version of FSDP if no key sets it."""
@@ -39,7 +39,7 @@ class ShardingKeys:
 def read_sharding(translation: Translation, keys: ShardingKeys) -> None:
     """Set the ZeRO stage and the degree of sharding. Problems are collected."""
     version = keys.version
-    shown, value = keys.given.get("version", ("fsdp_version", None))
+    shown, value = keys.written.get("version", ("fsdp_version", None))
     if value is not None:
         if str(value) not in ("1", "2"):
             translation.refuse(shown, value, "FSDP has the versions 1 and 2", "use 2")
@@ -49,9 +49,9 @@ def read_sharding(translation: Translation, keys: ShardingKeys) -> None:
         translation.ignore(shown, value, meaning)
 
     for name in (STRATEGY, RESHARD):
-        if name not in keys.given:
+        if name not in keys.written:
             continue
-        shown, value = keys.given[name]
+        shown, value = keys.written[name]
         if value is None:
             continue
         if version == 1:
@@ -65,7 +65,7 @@ def read_sharding(translation: Translation, keys: ShardingKeys) -> None:
 
 def _read_fsdp1(translation: Translation, keys: ShardingKeys, name: str) -> None:
     """Read a strategy of FSDP1, which Accelerate also accepts as `reshard_after_forward`."""
-    shown, value = keys.given[name]
+    shown, value = keys.written[name]
     if isinstance(value, bool):
         rule = "is a strategy's name in FSDP1 (fsdp_version 1)"
         remedy = "use FULL_SHARD or SHARD_GRAD_OP, or fsdp_version 2"
@@ -84,7 +84,7 @@ def _read_fsdp1(translation: Translation, keys: ShardingKeys, name: str) -> None
         _shard_within_machines(translation, keys, shown, value)
         return
     meaning = f"{STAGE} {stage}"
-    if keys.launched and name == RESHARD and stage != 3 and STRATEGY not in keys.given:
+    if keys.launched and name == RESHARD and stage != 3 and STRATEGY not in keys.written:
         meaning += f" ({_NOT_READ})"
     translation.rows.append(Row(shown, value, Status.RENAMED, meaning, STAGE))
 

@@ -70,10 +70,10 @@ def _combine_flags(settings: Settings, problems: list[Problem]) -> None:
     # Megatron-LM has a flag for each of Adam's betas.
     first = settings.pop("optimizer.params.beta1", None)
     second = settings.pop("optimizer.params.beta2", None)
-    given = first or second
-    if given is not None:
+    beta = first or second
+    if beta is not None:
         betas = [first[1] if first else 0.9, second[1] if second else 0.999]
-        settings["optimizer.params.betas"] = (given[0], betas)
+        settings["optimizer.params.betas"] = (beta[0], betas)
 
 
 def _build_document(
@@ -197,8 +197,9 @@ def _split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
     flags: list[tuple[str, list[str]]] = []
     for token in tokens:
         if not isinstance(token, str):
-            rule = "flags and their values are texts"
-            raise ConfigError(Problem("the command line", token, rule, "quote it"))
+            raise ConfigError(
+                Problem("the command line", token, "flags and their values are texts", "quote it")
+            )
         if token.startswith("--") and len(token) > 2:
             name, equals, value = token.partition("=")
             flags.append((name, [value] if equals else []))

@@ -116,12 +116,12 @@ def _read_section(translation: Translation, document: Document, value: Any) -> M
 def _read_keys(
     translation: Translation, section: Mapping[str, Any], options: list[str], prefix: str
 ) -> None:
-    given: dict[str, tuple[str, Any]] = {}
+    sharding: dict[str, tuple[str, Any]] = {}
     for written, value in section.items():
         shown = prefix + written
         name = written.removeprefix("fsdp_")
         if name in ("version", RESHARD):
-            given[name] = (shown, value)
+            sharding[name] = (shown, value)
         elif name in _KEYS:
             translation.translate_key(shown, _KEYS[name], value)
         else:
@@ -129,7 +129,7 @@ def _read_keys(
             remedy = f"did you mean {' or '.join(matches)}?" if matches else "leave it out"
             translation.refuse(shown, value, "unknown key of fsdp_config", remedy)
 
-    _, version = given.get("version", ("", None))
+    _, version = sharding.get("version", ("", None))
     version = str(version or 2)
     for option in options:
         if option == "offload":
@@ -137,12 +137,12 @@ def _read_keys(
                 translation.set(path, "fsdp", setting)
         elif option.upper() in STRATEGIES:
             reshard = _reshard_value(option, version)
-            shown, value = given.setdefault(RESHARD, ("fsdp", reshard))
+            shown, value = sharding.setdefault(RESHARD, ("fsdp", reshard))
             if str(value).lower() != str(reshard).lower():
                 rule = f"fsdp says {option}; both say how parameters are sharded and disagree"
                 translation.problems.append(Problem(shown, value, rule, "keep one of them"))
 
-    keys = ShardingKeys(given, version=2, processes_per_machine=None, launched=False)
+    keys = ShardingKeys(sharding, version=2, processes_per_machine=None, launched=False)
     read_sharding(translation, keys)
     _merge_rows(translation)
 

@@ -59,7 +59,7 @@ class Explanation:
     world_size: int | None
     """Number of processes. None if problems prevent a layout."""
     keys: tuple[Row, ...]
-    """One row per key, in the order of the file."""
+    """Rows of all keys, in the order of the file."""
     values: tuple[Value, ...]
     """Resolved values. If there are problems, those that could be resolved."""
     problems: tuple[Problem, ...]
@@ -118,9 +118,9 @@ def _mark_unused(rows: Sequence[Row], resolved: Resolved) -> tuple[Row, ...]:
     for row in rows:
         # The keys of an object such as `parallel.plan` are unused with their setting.
         setting = row.path.rpartition(".")[0]
-        reason = reasons.get(row.path) or reasons.get(setting)
-        if reason is not None and row.status in (Status.SUPPORTED, Status.RENAMED):
-            row = replace(row, status=Status.IGNORED, meaning=reason)
+        meaning = reasons.get(row.path) or reasons.get(setting)
+        if meaning is not None and row.status in (Status.SUPPORTED, Status.RENAMED):
+            row = replace(row, status=Status.IGNORED, meaning=meaning)
         marked.append(row)
     return tuple(marked)
 
