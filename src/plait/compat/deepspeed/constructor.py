@@ -48,6 +48,7 @@ class RecordedWrites(TorchFunctionMode):
         sets_data = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
         if not (_writes_in_place(name) or sets_data):
             return result
+        # nn.init's functions name their argument `tensor`, torch's functions name it `input`.
         target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
         if not isinstance(target, torch.Tensor) or not target.is_meta:
             return result
@@ -72,6 +73,7 @@ def _find_writer(frame: FrameType | None) -> str | None:
         None if the write is part of an initialiser, which is called again.
     """
     writer: str | None = None
+    # All callers are searched, because an initialiser may write in a helper function.
     while frame is not None:
         code = frame.f_code
         if code.co_name in _INITIALISERS:

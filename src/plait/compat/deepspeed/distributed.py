@@ -34,9 +34,9 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Create torch's default process group from the launcher's variables, if none exists. Collective.
+    """Create torch's default process group from the launcher's variables. Collective.
 
-    `initialize` uses this group.
+    An existing group is kept. `initialize` uses this group.
 
     Args:
         dist_backend: Must be the backend of the devices, or None.
@@ -62,6 +62,7 @@ def init_distributed(
         )
     refuse_no_group(dist_init_required)
     launched = place()
+    # -1 is DeepSpeed's default, which lets the launcher decide.
     for name, value, expected in (
         ("rank", rank, launched.rank),
         ("world_size", world_size, launched.world_size),
@@ -72,6 +73,7 @@ def init_distributed(
                 f" out: {_LAUNCHER}"
             )
 
+    # `join` uses an existing group, whatever its backend.
     if dist.is_initialized():
         backend = str(dist.get_backend())
     else:

@@ -71,6 +71,7 @@ class DeepSpeedEngine(CheckpointMethods):
         # While the object is created or unpickled, it has no engine yet.
         if name.startswith("__") or "plait" not in vars(self):
             raise AttributeError(name)
+        # Methods of the model such as `to` and `half` are refused; METHODS has their replacements.
         if name not in METHODS and hasattr(self.plait.model, name):
             return getattr(self.plait.model, name)
         raise missing("engine", name, METHODS)
@@ -107,7 +108,9 @@ class DeepSpeedEngine(CheckpointMethods):
             )
         self._update_boundary()
         count = self.gradient_accumulation_steps()
+        # It stays False if backward raises.
         self.is_reduced = False
+        # optimizer_in_backward updates parameters here.
         with self._updating("backward"):
             # Plait's engine divides by the accumulation steps itself.
             self.plait.backward(loss if scale_wrt_gas else loss * count)
@@ -129,6 +132,7 @@ class DeepSpeedEngine(CheckpointMethods):
                 " behind, after a backward"
             )
         self._update_boundary()
+        # Read before the step, with which the next micro-batch begins.
         ends = self.plait.is_gradient_accumulation_boundary()
         self._applied = False
         with self._updating("step"):
@@ -164,7 +168,8 @@ class DeepSpeedEngine(CheckpointMethods):
             )
 
     def _update_boundary(self) -> None:
-        """Set the boundary of Plait's engine before each call, which depends on `no_sync`."""
+        """Set the boundary of Plait's engine, before each call."""
+        # Plait's engine forgets the boundary after each step; DeepSpeed's keeps it.
         boundary = self._boundary
         if self._in_no_sync:
             boundary = False

@@ -98,6 +98,7 @@ class InferenceEngine:
                 " as the tokenizer made them"
             )
 
+        # `plait.generate` takes prompts of different lengths, without padding.
         prompts = [row[is_token.bool()].tolist() for row, is_token in zip(ids, mask, strict=True)]
         answers = [answer.token_ids for answer in generate(self._sharded, prompts, **settings)]
         longest = max(map(len, answers), default=0)
@@ -146,6 +147,7 @@ def init_inference(
     for name in (*_CACHE_SIZES, *_KERNELS):
         settings.pop(name, None)
     for name, value in settings.items():
+        # None and False are the defaults of features that are off.
         if value not in (None, False):
             remedy = _REMEDIES.get(name, "leave it out")
             raise InputError(f"init_inference({name}={value!r}) is not supported; {remedy}")

@@ -75,6 +75,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over an epoch, or over the remainder of one after a state was loaded."""
+        # A pass that was abandoned starts again, unless its position was loaded.
         if not self._resumes:
             self._samples_read = 0
         self._resumes = False
@@ -162,6 +163,7 @@ def build_loader(
             )
             raise InputError(f"{rule}; leave data_sampler out, and num_local_io_workers at most 1")
         refuse_split_stream(data)
+        # Other streams are compared between ranks by StreamPart, while they are read.
         if is_of_datasets(data) or workers:
             refuse_other_stream(data, device=engine.device, workers=workers)
         return StreamLoader(

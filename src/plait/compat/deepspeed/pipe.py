@@ -49,7 +49,7 @@ class PipelineModule(PlaitPipelineModule):
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     num_stages: int | None
     recomputed: bool
-    """Whether layers are recomputed in backward, as `parallel.recompute.mode` = "full" does."""
+    """True if layers are recomputed in backward, as `parallel.recompute.mode` = "full" does."""
 
     def __init__(
         self,

@@ -94,6 +94,7 @@ class PipelineEngine(DeepSpeedEngine):
         micro_batches = self._next_batches(data_iter, count, "eval_batch")
         with self.plait.evaluating():
             if not compute_loss:
+                # All stages take part; only the last has outputs.
                 outputs = [self.plait.predict(micro_batch) for micro_batch in micro_batches]
                 return outputs if self.is_last_stage() else None
             totals = [self.plait.eval_batch(micro_batch) for micro_batch in micro_batches]
@@ -113,6 +114,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _next_batches(self, batches: Iterator[Any], count: int, call: str) -> list[Any]:
         """Return the next `count` micro-batches. `call` names the method in errors."""
+        # A list or a loader would start at its beginning in every step.
         if not isinstance(batches, Iterator):
             raise InputError(
                 f"engine.{call} takes an iterator, not a {type(batches).__name__}, which would"

@@ -93,6 +93,7 @@ class CheckpointMethods:
                 " parameters; leave it out"
             )
         local_name = str(tag) if tag is not None else f"global_step{self.plait.global_steps}"
+        # Tags may differ between ranks, for example if they contain the time.
         name = self._broadcast_text(local_name)
         if name != local_name:
             warn(
@@ -216,6 +217,7 @@ class CheckpointMethods:
                 "engine.module_state_dict(): a rank of a pipeline has a part of the model; call"
                 " engine.save_16bit_model"
             )
+        # Shards replace the gathered parameters in the modules.
         free_gathered(self.module)
         frozen = self._frozen_names()
         state = {}
@@ -303,6 +305,7 @@ class CheckpointMethods:
         call it, although it is private in DeepSpeed.
         """
         frozen = self._frozen_names()
+        # The weights are those of all stages, but a rank knows only its own frozen parameters.
         group = self.plait.mesh.group("pp")
         if group is not None and exclude_frozen_parameters:
             stages: list[Any] = [None] * group.size()

@@ -101,6 +101,7 @@ def initialize(
             "deepspeed.initialize inside of zero.Init(): tensors have no memory there; build the"
             " model inside, and call it after"
         )
+    # Before the model is sharded, which draws its weights.
     refuse_lost_writes(model)
     _set_local_rank(args)
     source = _select_config(args, config, config_params)
@@ -109,13 +110,14 @@ def initialize(
 
     trains = optimizer is not None or resolved.sources.get("optimizer.type", "default") != "default"
     if trains:
+        # It may be an iterator, such as model.parameters().
         parameters = list(model_parameters) if model_parameters is not None else None
         plait_optimizer = _select_optimizer(resolved, model, optimizer, parameters)
     else:
         plait_optimizer = _stateless_optimizer
     if plait_optimizer is not None and optimizer is None:
-        # It was built from the configuration already. Plait refuses an optimizer of the caller
-        # together with one of the configuration.
+        # It was built from the configuration, or replaces none. Without this, Plait would warn that
+        # the configuration's optimizer is not used.
         sources = {**resolved.sources, "optimizer.type": "default"}
         resolved = resolved.model_copy(update={"sources": sources})
 
@@ -236,6 +238,7 @@ def _select_optimizer(
         return None
 
     groups = _parameter_groups(parameters)
+    # Parameters are compared by identity; tensors compare elementwise.
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     grouped = {
         id(parameter)

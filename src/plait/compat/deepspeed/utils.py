@@ -74,6 +74,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """
     _, weight = require_parameter(param)
     value = full_tensor(weight)
+    # Without master weights the parameter itself may have 16 bits.
     if value.dtype.itemsize < 4:
         return value.float()
     return value
@@ -130,6 +131,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
             f"safe_set_full_grad: a parameter of shape {tuple(weight.shape)} has no gradient; set"
             " it after a backward that uses it"
         )
+    # The gradient contains the loss scale until engine.step() removes it.
     write_full(gradient, value * engine.plait.sharded.loss_scale)
 
 

@@ -85,6 +85,7 @@ class DistributedDataParallel(nn.Module):
                 )
 
         resolved = resolved_for(module, config if config is not None else _REPLICATED)
+        # torch's wrapper has no call for the end of a step, which these configurations need.
         reason = why_called(resolved)
         if reason is not None:
             raise InputError(

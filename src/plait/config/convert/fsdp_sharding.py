@@ -48,6 +48,7 @@ def read_sharding(translation: Translation, keys: ShardingKeys) -> None:
         meaning = f"says how the other keys are read: those of FSDP{version}"
         translation.ignore(shown, value, meaning)
 
+    # Both names may be given. `Translation.set` reports values that disagree.
     for name in (STRATEGY, RESHARD):
         if name not in keys.written:
             continue
@@ -66,6 +67,7 @@ def read_sharding(translation: Translation, keys: ShardingKeys) -> None:
 def _read_fsdp1(translation: Translation, keys: ShardingKeys, name: str) -> None:
     """Read a strategy of FSDP1, which Accelerate also accepts as `reshard_after_forward`."""
     shown, value = keys.written[name]
+    # A boolean is the value of FSDP2.
     if isinstance(value, bool):
         rule = "is a strategy's name in FSDP1 (fsdp_version 1)"
         remedy = "use FULL_SHARD or SHARD_GRAD_OP, or fsdp_version 2"

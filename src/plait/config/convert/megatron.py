@@ -151,6 +151,7 @@ def _defaults(settings: Settings, problems: list[Problem]) -> dict[str, Any]:
         defaults |= FP16_DEFAULTS
     if "bf16.enabled" in settings:
         defaults |= BF16_DEFAULTS
+    # Megatron-LM's selective mode recomputes only the core of attention.
     _, mode = settings.get("parallel.recompute.mode", ("", ""))
     if mode == "selective":
         defaults["parallel.recompute.keep"] = ["matmul"]

@@ -129,6 +129,7 @@ def _read_keys(
             remedy = f"did you mean {' or '.join(matches)}?" if matches else "leave it out"
             translation.refuse(shown, value, "unknown key of fsdp_config", remedy)
 
+    # The options of `fsdp` name strategies of FSDP1, which FSDP2 expresses as a boolean.
     _, version = sharding.get("version", ("", None))
     version = str(version or 2)
     for option in options:

@@ -77,6 +77,7 @@ class Translation:
             base: Tree of a file that the document includes.
         """
         tree = copy.deepcopy(dict(base or {}))
+        # A key that contradicts the included file is a problem; neither of them wins.
         for path, (key, value) in self.settings.items():
             rule = set_path(tree, path, value)
             if rule is not None:

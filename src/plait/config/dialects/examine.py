@@ -81,6 +81,7 @@ def examine(document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]]
     examined.raw = tree
     _visit_section((), (), tree, examined)
     overridden = {".".join(path) for path, _ in overrides}
+    # After all keys are known: a setting may occur under several names.
     for target, candidates in examined.candidates.items():
         _set_value(target, candidates, examined, overridden)
     return examined
@@ -139,6 +140,7 @@ def _visit(written: tuple[str, ...], path: tuple[str, ...], value: Any, examined
     dotted = ".".join(path)
     if is_comment(path[-1]):
         examined.rows.append(Row(shown, value, Status.COMMENT, "a remark", dotted))
+    # null stands for a key that is left out, but an unknown key is still a mistake.
     elif value is None and dotted in keys.known_paths():
         examined.rows.append(Row(shown, value, Status.COMMENT, "null: not given", dotted))
     elif dotted in ALIASES:

@@ -27,6 +27,7 @@ def apply_override(tree: Tree, path: tuple[str, ...], value: Any) -> Problem | N
     """
     dotted = ".".join(path)
     target = _target(dotted)
+    # A section written as a number has no keys that could be replaced.
     _expand_short_forms(tree, target)
     for leaf in _leaves(tree, ()):
         name = ".".join(leaf)
@@ -77,6 +78,7 @@ def _leaves(tree: Tree, prefix: tuple[str, ...]) -> list[tuple[str, ...]]:
     leaves: list[tuple[str, ...]] = []
     for name, value in tree.items():
         path = (*prefix, name)
+        # The value of a setting such as `optimizer.params` is an object too.
         if isinstance(value, dict) and ".".join(path) not in keys.fields():
             leaves += _leaves(value, path)
         else:

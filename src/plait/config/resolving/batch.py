@@ -70,6 +70,7 @@ def _divide(train: int, divisor: int, product: str) -> int:
     """Return `train` / `divisor`. `product` describes the divisor in the error."""
     if train % divisor == 0:
         return train // divisor
+    # DeepSpeed rounds down, and then fails in an assertion.
     rule = f"{product} = {divisor} and {train} % {divisor} = {train % divisor}"
     below = train // divisor * divisor
     possible = f"{below} or {below + divisor}" if below else f"{divisor}"

@@ -99,8 +99,10 @@ def _data_degrees(
                 f" {shard} instead"
             )
             raise ConfigError(Problem("parallel.dp_shard", shard, rule, remedy))
+        # All data-parallel processes replicate.
         shard = 1
 
+    # The open degree takes all processes; if both are open, ZeRO shards over all of them.
     if shard is None:
         replicate = replicate or 1
         shard = _remaining("dp_replicate", replicate, dp, world_size)

@@ -97,6 +97,7 @@ def explain(
 
 
 def _default_processes(config: Config) -> int:
+    # `run.processes` may be "auto", for which a machine would have to be inspected.
     count = smallest_world(config.parallel)
     if config.run is not None and isinstance(config.run.processes, int):
         count = config.run.processes

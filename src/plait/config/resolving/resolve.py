@@ -2,6 +2,12 @@
 
 Both are pure: they use no process group, no environment variable and no property of the machine.
 The number of processes is an argument. A `Resolved` records the source of every value.
+
+Note [All problems are reported]
+    A user should see all mistakes of a file at once. `examine` collects the problems of keys, and
+    `validate` those of values. `outline` calls the function of each part with `Findings.attempt`,
+    which records the problems of the part; parts that depend on it are skipped. Each stage raises
+    a single ConfigError with its problems.
 """
 
 from __future__ import annotations
@@ -206,6 +212,7 @@ def look(
     if not isinstance(source, str | Path | Mapping | Sequence):
         raise TypeError(f"a configuration is a path or a mapping, not {type(source).__name__}")
     if not isinstance(source, str | Path | Mapping):
+        # A list of texts is a command line of Megatron-LM.
         refuse_flags(source)
     document = read(source)
     refuse_foreign(document)
@@ -236,6 +243,7 @@ def checked(examined: Examined, tree: Mapping[str, Any]) -> Config:
     try:
         config = validate(tree, written=examined.written)
     except ConfigError as error:
+        # See Note [All problems are reported].
         problems += error.problems
     refuse(problems)
     return config
@@ -299,6 +307,7 @@ def outline(
 ) -> Outline:
     """Resolve a configuration as far as possible. See `resolve` for the arguments."""
     findings = resolved_parts.Findings(config, dict(auto or {}))
+    # See Note [All problems are reported].
     attempt = findings.attempt
 
     layout = attempt(resolved_parts.layout, findings, world_size=world_size)
@@ -336,6 +345,7 @@ def outline(
         "1.0, the default of DeepSpeed and of Transformers",
     )
 
+    # Combinations are checked only if all of their parts could be resolved.
     if layout and batch and precision and compression and data_parallel and optimizer_offload:
         attempt(
             techniques.refuse_in_backward,

@@ -66,7 +66,7 @@ class Findings:
     def attempt(self, resolve_part: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Call a function. If it raises ConfigError, record the problems and return None.
 
-        The other parts can then report their problems as well.
+        See Note [All problems are reported] in `resolve`.
         """
         try:
             return resolve_part(*args, **kwargs)
@@ -125,6 +125,8 @@ def _check_expectations(findings: Findings, solved: Layout, world_size: int) -> 
         remedy = f"leave it out or set it to {solved.dp}"
         findings.problems.append(Problem("data_parallel_size", expected, rule, remedy))
 
+    # The number of layers is known here only if the file contains it; otherwise the pipeline is
+    # checked when the model is built.
     layers = findings.config.num_layers
     model_layers = described(findings.config, "num_hidden_layers", "n_layer")
     if layers is not None and model_layers is not None and layers != model_layers:
@@ -174,6 +176,7 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
             findings.sources[name] = "auto: the caller's"
         sizes[name] = value
 
+    # The caller's micro-batch size must not contradict a file that determines it.
     if sizes[TRAIN] is None and sizes[MICRO] is None:
         if micro_batch_size is not None:
             sizes[MICRO] = micro_batch_size

@@ -46,6 +46,7 @@ _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 def tensor_parallel(findings: Findings) -> TensorParallel:
     """Return the settings of tensor parallelism."""
     section = findings.config.parallel
+    # The fields have the names of the settings.
     names = tuple(TensorParallel.model_fields)
     if section.tp == 1:
         findings.not_used((f"parallel.{name}" for name in names), "tp is 1")
@@ -90,6 +91,7 @@ def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, layout: Layout) -
     """
     if layout.tp == 1 or not tensor.tensor_overlap:
         return
+    # An unknown schedule is a problem of its own.
     schedule = SCHEDULES.get(pipeline.schedule)
     splits = layout.pp > 1 and schedule is not None and schedule.splits_backward
     rules = (
@@ -182,6 +184,7 @@ def _transport(
         raise ConfigError(Problem("faults.check_collectives", True, rule, remedy))
     if transport == "auto":
         findings.sources["parallel.transport"] += _BY_GROUP
+    # The check sees only torch's collectives.
     if check_collectives:
         return "torch"
     if transport == "auto":
@@ -253,6 +256,7 @@ def _check_compression(findings: Findings, dtypes: Precision) -> None:
     stage = findings.config.zero_optimization.stage
     gradients = parallel.compress_gradients
     path = "parallel.compress_gradients"
+    # PowerSGD needs full matrices, of which a rank of stages 1 to 3 reduces only shards.
     schemes = gradients if isinstance(gradients, list) else [gradients]
     if stage and "powersgd" in schemes:
         rule = f"factors a matrix's full gradient, and ZeRO stage {stage} reduces it in shards"
@@ -266,6 +270,7 @@ def _check_compression(findings: Findings, dtypes: Precision) -> None:
         raise ConfigError(Problem(path, gradients, rule, remedy))
 
     buckets = has_buckets(stage, mixed=dtypes.compute is not None)
+    # FSDP reduces replicated parameters that are cast, with its own all-reduce.
     if gradients != "none" and stage == 0 and not buckets:
         rule = (
             "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and cannot"
@@ -295,6 +300,7 @@ def refuse_in_backward(
     """
     if not data.update_in_backward:
         return
+    # At stage 0 gradients are reduced in buckets, which stay allocated.
     replicated = data.stage == 0 and layout.dp > 1
     rules = (
         (
@@ -635,6 +641,7 @@ def _parameter_offload_problems(zero: ZeroSection) -> list[Problem]:
         rule = f"stage {zero.stage} keeps parameters unsharded during a step"
         remedy = 'set zero_optimization.stage to 3, or "none"'
         problems.append(Problem(path, section.device, rule, remedy))
+    # The rules below exist because the shards are the master weights.
     if section.device == "cpu" and states.device != "cpu":
         rule = (
             "shards are the master weights, which the optimizer updates where its states are, and"

@@ -579,6 +579,7 @@ class Config(Policy):
 
     def _recorded_origin(self, path: str) -> str:
         """Return the origin of the field or of the innermost section that the file gives."""
+        # A parameter of the optimizer has no origin of its own, but `optimizer.params` has.
         names = path.split(".")
         for length in range(len(names), 0, -1):
             origin = self._provenance.origins.get(".".join(names[:length]))

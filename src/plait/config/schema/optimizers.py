@@ -143,6 +143,7 @@ _RANGES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
 
 def canonical(kind: str) -> str:
     """Return the usual spelling of a type. The case of known names is ignored, as in DeepSpeed."""
+    # The usual spellings are those of torch, and of DeepSpeed for types that torch does not have.
     by_lower = {name.lower(): name for name in (*REFUSED, *_TORCH, "Lion")}
     return by_lower.get(kind.lower(), kind)
 
@@ -209,6 +210,7 @@ def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
     for name, value in params.items():
         if value == "auto" and name not in AUTO:
             problems.append(f"`{name}` is `auto`, and nothing determines its value; write one")
+        # A class of a library may have a parameter of the same name and another meaning.
         elif name in ONLY and value != ONLY[name][0] and names is not None:
             supported, reason, remedy = ONLY[name]
             problems.append(f"`{name}` can only be {supported!r}, because {reason}; {remedy}")

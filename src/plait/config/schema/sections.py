@@ -137,6 +137,7 @@ class DataSection(Policy):
     `~/.cache/plait`.
     """
 
+    # Before the check of the literal, whose error would not name the alternative.
     @field_validator("format", mode="before")
     @classmethod
     def _refuse_preferences(cls, value: object) -> object:
@@ -149,6 +150,7 @@ class DataSection(Policy):
 
     @model_validator(mode="after")
     def _check_format(self) -> Self:
+        # Keys of another format are refused. They would have no effect.
         if self.format == "text":
             if self.ignored_columns or self.append_end_of_text:
                 raise ValueError(
@@ -171,6 +173,7 @@ class DataSection(Policy):
 
     @model_validator(mode="after")
     def _check_paths(self) -> Self:
+        # Keys of another source are refused. They would have no effect.
         if self.source is None and self.paths:
             raise ValueError(
                 '`paths` is read by a `source`, and there is none; set `source` to "files", "jsonl"'
@@ -201,6 +204,7 @@ class DataSection(Policy):
             raise ValueError(
                 f'`streaming` belongs to source "datasets", not "{self.source}"; leave it out'
             )
+        # A file may write the default explicitly.
         default_buffer = type(self).model_fields["buffer_sequences"].default
         if not self.streaming and self.buffer_sequences != default_buffer:
             raise ValueError(
