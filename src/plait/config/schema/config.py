@@ -185,9 +185,9 @@ class OffloadOptimizerSection(Policy):
     """Storage of optimizer states, gradients and master weights."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Storage tier. none: the device. cpu: host memory, where the optimizer then runs; for GPUs.
-    nvme: files in `nvme_path`, read and written in chunks during the step; not for GPUs in this
-    release.
+    """Storage tier of optimizer states, gradients and master weights. none: the device. cpu: host
+    memory, where the optimizer then runs; for GPUs. nvme: files in `nvme_path`, read and written in
+    chunks during the step; not for GPUs in this release.
     """
     pin_memory: Flag = True
     """cpu: pin the host memory, so that copies overlap with computation."""
@@ -214,9 +214,9 @@ class OffloadParamSection(Policy):
     """
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Storage tier. none: the device. cpu: host memory; requires offload_optimizer.device = "cpu".
-    nvme: files in `nvme_path`, prefetched for the block that is gathered next and evicted after
-    use; not for GPUs in this release.
+    """Storage tier of the parameter shards. none: the device. cpu: host memory; requires
+    offload_optimizer.device = "cpu". nvme: files in `nvme_path`, prefetched for the block that is
+    gathered next and evicted after use; not for GPUs in this release.
     """
     nvme_path: LocalPath | None = None
     """nvme: folder on a fast local disk."""
@@ -232,8 +232,8 @@ class ZeroSection(Policy):
     """ZeRO: the training state that data-parallel processes shard instead of replicating it."""
 
     stage: Annotated[Literal[0, 1, 2, 3], Number] = 0
-    """Training state that is sharded. 0: nothing. 1: optimizer states. 2: also gradients. 3: also
-    parameters, which are gathered for use and freed.
+    """ZeRO stage, which is the training state that is sharded: 0 nothing, 1 optimizer states, 2
+    also gradients, 3 also parameters, which are gathered for use and freed.
     """
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
     """Offload of optimizer states to host memory or to files."""
@@ -295,9 +295,10 @@ class RecomputeSection(Policy):
     """Activation checkpointing: forward keeps fewer activations, backward recomputes the others."""
 
     mode: Literal["none", "full", "selective", "budget"] | None = None
-    """Recomputation mode. none: off. full: a block keeps only its input. selective: a block also
-    keeps the results of the operators in `keep`. budget: the mode of every block is selected so
-    that activations fit in `budget_gib`. If omitted, budget if `budget_gib` is given, else none.
+    """Mode of activation checkpointing. none: off. full: a block keeps only its input. selective: a
+    block also keeps the results of the operators in `keep`. budget: the mode of every block is
+    selected so that activations fit in `budget_gib`. If omitted, budget if `budget_gib` is given,
+    else none.
     """
     every: Count = 1
     """full and selective: recompute every n-th block, starting with the first."""
@@ -322,7 +323,9 @@ class ActivationOffloadSection(Policy):
     backward comes last, so there is most time for both transfers.
     """
     device: Literal["cpu", "disk"] = "cpu"
-    """Storage tier. cpu: pinned host memory, for GPUs. disk: files in `path`."""
+    """Storage tier of offloaded activations. cpu: pinned host memory, for GPUs. disk: files in
+    `path`.
+    """
     path: LocalPath | None = None
     """disk: folder on a fast local disk."""
 
@@ -334,19 +337,19 @@ class ParallelSection(Policy):
     """
 
     pp: Degree = 1
-    """Pipeline-parallel processes. Each holds consecutive blocks of the model."""
+    """Degree of pipeline parallelism: processes that hold consecutive blocks of the model."""
     pipeline: PipelineSection = PipelineSection()
     """pp: schedule and stages of the pipeline."""
     dp_replicate: FreeDegree | None = None
-    """Replicas of the sharded model. If omitted, -1 or "auto", the remaining processes; at stage 0
-    all data-parallel processes.
+    """Number of replicas of the sharded model. If omitted, -1 or "auto", the remaining processes;
+    at stage 0 all data-parallel processes.
     """
     dp_shard: FreeDegree | None = None
-    """Processes over which ZeRO stages 1 to 3 shard. If omitted, -1 or "auto", the remaining
-    processes.
+    """Number of processes over which ZeRO stages 1 to 3 shard. If omitted, -1 or "auto", the
+    remaining processes.
     """
     cp: Degree = 1
-    """Context-parallel processes. Each holds a part of every sequence."""
+    """Degree of context parallelism: processes that hold a part of every sequence."""
     context: Literal["all-gather-kv", "ulysses", "ring"] = "all-gather-kv"
     """cp: exchange of keys and values in attention. all-gather-kv: keys and values of all
     parts are gathered. ring: they are passed from process to process, so that only one other part
@@ -354,13 +357,13 @@ class ParallelSection(Policy):
     key-value heads; cp must divide the number of query heads.
     """
     ep: Degree = 1
-    """Expert-parallel processes: data-parallel processes that hold different experts of a
+    """Degree of expert parallelism: data-parallel processes that hold different experts of a
     mixture-of-experts model. Tokens are sent to the experts that they are routed to. A divisor of
     dp_replicate x dp_shard and of the number of experts. The processes have adjacent ranks.
     """
     tp: Degree = 1
-    """Tensor-parallel processes. They share every matrix product and have adjacent ranks, which are
-    connected by the fastest links.
+    """Degree of tensor parallelism: processes that share every matrix product. They have adjacent
+    ranks, which are connected by the fastest links.
     """
     sequence_parallel: Flag = False
     """tp: shard norms and the residual stream along the sequence."""

@@ -67,9 +67,9 @@ class DataSection(Policy):
     """Training text, its tokenizer, and the division into sequences."""
 
     source: Literal["python-stdlib", "files", "jsonl", "datasets"] | None = None
-    """Source of the text, which `plait train` requires. `files`: text files, one document each.
-    `jsonl`: one JSON object per line, with its text in `field`. `datasets`: a Hugging Face data
-    set. `python-stdlib`: the sources of the running Python, which every machine has, to try a
+    """Source of the training text, which `plait train` requires. `files`: text files, one document
+    each. `jsonl`: one JSON object per line, with its text in `field`. `datasets`: a Hugging Face
+    data set. `python-stdlib`: the sources of the running Python, which every machine has, to try a
     configuration.
     """
     paths: tuple[PathOrURL, ...] = ()
@@ -116,9 +116,9 @@ class DataSection(Policy):
     is held out of the first ones.
     """
     tokenizer: PathOrURL | None = None
-    """Folder, `tokenizer.json` or hub name. If omitted, the tokenizer in `model.path`. For a model
-    from scratch, a byte-level BPE with `vocab_size` entries is trained on the training text and
-    cached.
+    """Tokenizer: a folder, a `tokenizer.json` or a hub name. If omitted, the tokenizer in
+    `model.path`. For a model from scratch, a byte-level BPE with `vocab_size` entries is trained on
+    the training text and cached.
     """
     vocab_size: Annotated[Integer, Field(ge=257, le=MAX_TOKENS)] = 8192
     """Size of the tokenizer that is trained: 256 bytes, one end-of-text token, and merges. Unused
@@ -218,7 +218,7 @@ class SampleSection(Policy):
     """Text that the model generates at the end of the run."""
 
     prompt: str = Field(default="def ", min_length=1)
-    """Beginning of the text."""
+    """Beginning of the generated text."""
     tokens: Annotated[Integer, Field(ge=1)] = 64
     """Number of tokens to generate."""
     temperature: NotNegative = 0.8
@@ -261,7 +261,7 @@ class RunSection(Policy):
     the clock. If omitted, 30, or none by the clock if `checkpoint_every` is set.
     """
     keep: Annotated[Integer, Field(ge=1)] = 2
-    """Number of checkpoints that stay in the folder."""
+    """Number of checkpoints that are kept in the folder. Older ones are deleted."""
     checkpoints: PathOrURL | None = None
     """Folder or URL of a store (`s3://bucket/run`) for checkpoints. If omitted, `checkpoints/` in
     `folder`.
