@@ -105,8 +105,8 @@ TOP: tuple[ForeignKey, ...] = (
 
 _INIT = "plait.from_pretrained builds the model without its weights, at every stage"
 DEEPSPEED: tuple[ForeignKey, ...] = (
-    renamed("zero_stage", "whole", _sets("zero_optimization.stage")),
-    renamed("gradient_accumulation_steps", "whole", _sets("gradient_accumulation_steps")),
+    renamed("zero_stage", "integer", _sets("zero_optimization.stage")),
+    renamed("gradient_accumulation_steps", "integer", _sets("gradient_accumulation_steps")),
     renamed("gradient_clipping", "number", _sets("gradient_clipping")),
     renamed(
         "offload_optimizer_device", "text", _sets("zero_optimization.offload_optimizer.device")
@@ -162,12 +162,12 @@ FSDP = tuple(
 """Keys of `fsdp_config`, except for those that determine the sharding."""
 
 PARALLELISM: tuple[ForeignKey, ...] = (
-    renamed("parallelism_config_dp_replicate_size", "whole", _sets("parallel.dp_replicate")),
-    renamed("parallelism_config_dp_shard_size", "whole", _sets("parallel.dp_shard")),
-    renamed("parallelism_config_tp_size", "whole", _sets("parallel.tp")),
+    renamed("parallelism_config_dp_replicate_size", "integer", _sets("parallel.dp_replicate")),
+    renamed("parallelism_config_dp_shard_size", "integer", _sets("parallel.dp_shard")),
+    renamed("parallelism_config_tp_size", "integer", _sets("parallel.tp")),
     renamed(
         "parallelism_config_cp_size",
-        "whole",
+        "integer",
         _sets_unless("1", "parallel.cp"),
         "1 is off",
     ),
@@ -191,7 +191,7 @@ PARALLELISM: tuple[ForeignKey, ...] = (
     ),
     renamed(
         "parallelism_config_sp_size",
-        "whole",
+        "integer",
         _sets_unless("1", "parallel.cp", **{"parallel.context": "ulysses"}),
         "DeepSpeed's Ulysses: as many processes share a sequence; 1 is off",
     ),

@@ -55,7 +55,7 @@ OFFLOAD = on(_TO_HOST)
 SHARED: tuple[ForeignKey, ...] = (
     ignored("auto_wrap_policy", "text", _BLOCKS),
     ignored("transformer_layer_cls_to_wrap", "any", _BLOCKS),
-    ignored("min_num_params", "whole", _BLOCKS),
+    ignored("min_num_params", "integer", _BLOCKS),
     ignored("backward_prefetch", "any", _OVERLAP),
     ignored("forward_prefetch", "flag", _OVERLAP),
     ignored(
@@ -102,7 +102,7 @@ TRAINER_KEYS: tuple[ForeignKey, ...] = (
     refused("xla", "flag", _XLA, "leave it out", False),
     refused("xla_fsdp_v2", "flag", _XLA, "leave it out", False),
     refused("xla_fsdp_grad_ckpt", "flag", _XLA, "leave it out", False),
-    ignored("xla_fsdp_settings", "tree", "settings of XLA, which is off"),
+    ignored("xla_fsdp_settings", "object", "settings of XLA, which is off"),
 )
 """Keys of `fsdp_config` in the Trainer's arguments."""
 

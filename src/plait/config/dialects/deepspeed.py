@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from plait.config.schema.provenance import Status
 
-Kind = Literal["flag", "whole", "number", "text", "list", "tree", "any"]
-"""Type of a value. A `tree` is an object whose keys are not checked."""
+Kind = Literal["flag", "integer", "number", "text", "list", "object", "any"]
+"""Type of a value. The keys of an `object` are not checked."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
                 " stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
                 "flag",
             ),
-            "zero_optimization.allgather_bucket_size": "whole",
+            "zero_optimization.allgather_bucket_size": "integer",
             "disable_allgather": "flag",
         },
     ),
@@ -61,9 +61,9 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
                 "stage3_prefetch_bucket_size stage3_param_persistence_threshold"
                 " stage3_model_persistence_threshold stage3_max_live_parameters"
                 " stage3_max_reuse_distance stage3_module_granularity_threshold sub_group_size",
-                "whole",
+                "integer",
             ),
-            "zero_optimization.leaf_module": "tree",
+            "zero_optimization.leaf_module": "object",
         },
     ),
     (
@@ -137,7 +137,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "only the buffers stay in memory, offload_param.buffer_count x buffer_size"
             " elements; all shards are in files"
         ),
-        {"zero_optimization.offload_param.max_in_cpu": "whole"},
+        {"zero_optimization.offload_param.max_in_cpu": "integer"},
     ),
     (
         (
@@ -149,7 +149,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     (
         "how DeepSpeed reads and writes files; Plait uses a thread for each of the two",
         {
-            **_each("aio", "block_size queue_depth intra_op_parallelism", "whole"),
+            **_each("aio", "block_size queue_depth intra_op_parallelism", "integer"),
             **_each("aio", "single_submit overlap_events use_gds", "flag"),
         },
     ),
@@ -172,7 +172,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "bf16.auto_cast": "flag",
             "bf16.loss_scale": "number",
             "bf16.min_loss_scale": "number",
-            **_each("bf16", "initial_scale_power loss_scale_window hysteresis", "whole"),
+            **_each("bf16", "initial_scale_power loss_scale_window hysteresis", "integer"),
         },
     ),
     (
@@ -187,14 +187,14 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "memory_breakdown": "flag",
             "dump_state": "flag",
             "log_level": "any",
-            "log": "tree",
+            "log": "object",
             "timers.throughput.enabled": "flag",
             "timers.throughput.synchronized": "flag",
         },
     ),
     (
         "every step is sent to Comet, which thins them out itself",
-        {"comet.samples_log_interval": "whole"},
+        {"comet.samples_log_interval": "integer"},
     ),
     (
         (
@@ -208,14 +208,14 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         {
             "flops_profiler.enabled": "flag",
             "flops_profiler.detailed": "flag",
-            "flops_profiler.profile_step": "whole",
-            "flops_profiler.top_modules": "whole",
+            "flops_profiler.profile_step": "integer",
+            "flops_profiler.top_modules": "integer",
             "flops_profiler.module_depth": "number",
             "flops_profiler.recompute_fwd_factor": "number",
             "flops_profiler.output_file": "text",
             **_each("comms_logger", "enabled verbose prof_all debug", "flag"),
             "comms_logger.prof_ops": "list",
-            "comms_config": "tree",
+            "comms_config": "object",
         },
     ),
     (
@@ -224,7 +224,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     ),
     (
         "DeepSpeed only warns when it is not a multiple of 8; the model decides its vocabulary",
-        {"vocabulary_size": "whole"},
+        {"vocabulary_size": "integer"},
     ),
     (
         "an all-to-all of sequence parallelism that context parallelism does not have",
@@ -238,8 +238,8 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "checkpoint.parallel_write.pipeline_stage": "flag",
             "checkpoint.writer.type": "text",
             "checkpoint.writer.data_parallel": "text",
-            "checkpoint.writer.io_buffer_size": "whole",
-            "checkpoint.writer.io_multiplier": "whole",
+            "checkpoint.writer.io_buffer_size": "integer",
+            "checkpoint.writer.io_multiplier": "integer",
             **_each("checkpoint.writer", "io_buffer_double show_statistics decoupled", "flag"),
             "datastates_ckpt": "any",
         },
@@ -247,7 +247,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     (
         "parallel.recompute selects the recomputed blocks; there is nothing else to arrange",
         {
-            "activation_checkpointing.number_checkpoints": "whole",
+            "activation_checkpointing.number_checkpoints": "integer",
             "activation_checkpointing.synchronize_checkpoint_boundary": "flag",
             "activation_checkpointing.profile": "flag",
         },
@@ -261,8 +261,8 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
                 "tp_overlap_comm vocab_parallel_lm_head keep_module_on_host",
                 "flag",
             ),
-            "tensor_parallel.tp_grain_size": "whole",
-            "tensor_parallel.tp.tp_grain_size": "whole",
+            "tensor_parallel.tp_grain_size": "integer",
+            "tensor_parallel.tp.tp_grain_size": "integer",
         },
     ),
     (
@@ -280,7 +280,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
                 " keep_all_input_tensors",
                 "flag",
             ),
-            "compile.free_activation_threshold": "whole",
+            "compile.free_activation_threshold": "integer",
             "compile.passes": "list",
         },
     ),
@@ -330,14 +330,14 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "any",
         ),
     ),
-    ("data sampling is off", {"data_efficiency.seed": "whole"}),
+    ("data sampling is off", {"data_efficiency.seed": "integer"}),
     (
         "nccl on GPUs and gloo on CPUs, or the process group that exists",
         {"distributed_backend": "text"},
     ),
     (
         "describes the model, which comes from the caller or from the `model` section",
-        {"hidden_size": "whole", "num_attention_heads": "whole"},
+        {"hidden_size": "integer", "num_attention_heads": "integer"},
     ),
 )
 """Pairs (reason, keys). The type of the value is checked, and `plait config explain` shows the
@@ -357,9 +357,9 @@ class RefusedKeys:
 
 _FLAG: tuple[Kind, tuple[Any, ...]] = ("flag", (False,))
 _ANY: tuple[Kind, tuple[Any, ...]] = ("any", (False,))
-_SWITCHED: tuple[Kind, tuple[Any, ...]] = ("tree", ())
+_SWITCHED: tuple[Kind, tuple[Any, ...]] = ("object", ())
 """Section of a feature that is off unless the section contains `"enabled": true`."""
-_PRESENT: tuple[Kind, tuple[Any, ...]] = ("tree", ({},))
+_PRESENT: tuple[Kind, tuple[Any, ...]] = ("object", ({},))
 """Section of a feature that is on unless the section contains `"enabled": false`."""
 
 REFUSED: tuple[RefusedKeys, ...] = (
@@ -446,7 +446,7 @@ REFUSED: tuple[RefusedKeys, ...] = (
     RefusedKeys(
         "blocks are recomputed one by one, not in groups",
         'leave it out and set parallel.recompute.mode = "full"',
-        {"pipeline.activation_checkpoint_interval": ("whole", (0,))},
+        {"pipeline.activation_checkpoint_interval": ("integer", (0,))},
     ),
     RefusedKeys(
         "compilation is torch.compile, a block at a time",
@@ -484,7 +484,7 @@ REFUSED: tuple[RefusedKeys, ...] = (
     RefusedKeys(
         "experts are split over processes by one degree",
         "leave the section out and set parallel.ep",
-        {"expert_parallel.enabled": _FLAG, "expert_parallel.autoep_size": ("whole", (0, 1))},
+        {"expert_parallel.enabled": _FLAG, "expert_parallel.autoep_size": ("integer", (0, 1))},
     ),
     RefusedKeys(
         "Plait launches no autotuning runs",

@@ -8,11 +8,11 @@ from plait.config.dialects.deepspeed import Key, Kind
 
 _NAMES: dict[Kind, str] = {
     "flag": "true or false",
-    "whole": "a whole number",
+    "integer": "a whole number",
     "number": "a number",
     "text": "text",
     "list": "a list",
-    "tree": "an object",
+    "object": "an object",
 }
 
 
@@ -25,11 +25,11 @@ def type_problem(key: Key, value: Any) -> tuple[str, str] | None:
     valid = {
         "any": True,
         "flag": as_flag(value) is not None,
-        "whole": number is not None and number == number // 1,
+        "integer": number is not None and number == number // 1,
         "number": number is not None,
         "text": isinstance(value, str),
         "list": isinstance(value, list),
-        "tree": isinstance(value, dict | bool),
+        "object": isinstance(value, dict | bool),
     }
     if value == "auto" or valid[key.kind]:
         return None
@@ -50,7 +50,7 @@ def asks_for_nothing(key: Key, value: Any) -> bool:
         # Python's 0 == False, but a number is not a flag.
         if value == off and isinstance(value, bool) == isinstance(off, bool):
             return True
-    return key.kind == "tree" and not _is_enabled(value, default=key.off != ())
+    return key.kind == "object" and not _is_enabled(value, default=key.off != ())
 
 
 def as_flag(value: Any) -> bool | None:

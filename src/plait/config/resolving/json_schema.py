@@ -15,11 +15,11 @@ from plait.config.schema.config import Config
 
 _TYPES: dict[Kind, list[str]] = {
     "flag": ["boolean"],
-    "whole": ["integer"],
+    "integer": ["integer"],
     "number": ["number"],
     "text": ["string"],
     "list": ["array"],
-    "tree": ["object", "boolean"],
+    "object": ["object", "boolean"],
 }
 
 

@@ -288,7 +288,10 @@ def test_every_key_that_the_trainer_documents_is_in_the_table() -> None:
         .partition("fsdp_config (`str` or `dict`")[2]
         .partition("> DeepSpeed")[0]
     )
-    assert set(re.findall(r"- (\w+) \(", text)) <= {*(key.path for key in TRAINER_KEYS), *SHARDING_KEYS}
+    assert set(re.findall(r"- (\w+) \(", text)) <= {
+        *(key.path for key in TRAINER_KEYS),
+        *SHARDING_KEYS,
+    }
 
 
 # ---- a DeepSpeed file that Accelerate's names ---------------------------------------------------------------------------------------
