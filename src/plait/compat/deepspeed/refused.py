@@ -18,8 +18,7 @@ FUNCTIONS: Mapping[str, str] = {
     "checkpointing": f"call torch.utils.checkpoint.checkpoint, or {_RECOMPUTE}",
     "moe": "experts are not distributed by Plait",
     "runtime": (
-        "pass what its classes are for to initialize (an optimizer, a schedule of torch);"
-        " torch.manual_seed seeds"
+        "pass an optimizer and a schedule of torch to initialize; torch.manual_seed sets the seed"
     ),
     "DeepSpeedConfig": "call plait.load_config(file)",
     "OnDevice": "build the model under torch.device('meta')",

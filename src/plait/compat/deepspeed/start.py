@@ -253,7 +253,11 @@ def _select_optimizer(
 
 
 def _parameter_groups(parameters: list[Any]) -> list[dict[str, Any]]:
-    """Return the groups of parameters, of (name, parameter) pairs, or of groups of either."""
+    """Return parameter groups.
+
+    Args:
+        parameters: Parameters, (name, parameter) pairs, or groups with either in `params`.
+    """
     groups = [{"params": parameters}]
     if parameters and isinstance(parameters[0], dict):
         groups = parameters
