@@ -1,1 +1,1 @@
-"""Other libraries' calls over Plait's engine, for scripts that were written for them."""
+"""APIs of other libraries on Plait's engine, for scripts that were written for them."""

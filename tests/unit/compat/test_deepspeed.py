@@ -14,7 +14,12 @@ from torch import nn
 import plait.compat.deepspeed as deepspeed
 from plait.compat.deepspeed.constructor import refuse_lost_writes
 from plait.compat.deepspeed.refused import METHODS, missing
-from plait.compat.deepspeed.start import _configuration, _drops_last, _resolved, _set_local_rank
+from plait.compat.deepspeed.start import (
+    _drop_last,
+    _resolve_config,
+    _select_config,
+    _set_local_rank,
+)
 from plait.errors import ConfigError, InputError
 from tests.parity.trainers import launched
 
@@ -96,12 +101,12 @@ def test_parts_of_sequences_and_experts(axis: str) -> None:
 def test_which_configuration() -> None:
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
-    assert args.deepspeed is True and _configuration(args, None, None) == "ds.json"
-    assert _configuration(parser.parse_args([]), {"a": 1}, {"b": 2}) == {"a": 1}
-    assert _configuration(None, None, {"b": 2}) == {"b": 2}
+    assert args.deepspeed is True and _select_config(args, None, None) == "ds.json"
+    assert _select_config(parser.parse_args([]), {"a": 1}, {"b": 2}) == {"a": 1}
+    assert _select_config(None, None, {"b": 2}) == {"b": 2}
     for config, params in (({}, None), (None, {})):
         with pytest.raises(InputError, match="leave one of them out"):
-            _configuration(args, config, params)
+            _select_config(args, config, params)
 
 
 def test_missing_names() -> None:
@@ -158,11 +163,11 @@ def test_arguments_of_scripts() -> None:
     assert args.local_rank == 0
     with pytest.raises(InputError, match="it is 0 here"):
         _set_local_rank(argparse.Namespace(local_rank=3))
-    assert _drops_last({"dataloader_drop_last": True}) and not _drops_last({})
+    assert _drop_last({"dataloader_drop_last": True}) and not _drop_last({})
 
 
 def test_a_pipeline_module_changes_the_configuration() -> None:
-    resolved = _resolved(
+    resolved = _resolve_config(
         CONFIG, deepspeed.PipelineModule([MODEL], num_stages=1, activation_checkpoint_interval=1)
     )
     assert (resolved.layout.pp, resolved.recompute.mode) == (1, "full")

@@ -251,7 +251,7 @@ def test_it_needs_a_tokenizer(tmp_path: Path) -> None:
         ),
         (
             {"source": "datasets", "paths": ["a"], "buffer_sequences": 7},
-            "`buffer_sequences` is read with `streaming` alone",
+            "`buffer_sequences` is read only with `streaming`",
         ),
         (
             {"source": "datasets", "paths": ["a"], "streaming": True, "buffer_sequences": 0},

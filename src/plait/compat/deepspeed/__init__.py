@@ -1,7 +1,7 @@
-"""DeepSpeed's functions, for scripts in its style: `import plait.compat.deepspeed as deepspeed`.
+"""DeepSpeed's API on Plait's engine: `import plait.compat.deepspeed as deepspeed`.
 
-Names, order of arguments and return values are those of DeepSpeed 0.19.8; what runs is Plait's
-engine. What is not there raises and says what to use instead. docs/deepspeed-scripts.md lists both.
+Names, arguments and return values are those of DeepSpeed 0.19.8. A name that is not supported
+raises an error that says what to use instead. docs/deepspeed-scripts.md lists both kinds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from plait.compat.deepspeed.accelerator import get_accelerator
 from plait.compat.deepspeed.distributed import add_config_arguments, init_distributed
 from plait.compat.deepspeed.engine import DeepSpeedEngine
 from plait.compat.deepspeed.inference import InferenceEngine, init_inference
-from plait.compat.deepspeed.messages import log_dist
 from plait.compat.deepspeed.pipe import PipelineModule
 from plait.compat.deepspeed.pipeline_engine import PipelineEngine
 from plait.compat.deepspeed.refused import FUNCTIONS, missing
 from plait.compat.deepspeed.start import initialize
+from plait.compat.deepspeed.utils import log_dist
 
 __version__ = "0.19.8"
-"""Of the DeepSpeed whose calls these are; scripts ask for it."""
+"""Version of DeepSpeed whose API this is. Scripts compare it."""
 
 __all__ = [
     "DeepSpeedEngine",

@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator`: what scripts ask of the devices, whichever kind there is."""
+"""`deepspeed.accelerator`: queries of the devices, independent of their type."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _REMEDIES = {
 }
 
 
-class Accelerator:
-    """The GPUs of this machine, or its CPU."""
+class DeviceAccelerator:
+    """GPUs of this machine, or its CPU."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -34,79 +34,87 @@ class Accelerator:
         )
 
     def is_available(self) -> bool:
-        """Always: a CPU is one of them."""
+        """Return True. A machine without GPUs has a CPU."""
         return True
 
     def device_name(self, device_index: int | None = None) -> str:
-        """What `torch.device` takes."""
+        """Return the name of a device for `torch.device`."""
         kind = accelerator.available_type()
-        return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
+        if device_index is None or kind == "cpu":
+            return kind
+        return f"{kind}:{device_index}"
 
     def device_count(self) -> int:
-        """Those of this machine; of CPUs one."""
+        """Return the number of devices of this machine. The CPU counts as one."""
         return accelerator.count() or 1
 
     def set_device(self, device_index: int) -> None:
-        """This process's work goes there from here on; nothing on a CPU."""
+        """Select the device of this process. No effect on a CPU."""
         if accelerator.count():
             accelerator.use(torch.device(self.device_name(device_index)))
 
     def current_device(self) -> int:
-        """The index of this process's."""
-        return torch.accelerator.current_device_index() if accelerator.count() else 0
+        """Return the index of this process's device."""
+        if not accelerator.count():
+            return 0
+        return torch.accelerator.current_device_index()
 
     def current_device_name(self) -> str:
-        """The same for `torch.device`."""
+        """Return the name of this process's device for `torch.device`."""
         return self.device_name(self.current_device())
 
     def communication_backend_name(self) -> str:
-        """torch's backend for collectives of these devices."""
+        """Return torch's backend for collectives of these devices."""
         return accelerator.backend(self._device(), host_tensors=False)
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until it has done all that it was given."""
+        """Wait until the device has finished all its work."""
         accelerator.synchronize(self._device(device_index))
 
     def empty_cache(self) -> None:
-        """Return memory that torch keeps for later; nothing on a CPU."""
+        """Free the memory that torch's allocator caches. No effect on a CPU."""
         if accelerator.count():
             torch.accelerator.memory.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of tensors there; 0 on a CPU."""
-        return accelerator.held_bytes(self._device(device_index)) if accelerator.count() else 0
+        """Return the bytes of the tensors on a device; 0 on a CPU."""
+        if not accelerator.count():
+            return 0
+        return accelerator.held_bytes(self._device(device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most since the start or `reset_peak_memory_stats`; 0 on a CPU."""
-        return accelerator.peak_bytes(self._device(device_index)) if accelerator.count() else 0
+        """Return the peak of `memory_allocated` since the last reset; 0 on a CPU."""
+        if not accelerator.count():
+            return 0
+        return accelerator.peak_bytes(self._device(device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin anew."""
+        """Reset the peak of `max_memory_allocated`."""
         accelerator.reset_peak(self._device(device_index))
 
     def manual_seed(self, seed: int) -> None:
-        """Of all of torch's generators."""
+        """Seed all random number generators of torch."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def is_bf16_supported(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def is_fp16_supported(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def _device(self, device_index: int | None = None) -> torch.device:
-        return torch.device(
-            self.device_name(place().local_rank if device_index is None else device_index)
-        )
+        if device_index is None:
+            device_index = place().local_rank
+        return torch.device(self.device_name(device_index))
 
 
-_THERE: Final = Accelerator()
+_ACCELERATOR: Final = DeviceAccelerator()
 
 
-def get_accelerator() -> Accelerator:
-    """The one there is."""
-    return _THERE
+def get_accelerator() -> DeviceAccelerator:
+    """Return the accelerator of this process."""
+    return _ACCELERATOR

@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed, by DeepSpeed's names."""
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ def __getattr__(name: str) -> Any:
 
 
 def get_local_rank() -> int:
-    """This process among those of its machine."""
+    """Return the rank of this process on its machine."""
     return place().local_rank
 
 
 def get_world_group() -> dist.ProcessGroup | None:
-    """torch's default group; None before there is one."""
+    """Return torch's default group, or None if it does not exist yet."""
     return dist.group.WORLD
 
 
 def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """Of a process of `group`, among all."""
-    return dist.get_global_rank(group, group_rank) if group is not None else group_rank
+    """Return the global rank of a process of a group."""
+    if group is None:
+        return group_rank
+    return dist.get_global_rank(group, group_rank)

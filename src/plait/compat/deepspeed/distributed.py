@@ -1,4 +1,4 @@
-"""The process group, and the arguments of a script, as DeepSpeed's functions make them."""
+"""Process group and command-line arguments, with DeepSpeed's functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from plait.cluster import accelerator
 from plait.cluster.mesh import DEFAULT_TIMEOUT, join, local_device
 from plait.cluster.topology import place
-from plait.compat.deepspeed.refused import refuse_given
+from plait.compat.deepspeed.refused import refuse_arguments
 from plait.errors import InputError
 
 PORT = 29500
-"""DeepSpeed's default."""
+"""Default port of DeepSpeed."""
 _LAUNCHER = (
     "the launcher's variables say where and what a process is (`plait launch`, torchrun, srun,"
     " mpirun)"
@@ -34,34 +34,50 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make torch's default process group from the launcher's variables, if there is none;
-    `initialize` adopts it. `verbose` and `config` (of DeepSpeed's logger of communication) print
-    nothing. Collective. Raises InputError for a backend, a rank or a place that differs from what
-    the launcher and the devices say, and with `dist_init_required` False where there is no group.
+    """Create torch's default process group from the launcher's variables. Collective.
+
+    An existing group is kept. `initialize` uses this group.
+
+    Args:
+        dist_backend: Must be the backend of the devices, or None.
+        auto_mpi_discovery: Must be True.
+        distributed_port: Must be the default.
+        verbose: Ignored.
+        timeout: Timeout of collectives.
+        init_method: Must be None.
+        dist_init_required: If False, the group must exist.
+        config: Ignored. In DeepSpeed it configures the logging of communication.
+        rank: Must be the launcher's, or -1.
+        world_size: Must be the launcher's, or -1.
+
+    Raises:
+        InputError: An argument is not supported.
     """
     refuse_port(distributed_port)
-    refuse_given("init_distributed", {"init_method": _LAUNCHER}, init_method=init_method)
+    refuse_arguments("init_distributed", {"init_method": _LAUNCHER}, init_method=init_method)
     if not auto_mpi_discovery:
         raise InputError(
             "deepspeed.init_distributed(auto_mpi_discovery=False) cannot be honoured; leave it"
             f" out: {_LAUNCHER}"
         )
     refuse_no_group(dist_init_required)
-    here = place()
-    for name, value, found in (
-        ("rank", rank, here.rank),
-        ("world_size", world_size, here.world_size),
+    launched = place()
+    # -1 is DeepSpeed's default, which lets the launcher decide.
+    for name, value, expected in (
+        ("rank", rank, launched.rank),
+        ("world_size", world_size, launched.world_size),
     ):
-        if value not in (-1, found):
+        if value not in (-1, expected):
             raise InputError(
-                f"deepspeed.init_distributed({name}={value}): {name} is {found} here; leave it out:"
-                f" {_LAUNCHER}"
+                f"deepspeed.init_distributed({name}={value}): {name} is {expected} here; leave it"
+                f" out: {_LAUNCHER}"
             )
-    backend = (
-        dist.get_backend()
-        if dist.is_initialized()
-        else accelerator.backend(local_device(None, here), host_tensors=False)
-    )
+
+    # `join` uses an existing group, whatever its backend.
+    if dist.is_initialized():
+        backend = str(dist.get_backend())
+    else:
+        backend = accelerator.backend(local_device(None, launched), host_tensors=False)
     if dist_backend is not None and dist_backend not in backend:
         raise InputError(
             f"deepspeed.init_distributed(dist_backend={dist_backend!r}): these devices use"
@@ -71,7 +87,7 @@ def init_distributed(
 
 
 def refuse_port(port: int) -> None:
-    """Raise InputError for a port of one's own."""
+    """Raise InputError if a port is not the default."""
     if port != PORT:
         raise InputError(
             f"distributed_port={port} cannot be honoured; leave it out and set MASTER_PORT:"
@@ -80,7 +96,7 @@ def refuse_port(port: int) -> None:
 
 
 def refuse_no_group(dist_init_required: bool | None) -> None:
-    """Raise InputError where the caller wanted to make the group and has not."""
+    """Raise InputError if `dist_init_required` is False and no process group exists."""
     if dist_init_required is False and not dist.is_initialized():
         raise InputError(
             "dist_init_required=False says that the script makes the process group, and there is"
@@ -89,9 +105,7 @@ def refuse_no_group(dist_init_required: bool | None) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config FILE` to a script's arguments. Returns the
-    parser.
-    """
+    """Add `--deepspeed` and `--deepspeed_config FILE` to a parser, and return the parser."""
     group = parser.add_argument_group("DeepSpeed", "configuration of plait.compat.deepspeed")
     group.add_argument(
         "--deepspeed",

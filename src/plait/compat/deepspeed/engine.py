@@ -1,7 +1,7 @@
-"""DeepSpeed's engine over Plait's: its names, its order of arguments, its return values. It
-computes nothing itself.
+"""DeepSpeed's engine as an adapter of Plait's, with DeepSpeed's names, arguments and return values.
 
-A name that neither this nor the model has raises and says what to use.
+Names that the adapter does not have are looked up in the model. A name that is not supported raises
+an error that says what to use instead.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plait.cluster.topology import place
-from plait.compat.deepspeed.loaders import StreamLoader, loader_of
-from plait.compat.deepspeed.optimizer import EngineOptimizer
+from plait.compat.deepspeed.loaders import StreamLoader, build_loader
+from plait.compat.deepspeed.optimizer import DeepSpeedOptimizer
 from plait.compat.deepspeed.refused import METHODS, missing
-from plait.compat.deepspeed.saved import SavedState
+from plait.compat.deepspeed.saved import CheckpointMethods
 from plait.engine.engine import Engine
 from plait.errors import InputError, warn
 
 
-class DeepSpeedEngine(SavedState):
-    """Made by `deepspeed.initialize`. `plait` is the engine of Plait's that does the work."""
+class DeepSpeedEngine(CheckpointMethods):
+    """Engine that `deepspeed.initialize` returns. `plait` is the underlying engine of Plait."""
 
     def __init__(
         self,
@@ -34,29 +34,44 @@ class DeepSpeedEngine(SavedState):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
     ) -> None:
+        """Wrap an engine of Plait.
+
+        Args:
+            engine: Engine of Plait.
+            trains: False if `initialize` received no optimizer. The engine then only runs forward.
+            config: Configuration as it was passed to `initialize`.
+            collate_fn: Default function of the loaders that combines samples to a micro-batch.
+            drop_last: Whether the loaders drop an incomplete last micro-batch.
+        """
         self.plait = engine
         self.config = config
-        """As it was given to `initialize`."""
-        self.optimizer = EngineOptimizer(engine, self.zero_grad) if trains else None
-        """None where `initialize` was given none: the engine computes forwards alone."""
+        self.optimizer = DeepSpeedOptimizer(engine, self.zero_grad) if trains else None
         self.lr_scheduler = engine.lr_scheduler if trains else None
         self.collate_fn = collate_fn
         self.training_dataloader: DataLoader[Any] | StreamLoader | None = None
         self.micro_steps = 0
-        """Calls of `step`."""
+        """Number of calls of `step`."""
         self.is_reduced = False
-        """Whether the gradients that there are are those of a full step, over all ranks."""
+        """True if the current gradients are those of a full step, reduced over all ranks."""
         self._drop_last = drop_last
-        self._applied = self._has_stepped = False
-        self._counted = 0
-        """Calls of `step` in the step that is not over."""
+        self._applied = False
+        """True if the last call of `step` updated the parameters."""
+        self._has_stepped = False
+        """True after the first optimizer step."""
+        self._unfinished_steps = 0
+        """Number of calls of `step` since the last optimizer step."""
         self._boundary: bool | None = None
-        self._in_no_sync = self._inside = False
-        engine.optimizer.register_step_pre_hook(self._refuse_own_step)
+        """Value of `set_gradient_accumulation_boundary`; None if the engine counts."""
+        self._in_no_sync = False
+        self._is_updating = False
+        """True while the engine itself may call the optimizer."""
+        engine.optimizer.register_step_pre_hook(self._refuse_optimizer_step)
 
     def __getattr__(self, name: str) -> Any:
+        # While the object is created or unpickled, it has no engine yet.
         if name.startswith("__") or "plait" not in vars(self):
             raise AttributeError(name)
+        # Methods of the model such as `to` and `half` are refused; METHODS has their replacements.
         if name not in METHODS and hasattr(self.plait.model, name):
             return getattr(self.plait.model, name)
         raise missing("engine", name, METHODS)
@@ -65,32 +80,47 @@ class DeepSpeedEngine(SavedState):
         return self.forward(*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's output for one micro-batch."""
-        self._tell_boundary()
+        """Return the model's output for one micro-batch."""
+        self._update_boundary()
         return self.plait(*inputs, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backward of a micro-batch's mean loss. Returns the loss divided by the accumulation
-        steps, detached; as it is, and used as it is, without `scale_wrt_gas`. Raises InputError for
-        `retain_graph`.
+        """Run backward of a micro-batch.
+
+        Args:
+            loss: Mean loss of the micro-batch.
+            retain_graph: Must be False.
+            scale_wrt_gas: Whether to divide the loss by the number of accumulation steps. If False,
+                the script has divided it.
+
+        Returns:
+            The divided loss, detached.
+
+        Raises:
+            InputError: `retain_graph` is True.
         """
         if retain_graph:
             raise InputError(
                 "engine.backward(retain_graph=True): a micro-batch has one backward here; add its"
                 " losses and call it once"
             )
-        self._tell_boundary()
+        self._update_boundary()
         count = self.gradient_accumulation_steps()
+        # It stays False if backward raises.
         self.is_reduced = False
-        with self._training("backward"):
+        # optimizer_in_backward updates parameters here.
+        with self._updating("backward"):
+            # Plait's engine divides by the accumulation steps itself.
             self.plait.backward(loss if scale_wrt_gas else loss * count)
         self.is_reduced = self.plait.is_gradient_accumulation_boundary()
-        return loss.detach() / count if scale_wrt_gas else loss.detach()
+        if scale_wrt_gas:
+            return loss.detach() / count
+        return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; at the end of a step, update."""
+        """End a micro-batch. At the end of a step, update the parameters."""
         if lr_kwargs:
             raise InputError(
                 "engine.step(lr_kwargs=...): the schedule is stepped without arguments; leave"
@@ -101,46 +131,56 @@ class DeepSpeedEngine(SavedState):
                 "engine.step() inside of engine.no_sync(): gradients there are not reduced; call it"
                 " behind, after a backward"
             )
-        self._tell_boundary()
+        self._update_boundary()
+        # Read before the step, with which the next micro-batch begins.
         ends = self.plait.is_gradient_accumulation_boundary()
         self._applied = False
-        with self._training("step"):
+        with self._updating("step"):
             self.plait.step()
         self._applied = ends and self.plait.was_step_applied()
         self._has_stepped |= ends
-        self._counted = 0 if ends else self._counted + 1
+        self._unfinished_steps += 1
+        if ends:
+            self._unfinished_steps = 0
         self.micro_steps += 1
         self.is_reduced = False
 
     @contextmanager
-    def _training(self, call: str) -> Iterator[None]:
-        """Around what may update parameters."""
+    def _updating(self, call: str) -> Iterator[None]:
+        """Context of calls that may update parameters. It allows the step of the optimizer."""
         if self.optimizer is None:
             raise InputError(
                 f'engine.{call}: deepspeed.initialize was given no optimizer; write "optimizer" in'
                 " the configuration or pass optimizer="
             )
-        self._inside = True
+        self._is_updating = True
         try:
             yield
         finally:
-            self._inside = False
+            self._is_updating = False
 
-    def _refuse_own_step(self, *_: Any) -> None:
-        if not self._inside:
+    def _refuse_optimizer_step(self, *_: Any) -> None:
+        """Raise InputError if the script calls the optimizer. Hook of the optimizer's step."""
+        if not self._is_updating:
             raise InputError(
                 "the optimizer's step() was called: call engine.step(), which reduces and clips"
                 " gradients and updates"
             )
 
-    def _tell_boundary(self) -> None:
-        self.plait.set_gradient_accumulation_boundary(False if self._in_no_sync else self._boundary)
+    def _update_boundary(self) -> None:
+        """Set the boundary of Plait's engine, before each call."""
+        # Plait's engine forgets the boundary after each step; DeepSpeed's keeps it.
+        boundary = self._boundary
+        if self._in_no_sync:
+            boundary = False
+        self.plait.set_gradient_accumulation_boundary(boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-batches whose gradients wait for a later backward of the same step. At every ZeRO
-        stage; stages 2 and 3 reduce them at once, which gives the same numbers. The last forward
-        and backward of a step, and `step`, are outside.
+        """Context of micro-batches whose gradients a later backward of the step reduces.
+
+        It is available at every ZeRO stage. Stages 2 and 3 reduce gradients immediately, with the
+        same result. The last forward and backward of a step, and `step`, belong outside.
         """
         if self._in_no_sync:
             raise InputError("engine.no_sync() inside of engine.no_sync(); one is enough")
@@ -149,25 +189,25 @@ class DeepSpeedEngine(SavedState):
             yield
         finally:
             self._in_no_sync = False
-            self._tell_boundary()
+            self._update_boundary()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its step."""
-        self._tell_boundary()
+        """Return True if the current micro-batch is the last of its step."""
+        self._update_boundary()
         return self.plait.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide whether micro-batches are the last of their step, from now on, until this is
-        called again.
-        """
+        """Set whether each micro-batch is the last of its step, until the next call."""
         self._boundary = is_boundary
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the step so far; warns where that loses micro-batches that `step`
-        has counted, for `step` frees them.
+        """Drop the gradients of the current step.
+
+        A script need not call it, because `step` frees gradients. A warning is issued if the call
+        discards micro-batches for which `step` was called already.
         """
         lost = self.plait.sharded.guard.backwards
-        if lost and self._counted and self.plait.rank == 0:
+        if lost and self._unfinished_steps and self.plait.rank == 0:
             warn(
                 f"engine.zero_grad() drops the gradients of {lost} micro-batches of a step that is"
                 f" not over (gradient_accumulation_steps {self.gradient_accumulation_steps()}), so"
@@ -194,10 +234,18 @@ class DeepSpeedEngine(SavedState):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any] | StreamLoader:
-        """A loader of this data-parallel rank's samples; shuffled in the route `train`, in order in
-        `eval` and `predict`.
+        """Return a loader of this data-parallel rank's micro-batches. See `build_loader`.
+
+        Args:
+            dataset: Data set.
+            batch_size: Samples per micro-batch. If None, the engine's micro-batch size.
+            route: "train" shuffles the samples; "eval" and "predict" do not.
+            pin_memory: Whether to pin micro-batches in host memory, for a GPU.
+            data_sampler: Sampler of the rank's samples.
+            collate_fn: Combines samples to a micro-batch. If None, that of `initialize`.
+            num_local_io_workers: Number of worker processes.
         """
-        return loader_of(
+        return build_loader(
             self.plait,
             dataset,
             collate_fn=collate_fn or self.collate_fn,
@@ -210,22 +258,22 @@ class DeepSpeedEngine(SavedState):
         )
 
     def destroy(self) -> None:
-        """Let go of the model, and of the process group if `initialize` made it."""
+        """Release the model, and the process group if `initialize` created it."""
         self.plait.close()
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Device of this rank."""
         return self.plait.device
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine."""
+        """Rank of this process on its machine."""
         return place().local_rank
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """Rank of this process among all processes."""
         return self.plait.rank
 
     @property
@@ -235,52 +283,52 @@ class DeepSpeedEngine(SavedState):
 
     @property
     def dp_world_size(self) -> int:
-        """Number of different slices of the batch."""
+        """Number of data-parallel ranks, which read different slices of the batch."""
         return self.plait.dp_size
 
     @property
     def mp_world_size(self) -> int:
-        """Processes that share a layer's weights (tensor parallelism)."""
+        """Number of tensor-parallel processes, which share the weights of a layer."""
         return self.plait.mesh.layout.tp
 
     @property
     def data_parallel_group(self) -> Any:
-        """torch's group of the processes with different slices of the batch; None for one."""
+        """Process group of the data-parallel ranks; None if there is only one."""
         return self.plait.mesh.group(*self.plait.parts.batch_axes)
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps, skipped ones too."""
+        """Number of optimizer steps, including skipped ones."""
         return self.plait.global_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Steps whose gradients were not finite."""
+        """Number of steps that were skipped because of non-finite gradients."""
         return self.plait.skipped_steps
 
     @property
     def global_samples(self) -> int:
-        """Samples of all steps."""
+        """Number of samples in all steps."""
         return self.plait.global_steps * self.train_batch_size()
 
     def get_data_parallel_rank(self) -> int:
-        """Which slice of the batch this process reads."""
+        """Return the index of the slice of the batch that this process reads."""
         return self.plait.dp_rank
 
     def train_batch_size(self) -> int:
-        """Samples of a step, all ranks."""
+        """Return the samples per step, over all ranks."""
         return self.plait.train_batch_size()
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch on one rank."""
+        """Return the samples per micro-batch of a rank."""
         return self.plait.train_micro_batch_size_per_gpu()
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
+        """Return the micro-batches per step."""
         return self.plait.gradient_accumulation_steps()
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(samples of a step, of a micro-batch, micro-batches of a step)."""
+        """Return (samples per step, samples per micro-batch, micro-batches per step)."""
         return (
             self.train_batch_size(),
             self.train_micro_batch_size_per_gpu(),
@@ -288,60 +336,67 @@ class DeepSpeedEngine(SavedState):
         )
 
     def zero_optimization_stage(self) -> int:
-        """ZeRO stage."""
+        """Return the ZeRO stage."""
         return self.plait.config.data_parallel.stage
 
     def zero_optimization(self) -> bool:
-        """Whether a ZeRO stage above 0 is on."""
+        """Return True if the ZeRO stage is above 0."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
+        """Return True if gradients are sharded."""
         return self.zero_optimization_stage() >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded and freed after use."""
+        """Return True if parameters are sharded and freed after use."""
         return self.zero_optimization_stage() == 3
 
     def fp16_enabled(self) -> bool:
-        """Whether blocks compute in float16."""
+        """Return True if blocks compute in float16."""
         return self.plait.config.precision.compute == "float16"
 
     def bfloat16_enabled(self) -> bool:
-        """Whether blocks compute in bfloat16."""
+        """Return True if blocks compute in bfloat16."""
         return self.plait.config.precision.compute == "bfloat16"
 
     def loss_scale(self) -> float:
-        """The constant scale of the configuration; 0 is dynamic, or none.
-        `engine.optimizer.loss_scale` is the present one.
+        """Return the constant loss scale of the configuration; 0 if it is dynamic or not used.
+
+        `engine.optimizer.loss_scale` is the current one.
         """
         scale = self.plait.config.precision.loss_scale
-        return scale.static if scale is not None else 0
+        if scale is None:
+            return 0
+        return scale.static
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the scale follows from overflows."""
+        """Return True if overflows determine the loss scale."""
         return self.fp16_enabled() and self.loss_scale() == 0
 
     def gradient_clipping(self) -> float:
-        """The largest norm; 0 does not clip."""
+        """Return the maximum of the global gradient norm; 0 does not clip."""
         return self.plait.config.gradient_clipping
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients over all ranks, unscaled, before clipping; None before
-        the first step.
+        """Return the gradient norm of the last step over all ranks, unscaled and before clipping.
+
+        Returns:
+            None before the first step.
         """
-        return self.plait.get_global_grad_norm() if self._has_stepped else None
+        if not self._has_stepped:
+            return None
+        return self.plait.get_global_grad_norm()
 
     def was_step_applied(self) -> bool:
-        """Whether the last call of `step` updated the parameters."""
+        """Return True if the last call of `step` updated the parameters."""
         return self._applied
 
     def get_lr(self) -> list[float]:
-        """Current learning rate of every parameter group."""
+        """Return the current learning rate of every parameter group."""
         return self.plait.get_lr()
 
     def get_mom(self) -> list[Any]:
-        """Betas, or momentum, of every parameter group."""
+        """Return the betas, or the momentum, of every parameter group."""
         return [
             group.get("betas", group.get("momentum")) for group in self.plait.optimizer.param_groups
         ]

@@ -1,6 +1,4 @@
-"""`deepspeed.init_inference`: a model in memory, split over tensor-parallel processes, that is
-called and that generates.
-"""
+"""`deepspeed.init_inference`: forward and generation of a model that is split over processes."""
 
 from __future__ import annotations
 
@@ -25,10 +23,10 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
 }
-_SIZES = ("max_out_tokens", "max_tokens", "min_out_tokens", "min_tokens")
-"""Of a cache that is allocated before; here it grows with the sequences."""
+_CACHE_SIZES = ("max_out_tokens", "max_tokens", "min_out_tokens", "min_tokens")
+"""Arguments for DeepSpeed's preallocated KV cache. Plait's grows with the sequences."""
 _KERNELS = ("replace_with_kernel_inject", "kernel_inject", "replace_method")
-_INSTEAD = {
+_REMEDIES = {
     "checkpoint": (
         "build the model with plait.from_pretrained(folder, config), or run plait generate --model"
         " FOLDER"
@@ -42,22 +40,22 @@ _INSTEAD = {
         " plait.generate on one device"
     ),
     "injection_policy": (
-        "parallel.tp splits the models that docs/model_types.md lists; others run whole"
+        "parallel.tp splits the models that docs/model_types.md lists; others are not split"
     ),
     "moe": "use plait.initialize with parallel.ep, and engine.plait.generate",
 }
 
 
 class InferenceEngine:
-    """What `init_inference` returns."""
+    """Model that is split over processes, in evaluation mode."""
 
     def __init__(self, sharded: ParallelModel) -> None:
         self._sharded = sharded
         self.module = sharded.model
-        """The model, split in place, in evaluation mode."""
+        """Model, split in place."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the model, without gradients. Collective over the processes of a replica."""
+        """Run the model without gradients. Collective over the processes of a replica."""
         with torch.no_grad():
             return self._sharded(*args, **kwargs)
 
@@ -71,9 +69,19 @@ class InferenceEngine:
         input_ids: Any = None,
         **settings: Any,
     ) -> torch.Tensor:
-        """As Transformers': token ids [batch, length] of the inputs with what follows, filled up on
-        the right with the padding token. `attention_mask` [batch, length] is 0 at padding.
-        `settings`: see `plait.generate`. Collective.
+        """Generate tokens, with the interface of Transformers. Collective.
+
+        Args:
+            inputs: Token ids [batch, length].
+            attention_mask: Mask [batch, length], which is 0 for padding. If None, there is none.
+            input_ids: Another name of `inputs`.
+            **settings: See `plait.generate`.
+
+        Returns:
+            Token ids of inputs and outputs [batch, length + longest output], padded on the right.
+
+        Raises:
+            InputError: The token ids are not a matrix, or the mask has another shape.
         """
         ids = inputs if input_ids is None else input_ids
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -81,115 +89,126 @@ class InferenceEngine:
                 f"generate takes token ids [batch, length], not {type(ids).__name__}; pass a"
                 " tokenizer's input_ids"
             )
-        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        mask = attention_mask
+        if mask is None:
+            mask = torch.ones_like(ids)
         if mask.shape != ids.shape:
             raise InputError(
                 f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(ids.shape)}; pass both"
                 " as the tokenizer made them"
             )
-        prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
-        made = [found.token_ids for found in generate(self._sharded, prompts, **settings)]
-        longest = max(map(len, made), default=0)
-        filler = self._filler(settings)
-        new = [[*tokens, *[filler] * (longest - len(tokens))] for tokens in made]
-        return torch.cat(
-            [
-                ids,
-                torch.tensor(new, dtype=ids.dtype, device=ids.device).reshape(len(made), longest),
-            ],
-            dim=1,
-        )
 
-    def _filler(self, settings: Mapping[str, Any]) -> int:
-        """The padding token, else the first that ends a text, as in Transformers."""
-        known = getattr(self.module, "generation_config", None)
+        # `plait.generate` takes prompts of different lengths, without padding.
+        prompts = [row[is_token.bool()].tolist() for row, is_token in zip(ids, mask, strict=True)]
+        answers = [answer.token_ids for answer in generate(self._sharded, prompts, **settings)]
+        longest = max(map(len, answers), default=0)
+        padding = self._padding_token(settings)
+        padded = [[*tokens, *[padding] * (longest - len(tokens))] for tokens in answers]
+        new_ids = torch.tensor(padded, dtype=ids.dtype, device=ids.device)
+        # If nothing was generated, torch.tensor has lost a dimension.
+        new_ids = new_ids.reshape(len(answers), longest)
+        return torch.cat([ids, new_ids], dim=1)  # [batch, length + longest]
+
+    def _padding_token(self, settings: Mapping[str, Any]) -> int:
+        """Return the padding token, or else the first end-of-text token, as Transformers does."""
+        defaults = getattr(self.module, "generation_config", None)
         for name in ("pad_token_id", "eos_token_id"):
-            found = settings.get(name, getattr(known, name, None))
-            found = found[0] if isinstance(found, list | tuple) else found
-            if found is not None:
-                return int(found)
+            token = settings.get(name, getattr(defaults, name, None))
+            if isinstance(token, list | tuple):
+                token = token[0]
+            if token is not None:
+                return int(token)
         return 0
 
 
 def init_inference(
     model: nn.Module, config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any
 ) -> InferenceEngine:
-    """Split `model` in place over `tensor_parallel.tp_size` processes and put it in evaluation
-    mode.
+    """Split a model in place over tensor-parallel processes, in evaluation mode. Collective.
 
-    `config` is a dict or a JSON file, and `kwargs` are added to it. `dtype` converts the model;
-    without it the model keeps its own, where DeepSpeed makes it float16. Raises InputError for what
-    is not there, with what to use.
+    Args:
+        model: Model in memory, the same on every rank.
+        config: Mapping, or path of a JSON file. `tensor_parallel.tp_size` is the number of
+            processes. `dtype` converts the model; without it the model keeps its dtype, where
+            DeepSpeed would convert it to float16.
+        **kwargs: Further entries of `config`, which take precedence.
+
+    Raises:
+        InputError: An entry is not supported.
     """
-    given = {**_read(config), **kwargs}
-    if any(given.get(name) for name in _KERNELS):
+    settings = {**_read_config(config), **kwargs}
+    if any(settings.get(name) for name in _KERNELS):
         warnings.warn(
             "init_inference: the model keeps its own kernels; kernel injection changes nothing",
             stacklevel=2,
         )
-    size = _tensor_parallel(given)
-    dtype = _dtype(given.pop("dtype", None))
-    for name in (*_SIZES, *_KERNELS):
-        given.pop(name, None)
-    for name, value in given.items():
+    degree = _pop_degree(settings)
+    dtype = _parse_dtype(settings.pop("dtype", None))
+    for name in (*_CACHE_SIZES, *_KERNELS):
+        settings.pop(name, None)
+    for name, value in settings.items():
+        # None and False are the defaults of features that are off.
         if value not in (None, False):
-            raise InputError(
-                f"init_inference({name}={value!r}) is not there;"
-                f" {_INSTEAD.get(name, 'leave it out')}"
-            )
-    sharded = parallelize(
-        model if dtype is None else model.to(dtype),
-        {"train_micro_batch_size_per_gpu": 1, "parallel": {"tp": size}},
-    )
+            remedy = _REMEDIES.get(name, "leave it out")
+            raise InputError(f"init_inference({name}={value!r}) is not supported; {remedy}")
+
+    if dtype is not None:
+        model = model.to(dtype)
+    sharded = parallelize(model, {"train_micro_batch_size_per_gpu": 1, "parallel": {"tp": degree}})
     sharded.model.eval()
     return InferenceEngine(sharded)
 
 
-def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+def _read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     try:
-        found = json.loads(Path(config).read_text(encoding="utf-8"))
+        content = json.loads(Path(config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
             f"init_inference: {config} cannot be read as JSON ({error}); pass a dict, or a file"
             " of one"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError(
-            f"init_inference: {config} holds a {type(found).__name__}; pass a dict, or a file"
+            f"init_inference: {config} holds a {type(content).__name__}; pass a dict, or a file"
             " of one"
         )
-    return found
+    return content
 
 
-def _tensor_parallel(given: dict[str, Any]) -> int:
-    """The degree by any of DeepSpeed's three names, which are taken out."""
-    told: dict[str, Any] = {
-        name: given.pop(name) for name in ("tensor_parallel", "tp", "mp_size") if name in given
-    }
-    sizes = {
-        name: value.get("tp_size", 1) if isinstance(value, Mapping) else value
-        for name, value in told.items()
-    }
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+def _pop_degree(settings: dict[str, Any]) -> int:
+    """Remove the degree of tensor parallelism from the settings and return it.
+
+    DeepSpeed has three names for it.
+    """
+    degrees: dict[str, Any] = {}
+    for name in ("tensor_parallel", "tp", "mp_size"):
+        if name not in settings:
+            continue
+        value = settings.pop(name)
+        degree = value.get("tp_size", 1) if isinstance(value, Mapping) else value
+        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             raise InputError(
-                f"init_inference({name}={told[name]!r}): tp_size is a whole number of at least 1"
+                f"init_inference({name}={value!r}): tp_size is a whole number of at least 1"
             )
-    if len(set(sizes.values())) > 1:
-        raise InputError(
-            f"init_inference: {' and '.join(f'{name}={size}' for name, size in sizes.items())}"
-            " differ; give one of them"
-        )
-    return next(iter(sizes.values()), 1)
+        degrees[name] = degree
+
+    if len(set(degrees.values())) > 1:
+        names = " and ".join(f"{name}={degree}" for name, degree in degrees.items())
+        raise InputError(f"init_inference: {names} differ; give one of them")
+    return next(iter(degrees.values()), 1)
 
 
-def _dtype(wanted: Any) -> torch.dtype | None:
-    found = _DTYPES.get(wanted.removeprefix("torch.")) if isinstance(wanted, str) else wanted
-    if wanted is None or found in (torch.float64, *_DTYPES.values()):
-        return found
+def _parse_dtype(value: Any) -> torch.dtype | None:
+    if value is None:
+        return None
+    dtype = value
+    if isinstance(value, str):
+        dtype = _DTYPES.get(value.removeprefix("torch."))
+    if dtype in (torch.float64, *_DTYPES.values()):
+        return dtype
     raise InputError(
-        f"init_inference(dtype={wanted!r}): use one of {', '.join(_DTYPES)}, or quantise with"
+        f"init_inference(dtype={value!r}): use one of {', '.join(_DTYPES)}, or quantise with"
         " Transformers, see docs/generation.md"
     )

@@ -1,4 +1,4 @@
-"""Loaders of data as DeepSpeed makes them."""
+"""Data loaders with DeepSpeed's interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.errors import CheckpointError, InputError
 
 
 class RepeatingLoader:
-    """An iterator that begins a loader again at its end, for ever."""
+    """Iterator that restarts a loader at its end, without limit."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -33,13 +33,14 @@ class RepeatingLoader:
 
 
 class StreamLoader:
-    """Micro-batches of this data-parallel rank's samples of an iterable data set, in its own order.
-    Every rank reads all of it, and they take turns with a micro-batch each; at the end samples are
-    repeated where those left do not suffice for all ranks, as torch's DistributedSampler does, or
+    """Micro-batches of this data-parallel rank from an iterable data set, in the set's own order.
+
+    Every rank reads all samples. The ranks take turns, each with one micro-batch. If the last
+    samples do not suffice for all ranks, samples are repeated, as in torch's DistributedSampler, or
     dropped with `drop_last`.
 
-    `state_dict()` belongs into `client_state` of `engine.save_checkpoint`: it is the same on every
-    rank, and fits other layouts.
+    A script saves `state_dict()` in `client_state` of `engine.save_checkpoint`. The state is the
+    same on every rank and fits other layouts.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class StreamLoader:
         drop_last: bool,
         **settings: Any,
     ) -> None:
-        self._round = batch_size * engine.dp_size
-        compared = is_of_datasets(data) or bool(settings.get("num_workers"))
+        self._samples_per_round = batch_size * engine.dp_size
+        # `build_loader` has compared these streams between ranks already.
+        is_compared = is_of_datasets(data) or bool(settings.get("num_workers"))
         self._part = StreamPart(
             data,
             batch_size=batch_size,
@@ -60,54 +62,65 @@ class StreamLoader:
             index=engine.dp_rank,
             drop_last=drop_last,
             repeats=True,
-            device=None if compared else engine.device,
+            device=None if is_compared else engine.device,
         )
         self._loader: DataLoader[Any] = DataLoader(
             self._part, batch_size=batch_size, drop_last=drop_last, **settings
         )
-        self._epoch = self._read = self._skipped = 0
-        self._goes_on = False
+        self._epoch = 0
+        self._samples_read = 0
+        """Samples of the epoch that all ranks together have read."""
+        self._resumes = False
+        """True if the next pass continues an epoch of a loaded state."""
 
     def __iter__(self) -> Iterator[Any]:
-        """A pass over the data: the rest of one that was not read to its end when the state was
-        saved, else a new one.
-        """
-        if not self._goes_on:
-            self._read = 0
-        self._goes_on = False
+        """Iterate over an epoch, or over the remainder of one after a state was loaded."""
+        # A pass that was abandoned starts again, unless its position was loaded.
+        if not self._resumes:
+            self._samples_read = 0
+        self._resumes = False
         self._part.set_epoch(self._epoch)
-        self._part.skipped = self._read
+        self._part.skipped = self._samples_read
         for batch in self._loader:
-            self._read += self._round
+            self._samples_read += self._samples_per_round
             yield batch
-        self._epoch = self._epoch + 1
-        self._read = 0
+        self._epoch += 1
+        self._samples_read = 0
 
     def __len__(self) -> int:
-        """Micro-batches of a pass. Raises TypeError where the data has no length."""
+        """Return the number of micro-batches of an epoch.
+
+        Raises:
+            TypeError: The data set has no length.
+        """
         return math.ceil(len(self._part) / self._part.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is that of `epoch`."""
+        """Set the epoch of the next pass."""
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands: epoch, and samples of it that were read by all ranks."""
-        return {"epoch": self._epoch, "read": self._read}
+        """Return the position: the epoch, and its samples that all ranks together have read."""
+        return {"epoch": self._epoch, "read": self._samples_read}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next pass goes on from there. Raises CheckpointError where no whole number of
-        micro-batches of all ranks was read.
+        """Set the position from which the next pass continues.
+
+        Raises:
+            CheckpointError: The position is not a multiple of the samples in the micro-batches of
+                all ranks.
         """
-        if state["read"] % self._round:
+        if state["read"] % self._samples_per_round:
             raise CheckpointError(
                 f"the data was left after {state['read']} samples, and a micro-batch of all ranks"
-                f" has {self._round} here; keep micro-batch times data-parallel ranks"
+                f" has {self._samples_per_round} here; keep micro-batch times data-parallel ranks"
             )
-        self._epoch, self._read, self._goes_on = state["epoch"], state["read"], True
+        self._epoch = state["epoch"]
+        self._samples_read = state["read"]
+        self._resumes = True
 
 
-def loader_of(
+def build_loader(
     engine: Engine,
     data: Dataset[Any],
     *,
@@ -119,47 +132,65 @@ def loader_of(
     workers: int = 0,
     pin_memory: bool = True,
 ) -> DataLoader[Any] | StreamLoader:
-    """Micro-batches of this data-parallel rank's samples, in the order of torch's
-    DistributedSampler; of a data set that is iterated in its own. Collective then. Raises
-    InputError for what has neither a length nor an order.
+    """Return a loader of this data-parallel rank's micro-batches.
+
+    Collective for an iterable data set.
+
+    Args:
+        engine: Engine that reads the micro-batches.
+        data: Data set. An iterable one is read in its own order, any other in the order of torch's
+            DistributedSampler.
+        collate_fn: Combines samples to a micro-batch.
+        batch_size: Samples per micro-batch. If None, the engine's micro-batch size.
+        sampler: Replaces the DistributedSampler.
+        shuffle: Whether the DistributedSampler shuffles.
+        drop_last: Whether to drop an incomplete last micro-batch.
+        workers: Number of worker processes.
+        pin_memory: Whether to pin micro-batches in host memory, for a GPU.
+
+    Raises:
+        InputError: The data set has no length and is not iterable, or a sampler or several workers
+            are given for an iterable one.
     """
+    batch_size = batch_size or engine.train_micro_batch_size_per_gpu()
+    pin_memory = pin_memory and engine.device.type != "cpu"
     if isinstance(data, IterableDataset):
         if sampler is not None or workers > 1:
-            what = "sampler" if sampler is not None else f"{workers} workers"
+            argument = "sampler" if sampler is not None else f"{workers} workers"
             rule = (
-                f"training_data of type {type(data).__name__} with {what}: it is read in its own"
-                " order, by one reader in every process"
+                f"training_data of type {type(data).__name__} with {argument}: it is read in its"
+                " own order, by one reader in every process"
             )
             raise InputError(f"{rule}; leave data_sampler out, and num_local_io_workers at most 1")
         refuse_split_stream(data)
+        # Other streams are compared between ranks by StreamPart, while they are read.
         if is_of_datasets(data) or workers:
             refuse_other_stream(data, device=engine.device, workers=workers)
-        size = batch_size or engine.train_micro_batch_size_per_gpu()
-        pin = pin_memory and engine.device.type != "cpu"
         return StreamLoader(
             data,
             engine,
-            batch_size=size,
+            batch_size=batch_size,
             drop_last=drop_last,
             collate_fn=collate_fn,
             num_workers=workers,
-            pin_memory=pin,
+            pin_memory=pin_memory,
         )
+
     if not hasattr(data, "__len__"):
         raise InputError(
             f"training_data of type {type(data).__name__} has no length: ranks could not share it;"
             " pass a torch.utils.data.Dataset, an IterableDataset of torch, or a data set of the"
             " `datasets` library"
         )
-    found: Sampler[Any] = sampler or DistributedSampler(
+    rank_sampler: Sampler[Any] = sampler or DistributedSampler(
         data, num_replicas=engine.dp_size, rank=engine.dp_rank, shuffle=shuffle
     )
     return DataLoader(
         data,
-        batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),
-        sampler=found,
+        batch_size=batch_size,
+        sampler=rank_sampler,
         collate_fn=collate_fn,
         drop_last=drop_last,
         num_workers=workers,
-        pin_memory=pin_memory and engine.device.type != "cpu",
+        pin_memory=pin_memory,
     )

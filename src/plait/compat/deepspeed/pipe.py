@@ -1,6 +1,4 @@
-"""`deepspeed.pipe`: a model as a list of layers. Plait's own, with the loss and the number of
-stages that DeepSpeed's has.
-"""
+"""`deepspeed.pipe`: models as lists of layers, with DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from torch import nn
 
 from plait._torch.operators import tree_map
 from plait.cluster.topology import place
-from plait.compat.deepspeed.refused import refuse_given
+from plait.compat.deepspeed.refused import refuse_arguments
 from plait.errors import InputError, warn
 from plait.model.pipeline_module import LayerSpec, TiedLayerSpec
 from plait.model.pipeline_module import PipelineModule as PlaitPipelineModule
@@ -28,19 +26,30 @@ _REMEDIES = {
 
 
 class PipelineModule(PlaitPipelineModule):
-    """`loss_fn(output, labels)` is a micro-batch's mean loss. `num_stages` is `parallel.pp` of the
-    configuration, which may also say it.
+    """Model of a pipeline, given as a list of layers.
 
-    Every process builds all layers and keeps those of its stage; under `zero.Init()` it builds them
+    Every process builds all layers and keeps those of its stage. Under `zero.Init()` they are built
     without memory.
+
+    Args:
+        layers: Layers in the order of the forward.
+        num_stages: Number of pipeline stages. If None, `parallel.pp` of the configuration.
+        topology: Must be None.
+        loss_fn: Returns the mean loss of a micro-batch from (output, labels).
+        seed_layers: Must be False.
+        seed_fn: Must be None.
+        base_seed: Must be 1234.
+        partition_method: Ignored: stages are balanced by predicted time.
+        activation_checkpoint_interval: 1 recomputes every layer in backward, 0 none.
+
+    Raises:
+        InputError: An argument is not supported.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     num_stages: int | None
     recomputed: bool
-    """Whether layers compute again in the backward what they would keep: `parallel.recompute.mode`
-    = "full" of the configuration.
-    """
+    """True if layers are recomputed in backward, as `parallel.recompute.mode` = "full" does."""
 
     def __init__(
         self,
@@ -54,22 +63,22 @@ class PipelineModule(PlaitPipelineModule):
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
     ) -> None:
-        refuse_given("PipelineModule", _REMEDIES, topology=topology, seed_fn=seed_fn)
+        refuse_arguments("PipelineModule", _REMEDIES, topology=topology, seed_fn=seed_fn)
         if seed_layers or base_seed != 1234:
             raise InputError(
                 "deepspeed.PipelineModule(seed_layers=, base_seed=): leave them out:"
                 f" {_REMEDIES['seed_fn']}"
             )
-        if partition_method.lower() not in (
-            "parameters",
-            "uniform",
-        ) and not partition_method.lower().startswith("type:"):
+
+        method = partition_method.lower()
+        if method not in ("parameters", "uniform") and not method.startswith("type:"):
             raise InputError(
                 f"deepspeed.PipelineModule(partition_method={partition_method!r}): DeepSpeed has"
                 " 'parameters', 'uniform' and 'type:...', and stages are balanced by predicted"
                 " time; leave it out"
             )
-        if partition_method.lower() != "parameters" and place().rank == 0:
+        # "parameters" is DeepSpeed's default, which scripts do not choose.
+        if method != "parameters" and place().rank == 0:
             warn(
                 f"PipelineModule(partition_method={partition_method!r}) changes nothing: stages are"
                 " balanced by predicted time"
@@ -82,18 +91,22 @@ class PipelineModule(PlaitPipelineModule):
         super().__init__(layers)
         self.num_stages = num_stages
         self.recomputed = bool(activation_checkpoint_interval)
-        object.__setattr__(self, "loss_fn", loss_fn)  # a module too is no layer
+        # nn.Module would register a loss that is a module as a child, but it is not a layer.
+        object.__setattr__(self, "loss_fn", loss_fn)
 
     def forward(self, value: Any) -> Any:
-        """Through all layers."""
+        """Return the output of all layers."""
         for layer in self.layers:
-            value = tree_map(_writable, layer(value))
+            value = tree_map(_copy_received, layer(value))
         return value
 
 
-def _writable(value: Any) -> Any:
-    """What a stage has received may be written to by its first layer (nn.ReLU(inplace=True)), so it
-    is given a copy, as DeepSpeed does.
+def _copy_received(value: Any) -> Any:
+    """Return a copy of a tensor that a stage has received; other values are returned unchanged.
+
+    The first layer of a stage may write to its input (nn.ReLU(inplace=True)), which autograd does
+    not allow for a leaf. DeepSpeed copies it too.
     """
-    received = isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
-    return value.clone() if received else value
+    if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+        return value.clone()
+    return value

@@ -1,4 +1,4 @@
-"""The engine of a `PipelineModule`: full steps only."""
+"""Engine of a `PipelineModule`, which runs complete steps."""
 
 from __future__ import annotations
 
@@ -18,27 +18,39 @@ _FULL_STEPS = (
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Every process is given all micro-batches of its data-parallel rank, whichever stage it
-    has.
+    """Engine of a pipeline.
+
+    Every process receives all micro-batches of its data-parallel rank, whichever stage it has.
     """
 
     _batches: Iterator[Any] | None = None
+    """Iterator that `train_batch` reads by default."""
     _batch_fn: Callable[[Any], Any] | None = None
+    """Conversion of a micro-batch to `(inputs, labels)`."""
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One optimizer step over the next micro-batches, `(inputs, labels)` each, of the iterator,
-        or of `training_data` again and again. Returns the mean over micro-batches and data-parallel
-        ranks; 0-dimensional. Raises InputError where they end before.
+        """Run an optimizer step. Collective.
+
+        Args:
+            data_iter: Iterator over micro-batches `(inputs, labels)`. If None, `training_data` is
+                repeated without end.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks (0-dimensional).
+
+        Raises:
+            InputError: The iterator ends before the step is complete.
         """
         if data_iter is None:
-            data_iter = self._own_batches()
-        pieces = self._next(data_iter, self.gradient_accumulation_steps(), "train_batch")
+            data_iter = self._default_batches()
+        count = self.gradient_accumulation_steps()
+        micro_batches = self._next_batches(data_iter, count, "train_batch")
         self.plait.train()
-        with self._training("train_batch"):
-            loss = self.plait.train_batch(iter(pieces)).loss
+        with self._updating("train_batch"):
+            loss = self.plait.train_batch(iter(micro_batches)).loss
         self._applied = self.plait.was_step_applied()
         self._has_stepped = True
-        self.micro_steps += len(pieces)
+        self.micro_steps += len(micro_batches)
         return loss
 
     def eval_batch(
@@ -50,35 +62,48 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of the next micro-batches (by default as many as a step has) over them and
-        the data-parallel ranks, on every process, without gradients; 0-dimensional. With
-        `compute_loss` and `reduce_output` off the model's outputs, in a list, on the last stage;
-        None on the others. Raises InputError for other combinations.
+        """Evaluate the next micro-batches without gradients. Collective.
+
+        Args:
+            data_iter: Iterator over micro-batches `(inputs, labels)`.
+            return_logits: Must be False.
+            compute_loss: Whether to return the loss and not the outputs.
+            reduce_output: "avg" with the loss, None with the outputs.
+            bcast_loss: Must be True with the loss.
+            num_micro_batches: Number of micro-batches. If None, that of a step.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks (0-dimensional) on every
+            process. With `compute_loss=False`, a list of the model's outputs on the last stage and
+            None on the others.
+
+        Raises:
+            InputError: The combination of arguments is not supported.
         """
-        if (
-            return_logits
-            or (compute_loss and (reduce_output != "avg" or not bcast_loss))
-            or (not compute_loss and reduce_output)
-        ):
+        if compute_loss:
+            supported = reduce_output == "avg" and bcast_loss
+        else:
+            supported = not reduce_output
+        if return_logits or not supported:
             raise InputError(
                 "engine.eval_batch(...) returns either the mean loss on every process (leave all"
                 " arguments out) or the outputs on the last stage (compute_loss=False,"
                 " reduce_output=None); call it twice for both"
             )
-        pieces = self._next(
-            data_iter, num_micro_batches or self.gradient_accumulation_steps(), "eval_batch"
-        )
+        count = num_micro_batches or self.gradient_accumulation_steps()
+        micro_batches = self._next_batches(data_iter, count, "eval_batch")
         with self.plait.evaluating():
             if not compute_loss:
-                outputs = [self.plait.predict(piece) for piece in pieces]
+                # All stages take part; only the last has outputs.
+                outputs = [self.plait.predict(micro_batch) for micro_batch in micro_batches]
                 return outputs if self.is_last_stage() else None
-            totals = [self.plait.eval_batch(piece) for piece in pieces]
-        return torch.tensor(
-            sum(loss for loss, _ in totals) / sum(weight for _, weight in totals),
-            device=self.device,
-        )
+            totals = [self.plait.eval_batch(micro_batch) for micro_batch in micro_batches]
 
-    def _own_batches(self) -> Iterator[Any]:
+        loss_sum = sum(loss for loss, _ in totals)
+        weight_sum = sum(weight for _, weight in totals)
+        return torch.tensor(loss_sum / weight_sum, device=self.device)
+
+    def _default_batches(self) -> Iterator[Any]:
         if self._batches is None:
             if self.training_dataloader is None:
                 raise InputError(
@@ -87,60 +112,64 @@ class PipelineEngine(DeepSpeedEngine):
             self._batches = RepeatingLoader(self.training_dataloader)
         return self._batches
 
-    def _next(self, batches: Iterator[Any], count: int, call: str) -> list[Any]:
+    def _next_batches(self, batches: Iterator[Any], count: int, call: str) -> list[Any]:
+        """Return the next `count` micro-batches. `call` names the method in errors."""
+        # A list or a loader would start at its beginning in every step.
         if not isinstance(batches, Iterator):
             raise InputError(
                 f"engine.{call} takes an iterator, not a {type(batches).__name__}, which would"
                 " begin anew at every call; make `batches = iter(...)` of it once, or"
                 " RepeatingLoader(...), and pass that"
             )
-        pieces = list(islice(batches, count))
-        if len(pieces) != count:
+        micro_batches = list(islice(batches, count))
+        if len(micro_batches) != count:
             raise InputError(
-                f"engine.{call}: the iterator had {len(pieces)} micro-batches left, of {count}; end"
-                " before, or pass RepeatingLoader(...)"
+                f"engine.{call}: the iterator had {len(micro_batches)} micro-batches left, of"
+                f" {count}; end before, or pass RepeatingLoader(...)"
             )
-        return [self._batch_fn(piece) for piece in pieces] if self._batch_fn is not None else pieces
+        if self._batch_fn is None:
+            return micro_batches
+        return [self._batch_fn(micro_batch) for micro_batch in micro_batches]
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """What `train_batch()` reads, again and again."""
+        """Set the loader that `train_batch()` reads, repeated without end."""
         self.training_dataloader = loader  # type: ignore[assignment]
         self._batches = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """What `train_batch()` reads, to its end."""
+        """Set the iterator that `train_batch()` reads to its end."""
         self._batches = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """`fn` makes of every micro-batch of the data `(inputs, labels)`."""
+        """Set the function that converts a micro-batch of the data to `(inputs, labels)`."""
         self._batch_fn = fn
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return self.plait.mesh.layout.pp
 
     @property
     def stage_id(self) -> int:
-        """This process's place in the pipeline."""
+        """Index of this process's pipeline stage."""
         return self.plait.mesh.coordinates["pp"]
 
     def is_first_stage(self) -> bool:
-        """Whether this process is the pipeline's first."""
+        """Return True if this process has the first stage."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this process has the model's output."""
+        """Return True if this process has the model's output."""
         return self.plait.sharded.holds_output
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raise InputError. A pipeline runs complete steps."""
         raise InputError(f"engine(...) of a pipeline: {_FULL_STEPS}")
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raise InputError. A pipeline runs complete steps."""
         raise InputError(f"engine.backward of a pipeline: {_FULL_STEPS}")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refused."""
+        """Raise InputError. A pipeline runs complete steps."""
         raise InputError(f"engine.step of a pipeline: {_FULL_STEPS}")

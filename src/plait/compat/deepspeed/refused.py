@@ -1,4 +1,4 @@
-"""What DeepSpeed has and this has not, with what to use instead."""
+"""Names of DeepSpeed that are not supported, and what to use instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plait.errors import InputError
 
 
 class MissingName(InputError, AttributeError):
-    """A name of DeepSpeed's that is not there. An AttributeError too, so that `hasattr` answers."""
+    """Unsupported name of DeepSpeed. It is an AttributeError, so that `hasattr` returns False."""
 
 
 _RECOMPUTE = 'write "parallel": {"recompute": {"mode": "full"}} in the configuration'
@@ -18,21 +18,20 @@ FUNCTIONS: Mapping[str, str] = {
     "checkpointing": f"call torch.utils.checkpoint.checkpoint, or {_RECOMPUTE}",
     "moe": "experts are not distributed by Plait",
     "runtime": (
-        "pass what its classes are for to initialize (an optimizer, a schedule of torch);"
-        " torch.manual_seed seeds"
+        "pass an optimizer and a schedule of torch to initialize; torch.manual_seed sets the seed"
     ),
     "DeepSpeedConfig": "call plait.load_config(file)",
     "OnDevice": "build the model under torch.device('meta')",
 }
-"""By name in the module `deepspeed`."""
+"""Remedies for names in the module `deepspeed`."""
 
-_LOCAL = "parts differ from layout to layout; call the function with `full` in the place of `local`"
+_LOCAL = "shards depend on the layout; call the function with `full` in place of `local`"
 _LEAF = "units are the model's blocks; name them in parallel.blocks"
 UTILS: Mapping[str, str] = {
     **{
-        f"safe_{verb}_local_{what}": _LOCAL
+        f"safe_{verb}_local_{tensor}": _LOCAL
         for verb in ("get", "set")
-        for what in ("fp32_param", "grad", "optimizer_state")
+        for tensor in ("fp32_param", "grad", "optimizer_state")
     },
     "safe_update_full_grad_vectorized": (
         "call safe_get_full_grad and safe_set_full_grad for each parameter"
@@ -43,7 +42,7 @@ UTILS: Mapping[str, str] = {
     "groups": "engine.plait.mesh has the process groups",
     "OnDevice": FUNCTIONS["OnDevice"],
 }
-"""By name in `deepspeed.utils`."""
+"""Remedies for names in `deepspeed.utils`."""
 
 _PRECISION = 'write "bf16": {"enabled": true} or "fp16" in the configuration'
 _SIZES = (
@@ -82,22 +81,28 @@ METHODS: Mapping[str, str] = {
     "save_fp16_model": "call engine.save_16bit_model",
     "generate": "call engine.plait.generate(prompts, ...)",
 }
-"""Of the engine."""
-_LISTED = "docs/deepspeed-scripts.md lists what is there; `plait` itself may have it"
+"""Remedies for names of the engine."""
+_DOCUMENTATION = "docs/deepspeed-scripts.md lists what is there; `plait` itself may have it"
 
 
 def missing(
-    where: str, name: str, table: Mapping[str, str], *, otherwise: str = _LISTED
+    owner: str, name: str, remedies: Mapping[str, str], *, otherwise: str = _DOCUMENTATION
 ) -> MissingName:
-    """The error for a name that is not there; its remedy is the table's, or `otherwise`."""
-    return MissingName(
-        f"{where}.{name}: plait.compat.deepspeed has no such name; {table.get(name, otherwise)}"
-    )
+    """Return the error for an unsupported name.
+
+    Args:
+        owner: Module or object that should have the name.
+        name: The name.
+        remedies: Remedies by name.
+        otherwise: Remedy for names that are not in `remedies`.
+    """
+    remedy = remedies.get(name, otherwise)
+    return MissingName(f"{owner}.{name}: plait.compat.deepspeed has no such name; {remedy}")
 
 
-def refuse_given(function: str, remedies: Mapping[str, str], **given: object) -> None:
-    """Refuse arguments that cannot be honoured: those that are not None."""
-    for name, value in given.items():
+def refuse_arguments(function: str, remedies: Mapping[str, str], **arguments: object) -> None:
+    """Raise InputError if one of the arguments is not None. `remedies` has a remedy for each."""
+    for name, value in arguments.items():
         if value is not None:
             raise InputError(
                 f"deepspeed.{function}({name}=...) cannot be honoured; leave it out:"

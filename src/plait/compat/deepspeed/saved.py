@@ -1,4 +1,4 @@
-"""The part of the engine that saves and loads, and gives the model's weights in full."""
+"""Checkpoints and full weights of DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from plait import exact
+from plait._torch.dtensor import local_tensor, local_window
 from plait.checkpoint.load import Reader
-from plait.compat.deepspeed.parts import full
-from plait.compat.deepspeed.refused import refuse_given
+from plait.compat.deepspeed.refused import refuse_arguments
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of
 from plait.errors import CheckpointError, InputError, warn
@@ -21,18 +22,39 @@ from plait.parallel.data.data_parallel import free_gathered
 from plait.units import dtype_of
 
 _PREFIX = "module."
-"""Of the names in a state of DeepSpeed's engine, whose model is its `module`."""
+"""Prefix of names in a state of DeepSpeed's engine, which is a module that contains the model."""
 
 
-class SavedState:
-    """Base of `DeepSpeedEngine`."""
+@torch.no_grad()
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a full copy of a tensor on this device. Collective if the tensor is sharded."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone()
+
+
+@torch.no_grad()
+def write_full(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a full value to a tensor, or this rank's part of it to a shard."""
+    if value.shape != target.shape:
+        raise InputError(
+            f"a value of shape {tuple(value.shape)} was given for a parameter of shape"
+            f" {tuple(target.shape)}"
+        )
+    if isinstance(target, DTensor):
+        value = value[local_window(target)]
+    local_tensor(target.detach()).copy_(value)
+
+
+class CheckpointMethods:
+    """Methods of `DeepSpeedEngine` that save and load, and return full weights."""
 
     plait: Engine
     is_reduced: bool
 
     @property
     def module(self) -> nn.Module:
-        """The user's model, sharded in place."""
+        """Model of the user, sharded in place."""
         return self.plait.model
 
     def save_checkpoint(
@@ -43,9 +65,22 @@ class SavedState:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint of Plait's, which loads on any layout, as `save_dir/tag` (default
-        `global_step10`). The tag and the client state are those of the first process. Collective.
-        Returns True. Raises CheckpointError, and InputError for what cannot be honoured.
+        """Write a checkpoint of Plait's, which loads on any layout. Collective.
+
+        Args:
+            save_dir: Folder of checkpoints.
+            tag: Name of the checkpoint in the folder, such as `global_step10`, the default. The
+                first process decides.
+            client_state: State of the script. That of the first process is saved.
+            save_latest: Must be True.
+            exclude_frozen_parameters: Must be False.
+
+        Returns:
+            True, as DeepSpeed does.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written.
+            InputError: An argument is not supported.
         """
         if not save_latest:
             raise InputError(
@@ -57,11 +92,12 @@ class SavedState:
                 "engine.save_checkpoint(exclude_frozen_parameters=True): a checkpoint holds all"
                 " parameters; leave it out"
             )
-        own = str(tag) if tag is not None else f"global_step{self.plait.global_steps}"
-        name = self._of_first_process(own)
-        if name != own:
+        local_name = str(tag) if tag is not None else f"global_step{self.plait.global_steps}"
+        # Tags may differ between ranks, for example if they contain the time.
+        name = self._broadcast_text(local_name)
+        if name != local_name:
             warn(
-                f"engine.save_checkpoint(tag={own!r}): processes give different tags; the"
+                f"engine.save_checkpoint(tag={local_name!r}): processes give different tags; the"
                 f" checkpoint is named {name!r}, as the first says"
             )
         self.plait.save_checkpoint(str(save_dir), tag=name, client_state=client_state or {})
@@ -77,11 +113,25 @@ class SavedState:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from `load_dir/tag`, or from the latest. Returns its path and the client state;
-        (None, None) where there is none, with a warning. `load_module_only` loads the weights
-        alone; without optimizer and schedule the weights and the step count are loaded. Collective.
-        Raises CheckpointError, also for a checkpoint that DeepSpeed wrote, and InputError for what
-        cannot be honoured.
+        """Load a checkpoint of Plait's. Collective.
+
+        Args:
+            load_dir: Folder of checkpoints.
+            tag: Name of the checkpoint. If None, the latest.
+            load_module_strict: Must be True.
+            load_optimizer_states: Whether to load the optimizer and the schedule. Without them, the
+                weights and the number of steps are loaded.
+            load_lr_scheduler_states: Must equal `load_optimizer_states`.
+            load_module_only: Whether to load only the weights.
+            custom_load_fn: Must be None.
+
+        Returns:
+            The path of the checkpoint and its client state. (None, None), with a warning, if the
+            folder contains no checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint is invalid, or DeepSpeed wrote it.
+            InputError: An argument is not supported.
         """
         if not load_module_strict or custom_load_fn is not None:
             raise InputError(
@@ -95,39 +145,42 @@ class SavedState:
                 " optimizer and schedule are loaded together, or neither; give both the same value"
             )
         name = str(tag) if tag is not None else None
-        _refuse_deepspeeds(load_dir, name)
+        _refuse_deepspeed_checkpoint(load_dir, name)
         if load_module_only or not load_optimizer_states:
             reader = self._load_weights(load_dir, name)
             if reader is None:
-                return self._nothing(load_dir)
-            facts = reader.manifest.metadata
+                return self._warn_no_checkpoint(load_dir)
+            metadata = reader.manifest.metadata
             if not load_module_only:
-                self.plait.global_steps, self.plait.skipped_steps = (
-                    facts["global_steps"],
-                    facts["skipped_steps"],
-                )
-            return str(reader.path), exact.decode(facts["client_state"], where="client_state")
+                self.plait.global_steps = metadata["global_steps"]
+                self.plait.skipped_steps = metadata["skipped_steps"]
+            return str(reader.path), exact.decode(metadata["client_state"], where="client_state")
+
         self.is_reduced = False
-        found = self.plait.load_checkpoint(str(load_dir), tag=name)
-        return (str(found[0]), found[1]) if found is not None else self._nothing(load_dir)
+        loaded = self.plait.load_checkpoint(str(load_dir), tag=name)
+        if loaded is None:
+            return self._warn_no_checkpoint(load_dir)
+        return str(loaded[0]), loaded[1]
 
     def _load_weights(self, load_dir: str | Path, tag: str | None) -> Reader | None:
         if self.plait.sharded.guard.backwards:
-            self.plait.zero_grad()  # of other weights
+            # The gradients belong to the weights before.
+            self.plait.zero_grad()
         self.is_reduced = False
         return load_weights_of(self.plait, load_dir, tag=tag)
 
-    def _nothing(self, load_dir: str | Path) -> tuple[None, None]:
+    def _warn_no_checkpoint(self, load_dir: str | Path) -> tuple[None, None]:
         if self.plait.rank == 0:
             warn(f"engine.load_checkpoint: {load_dir} holds no checkpoint, so nothing was loaded")
         return None, None
 
-    def _of_first_process(self, value: str) -> str:
+    def _broadcast_text(self, value: str) -> str:
+        """Return the first process's value. Collective."""
         if self.plait.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.plait.device)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.plait.device)
+        return values[0]
 
     def module_state_dict(
         self,
@@ -136,11 +189,21 @@ class SavedState:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """A copy of the model's state, in full, on every rank. Collective: call it on every rank,
-        also where one alone writes it. Raises InputError in a pipeline, whose ranks have a part of
-        the model, and for `destination` and `keep_vars`.
+        """Return a full copy of the model's state on every rank. Collective.
+
+        All ranks must call it, even if only one of them writes the result.
+
+        Args:
+            destination: Must be None.
+            prefix: Prefix of the names in the result.
+            keep_vars: Must be False.
+            exclude_frozen_parameters: Whether to omit parameters that require no gradient.
+
+        Raises:
+            InputError: An argument is not supported, or the model is a pipeline, of which each rank
+                has only a part.
         """
-        refuse_given(
+        refuse_arguments(
             "DeepSpeedEngine.module_state_dict",
             {
                 "destination": "update a dictionary with what is returned",
@@ -154,28 +217,39 @@ class SavedState:
                 "engine.module_state_dict(): a rank of a pipeline has a part of the model; call"
                 " engine.save_16bit_model"
             )
+        # Shards replace the gathered parameters in the modules.
         free_gathered(self.module)
-        frozen = {
-            n
-            for n, p in self.module.named_parameters(remove_duplicate=False)
-            if not p.requires_grad
-        }
+        frozen = self._frozen_names()
+        state = {}
+        for name, value in self.module.state_dict().items():
+            if exclude_frozen_parameters and name in frozen:
+                continue
+            if isinstance(value, torch.Tensor):
+                value = full_tensor(value)
+            state[f"{prefix}{name}"] = value
+        return state
+
+    def _frozen_names(self) -> set[str]:
+        """Return the names of the parameters that require no gradient."""
         return {
-            f"{prefix}{name}": full(value) if isinstance(value, torch.Tensor) else value
-            for name, value in self.module.state_dict().items()
-            if not (exclude_frozen_parameters and name in frozen)
+            name
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """`module_state_dict` with `module.` before every name, as the state of DeepSpeed's engine
-        has it. Collective.
-        """
+        """Return `module_state_dict` with DeepSpeed's prefix `module.`. Collective."""
         return self.module_state_dict(prefix=_PREFIX)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load full weights, with or without `module.` before every name, into this rank's parts.
-        Every rank is given all of them. Optimizer states stay. Raises InputError between a backward
-        and its step.
+        """Load full weights into this rank's shards. Optimizer states do not change.
+
+        Args:
+            state_dict: All weights, on every rank. The names may have the prefix `module.`.
+            strict: See `torch.nn.Module.load_state_dict`.
+
+        Raises:
+            InputError: The call is between a backward and its step.
         """
         if self.plait.sharded.guard.backwards:
             raise InputError(
@@ -183,17 +257,15 @@ class SavedState:
                 " of other weights; load after"
             )
         free_gathered(self.module)
-        prefixed = bool(state_dict) and all(name.startswith(_PREFIX) for name in state_dict)
-        return self.module.load_state_dict(
-            {
-                name.removeprefix(_PREFIX) if prefixed else name: value
-                for name, value in state_dict.items()
-            },
-            strict=strict,
-        )
+        # A model may itself have a child `module`, so the prefix is removed only from all names.
+        prefix = ""
+        if all(name.startswith(_PREFIX) for name in state_dict):
+            prefix = _PREFIX
+        weights = {name.removeprefix(prefix): value for name, value in state_dict.items()}
+        return self.module.load_state_dict(weights, strict=strict)
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """`load_state_dict` of the entry `module`."""
+        """Load the entry `module` of a checkpoint. See `load_state_dict`."""
         self.load_state_dict(checkpoint["module"], strict=strict)
 
     def save_16bit_model(
@@ -202,9 +274,15 @@ class SavedState:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the full weights, in the dtype of the computation, with torch.save. Collective; the
-        first process needs memory for all of them. Returns True. Raises CheckpointError, on that
-        process, where the file cannot be written.
+        """Write the full weights with torch.save, in the dtype of the computation. Collective.
+
+        The first process writes the file and needs memory for all weights.
+
+        Returns:
+            True, as DeepSpeed does.
+
+        Raises:
+            CheckpointError: The file cannot be written. It is raised on the first process.
         """
         weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if weights is not None:
@@ -221,15 +299,13 @@ class SavedState:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The full weights, in the dtype of the computation, on the CPU of the first process; None
-        in the others. Scripts call it, though DeepSpeed has it as its own. At every ZeRO stage.
-        Collective.
+        """Return the full weights on the CPU of the first process, None on others. Collective.
+
+        The weights have the dtype of the computation. It is available at every ZeRO stage. Scripts
+        call it, although it is private in DeepSpeed.
         """
-        frozen = {
-            name
-            for name, p in self.module.named_parameters(remove_duplicate=False)
-            if not p.requires_grad
-        }
+        frozen = self._frozen_names()
+        # The weights are those of all stages, but a rank knows only its own frozen parameters.
         group = self.plait.mesh.group("pp")
         if group is not None and exclude_frozen_parameters:
             stages: list[Any] = [None] * group.size()
@@ -238,39 +314,39 @@ class SavedState:
         weights = full_weights(self.plait)
         if self.plait.rank:
             return None
-        name = self.plait.config.precision.compute
-        cast: dict[int, torch.Tensor] = {}  # tied names share a tensor
-        for value in weights.values():
-            cast.setdefault(
-                id(value),
-                (
-                    value.to(dtype_of(name))
-                    if name is not None and value.is_floating_point()
-                    else value
-                ),
-            )
-        return {
-            key: cast[id(value)]
-            for key, value in weights.items()
-            if not (exclude_frozen_parameters and key in frozen)
-        }
+
+        compute = self.plait.config.precision.compute
+        # Names of tied parameters share a tensor, also in the result.
+        cast: dict[int, torch.Tensor] = {}
+        result = {}
+        for name, value in weights.items():
+            if exclude_frozen_parameters and name in frozen:
+                continue
+            if id(value) not in cast:
+                cast[id(value)] = value
+                if compute is not None and value.is_floating_point():
+                    cast[id(value)] = value.to(dtype_of(compute))
+            result[name] = cast[id(value)]
+        return result
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Always."""
+        """Return True. Full weights are available at every stage."""
         return True
 
     def empty_partition_cache(self) -> None:
-        """Free parameters that are gathered."""
+        """Free the gathered parameters."""
         free_gathered(self.module)
 
 
-def _refuse_deepspeeds(load_dir: str | Path, tag: str | None) -> None:
-    """Raise CheckpointError for a checkpoint that DeepSpeed wrote: a script that finds none begins
-    anew.
+def _refuse_deepspeed_checkpoint(load_dir: str | Path, tag: str | None) -> None:
+    """Raise CheckpointError for a checkpoint that DeepSpeed wrote.
+
+    Without the error, a script would find no checkpoint and start from the beginning.
     """
     if "://" in str(load_dir):
+        # The URL of a store is not a path.
         return
     folder = Path(load_dir)
     latest = Path(load_dir) / "latest"

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`."""
+"""`deepspeed.initialize`, which builds Plait's engine from DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from plait.cluster.topology import place
-from plait.compat.deepspeed import held
 from plait.compat.deepspeed.constructor import refuse_lost_writes
 from plait.compat.deepspeed.distributed import PORT, refuse_no_group, refuse_port
 from plait.compat.deepspeed.engine import DeepSpeedEngine
+from plait.compat.deepspeed.engines import register_engine
 from plait.compat.deepspeed.loaders import StreamLoader
-from plait.compat.deepspeed.optimizer import EngineOptimizer
+from plait.compat.deepspeed.optimizer import DeepSpeedOptimizer
 from plait.compat.deepspeed.pipe import PipelineModule
 from plait.compat.deepspeed.pipeline_engine import PipelineEngine
-from plait.compat.deepspeed.refused import refuse_given
+from plait.compat.deepspeed.refused import refuse_arguments
 from plait.config.reading.source import read
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved, load
@@ -59,19 +59,37 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, EngineOptimizer | None, DataLoader[Any] | StreamLoader | None, Any]:
-    """Shard `model` in place as the configuration says. Returns (engine, optimizer, data loader of
-    `training_data` or None, schedule). Without any optimizer the engine computes forwards alone,
-    and optimizer and schedule are None.
+) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, DataLoader[Any] | StreamLoader | None, Any]:
+    """Shard a model in place and return its engine. Collective.
 
-    The configuration is `args.deepspeed_config` or `config`, never both; `config_params` is read
-    where neither is given. `optimizer` is an optimizer over the model's parameters or a function of
-    `model_parameters`, and takes the place of the configuration's; that one is built over
-    `model_parameters`, parameters or groups of them (all trained ones where it is not given).
-    `lr_scheduler` is a schedule or a function of the optimizer. Collective. Raises ConfigError,
-    ModelError or InputError before any harm, and InputError for what cannot be honoured.
+    Args:
+        args: Arguments of the script. `args.deepspeed_config` is a configuration, and
+            `args.local_rank` is set to the launcher's.
+        model: Model, the same on every rank.
+        optimizer: Optimizer over the model's parameters, or a function that returns one for
+            `model_parameters`. It replaces the configuration's.
+        model_parameters: Parameters, or groups of them, for the configuration's optimizer. If None,
+            all parameters that require a gradient.
+        training_data: Data set of the returned loader.
+        lr_scheduler: Schedule, or a function that returns one for the optimizer.
+        distributed_port: Must be the default.
+        mpu: Must be None.
+        dist_init_required: If False, the process group must exist.
+        collate_fn: Combines samples of `training_data` to a micro-batch.
+        config: Configuration. It must be None if `args` has one.
+        mesh_param: Must be None.
+        config_params: Older name of `config`.
+
+    Returns:
+        The engine, the optimizer, the loader of `training_data` or None, and the schedule. Without
+        any optimizer the engine only runs forward, and optimizer and schedule are None.
+
+    Raises:
+        ConfigError: The configuration is invalid or does not fit the model.
+        ModelError: The model cannot be parallelized.
+        InputError: An argument is not supported.
     """
-    refuse_given("initialize", _REMEDIES, mpu=mpu, mesh_param=mesh_param)
+    refuse_arguments("initialize", _REMEDIES, mpu=mpu, mesh_param=mesh_param)
     refuse_port(distributed_port)
     refuse_no_group(dist_init_required)
     if not isinstance(model, nn.Module):
@@ -83,53 +101,66 @@ def initialize(
             "deepspeed.initialize inside of zero.Init(): tensors have no memory there; build the"
             " model inside, and call it after"
         )
+    # Before the model is sharded, which draws its weights.
     refuse_lost_writes(model)
     _set_local_rank(args)
-    source = _configuration(args, config, config_params)
-    resolved = _resolved(source, model)
-    _keep_master_weights(model, resolved)
+    source = _select_config(args, config, config_params)
+    resolved = _resolve_config(source, model)
+    _convert_to_master_weights(model, resolved)
+
     trains = optimizer is not None or resolved.sources.get("optimizer.type", "default") != "default"
-    listed = list(model_parameters) if model_parameters is not None else None
-    chosen = _optimizer(resolved, model, optimizer, listed) if trains else _no_optimizer
-    # it is the configuration's, over the caller's groups
-    if chosen is not None and optimizer is None:
-        resolved = resolved.model_copy(
-            update={"sources": {**resolved.sources, "optimizer.type": "default"}}
-        )
-    loss: dict[str, Any] = (
-        {"loss_fn": _mean(model), "weight_fn": lambda batch: 1}
-        if isinstance(model, PipelineModule)
-        else {}
+    if trains:
+        # It may be an iterator, such as model.parameters().
+        parameters = list(model_parameters) if model_parameters is not None else None
+        plait_optimizer = _select_optimizer(resolved, model, optimizer, parameters)
+    else:
+        plait_optimizer = _stateless_optimizer
+    if plait_optimizer is not None and optimizer is None:
+        # It was built from the configuration, or replaces none. Without this, Plait would warn that
+        # the configuration's optimizer is not used.
+        sources = {**resolved.sources, "optimizer.type": "default"}
+        resolved = resolved.model_copy(update={"sources": sources})
+
+    engine_class = DeepSpeedEngine
+    losses: dict[str, Any] = {}
+    if isinstance(model, PipelineModule):
+        engine_class = PipelineEngine
+        losses = {"loss_fn": _micro_batch_loss(model), "weight_fn": _equal_weight}
+    plait_engine = plait_initialize(
+        model, resolved, optimizer=plait_optimizer, lr_scheduler=lr_scheduler, **losses
     )
-    engine = plait_initialize(model, resolved, optimizer=chosen, lr_scheduler=lr_scheduler, **loss)
-    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    ours = kind(
-        engine, trains=trains, config=source, collate_fn=collate_fn, drop_last=_drops_last(source)
+    engine = engine_class(
+        plait_engine,
+        trains=trains,
+        config=source,
+        collate_fn=collate_fn,
+        drop_last=_drop_last(source),
     )
-    held.remember(ours)
+    register_engine(engine)
     refuse_shards_as_weights(model, remedy=_FULL_WEIGHTS)
     if training_data is not None:
-        ours.training_dataloader = ours.deepspeed_io(training_data)
-    return ours, ours.optimizer, ours.training_dataloader, ours.lr_scheduler
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _set_local_rank(args: Any) -> None:
-    """`args.local_rank`, where a script has it, is that of the launcher, as DeepSpeed sets it."""
-    given = getattr(args, "local_rank", None)
-    if given is None:
+    """Set `args.local_rank`, if it exists, to the launcher's, as DeepSpeed does."""
+    local_rank = getattr(args, "local_rank", None)
+    if local_rank is None:
         return
-    found = place().local_rank
-    if given not in (-1, found):
+    launched = place().local_rank
+    if local_rank not in (-1, launched):
         raise InputError(
-            f"args.local_rank = {given}: it is {found} here; leave --local_rank out, the launcher's"
-            " variables say it"
+            f"args.local_rank = {local_rank}: it is {launched} here; leave --local_rank out, the"
+            " launcher's variables say it"
         )
-    args.local_rank = found
+    args.local_rank = launched
 
 
-def _keep_master_weights(model: nn.Module, resolved: Resolved) -> None:
-    """A model in float16 or bfloat16 that computes in one of them keeps float32 master weights, as
-    under DeepSpeed.
+def _convert_to_master_weights(model: nn.Module, resolved: Resolved) -> None:
+    """Convert float16 and bfloat16 parameters to float32 if the computation casts them.
+
+    As under DeepSpeed, the optimizer then updates float32 master weights.
     """
     if resolved.precision.compute is not None:
         for parameter in model.parameters():
@@ -137,112 +168,143 @@ def _keep_master_weights(model: nn.Module, resolved: Resolved) -> None:
                 parameter.data = parameter.data.float()
 
 
-def _drops_last(source: Any) -> bool:
-    """`dataloader_drop_last` of the configuration, which says nothing about training."""
-    tree = read(source).tree if isinstance(source, str | Path | Mapping) else {}
-    return bool(tree.get("dataloader_drop_last", False))
+def _drop_last(source: Any) -> bool:
+    """Return `dataloader_drop_last` of a configuration, which `Resolved` does not contain."""
+    if not isinstance(source, str | Path | Mapping):
+        return False
+    return bool(read(source).tree.get("dataloader_drop_last", False))
 
 
-def _configuration(args: Any, config: Any, config_params: Any) -> Any:
-    config = config if config is not None else config_params
-    from_args = getattr(args, "deepspeed_config", None)
-    if from_args is not None and config is not None:
+def _select_config(args: Any, config: Any, config_params: Any) -> Any:
+    """Return the only configuration among the arguments of `initialize`."""
+    if config is None:
+        config = config_params
+    args_config = getattr(args, "deepspeed_config", None)
+    if args_config is not None and config is not None:
         raise InputError(
             "deepspeed.initialize was given a configuration in args.deepspeed_config and one in"
             " config=; leave one of them out"
         )
-    found = from_args if from_args is not None else config
-    if found is None:
+    if args_config is not None:
+        return args_config
+    if config is None:
         raise InputError(
             "deepspeed.initialize needs a configuration: pass config=, or --deepspeed_config FILE"
             " in args"
         )
-    return found
+    return config
 
 
-def _resolved(config: Any, model: nn.Module) -> Resolved:
+def _resolve_config(config: Any, model: nn.Module) -> Resolved:
     overrides = []
     if isinstance(model, PipelineModule):
-        overrides += [f"parallel.pp={model.num_stages}"] if model.num_stages is not None else []
-        overrides += ["parallel.recompute.mode=full"] if model.recomputed else []
+        if model.num_stages is not None:
+            overrides.append(f"parallel.pp={model.num_stages}")
+        if model.recomputed:
+            overrides.append("parallel.recompute.mode=full")
     resolved = resolved_for(model, load(config, overrides))
     if resolved.sources.get(MICRO) == CALLERS:
         rule = "the configuration has no batch size, and DeepSpeed's calls count samples"
         raise ConfigError(Problem(MICRO, None, rule, f"write {MICRO} or train_batch_size"))
-    refuse(
-        Problem(
-            f"parallel.{axis}",
-            degree,
-            f"DeepSpeed's calls give a model its batch as it is, {why}",
-            f"use 1, or {_FULL_STEPS}",
-        )
-        for axis, degree, why in (
-            ("cp", resolved.layout.cp, "and no process may have all of a sequence"),
-            ("ep", resolved.layout.ep, "which is not proven with experts on different processes"),
-        )
-        if degree > 1
-    )
+
+    problems = []
+    for axis, degree, reason in (
+        ("cp", resolved.layout.cp, "and no process may have all of a sequence"),
+        ("ep", resolved.layout.ep, "which is not proven with experts on different processes"),
+    ):
+        if degree > 1:
+            rule = f"DeepSpeed's calls give a model its batch as it is, {reason}"
+            problems.append(Problem(f"parallel.{axis}", degree, rule, f"use 1, or {_FULL_STEPS}"))
+    refuse(problems)
     return resolved
 
 
-def _optimizer(
-    resolved: Resolved, model: nn.Module, given: Any, parameters: list[Any] | None
+def _select_optimizer(
+    resolved: Resolved, model: nn.Module, optimizer: Any, parameters: list[Any] | None
 ) -> Any:
-    """What Plait is given: an optimizer, a function of a parameter list, or None for the
-    configuration's over all parameters.
+    """Return the optimizer for Plait's engine.
+
+    Returns:
+        An optimizer, a function that returns one for a list of parameters, or None for the
+        configuration's optimizer over all parameters.
     """
-    if isinstance(given, torch.optim.Optimizer):
-        return given
-    if given is not None:
-        return given(parameters) if callable(given) and parameters is not None else given
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if optimizer is not None:
+        if callable(optimizer) and parameters is not None:
+            return optimizer(parameters)
+        return optimizer
     if parameters is None:
         return None
-    groups = (
-        parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
-    )
-    groups = [
-        {**group, "params": [p[1] if isinstance(p, tuple) else p for p in _listed(group["params"])]}
+
+    groups = _parameter_groups(parameters)
+    # Parameters are compared by identity; tensors compare elementwise.
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    grouped = {
+        id(parameter)
         for group in groups
-    ]
-    trained = {id(p) for p in model.parameters() if p.requires_grad}
-    own = [p for group in groups for p in group["params"] if p.requires_grad]
-    if len(groups) == 1 and set(groups[0]) == {"params"} and {id(p) for p in own} == trained:
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    if len(groups) == 1 and set(groups[0]) == {"params"} and grouped == trained:
+        # The same as without `model_parameters`.
         return None
-    return _grouped(resolved, model, groups, {id(p) for p in own})
+    return _build_with_groups(resolved, model, groups, grouped)
 
 
-def _no_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """For an engine that computes forwards alone: it has no states."""
+def _parameter_groups(parameters: list[Any]) -> list[dict[str, Any]]:
+    """Return parameter groups.
+
+    Args:
+        parameters: Parameters, (name, parameter) pairs, or groups with either in `params`.
+    """
+    groups = [{"params": parameters}]
+    if parameters and isinstance(parameters[0], dict):
+        groups = parameters
+    return [{**group, "params": _parameter_list(group["params"])} for group in groups]
+
+
+def _parameter_list(parameters: Any) -> list[Any]:
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+
+
+def _stateless_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer without states, for an engine that only runs forward."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-def _listed(parameters: Any) -> list[Any]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def _grouped(
-    resolved: Resolved, model: nn.Module, groups: list[dict[str, Any]], wanted: set[int]
+def _build_with_groups(
+    resolved: Resolved, model: nn.Module, groups: list[dict[str, Any]], parameter_ids: set[int]
 ) -> torch.optim.Optimizer:
-    """The configuration's optimizer over the caller's groups."""
-    made = build_optimizer(
-        resolved.optimizer, [(name, p) for name, p in model.named_parameters() if id(p) in wanted]
-    )
-    if len(made.param_groups) != 1:
+    """Build the configuration's optimizer over the caller's groups."""
+    named_parameters = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in parameter_ids
+    ]
+    optimizer = build_optimizer(resolved.optimizer, named_parameters)
+    if len(optimizer.param_groups) != 1:
         raise InputError(
             f"deepspeed.initialize(model_parameters=...): {resolved.optimizer.type} makes groups of"
             " its own; pass all of the model's parameters, or an optimizer"
         )
-    common = {name: value for name, value in made.param_groups[0].items() if name != "params"}
+    common = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     if "fused" in common:
-        common["fused"] = None  # which kernel fits is not known before the parameters are cut
-    made.param_groups.clear()
+        # The kernel that fits is not known before the parameters are sharded.
+        common["fused"] = None
+    optimizer.param_groups.clear()
     for group in groups:
-        made.add_param_group({**common, **group})
-    return made
+        optimizer.add_param_group({**common, **group})
+    return optimizer
 
 
-def _mean(model: PipelineModule) -> Callable[[Any, Any], tuple[torch.Tensor, int]]:
-    """A mean of means: every micro-batch counts the same, as in DeepSpeed."""
+def _micro_batch_loss(model: PipelineModule) -> Callable[[Any, Any], tuple[torch.Tensor, int]]:
+    """Return the loss function for Plait's engine, which returns a loss and its weight.
+
+    As in DeepSpeed, the loss of a step is a mean of means: every micro-batch has the same weight.
+    """
     loss_fn = model.loss_fn
     if loss_fn is None:
         raise InputError(
@@ -250,3 +312,8 @@ def _mean(model: PipelineModule) -> Callable[[Any, Any], tuple[torch.Tensor, int
             " labels)"
         )
     return lambda output, batch: (loss_fn(output, batch[-1]), 1)
+
+
+def _equal_weight(batch: Any) -> int:
+    """Return the weight of a micro-batch in the loss of a step."""
+    return 1

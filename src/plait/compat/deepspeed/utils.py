@@ -1,22 +1,24 @@
-"""`deepspeed.utils`: full values of a parameter, its gradient and its optimizer states, which ranks
-hold in parts; messages; a loader.
+"""`deepspeed.utils`: full values of sharded parameters, gradients and states; logging; a loader.
 
 The functions of a parameter are collective: every rank calls them, in the same order.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from plait.compat.deepspeed.engine import DeepSpeedEngine
-from plait.compat.deepspeed.held import found, refuse_in_step
+from plait.compat.deepspeed.engines import refuse_in_step, require_parameter
 from plait.compat.deepspeed.loaders import RepeatingLoader
-from plait.compat.deepspeed.messages import log_dist, logger
-from plait.compat.deepspeed.parts import full, write
 from plait.compat.deepspeed.refused import UTILS, missing
+from plait.compat.deepspeed.saved import full_tensor, write_full
 from plait.errors import InputError
 from plait.parallel.data.reducer import Reducer
 
@@ -32,6 +34,17 @@ __all__ = [
     "safe_set_full_optimizer_state",
 ]
 
+logger = logging.getLogger("plait.compat.deepspeed")
+"""Logger for the script's own messages. Plait logs nothing to it. As in DeepSpeed, messages of
+level INFO and above are written to the standard output.
+"""
+if not logger.handlers:
+    _handler = logging.StreamHandler(sys.stdout)
+    _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+    logger.addHandler(_handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
@@ -39,61 +52,126 @@ def __getattr__(name: str) -> Any:
     raise missing("deepspeed.utils", name, UTILS)
 
 
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log a message on some ranks.
+
+    Args:
+        message: Message, to which the rank is added.
+        ranks: Ranks that log; all of them if the first is -1. Without a process group, every
+            process logs.
+        level: Level of the message.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    if rank == -1 or (ranks and (ranks[0] == -1 or rank in ranks)):
+        logger.log(level, f"[Rank {rank}] {message}")
+
+
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """The master weight, a copy, full; float32, or float64 where the parameter is."""
-    value = full(found(param)[1])
-    return value.float() if value.dtype.itemsize < 4 else value
+    """Return a full copy of the master weight. Collective.
+
+    Returns:
+        Float32, or float64 if the parameter has that dtype.
+    """
+    _, weight = require_parameter(param)
+    value = full_tensor(weight)
+    # Without master weights the parameter itself may have 16 bits.
+    if value.dtype.itemsize < 4:
+        return value.float()
+    return value
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Give the master weight a full value, the same on every rank. Between steps."""
-    engine, own = found(param)
+    """Set the master weight. Collective.
+
+    Args:
+        param: Parameter of the model.
+        value: Full value, the same on every rank.
+
+    Raises:
+        InputError: The call is between a backward and its step.
+    """
+    engine, weight = require_parameter(param)
     refuse_in_step(engine, "safe_set_full_fp32_param")
-    write(own, value)
+    write_full(weight, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient of the step, full: the mean over micro-batches and ranks, without the loss
-    scale, before clipping. None where there is none. Between the backward of a step's last
-    micro-batch and `engine.step()`; raises InputError between other micro-batches.
+    """Return the full gradient of the step. Collective.
+
+    It must be called between the backward of a step's last micro-batch and `engine.step()`.
+
+    Returns:
+        The mean over micro-batches and ranks, without the loss scale and before clipping. None if
+        the parameter has no gradient.
+
+    Raises:
+        InputError: The call is between other micro-batches.
     """
-    engine, own = found(param)
-    gradient = _reduced(engine, own, "safe_get_full_grad")
-    return full(gradient) / engine.plait.sharded.loss_scale if gradient is not None else None
+    engine, weight = require_parameter(param)
+    gradient = _reduced_gradient(engine, weight, "safe_get_full_grad")
+    if gradient is None:
+        return None
+    return full_tensor(gradient) / engine.plait.sharded.loss_scale
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Give the gradient of the step a full value, the same on every rank, as `safe_get_full_grad`
-    returns it. When that does; raises InputError where the parameter has no gradient.
+    """Set the gradient of the step, in the form that `safe_get_full_grad` returns. Collective.
+
+    Args:
+        param: Parameter of the model.
+        value: Full value, the same on every rank.
+
+    Raises:
+        InputError: The parameter has no gradient, or `safe_get_full_grad` would raise it.
     """
-    engine, own = found(param)
-    gradient = _reduced(engine, own, "safe_set_full_grad")
+    engine, weight = require_parameter(param)
+    gradient = _reduced_gradient(engine, weight, "safe_set_full_grad")
     if gradient is None:
         raise InputError(
-            f"safe_set_full_grad: a parameter of shape {tuple(own.shape)} has no gradient; set it"
-            " after a backward that uses it"
+            f"safe_set_full_grad: a parameter of shape {tuple(weight.shape)} has no gradient; set"
+            " it after a backward that uses it"
         )
-    write(gradient, value * engine.plait.sharded.loss_scale)
+    # The gradient contains the loss scale until engine.step() removes it.
+    write_full(gradient, value * engine.plait.sharded.loss_scale)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor:
-    """A state (`exp_avg`, `exp_avg_sq`, `momentum_buffer`), a copy, full. Raises InputError where
-    the optimizer has none of that name.
+    """Return a full copy of an optimizer state. Collective.
+
+    Args:
+        param: Parameter of the model.
+        optim_state_key: Name of the state: `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
+
+    Raises:
+        InputError: The optimizer has no state of this name.
     """
-    return full(_state(*found(param), optim_state_key, "safe_get_full_optimizer_state"))
+    engine, weight = require_parameter(param)
+    state = _optimizer_state(engine, weight, optim_state_key, "safe_get_full_optimizer_state")
+    return full_tensor(state)
 
 
 def safe_set_full_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Give a state a full value, the same on every rank. Raises InputError where the optimizer has
-    none of that name.
+    """Set an optimizer state. Collective.
+
+    Args:
+        param: Parameter of the model.
+        value: Full value, the same on every rank.
+        optim_state_key: Name of the state.
+
+    Raises:
+        InputError: The optimizer has no state of this name.
     """
-    write(_state(*found(param), optim_state_key, "safe_set_full_optimizer_state"), value)
+    engine, weight = require_parameter(param)
+    state = _optimizer_state(engine, weight, optim_state_key, "safe_set_full_optimizer_state")
+    write_full(state, value)
 
 
-def _state(engine: DeepSpeedEngine, own: nn.Parameter, key: str, call: str) -> torch.Tensor:
-    states = engine.plait.optimizer.state.get(own, {})
+def _optimizer_state(
+    engine: DeepSpeedEngine, weight: nn.Parameter, key: str, call: str
+) -> torch.Tensor:
+    states = engine.plait.optimizer.state.get(weight, {})
     value = states.get(key)
     if not isinstance(value, torch.Tensor):
         known = ", ".join(states) or "none before its first step"
@@ -101,8 +179,10 @@ def _state(engine: DeepSpeedEngine, own: nn.Parameter, key: str, call: str) -> t
     return value
 
 
-def _reduced(engine: DeepSpeedEngine, own: nn.Parameter, call: str) -> torch.Tensor | None:
-    """The gradient of a full step as this rank holds it, with the loss scale."""
+def _reduced_gradient(
+    engine: DeepSpeedEngine, weight: nn.Parameter, call: str
+) -> torch.Tensor | None:
+    """Return this rank's shard of the gradient of a full step, multiplied by the loss scale."""
     if not engine.plait.sharded.guard.backwards:
         return None
     if not engine.is_reduced:
@@ -116,5 +196,6 @@ def _reduced(engine: DeepSpeedEngine, own: nn.Parameter, call: str) -> torch.Ten
         )
     reducer = engine.plait.hooks.of(Reducer)
     if reducer is not None:
-        reducer.finish_reduction()  # which engine.step() does not repeat
-    return own.grad
+        # engine.step() does not repeat it.
+        reducer.finish_reduction()
+    return weight.grad

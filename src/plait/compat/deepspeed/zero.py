@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: building a model without its weights, and full parameters for a moment."""
+"""`deepspeed.zero`: construction of a model without memory, and temporarily gathered parameters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from plait._torch.dtensor import local_tensor, local_window
 from plait._torch.modules import own_parameters
 from plait._torch.operators import tree_map
 from plait._torch.storage import version_of
-from plait.compat.deepspeed.constructor import NotedWrites
+from plait.compat.deepspeed.constructor import RecordedWrites
 from plait.compat.deepspeed.engine import DeepSpeedEngine
-from plait.compat.deepspeed.held import find, refuse_in_step
-from plait.compat.deepspeed.parts import full, write
-from plait.compat.deepspeed.refused import refuse_given
+from plait.compat.deepspeed.engines import find_parameter, refuse_in_step
+from plait.compat.deepspeed.refused import refuse_arguments
+from plait.compat.deepspeed.saved import full_tensor, write_full
 from plait.errors import InputError
 
+_META_CONTEXT = "`from_pretrained` with a meta device"
+"""Part of Transformers' message for `from_pretrained` under `torch.device("meta")`."""
 _LAYOUT = (
     "the configuration that initialize is given says how parameters are sharded, and where they are"
 )
-_INIT = {
+_INIT_REMEDIES = {
     "module": "initialize shards a model that was built already",
     "data_parallel_group": _LAYOUT,
     "remote_device": _LAYOUT,
@@ -39,10 +41,12 @@ _INIT = {
 
 
 class Init:
-    """A context in which a model is built without memory, under `torch.device("meta")`;
-    `initialize` gives each rank its parts, initialised by the classes of the model, the same
-    numbers on every layout, and refuses a model whose constructor sets weights itself. The
-    configuration given here is not read; `initialize` reads its own.
+    """Context in which a model is built without memory, under `torch.device("meta")`.
+
+    `initialize` later creates the shards of each rank. The classes of the model initialise them,
+    with the same values on every layout. A model whose constructor sets weights itself is refused.
+
+    A configuration that is passed here is not read; `initialize` reads its own.
     """
 
     def __init__(
@@ -58,10 +62,11 @@ class Init:
         dtype: torch.dtype | None = None,
         mpu: Any = None,
     ) -> None:
-        dtype = None if dtype == torch.get_default_dtype() else dtype
-        refuse_given(
+        if dtype == torch.get_default_dtype():
+            dtype = None
+        refuse_arguments(
             "zero.Init",
-            _INIT,
+            _INIT_REMEDIES,
             module=module,
             data_parallel_group=data_parallel_group,
             remote_device=remote_device,
@@ -73,12 +78,13 @@ class Init:
                 "deepspeed.zero.Init(pin_memory=, mem_efficient_linear=) cannot be honoured; leave"
                 f" them out: {_LAYOUT}"
             )
-        self._enabled, self._stack = enabled, ExitStack()
+        self._enabled = enabled
+        self._stack = ExitStack()
 
     def __enter__(self) -> None:
         if self._enabled:
             self._stack.enter_context(torch.device("meta"))
-            self._stack.enter_context(NotedWrites())
+            self._stack.enter_context(RecordedWrites())
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._stack.close()
@@ -90,20 +96,23 @@ class Init:
             ) from error
 
 
-_META_CONTEXT = "`from_pretrained` with a meta device"
-"""Part of Transformers' message for `from_pretrained` under `torch.device("meta")`."""
-
-
 class GatheredParameters:
-    """A context in which parameters are full in place of shards. Collective at both ends.
+    """Context in which parameters have their full values. Collective on entry and on exit.
 
-    Inside, torch's functions and methods of a given parameter, wherever it was taken from, and its
-    module's, use its full value. What `modifier_rank` has written is every rank's afterwards, at
-    ZeRO stage 0 too. Parameters that no engine has are left as they are. `enabled` changes nothing:
-    scripts give True at stage 3 alone, and parameters are sharded at stages 1 and 2 too. Raises
-    InputError for shards that were changed without `modifier_rank`, for parameters that were
-    replaced, for parameters on meta, in a pipeline, and with `modifier_rank` between a backward and
-    its step.
+    In the context, functions of torch use the full value of a parameter, even if the script took
+    the parameter from the module before. Parameters that no engine has do not change. On exit, the
+    values that `modifier_rank` has written are copied to all ranks, at every ZeRO stage.
+
+    Args:
+        params: Parameters to gather.
+        modifier_rank: Rank whose changes are kept. If None, changes are refused.
+        fwd_module: Must be None.
+        enabled: Ignored. Scripts pass True only at stage 3, but parameters are also sharded at
+            stages 1 and 2.
+
+    Raises:
+        InputError: A parameter was changed without `modifier_rank`, was replaced, or is on meta;
+            the model is a pipeline; or `modifier_rank` is given between a backward and its step.
     """
 
     def __init__(
@@ -113,25 +122,30 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        refuse_given(
+        refuse_arguments(
             "zero.GatheredParameters",
             {"fwd_module": "a forward inside of the context is refused"},
             fwd_module=fwd_module,
         )
-        given = [params] if isinstance(params, nn.Parameter) else list(params)
-        self._given = list({id(parameter): parameter for parameter in given}.values())
+        parameters = [params] if isinstance(params, nn.Parameter) else list(params)
+        # Each parameter once, although tied ones may be passed several times.
+        self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
         self._rank = modifier_rank
-        self._held: list[_Held] = []
+        self._gathered: list[_GatheredParameter] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        if any(parameter.is_meta for parameter in self._given):
+        if any(parameter.is_meta for parameter in self._parameters):
             raise InputError(
                 "zero.GatheredParameters: the model is on meta and has no values before"
                 " deepspeed.initialize; gather them after"
             )
-        known = [find(parameter) for parameter in self._given]
-        for engine in {entry[0] for entry in known if entry is not None}:
+        matches = []
+        for parameter in self._parameters:
+            match = find_parameter(parameter)
+            if match is not None:
+                matches.append((parameter, match))
+        for engine in {engine for _, (engine, _) in matches}:
             if engine.plait.mesh.layout.pp > 1:
                 raise InputError(
                     "zero.GatheredParameters: a rank of a pipeline has a part of the model; change"
@@ -139,52 +153,62 @@ class GatheredParameters:
                 )
             if self._rank is not None:
                 refuse_in_step(engine, "zero.GatheredParameters(modifier_rank=...)")
-        self._held = [_Held(*entry) for entry in known if entry is not None]
-        full_of = {id(parameter): held.full for held in self._held for parameter in (held.own,)}
-        full_of |= {
-            id(given): full_of[id(entry[1])]
-            for given, entry in zip(self._given, known, strict=True)
-            if entry is not None
-        }
-        self._stack.enter_context(_FullValues(full_of))
+
+        full_values: dict[int, nn.Parameter] = {}
+        for _, (engine, shard) in matches:
+            gathered = _GatheredParameter(engine, shard)
+            self._gathered.append(gathered)
+            full_values[id(shard)] = gathered.full
+        for parameter, (_, shard) in matches:
+            # The script may have passed a gathered copy of the shard.
+            full_values[id(parameter)] = full_values[id(shard)]
+        self._stack.enter_context(_FullValues(full_values))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._stack.close()
-        held = self._held
-        self._held = []
-        replaced = [entry for entry in held if not entry.close()]
-        if kind is not None or not held:
+        gathered = self._gathered
+        self._gathered = []
+        replaced = [parameter for parameter in gathered if not parameter.restore()]
+        if kind is not None or not gathered:
             return
-        changed = [entry for entry in held if self._rank is None and entry.is_changed()]
-        lost = torch.tensor([len(replaced), len(changed)], device=held[0].engine.device)
+
+        changed = []
+        if self._rank is None:
+            changed = [parameter for parameter in gathered if parameter.is_changed()]
+        # All ranks must raise together. A rank may have changed a parameter alone.
+        counts = torch.tensor([len(replaced), len(changed)], device=gathered[0].engine.device)
         if dist.is_initialized():
-            dist.all_reduce(lost)
-        if lost[0]:
+            dist.all_reduce(counts)
+        if counts[0]:
             raise InputError(
                 "zero.GatheredParameters: a parameter was replaced inside of the context, which no"
                 " rank would keep; write in place (with torch.no_grad():"
                 " engine.module.head.weight.copy_(...))"
             )
-        if lost[1]:
+        if counts[1]:
             raise InputError(
                 "zero.GatheredParameters: a parameter was changed inside of the context, and no"
                 " rank says that its change is the one to keep; give modifier_rank=0"
             )
-        for entry in held if self._rank is not None else ():
-            value = entry.full.detach().contiguous()
+
+        if self._rank is None:
+            return
+        for parameter in gathered:
+            value = parameter.full.detach().contiguous()
             if dist.is_initialized():
                 dist.broadcast(value, src=self._rank)
-            write(entry.own, value)
+            write_full(parameter.shard, value)
 
 
 class _FullValues(TorchFunctionMode):
-    """torch's functions are given the full value where they are given a shard: code may have taken
-    the shard before.
+    """Mode that passes full values to functions of torch in place of shards.
+
+    It is needed for code that took a shard from its module before the context.
     """
 
-    def __init__(self, full_of: Mapping[int, nn.Parameter]) -> None:
+    def __init__(self, full_values: Mapping[int, nn.Parameter]) -> None:
         super().__init__()
-        self._full_of = full_of
+        self._full_values = full_values
 
     def __torch_function__(
         self,
@@ -193,47 +217,48 @@ class _FullValues(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        def full_one(value: Any) -> Any:
-            return self._full_of.get(id(value), value)
+        def to_full(value: Any) -> Any:
+            return self._full_values.get(id(value), value)
 
-        return func(*tree_map(full_one, args), **tree_map(full_one, kwargs or {}))
+        return func(*tree_map(to_full, args), **tree_map(to_full, kwargs or {}))
 
 
-class _Held:
-    """One parameter while it is full."""
+class _GatheredParameter:
+    """Parameter whose full value replaces its shard in the modules of a model."""
 
-    def __init__(self, engine: DeepSpeedEngine, own: nn.Parameter) -> None:
-        """Put the full value in the shard's place. Collective."""
+    def __init__(self, engine: DeepSpeedEngine, shard: nn.Parameter) -> None:
+        """Gather the value and put it in the shard's place. Collective."""
         self.engine = engine
-        self.own = own
-        self.full = own
-        self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        if not isinstance(own, DTensor):
+        self.shard = shard
+        self.full = shard
+        self._registrations: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        """Dictionaries of the modules that have the parameter, and its name in each."""
+        if not isinstance(shard, DTensor):
             return
-        self.full = nn.Parameter(full(own), requires_grad=own.requires_grad)
+
+        self.full = nn.Parameter(full_tensor(shard), requires_grad=shard.requires_grad)
         self._version = version_of(self.full)
-        registries = [own_parameters(module) for module in engine.module.modules()]
-        self._places = [
-            (registry, name)
-            for registry in registries
-            for name, value in registry.items()
-            if value is own
-        ]
-        for registry, name in self._places:
+        for module in engine.module.modules():
+            registry = own_parameters(module)
+            for name, value in registry.items():
+                if value is shard:
+                    self._registrations.append((registry, name))
+        for registry, name in self._registrations:
             registry[name] = self.full
 
     def is_changed(self) -> bool:
-        """Whether the full value is another one than the shard's, as far as this rank can see."""
-        if not isinstance(self.own, DTensor):
+        """Return True if the full value differs from the shard, as far as this rank can see."""
+        if not isinstance(self.shard, DTensor):
             return False
-        here = local_tensor(self.own.detach())
-        return version_of(self.full) > self._version or not torch.equal(
-            self.full.detach()[local_window(self.own)], here
-        )
+        if version_of(self.full) > self._version:
+            return True
+        # `parameter.data` is written without a new version.
+        window = self.full.detach()[local_window(self.shard)]
+        return not torch.equal(window, local_tensor(self.shard.detach()))
 
-    def close(self) -> bool:
-        """Put the shard in its place again. Whether the full value was still there."""
-        good = all(registry.get(name) is self.full for registry, name in self._places)
-        for registry, name in self._places:
-            registry[name] = self.own
-        return good
+    def restore(self) -> bool:
+        """Put the shard in its place again, and return whether the full value was still there."""
+        is_present = all(registry.get(name) is self.full for registry, name in self._registrations)
+        for registry, name in self._registrations:
+            registry[name] = self.shard
+        return is_present

@@ -1,6 +1,4 @@
-"""`from plait.compat.torch import DistributedDataParallel`: a loop that was written for torch's, on
-Plait.
-"""
+"""torch's DistributedDataParallel on Plait, for training loops that were written for torch's."""
 
 from plait.compat.torch.data_parallel import DistributedDataParallel
 

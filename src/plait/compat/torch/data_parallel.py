@@ -1,5 +1,6 @@
-"""torch's DistributedDataParallel over `plait.parallelize`: the same calls and numbers, with any
-ZeRO stage and tensor parallelism.
+"""torch's DistributedDataParallel on `plait.parallelize`.
+
+Calls and numbers are those of torch. A configuration adds any ZeRO stage and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from plait.sharded.parallel_model import ParallelModel, parallelize, why_called
 from plait.sharded.shards_as_weights import FULL_STATE, refuse_shards_as_weights
 
 _REPLICATED = {"zero_optimization": {"stage": 0}}
-_WEIGHTS = FULL_STATE.replace("(model,", "(model.module,")
-_REMEDIES: dict[str, tuple[Any, str]] = {
+_WEIGHTS_REMEDY = FULL_STATE.replace("(model,", "(model.module,")
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "dim": (0, "samples are the first dimension of a batch"),
     "broadcast_buffers": (
         True,
@@ -30,45 +31,61 @@ _REMEDIES: dict[str, tuple[Any, str]] = {
     "delay_all_reduce_named_params": (None, "all gradients are reduced in the backward"),
     "param_to_hook_all_reduce": (None, "all gradients are reduced in the backward"),
 }
-_NOTHING = (
+"""Arguments of torch with a single supported value: the value and the remedy for another one."""
+_IGNORED = (
     "device_ids",
     "output_device",
     "bucket_cap_mb",
     "find_unused_parameters",
     "check_reduction",
     "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
 )
-_IGNORED = (*_NOTHING, "static_graph", "skip_all_reduce_unused_params")
-"""Of torch's implementation: they change no number, and nothing here."""
+"""Arguments of torch's implementation that do not change the results. They have no effect."""
 
 
 class DistributedDataParallel(nn.Module):
-    """Gradients are means over the data-parallel ranks when `loss.backward()` returns, and any
-    optimizer over `parameters()` steps.
+    """Data-parallel wrapper of a module with torch's interface.
+
+    When `loss.backward()` returns, gradients are means over the data-parallel ranks. Any optimizer
+    over `parameters()` can update the weights.
     """
 
     def __init__(
         self, module: nn.Module, *, config: ConfigLike | None = None, **arguments: Any
     ) -> None:
-        """`arguments` are torch's, by name. `config`: see `plait.initialize`; replicas by default.
-        Collective. Raises InputError for an argument that cannot be honoured and a configuration
-        whose steps are not the loop's own, ConfigError or ModelError for a model that it does not
-        fit.
+        """Parallelize a module in place. Collective.
+
+        Args:
+            module: Module, the same on every rank.
+            config: See `plait.initialize`. By default the module is replicated.
+            **arguments: Arguments of torch's DistributedDataParallel.
+
+        Raises:
+            InputError: An argument is not supported, or the configuration requires more calls in a
+                step than `loss.backward()` and `optimizer.step()`.
+            ConfigError: The configuration does not fit the module.
+            ModelError: The module cannot be parallelized.
         """
         super().__init__()
         for name, value in arguments.items():
-            default, remedy = _REMEDIES.get(name, (value, ""))
-            if name not in _REMEDIES and name not in _IGNORED:
+            if name in _IGNORED:
+                continue
+            if name not in _UNSUPPORTED:
                 raise InputError(
                     f"DistributedDataParallel({name}=): plait.compat.torch knows no such argument;"
                     " leave it out"
                 )
+            default, remedy = _UNSUPPORTED[name]
             if value != default:
                 raise InputError(
                     f"DistributedDataParallel({name}={value!r}) cannot be honoured; leave it out:"
                     f" {remedy}"
                 )
+
         resolved = resolved_for(module, config if config is not None else _REPLICATED)
+        # torch's wrapper has no call for the end of a step, which these configurations need.
         reason = why_called(resolved)
         if reason is not None:
             raise InputError(
@@ -78,38 +95,42 @@ class DistributedDataParallel(nn.Module):
             )
         self.module = module
         self.sharded: ParallelModel = parallelize(module, resolved)
-        """Plait's handle: `clip_grad_norm`, `accumulate`, `mesh`, `close`."""
-        refuse_shards_as_weights(module, remedy=_WEIGHTS)
-        self._reduces = True
+        """Plait's handle of the module: `clip_grad_norm`, `accumulate`, `mesh`, `close`."""
+        refuse_shards_as_weights(module, remedy=_WEIGHTS_REMEDY)
+        self._require_sync = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Of the module."""
+        """Call the module."""
         return self.sharded(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Forward and backward of every micro-batch of a step but the last go inside."""
+        """Return a context for the micro-batches of a step that do not end it.
+
+        Both forward and backward of these micro-batches belong inside the context.
+        """
         return self.sharded.accumulate()
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the coming forward and backward are the last of their step; `no_sync` without a
-        context.
+        """True if the next forward and backward are the last of their step.
+
+        Setting it has the effect of `no_sync` without a context.
         """
-        return self._reduces
+        return self._require_sync
 
     @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, reduces: bool) -> None:
-        self._reduces = bool(reduces)
-        self.sharded.before_microbatch(last=self._reduces)
+    def require_backward_grad_sync(self, require_sync: bool) -> None:
+        self._require_sync = bool(require_sync)
+        self.sharded.before_microbatch(last=self._require_sync)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """Refused."""
+        """Raise InputError. The configuration selects compressed gradients."""
         raise InputError(
             'register_comm_hook: write "parallel": {"compress_gradients": ...} in config='
         )
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
+        """Raise InputError. All ranks take part in every step."""
         raise InputError(
             "DistributedDataParallel.join: every rank takes part in every step; give a rank without"
             " data another's batch, and multiply its loss by 0"

@@ -1,6 +1,5 @@
-"""Files of Accelerate, the Trainer's FSDP arguments and Megatron-LM's flags as configurations of
-Plait.
+"""Conversion of Accelerate's files, the Trainer's FSDP arguments and Megatron-LM's flags.
 
-`plait config convert` writes them as files, and `plait.hf.Trainer` reads
-`TrainingArguments(fsdp=...)`. `load` refuses such files by name.
+`plait config convert` writes the result as a file, and `plait.hf.Trainer` reads
+`TrainingArguments(fsdp=...)`. `load` refuses such configurations.
 """

@@ -1,9 +1,7 @@
-"""A file of `accelerate launch` as a configuration: its sections become the keys that they stand
-for (`accelerate_keys` says which).
+"""Conversion of a file of `accelerate launch`. `accelerate_keys` lists the settings of each key.
 
-What the file leaves out has Accelerate's default where that is another than Plait's. Sections that
-`distributed_type` does not name are not read, as in Accelerate; each of their keys has a row that
-says so.
+Keys that the file omits have Accelerate's default if it differs from Plait's. As in Accelerate, the
+section of another `distributed_type` is not read; each of its keys has a row that says so.
 """
 
 from __future__ import annotations
@@ -14,22 +12,29 @@ from typing import Any
 
 from plait.config.convert import accelerate_keys
 from plait.config.convert.accelerate_keys import PREFIXES, REPLICATED, SECTIONS, is_on
-from plait.config.convert.fsdp_sharding import NAMES, SHARD, STAGE, read_sharding
-from plait.config.convert.translated import Reading, Translated
-from plait.config.dialects.keys import known, nearest
+from plait.config.convert.fsdp_sharding import (
+    SHARD,
+    SHARDING_KEYS,
+    STAGE,
+    ShardingKeys,
+    read_sharding,
+)
+from plait.config.convert.translated import TranslatedDocument, Translation, problems_in
+from plait.config.dialects.keys import known_paths, nearest
 from plait.config.reading.source import Document, read_named
 from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, Problem
 
 _TYPES = (*REPLICATED, "DEEPSPEED", "FSDP")
-_OF_TYPE = {
+_TYPE_OF_SECTION = {
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
     "megatron_lm_config": "MEGATRON_LM",
 }
+"""Value of `distributed_type` with which Accelerate reads a section."""
 _FLAGS = "give Megatron-LM's flags: plait config convert -- --tensor-model-parallel-size 2 ..."
 _TOP = {key.path: key for key in accelerate_keys.TOP}
-_READ_HERE = (
+_COMBINED_KEYS = (
     "distributed_type",
     "mixed_precision",
     "num_processes",
@@ -37,345 +42,347 @@ _READ_HERE = (
     "dynamo_backend",
     "fp8_config",
     *SECTIONS,
-    *_OF_TYPE,
+    *_TYPE_OF_SECTION,
 )
+"""Keys at the top of the file that are read in this module."""
 
 _CLIPPING = (
     "; a script clips where it calls clip_grad_norm_, plait.initialize at 1.0 unless"
     " gradient_clipping is 0"
 )
-_TOGETHER = {
-    "fsdp_config": tuple(f"fsdp_{name}" for name in NAMES),
+_COMBINED_IN_SECTION = {
+    "fsdp_config": tuple(f"fsdp_{name}" for name in SHARDING_KEYS),
     "deepspeed_config": ("deepspeed_config_file",),
 }
-"""Keys of sections that are read together with others."""
+"""Keys of sections that are read in this module, by section."""
 
 
 @dataclass
-class _File:
-    """A file that is read."""
+class _AccelerateFile:
+    """File that is converted, and the result so far."""
 
     document: Document
-    found: Reading = field(default_factory=Reading)
-    kind: str = ""
-    """`distributed_type`."""
+    translation: Translation = field(default_factory=Translation)
+    distributed_type: str = ""
+    """Upper-case value of `distributed_type`; empty if it is missing."""
     defaults: dict[str, Any] = field(default_factory=dict)
+    """Accelerate's defaults by path."""
+    deepspeed: dict[str, Any] | None = None
+    """Content of the file that `deepspeed_config_file` names, if any."""
 
     @property
     def tree(self) -> Mapping[str, Any]:
         return self.document.tree
 
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return a section, which is empty if it is missing or not an object."""
+        section = self.tree.get(name)
+        if not isinstance(section, dict):
+            return {}
+        return section
 
-def translate(document: Document) -> Translated:
-    """The configuration that a file of Accelerate describes. Problems are collected."""
-    file = _File(document)
-    file.kind = _distributed_type(file)
-    deepspeed = _deepspeed_file(file)
+    def not_read(self) -> str:
+        """Return the reason for which the section of another type is not read."""
+        kind = self.distributed_type or "missing"
+        return f"distributed_type is {kind}, so Accelerate does not read it either"
+
+
+def translate(document: Document) -> TranslatedDocument:
+    """Return the configuration that a file of Accelerate describes. Problems are collected."""
+    file = _AccelerateFile(document)
+    translation = file.translation
+    # The sections that follow depend on these two.
+    file.distributed_type = _read_distributed_type(file)
+    file.deepspeed = _read_deepspeed_file(file)
+
     for name, value in file.tree.items():
         if name in SECTIONS:
-            _section(file, name, value, deepspeed is not None)
-        elif name in _OF_TYPE or name == "fp8_config":
-            _unread_section(file, name, value)
+            _read_section(file, name, value)
+        elif name in _TYPE_OF_SECTION or name == "fp8_config":
+            _skip_section(file, name, value)
         elif name in _TOP:
-            file.found.take(name, _TOP[name], value)
-        elif name not in _READ_HERE:
-            _unknown(file, name, value, (*_TOP, *_READ_HERE))
-    each = _processes(file)
-    if file.kind == "FSDP":
-        _sharding(file, each)
-    _precision(file, deepspeed is not None)
-    _degrees(file)
-    return file.found.translated(document.name, "Accelerate", file.defaults, base=deepspeed)
+            translation.translate_key(name, _TOP[name], value)
+        elif name not in _COMBINED_KEYS:
+            _refuse_unknown(file, name, value, (*_TOP, *_COMBINED_KEYS))
+
+    processes_per_machine = _read_processes(file)
+    if file.distributed_type == "FSDP":
+        _read_fsdp_sharding(file, processes_per_machine)
+    _read_precision(file)
+    _complete_degrees(file)
+    return translation.finish(document.name, "Accelerate", file.defaults, base=file.deepspeed)
 
 
-def _distributed_type(file: _File) -> str:
+def _read_distributed_type(file: _AccelerateFile) -> str:
+    """Return the distributed type in upper case, and set the default of the ZeRO stage."""
+    translation = file.translation
     value = file.tree.get("distributed_type")
-    shown = ", ".join(("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"))
+    remedy = "use NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED"
     if value is None:
-        file.found.problems.append(
-            Problem(
-                "distributed_type",
-                None,
-                "is missing, and Accelerate does not run without it",
-                f"use {shown}",
-            )
-        )
+        rule = "is missing, and Accelerate does not run without it"
+        translation.problems.append(Problem("distributed_type", None, rule, remedy))
         return ""
+
+    # YAML reads NO as false.
     kind = "NO" if value is False else str(value).upper()
     if kind == "MEGATRON_LM":
-        file.found.refuse(
-            "distributed_type",
-            value,
-            "the section of Accelerate has a part of Megatron-LM's flags",
-            _FLAGS,
-        )
+        rule = "the section of Accelerate has a part of Megatron-LM's flags"
+        translation.refuse("distributed_type", value, rule, _FLAGS)
+    elif kind in ("XLA", "TPU"):
+        rule = "this release runs on GPUs and CPUs"
+        translation.refuse("distributed_type", value, rule, remedy)
     elif kind not in _TYPES:
-        rule = (
-            "this release runs on GPUs and CPUs"
-            if kind in ("XLA", "TPU")
-            else "is no type that Accelerate has"
-        )
-        file.found.refuse("distributed_type", value, rule, f"use {shown}")
+        rule = "is no type that Accelerate has"
+        translation.refuse("distributed_type", value, rule, remedy)
     else:
-        meaning = (
-            f"{STAGE} 0: a replica on every process"
-            if kind in REPLICATED
-            else f"{STAGE}, by {kind.lower()}_config"
-        )
-        meaning += "" if kind == "DEEPSPEED" else _CLIPPING
-        file.found.rows.append(Row("distributed_type", value, Status.RENAMED, meaning, STAGE))
+        if kind in REPLICATED:
+            meaning = f"{STAGE} 0: a replica on every process"
+        else:
+            meaning = f"{STAGE}, by {kind.lower()}_config"
+        if kind != "DEEPSPEED":
+            meaning += _CLIPPING
+        translation.rows.append(Row("distributed_type", value, Status.RENAMED, meaning, STAGE))
+
     if kind in REPLICATED:
         file.defaults[STAGE] = 0
-    elif kind in ("DEEPSPEED", "FSDP"):
-        file.defaults[STAGE] = 2 if kind == "DEEPSPEED" else 3
+    elif kind == "DEEPSPEED":
+        file.defaults[STAGE] = 2
+    elif kind == "FSDP":
+        file.defaults[STAGE] = 3
     return kind
 
 
-def _section(file: _File, section: str, value: Any, beside_deepspeed: bool) -> None:
-    found = file.found
+def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
+    translation = file.translation
     keys = SECTIONS[section]
     if value is None or value == {}:
-        found.rows.append(Row(section, value, Status.COMMENT, "empty: not given"))
+        translation.rows.append(Row(section, value, Status.COMMENT, "empty: not given"))
         return
     if not isinstance(value, dict):
-        found.refuse(
-            section,
-            value,
-            "is a section and needs an object",
-            f"write for example {{{next(iter(keys))}: ...}}",
-        )
+        remedy = f"write for example {{{next(iter(keys))}: ...}}"
+        translation.refuse(section, value, "is a section and needs an object", remedy)
         return
+
+    is_read = _TYPE_OF_SECTION.get(section, file.distributed_type) == file.distributed_type
+    combined = _COMBINED_IN_SECTION.get(section, ())
     for written, item in value.items():
         shown = f"{section}.{written}"
-        name = _full(section, written)
-        if section in _OF_TYPE and file.kind != _OF_TYPE[section]:
-            found.ignore(
-                shown,
-                item,
-                f"distributed_type is {file.kind or 'missing'}, so Accelerate does not read it"
-                " either",
-            )
-        elif name == "deepspeed_config_file" or (
-            section == "fsdp_config" and name.removeprefix("fsdp_") in NAMES
-        ):
+        name = _add_prefix(section, written)
+        if not is_read:
+            translation.ignore(shown, item, file.not_read())
+        elif name in combined:
+            # Read by `_read_deepspeed_file` or `_read_fsdp_sharding`.
             continue
         elif name not in keys:
-            _unknown(file, shown, item, (*keys, *_TOGETHER.get(section, ())))
-        elif beside_deepspeed and name in accelerate_keys.BELONGS_IN_DEEPSPEED and item is not None:
-            found.refuse(
-                shown,
-                item,
-                "stands beside deepspeed_config_file, which decides it",
-                "leave it out, and write it in that file",
-            )
+            _refuse_unknown(file, shown, item, (*keys, *combined))
+        elif (
+            file.deepspeed is not None
+            and name in accelerate_keys.IN_DEEPSPEED_FILE
+            and item is not None
+        ):
+            rule = "stands beside deepspeed_config_file, which decides it"
+            translation.refuse(shown, item, rule, "leave it out, and write it in that file")
         else:
-            found.take(shown, keys[name], item)
+            translation.translate_key(shown, keys[name], item)
 
 
-def _full(section: str, name: str) -> str:
+def _add_prefix(section: str, name: str) -> str:
+    """Return the name of a key with the prefix of its section."""
     prefix = PREFIXES.get(section, "")
-    return name if name.startswith(prefix) else prefix + name
+    if name.startswith(prefix):
+        return name
+    return prefix + name
 
 
-def _unread_section(file: _File, name: str, value: Any) -> None:
-    """Sections without a table: of programs that Plait does not call."""
+def _skip_section(file: _AccelerateFile, name: str, value: Any) -> None:
+    """Add a row for a section of a program that Plait does not use."""
     if not value:
-        file.found.rows.append(Row(name, value, Status.COMMENT, "empty: not given"))
+        file.translation.rows.append(Row(name, value, Status.COMMENT, "empty: not given"))
     elif name == "fp8_config":
-        file.found.ignore(name, value, "mixed_precision fp8 alone reads it")
+        file.translation.ignore(name, value, "mixed_precision fp8 alone reads it")
     else:
-        file.found.ignore(
-            name,
-            value,
-            f"distributed_type is {file.kind or 'missing'}, so Accelerate does not read it either;"
-            f" {_FLAGS}",
-        )
+        file.translation.ignore(name, value, f"{file.not_read()}; {_FLAGS}")
 
 
-def _unknown(file: _File, shown: str, value: Any, names: Sequence[str]) -> None:
+def _refuse_unknown(file: _AccelerateFile, shown: str, value: Any, names: Sequence[str]) -> None:
     section, _, name = shown.rpartition(".")
-    near = nearest(name, names)
+    matches = nearest(name, names)
     prefixed = [candidate for candidate in names if candidate.endswith(f"_{name}")]
     if prefixed:
         remedy = f"write {prefixed[0]}; Accelerate does not read the short name"
-    elif not section and shown in known():
+    elif not section and shown in known_paths():
         remedy = (
             "a file is one of Accelerate or one of Plait's: leave it out here, and add it to what"
             " `plait config convert` writes"
         )
+    elif matches:
+        remedy = f"did you mean {' or '.join(matches)}?"
     else:
-        remedy = f"did you mean {' or '.join(near)}?" if near else "leave it out"
-    file.found.refuse(shown, value, "unknown key of Accelerate", remedy)
+        remedy = "leave it out"
+    file.translation.refuse(shown, value, "unknown key of Accelerate", remedy)
 
 
-def _deepspeed_file(file: _File) -> dict[str, Any] | None:
-    """The tree of the file that `deepspeed_config_file` names."""
-    section = file.tree.get("deepspeed_config")
-    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
-    if named is None or file.kind != "DEEPSPEED":
-        return None
+def _read_deepspeed_file(file: _AccelerateFile) -> dict[str, Any] | None:
+    """Return the content of the file that `deepspeed_config_file` names, or None."""
+    translation = file.translation
     shown = "deepspeed_config.deepspeed_config_file"
-    if not isinstance(named, str) or named.lower() == "none":
-        if named != "none":
-            file.found.refuse(shown, named, "must be text", "give the path of a DeepSpeed file")
+    path = file.section("deepspeed_config").get("deepspeed_config_file")
+    if path is None or path == "none" or file.distributed_type != "DEEPSPEED":
         return None
+    if not isinstance(path, str) or path.lower() == "none":
+        translation.refuse(shown, path, "must be text", "give the path of a DeepSpeed file")
+        return None
+
     try:
-        tree = read_named(named, file.document).tree
+        tree = read_named(path, file.document).tree
     except ConfigError as error:
-        file.found.rows.append(Row(shown, named, Status.REFUSED, "cannot be read"))
-        file.found.problems += [
-            Problem(f"{shown}: {problem.field}", problem.value, problem.rule, problem.remedy)
-            for problem in error.problems
-        ]
+        translation.rows.append(Row(shown, path, Status.REFUSED, "cannot be read"))
+        translation.problems += problems_in(shown, error)
         return {}
-    file.found.rows.append(
-        Row(shown, named, Status.RENAMED, "the keys of that file, each with a row of its own")
-    )
+    meaning = "the keys of that file, each with a row of its own"
+    translation.rows.append(Row(shown, path, Status.RENAMED, meaning))
+    # The stage is that of the file.
     file.defaults.pop(STAGE)
     if not isinstance(tree.get("zero_optimization"), dict | bool):
-        file.found.problems.append(
-            Problem(
-                f"{shown}: zero_optimization",
-                None,
-                f"{named} has no such section, which Accelerate asks for",
-                "add it, with a stage",
-            )
-        )
+        rule = f"{path} has no such section, which Accelerate asks for"
+        problem = Problem(f"{shown}: zero_optimization", None, rule, "add it, with a stage")
+        translation.problems.append(problem)
     return tree
 
 
-def _processes(file: _File) -> int | None:
-    """Says how many processes run on a machine, and returns it; None where the file does not
-    say.
-    """
+def _read_processes(file: _AccelerateFile) -> int | None:
+    """Set the processes per machine and return them; None if the file does not determine them."""
+    translation = file.translation
     value = file.tree.get("num_processes")
     machines = file.tree.get("num_machines", 1)
     if value is None or value == -1:
         if "num_processes" in file.tree:
-            file.found.ignore(
-                "num_processes", value, "left to the launcher: plait launch --nproc-per-node"
-            )
+            meaning = "left to the launcher: plait launch --nproc-per-node"
+            translation.ignore("num_processes", value, meaning)
         return None
-    if file.kind == "NO":
-        file.found.ignore(
-            "num_processes", value, "distributed_type NO runs one process, whatever this says"
-        )
+    if file.distributed_type == "NO":
+        meaning = "distributed_type NO runs one process, whatever this says"
+        translation.ignore("num_processes", value, meaning)
         file.defaults["run.processes"] = 1
         return None
-    if (
-        not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (value, machines))
-        or value % machines
-    ):
-        rule = f"cannot be shared out over num_machines = {machines!r}"
-        file.found.refuse(
-            "num_processes",
-            value,
-            rule,
-            "give the processes of all machines together, as many on each",
-        )
-        return None
-    each = int(value // machines)
-    if machines > 1:
-        file.found.ignore(
-            "num_processes",
-            value,
-            f"start them with plait launch --nnodes {machines} --nproc-per-node {each}",
-        )
-    else:
-        file.found.say("run.processes", "num_processes", each)
-        file.found.rows.append(
-            Row("num_processes", value, Status.RENAMED, "run.processes", "run.processes")
-        )
-    return each
 
-
-def _sharding(file: _File, each: int | None) -> None:
-    section = file.tree.get("fsdp_config")
-    given = {}
-    for written, value in section.items() if isinstance(section, dict) else ():
-        name = _full("fsdp_config", written).removeprefix("fsdp_")
-        if name in NAMES:
-            given[name] = (f"fsdp_config.{written}", value)
-    read_sharding(file.found, given, version=1, group=each, launched=True)
-
-
-def _precision(file: _File, beside_deepspeed: bool) -> None:
-    shown = (
-        "mixed_precision" if "mixed_precision" in file.tree or "fp16" not in file.tree else "fp16"
+    valid = all(
+        isinstance(number, int) and not isinstance(number, bool) and number > 0
+        for number in (value, machines)
     )
-    value = file.tree.get(shown)
-    if "fp16" in file.tree and shown != "fp16":
-        file.found.ignore("fp16", file.tree["fp16"], "mixed_precision decides")
-    if "dynamo_backend" in file.tree:
-        file.found.take(
-            "dynamo_backend",
-            SECTIONS["dynamo_config"]["dynamo_backend"],
-            file.tree["dynamo_backend"],
-        )
+    if not valid or value % machines:
+        rule = f"cannot be shared out over num_machines = {machines!r}"
+        remedy = "give the processes of all machines together, as many on each"
+        translation.refuse("num_processes", value, rule, remedy)
+        return None
+
+    processes = int(value // machines)
+    if machines > 1:
+        meaning = f"start them with plait launch --nnodes {machines} --nproc-per-node {processes}"
+        translation.ignore("num_processes", value, meaning)
+        return processes
+    path = "run.processes"
+    translation.set(path, "num_processes", processes)
+    translation.rows.append(Row("num_processes", value, Status.RENAMED, path, path))
+    return processes
+
+
+def _read_fsdp_sharding(file: _AccelerateFile, processes_per_machine: int | None) -> None:
+    sharding = {}
+    for written, value in file.section("fsdp_config").items():
+        name = _add_prefix("fsdp_config", written).removeprefix("fsdp_")
+        if name in SHARDING_KEYS:
+            sharding[name] = (f"fsdp_config.{written}", value)
+    keys = ShardingKeys(sharding, 1, processes_per_machine, launched=True)
+    read_sharding(file.translation, keys)
+
+
+def _read_precision(file: _AccelerateFile) -> None:
+    """Read `mixed_precision`, or `fp16`, its name in old files."""
+    translation = file.translation
+    tree = file.tree
+    shown = "mixed_precision"
+    if "fp16" in tree and "mixed_precision" in tree:
+        translation.ignore("fp16", tree["fp16"], "mixed_precision decides")
+    elif "fp16" in tree:
+        shown = "fp16"
+    if "dynamo_backend" in tree:
+        # A key of `dynamo_config` in old files.
+        key = SECTIONS["dynamo_config"]["dynamo_backend"]
+        translation.translate_key("dynamo_backend", key, tree["dynamo_backend"])
+
+    value = tree.get(shown)
     if value is None:
-        if shown in file.tree:
-            file.found.rows.append(Row(shown, None, Status.COMMENT, "null: not given"))
+        if shown in tree:
+            translation.rows.append(Row(shown, None, Status.COMMENT, "null: not given"))
         return
-    name = str(value).lower() if shown == "mixed_precision" else "fp16" if is_on(value) else "no"
-    if beside_deepspeed:
-        rule = "stands beside deepspeed_config_file, which decides it"
-        file.found.refuse(shown, value, rule, "leave it out, and write fp16 or bf16 in that file")
-    elif not is_on(name):
-        file.found.ignore(shown, value, "off, as it is in Plait")
-    elif name == "fp8":
-        file.found.refuse(
-            shown,
-            value,
-            "this release computes in fp16, bf16 or the dtype of the model",
-            "use bf16",
-        )
-    elif name not in ("fp16", "bf16"):
-        file.found.refuse(shown, value, "is none of no, fp16, bf16", "use one of them")
+    if shown == "mixed_precision":
+        name = str(value).lower()
+    elif is_on(value):
+        name = "fp16"
     else:
-        _mixed(file, shown, value, name)
+        name = "no"
+
+    if file.deepspeed is not None:
+        rule = "stands beside deepspeed_config_file, which decides it"
+        remedy = "leave it out, and write fp16 or bf16 in that file"
+        translation.refuse(shown, value, rule, remedy)
+    elif not is_on(name):
+        translation.ignore(shown, value, "off, as it is in Plait")
+    elif name == "fp8":
+        rule = "this release computes in fp16, bf16 or the dtype of the model"
+        translation.refuse(shown, value, rule, "use bf16")
+    elif name not in ("fp16", "bf16"):
+        translation.refuse(shown, value, "is none of no, fp16, bf16", "use one of them")
+    else:
+        _set_mixed_precision(file, shown, value, name)
 
 
-def _mixed(file: _File, shown: str, value: Any, name: str) -> None:
+def _set_mixed_precision(file: _AccelerateFile, shown: str, value: Any, name: str) -> None:
     note = ""
-    if file.kind in REPLICATED:
-        # Under autocast gradients have the parameters' dtype.
+    if file.distributed_type in REPLICATED:
+        # Under autocast, gradients have the dtype of the parameters.
         file.defaults["communication_data_type"] = "fp32"
         note = (
             " (the model computes in it; torch.autocast leaves some operators, such as norms and"
             " losses, in float32)"
         )
-    if name == "fp16" and file.kind != "DEEPSPEED":
+    if name == "fp16" and file.distributed_type != "DEEPSPEED":
         file.defaults |= accelerate_keys.GRAD_SCALER
     path = f"{name}.enabled"
-    file.found.say(path, shown, True)
-    file.found.rows.append(Row(shown, value, Status.RENAMED, path + note, path))
+    file.translation.set(path, shown, True)
+    file.translation.rows.append(Row(shown, value, Status.RENAMED, path + note, path))
 
 
-def _degrees(file: _File) -> None:
-    """With a `parallelism_config` every degree that is left out is 1, and FSDP shards over what is
-    given alone.
+def _complete_degrees(file: _AccelerateFile) -> None:
+    """Set the degrees that a `parallelism_config` omits.
+
+    Accelerate takes 1 for them. FSDP then shards only over the degrees that are given.
     """
-    said = file.found.said
-    degrees = [
-        path
-        for path in said
-        if path.startswith("parallel.")
-        and path.rpartition(".")[2] in ("dp_replicate", "dp_shard", "tp", "cp")
-    ]
-    if not isinstance(file.tree.get("parallelism_config"), dict) or not any(
-        str(said[path][1]) != "1" for path in degrees
-    ):
+    settings = file.translation.settings
+    names = ("dp_replicate", "dp_shard", "tp", "cp")
+    degrees = [path for path in settings if path in [f"parallel.{name}" for name in names]]
+    has_section = isinstance(file.tree.get("parallelism_config"), dict)
+    if not has_section or all(_degree(settings, path) == "1" for path in degrees):
+        # If all degrees are 1, Accelerate makes the processes data-parallel.
         for path in degrees:
-            if said[path][0].startswith("parallelism_config"):
-                del said[path]  # all are 1: Accelerate makes the processes data parallel
+            key, _ = settings[path]
+            if key.startswith("parallelism_config"):
+                del settings[path]
         return
-    shard, cp = (str(said.get(path, ("", 1))[1]) for path in (SHARD, "parallel.cp"))
-    if file.kind == "FSDP" and shard == cp == "1":
+
+    is_sharded = _degree(settings, SHARD) != "1" or _degree(settings, "parallel.cp") != "1"
+    if file.distributed_type == "FSDP" and not is_sharded:
         rule = "FSDP has nothing to shard over where dp_shard and cp are 1"
         remedy = "give parallelism_config_dp_shard_size, or use distributed_type MULTI_GPU"
-        file.found.problems.append(Problem("parallelism_config", None, rule, remedy))
-    file.defaults |= (
-        {"parallel.dp_replicate": 1}
-        if file.kind in REPLICATED
-        else {"parallel.dp_replicate": 1, SHARD: 1}
-    )
+        problem = Problem("parallelism_config", None, rule, remedy)
+        file.translation.problems.append(problem)
+    file.defaults["parallel.dp_replicate"] = 1
+    if file.distributed_type not in REPLICATED:
+        file.defaults[SHARD] = 1
+
+
+def _degree(settings: Mapping[str, tuple[str, Any]], path: str) -> str:
+    """Return a degree as text, because a file may quote it; "1" if it is missing."""
+    _, value = settings.get(path, ("", 1))
+    return str(value)

@@ -1,8 +1,7 @@
-"""What every key of a file of `accelerate launch` means to Plait, as one table: what it sets, or
-ignored, or refused, and why.
+"""Tables of the keys of `accelerate launch`: what each sets, or why it is ignored or refused.
 
-Data only; `accelerate` reads it. The list is the fields of Accelerate 1.15's `ClusterConfig`,
-`ipex_config` of earlier releases, and the options of `accelerate launch` that its sections become.
+The tables contain the fields of Accelerate 1.15's `ClusterConfig`, `ipex_config` of earlier
+releases, and the options of `accelerate launch` that the sections become.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plait.config.convert.fsdp_keys import OF_ACCELERATE, ignored, on, refused, renamed
+from plait.config.convert.fsdp_keys import ACCELERATE_KEYS, ignored, on, refused, renamed
 from plait.config.convert.translated import ForeignKey
 from plait.config.dialects.table_values import as_flag
 
@@ -27,31 +26,48 @@ _LAUNCHER = "an option of the launcher; see `plait launch --help`"
 _TPU = "an option of TPUs, which this file does not use"
 
 
-def _sets(path: str) -> Callable[[Any], Mapping[str, Any]]:
+Sets = Callable[[Any], Mapping[str, Any]]
+"""Function from a key's value to settings by path."""
+
+
+def _sets(path: str) -> Sets:
+    """Return a function that sets a path to the value."""
     return lambda value: {path: value}
 
 
-def _one_of(choices: Mapping[str, Mapping[str, Any]]) -> Callable[[Any], Mapping[str, Any]]:
+def _sets_unless(off: str, path: str, **more: Any) -> Sets:
+    """Return a function that sets a path to the value, and `more`, unless the value is `off`."""
+
     def sets(value: Any) -> Mapping[str, Any]:
-        found = choices.get(str(value).lower())
-        if found is None:
-            raise ValueError(f"is none of {', '.join(choices)}; use one of them")
-        return found
+        if str(value).lower() == off:
+            return {}
+        return {path: value, **more}
 
     return sets
 
 
-def _unless(off: str, path: str) -> Callable[[Any], Mapping[str, Any]]:
-    return lambda value: {} if str(value).lower() == off else {path: value}
+def _one_of(choices: Mapping[str, Mapping[str, Any]]) -> Sets:
+    """Return a function that refuses values other than `choices`."""
+
+    def sets(value: Any) -> Mapping[str, Any]:
+        settings = choices.get(str(value).lower())
+        if settings is None:
+            raise ValueError(f"is none of {', '.join(choices)}; use one of them")
+        return settings
+
+    return sets
 
 
-def _many(names: str, make: Callable[[str], ForeignKey]) -> tuple[ForeignKey, ...]:
-    return tuple(make(name) for name in names.split())
+def _compile_settings(backend: Any) -> Mapping[str, Any]:
+    name = str(backend).lower()
+    if name == "no":
+        return {}
+    return {"compile.enabled": True, "compile.backend": name}
 
 
-def _degree(path: str, **more: Any) -> Callable[[Any], Mapping[str, Any]]:
-    """A degree of parallelism; one that is more than 1 takes `more` with it."""
-    return lambda value: {path: value} | ({} if str(value) == "1" else more)
+def _ignored_keys(names: str, why: str) -> tuple[ForeignKey, ...]:
+    """Return keys of any type (names separated by spaces) that are ignored for the same reason."""
+    return tuple(ignored(name, "any", why) for name in names.split())
 
 
 TOP: tuple[ForeignKey, ...] = (
@@ -62,14 +78,14 @@ TOP: tuple[ForeignKey, ...] = (
         "use LOCAL_MACHINE",
         "LOCAL_MACHINE",
     ),
-    *_many(
+    *_ignored_keys(
         "machine_rank main_process_ip main_process_port rdzv_backend same_network"
         " main_training_function gpu_ids enable_cpu_affinity mpirun_config num_machines",
-        lambda name: ignored(name, "any", _LAUNCHER),
+        _LAUNCHER,
     ),
-    *_many(
+    *_ignored_keys(
         "downcast_bf16 tpu_name tpu_zone tpu_use_sudo commands command_file tpu_vm tpu_env",
-        lambda name: ignored(name, "any", _TPU),
+        _TPU,
     ),
     refused("tpu_use_cluster", "flag", "this release does not run on TPUs", "use false", False),
     ignored("ipex_config", "any", "PyTorch runs on Intel devices without the extension"),
@@ -83,14 +99,14 @@ TOP: tuple[ForeignKey, ...] = (
         "shapes are compared before every collective",
     ),
 )
-"""The top of the file, besides what `accelerate` reads together: `distributed_type`,
-`mixed_precision`, `num_processes` and sections.
+"""Keys at the top of the file. `accelerate` reads `distributed_type`, `mixed_precision` and
+`num_processes`, which depend on each other.
 """
 
 _INIT = "plait.from_pretrained builds the model without its weights, at every stage"
 DEEPSPEED: tuple[ForeignKey, ...] = (
-    renamed("zero_stage", "whole", _sets("zero_optimization.stage")),
-    renamed("gradient_accumulation_steps", "whole", _sets("gradient_accumulation_steps")),
+    renamed("zero_stage", "integer", _sets("zero_optimization.stage")),
+    renamed("gradient_accumulation_steps", "integer", _sets("gradient_accumulation_steps")),
     renamed("gradient_clipping", "number", _sets("gradient_clipping")),
     renamed(
         "offload_optimizer_device", "text", _sets("zero_optimization.offload_optimizer.device")
@@ -99,12 +115,12 @@ DEEPSPEED: tuple[ForeignKey, ...] = (
     renamed(
         "offload_optimizer_nvme_path",
         "text",
-        _unless("none", "zero_optimization.offload_optimizer.nvme_path"),
+        _sets_unless("none", "zero_optimization.offload_optimizer.nvme_path"),
     ),
     renamed(
         "offload_param_nvme_path",
         "text",
-        _unless("none", "zero_optimization.offload_param.nvme_path"),
+        _sets_unless("none", "zero_optimization.offload_param.nvme_path"),
     ),
     ignored("zero3_init_flag", "flag", _INIT),
     ignored(
@@ -117,37 +133,42 @@ DEEPSPEED: tuple[ForeignKey, ...] = (
         "text",
         "the unit that is gathered is a block of the model, its experts with it",
     ),
-    *_many(
+    *_ignored_keys(
         "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter"
         " deepspeed_inclusion_filter",
-        lambda name: ignored(name, "any", _LAUNCHER),
+        _LAUNCHER,
     ),
 )
-"""`deepspeed_config`, besides `deepspeed_config_file`."""
+"""Keys of `deepspeed_config`, except for `deepspeed_config_file`."""
 
-_OF_DEEPSPEED = (
-    "zero_stage gradient_accumulation_steps gradient_clipping offload_optimizer_device"
-    " offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"
-    " zero3_save_16bit_model"
+IN_DEEPSPEED_FILE = frozenset(
+    {
+        "zero_stage",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "offload_optimizer_device",
+        "offload_param_device",
+        "offload_optimizer_nvme_path",
+        "offload_param_nvme_path",
+        "zero3_save_16bit_model",
+    }
 )
-BELONGS_IN_DEEPSPEED = frozenset(_OF_DEEPSPEED.split())
-"""What Accelerate takes from the file of DeepSpeed, where there is one."""
+"""Keys of `deepspeed_config` that Accelerate reads from DeepSpeed's file if one is named."""
 
 FSDP = tuple(
     ForeignKey(f"fsdp_{key.path}", key.status, key.kind, key.why, key.off, key.remedy, key.sets)
-    for key in OF_ACCELERATE
+    for key in ACCELERATE_KEYS
 )
-"""`fsdp_config`, besides what says how it shards."""
+"""Keys of `fsdp_config`, except for those that determine the sharding."""
 
-_ULYSSES = {"parallel.context": "ulysses"}
 PARALLELISM: tuple[ForeignKey, ...] = (
-    renamed("parallelism_config_dp_replicate_size", "whole", _sets("parallel.dp_replicate")),
-    renamed("parallelism_config_dp_shard_size", "whole", _sets("parallel.dp_shard")),
-    renamed("parallelism_config_tp_size", "whole", _sets("parallel.tp")),
+    renamed("parallelism_config_dp_replicate_size", "integer", _sets("parallel.dp_replicate")),
+    renamed("parallelism_config_dp_shard_size", "integer", _sets("parallel.dp_shard")),
+    renamed("parallelism_config_tp_size", "integer", _sets("parallel.tp")),
     renamed(
         "parallelism_config_cp_size",
-        "whole",
-        lambda value: {} if str(value) == "1" else {"parallel.cp": value},
+        "integer",
+        _sets_unless("1", "parallel.cp"),
         "1 is off",
     ),
     refused(
@@ -170,35 +191,27 @@ PARALLELISM: tuple[ForeignKey, ...] = (
     ),
     renamed(
         "parallelism_config_sp_size",
-        "whole",
-        lambda value: {} if str(value) == "1" else {"parallel.cp": value, **_ULYSSES},
+        "integer",
+        _sets_unless("1", "parallel.cp", **{"parallel.context": "ulysses"}),
         "DeepSpeed's Ulysses: as many processes share a sequence; 1 is off",
     ),
-    *_many(
+    *_ignored_keys(
         "parallelism_config_sp_backend parallelism_config_sp_seq_length"
         " parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
-        lambda name: ignored(
-            name,
-            "any",
-            "a detail of DeepSpeed's Ulysses; sequences may have any length, and attention is the"
-            " model's",
-        ),
+        "a detail of DeepSpeed's Ulysses; sequences may have any length, and attention is the"
+        " model's",
     ),
 )
-"""`parallelism_config`."""
+"""Keys of `parallelism_config`."""
 
 DYNAMO: tuple[ForeignKey, ...] = (
     renamed(
         "dynamo_backend",
         "text",
-        lambda value: (
-            {}
-            if str(value).lower() == "no"
-            else {"compile.enabled": True, "compile.backend": str(value).lower()}
-        ),
+        _compile_settings,
         "no is off",
     ),
-    renamed("dynamo_mode", "text", _unless("default", "compile.mode")),
+    renamed("dynamo_mode", "text", _sets_unless("default", "compile.mode")),
     ignored("dynamo_use_regional_compilation", "flag", "blocks are always compiled one by one"),
     refused("dynamo_use_fullgraph", "flag", "a graph may have breaks", "use false", False),
     refused(
@@ -209,7 +222,7 @@ DYNAMO: tuple[ForeignKey, ...] = (
         False,
     ),
 )
-"""`dynamo_config`, whose keys may be written without `dynamo_`."""
+"""Keys of `dynamo_config`, whose prefix `dynamo_` is optional."""
 
 SECTIONS: dict[str, dict[str, ForeignKey]] = {
     "deepspeed_config": {key.path: key for key in DEEPSPEED},
@@ -218,12 +231,12 @@ SECTIONS: dict[str, dict[str, ForeignKey]] = {
     "dynamo_config": {key.path: key for key in DYNAMO},
 }
 PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}
-"""What Accelerate puts before the names of a section where it is left out."""
+"""Prefixes that Accelerate adds to the names in a section if they are missing."""
 
 GRAD_SCALER: Mapping[str, Any] = {"fp16.loss_scale_window": 2000, "fp16.hysteresis": 1}
-"""torch's GradScaler, where Plait's defaults are DeepSpeed's."""
+"""Defaults of torch's GradScaler, which Accelerate uses. Plait's defaults are DeepSpeed's."""
 
 
 def is_on(value: Any) -> bool:
-    """Whether a precision is asked for (`no` is YAML's false to Accelerate)."""
+    """Return True if a precision is enabled. Accelerate's YAML reads `no` as false."""
     return str(value).lower() not in ("no", "none") and as_flag(value) is not False

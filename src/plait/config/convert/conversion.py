@@ -1,5 +1,6 @@
-"""A file or a command line of another program as a file of Plait's, with a row for every key: what
-it became, or why it became nothing.
+"""Conversion of a configuration of another program, with a row for every key.
+
+A row says which settings a key becomes, or why it has no equivalent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config.convert import accelerate, megatron, trainer_fsdp
-from plait.config.convert.translated import Translated
+from plait.config.convert.translated import TranslatedDocument
 from plait.config.dialects.examine import Examined, at_path, examine
 from plait.config.dialects.foreign import is_accelerate, is_trainer_fsdp
 from plait.config.reading.source import Document, Source, parse_override, read
@@ -20,86 +21,96 @@ from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, Problem
 
 ForeignSource = Source | Sequence[str]
-"""A file, its content, or a list of Megatron-LM's flags."""
+"""Path of a file, its content, or a list of Megatron-LM's flags."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a configuration."""
+    """Result of a conversion."""
 
     name: str
-    """The file, or what was given instead of one."""
+    """Path of the file, or a phrase if there is none."""
     tree: dict[str, Any]
-    """The same under the schema's names. `load` makes the same Config of it."""
+    """Settings under the names of the schema. `load` returns the same Config for them."""
     keys: tuple[Row, ...]
-    """One row a key of theirs, and one for each default of the other program that was written out.
-    """
+    """Rows of the other program's keys, and of its defaults that were written explicitly."""
     problems: tuple[Problem, ...]
-    """What keeps the tree from being used."""
+    """Problems because of which the tree cannot be used."""
 
 
 def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
-    """Translate `source`. Raises ConfigError only where there are no keys to show (no such file, no
-    JSON).
+    """Convert a configuration.
+
+    Raises:
+        ConfigError: There are no keys to convert (no such file, invalid JSON). Other problems are
+            part of the result.
     """
-    document, found = _look(source, overrides)
+    document, examined = _examine_source(source, overrides)
     try:
-        finish(document, found)
+        finish(document, examined)
         problems: tuple[Problem, ...] = ()
     except ConfigError as error:
         problems = error.problems
-    defaults = [
-        (path, origin) for path, origin in found.origins.items() if origin.endswith("'s default")
-    ]
-    left_out = [
-        Row("(left out)", at_path(found.tree, path), Status.RENAMED, origin, path)
-        for path, origin in defaults
-    ]
-    return Conversion(document.name, found.tree, (*found.rows, *left_out), problems)
+
+    rows = list(examined.rows)
+    for path, origin in examined.origins.items():
+        if origin.endswith("'s default"):
+            value = at_path(examined.tree, path)
+            rows.append(Row("(left out)", value, Status.RENAMED, origin, path))
+    return Conversion(document.name, examined.tree, tuple(rows), problems)
 
 
 def load_foreign(source: ForeignSource, overrides: Sequence[str] = ()) -> Config:
-    """Return the Config that `source` describes, whose provenance names the keys of the other
-    program.
+    """Return the Config that a source describes. Its provenance names the other program's keys.
 
-    Raises ConfigError with every problem.
+    Raises:
+        ConfigError: All problems.
     """
-    return finish(*_look(source, overrides))
+    return finish(*_examine_source(source, overrides))
 
 
-def _look(source: ForeignSource, overrides: Sequence[str]) -> tuple[Document, Examined]:
-    """Look up every key, and collect problems. Raises ConfigError if there are no keys, and for a
-    malformed override.
+def _examine_source(source: ForeignSource, overrides: Sequence[str]) -> tuple[Document, Examined]:
+    """Translate every key, and collect problems.
+
+    Raises:
+        ConfigError: There are no keys, or an override is malformed.
     """
     if isinstance(source, str | Path | Mapping):
-        document = _translated(read(source))
+        document = _translate(read(source))
     else:
         document = megatron.read_flags(source)
-    found = examine(document, [parse_override(text) for text in overrides])
-    if isinstance(document, Translated):
-        _describe(document, found)
-    return document, found
+    examined = examine(document, [parse_override(text) for text in overrides])
+    if isinstance(document, TranslatedDocument):
+        _restore_names(document, examined)
+    return document, examined
 
 
-def _translated(document: Document) -> Document:
-    """Return a file of Accelerate or of the Trainer as what it means, and other files unchanged."""
+def _translate(document: Document) -> Document:
+    """Translate a file of Accelerate or of the Trainer. Other files are returned unchanged."""
     if is_accelerate(document.tree):
         return accelerate.translate(document)
-    return trainer_fsdp.translate(document) if is_trainer_fsdp(document.tree) else document
+    if is_trainer_fsdp(document.tree):
+        return trainer_fsdp.translate(document)
+    return document
 
 
-def _describe(document: Translated, found: Examined) -> None:
-    """Make `found` name the keys of the other program instead of those that they became."""
+def _restore_names(document: TranslatedDocument, examined: Examined) -> None:
+    """Replace Plait's keys by those of the other program in rows, problems and origins."""
     translated = (*document.written, *document.defaults)
-    found.deepspeed = False
-    found.rows[:] = [*document.rows, *(row for row in found.rows if row.key not in translated)]
-    found.problems[:0] = document.problems
-    for path, origin in found.origins.items():
+    examined.deepspeed = False
+    # `examine` has a row per translated setting. The other program's keys have their own rows.
+    own_rows = [row for row in examined.rows if row.key not in translated]
+    examined.rows[:] = [*document.rows, *own_rows]
+    examined.problems[:0] = document.problems
+
+    for path, origin in examined.origins.items():
         key = document.written.get(path)
         if key is not None and origin == "file":
-            found.written[path], found.origins[path] = key, f"{document.noun}: {key}"
+            examined.written[path] = key
+            examined.origins[path] = f"{document.noun}: {key}"
         elif document.noun != "file":
-            found.origins[path] = origin.replace("file", f"{document.noun}s")
+            examined.origins[path] = origin.replace("file", f"{document.noun}s")
     for path in document.defaults:
-        if at_path(found.tree, path) == at_path(document.tree, path):
-            found.origins[path] = f"{document.program}'s default"
+        # An override may have replaced the default.
+        if at_path(examined.tree, path) == at_path(document.tree, path):
+            examined.origins[path] = f"{document.program}'s default"

@@ -1,8 +1,7 @@
-"""What every key of PyTorch's FSDP means to Plait, as Accelerate 1.15 and the Trainer of
-Transformers 5.23 write them, without `fsdp_`.
+"""Tables of the FSDP keys of Accelerate 1.15 and of the Trainer of Transformers 5.23.
 
-Data only; `accelerate` and `trainer_fsdp` read it. The strategy of sharding takes several keys
-together: `fsdp_sharding`.
+Names have no prefix `fsdp_`. Several keys together determine the sharding strategy; they are read
+in `fsdp_sharding`.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ _FILES = "a checkpoint loads on any layout; save_pretrained writes a folder of H
 
 
 def on(settings: Mapping[str, Any]) -> Callable[[Any], Mapping[str, Any]]:
-    """What a flag sets where it is true."""
+    """Return a function that maps true to the settings, and false to none."""
     return lambda value: settings if as_flag(value) else {}
 
 
 def ignored(name: str, kind: Kind, why: str) -> ForeignKey:
-    """A key without an equivalent, whose results are the same."""
+    """Return a key without an equivalent that does not change the results."""
     return ForeignKey(name, Status.IGNORED, kind, why)
 
 
 def refused(name: str, kind: Kind, why: str, remedy: str, *off: Any) -> ForeignKey:
-    """A key without an equivalent, whose results would differ."""
+    """Return a key without an equivalent that changes the results, unless its value is in `off`."""
     return ForeignKey(name, Status.REFUSED, kind, why, off, remedy)
 
 
 def renamed(
     name: str, kind: Kind, sets: Callable[[Any], Mapping[str, Any]], note: str = ""
 ) -> ForeignKey:
-    """A key with an equivalent."""
+    """Return a key with an equivalent."""
     return ForeignKey(name, Status.SUPPORTED, kind, note, sets=sets)
 
 
 OFFLOAD = on(_TO_HOST)
-"""FSDP's offload: parameters, gradients and optimizer states are in host memory."""
+"""Settings of FSDP's offload of parameters, gradients and optimizer states to host memory."""
 
 SHARED: tuple[ForeignKey, ...] = (
     ignored("auto_wrap_policy", "text", _BLOCKS),
     ignored("transformer_layer_cls_to_wrap", "any", _BLOCKS),
-    ignored("min_num_params", "whole", _BLOCKS),
+    ignored("min_num_params", "integer", _BLOCKS),
     ignored("backward_prefetch", "any", _OVERLAP),
     ignored("forward_prefetch", "flag", _OVERLAP),
     ignored(
@@ -74,7 +73,7 @@ SHARED: tuple[ForeignKey, ...] = (
 )
 """Keys that Accelerate and the Trainer have in common."""
 
-OF_ACCELERATE: tuple[ForeignKey, ...] = (
+ACCELERATE_KEYS: tuple[ForeignKey, ...] = (
     *SHARED,
     renamed("offload_params", "flag", OFFLOAD, "FSDP's offload takes optimizer states with it"),
     renamed(
@@ -91,11 +90,11 @@ OF_ACCELERATE: tuple[ForeignKey, ...] = (
         [],
     ),
 )
-"""Those of `fsdp_config` in a file of Accelerate."""
+"""Keys of `fsdp_config` in a file of Accelerate."""
 
 _XLA = "this release does not run on XLA"
 _NOT_IN_TRAINER = "the Trainer does not read it in fsdp_config"
-OF_TRAINER: tuple[ForeignKey, ...] = (
+TRAINER_KEYS: tuple[ForeignKey, ...] = (
     *SHARED,
     renamed("cpu_offload", "flag", OFFLOAD, "FSDP's offload takes optimizer states with it"),
     refused("offload_params", "flag", _NOT_IN_TRAINER, "write cpu_offload", False),
@@ -103,9 +102,9 @@ OF_TRAINER: tuple[ForeignKey, ...] = (
     refused("xla", "flag", _XLA, "leave it out", False),
     refused("xla_fsdp_v2", "flag", _XLA, "leave it out", False),
     refused("xla_fsdp_grad_ckpt", "flag", _XLA, "leave it out", False),
-    ignored("xla_fsdp_settings", "tree", "settings of XLA, which is off"),
+    ignored("xla_fsdp_settings", "object", "settings of XLA, which is off"),
 )
-"""Those of `fsdp_config` in the Trainer's arguments."""
+"""Keys of `fsdp_config` in the Trainer's arguments."""
 
 STRATEGIES = {
     "FULL_SHARD": 3,
@@ -114,12 +113,16 @@ STRATEGIES = {
     "HYBRID_SHARD": 3,
     "HYBRID_SHARD_ZERO2": 2,
 }
-"""FSDP1's strategies in their order, which numbers them from 1, and the stages of ZeRO."""
+"""ZeRO stage of FSDP1's strategies, in the order of their numbers, which start at 1."""
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
 def strategy_named(value: Any) -> str:
-    """FSDP1's strategy of a name or a number. Raises ValueError with `rule; remedy`."""
+    """Return the name of FSDP1's strategy, given by its name or number.
+
+    Raises:
+        ValueError: There is no such strategy. The text is `rule; remedy`.
+    """
     text = str(value).upper()
     names = list(STRATEGIES)
     if text.isdigit() and 1 <= int(text) <= len(names):
@@ -131,8 +134,12 @@ def strategy_named(value: Any) -> str:
     return text
 
 
-def resharded(value: Any) -> Mapping[str, Any]:
-    """FSDP2's `reshard_after_forward`. Raises ValueError with `rule; remedy`."""
+def reshard_settings(value: Any) -> Mapping[str, Any]:
+    """Return the settings of FSDP2's `reshard_after_forward`.
+
+    Raises:
+        ValueError: The value is not a boolean. The text is `rule; remedy`.
+    """
     flag = as_flag(value)
     if flag is None:
         raise ValueError(

@@ -1,10 +1,8 @@
-"""Megatron-LM's command line as a configuration: `["--tensor-model-parallel-size", "4", "--bf16",
-"--lr", "1e-4"]`.
+"""Conversion of Megatron-LM's command line, such as `["--bf16", "--lr", "1e-4"]`.
 
-Flags become the tree of keys that they set (`megatron_flags` says which); from there on it is a
-configuration like any other. A flag is reported under its own name. What flags leave out has
-Megatron-LM's default where that is another than Plait's; an optimizer and its schedule are
-described as soon as a flag says something of them, which then takes --lr.
+`megatron_flags` lists the setting of each flag. Flags that are left out have Megatron-LM's default
+if it differs from Plait's. The optimizer and its schedule are converted if any flag describes them;
+--lr is then required.
 """
 
 from __future__ import annotations
@@ -13,180 +11,191 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.config.convert.megatron_flags import (
+    BF16_DEFAULTS,
     DEFAULTS,
     DISTRIBUTED,
     FLAGS,
+    FP16_DEFAULTS,
     LAYERS_PER_STAGE,
-    OF_BF16,
-    OF_FP16,
-    OF_OPTIMIZER,
+    OPTIMIZER_DEFAULTS,
     Flag,
 )
-from plait.config.convert.translated import Said, Translated, put
+from plait.config.convert.translated import Settings, TranslatedDocument, set_path
 from plait.config.dialects.keys import nearest
 from plait.config.reading.source import scalar
 from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, Problem
 
 
-def read_flags(tokens: Sequence[str]) -> Translated:
-    """The tree that a list of flags sets. Raises ConfigError where the list is no list of flags;
-    other problems are collected.
+def read_flags(tokens: Sequence[str]) -> TranslatedDocument:
+    """Translate a list of flags. Problems of single flags are collected.
+
+    Raises:
+        ConfigError: The list does not consist of flags and their values.
     """
     rows: list[Row] = []
     problems: list[Problem] = []
-    said: Said = {}
-    for shown, values in _split(tokens):
-        flag = FLAGS.get(shown[2:].replace("-", "_"))
+    settings: Settings = {}
+    for name, values in _split(tokens):
+        flag = FLAGS.get(name[2:].replace("-", "_"))
         if flag is None:
-            problems.append(Problem(shown, None, "unknown flag", _remedy(shown)))
+            problems.append(Problem(name, None, "unknown flag", _unknown_remedy(name)))
             continue
         try:
-            value = _value(flag, values)
+            value = _parse_value(flag, values)
         except ValueError as error:
             rule, _, remedy = str(error).partition("; ")
-            problems.append(Problem(shown, " ".join(values) or None, rule, remedy))
+            problems.append(Problem(name, " ".join(values) or None, rule, remedy))
             continue
+
         if flag.status is Status.REFUSED and value not in flag.off:
-            problems.append(Problem(shown, value if values else None, flag.why, flag.remedy))
+            shown_value = value if values else None
+            problems.append(Problem(name, shown_value, flag.why, flag.remedy))
         elif flag.status is Status.SUPPORTED:
-            before = said.setdefault(flag.target, (shown, value))
-            if before[1] != value:
-                rule = f"{before[0]} says {before[1]!r}; both set {flag.target} and disagree"
-                problems.append(Problem(shown, value, rule, "keep one of them"))
-        rows.append(_row(shown, flag, value))
-    return _finish(said, rows, problems)
+            other, other_value = settings.setdefault(flag.target, (name, value))
+            if other_value != value:
+                rule = f"{other} says {other_value!r}; both set {flag.target} and disagree"
+                problems.append(Problem(name, value, rule, "keep one of them"))
+        rows.append(_row(name, flag, value))
+
+    _combine_flags(settings, problems)
+    return _build_document(settings, rows, problems)
 
 
-def _finish(said: Said, rows: list[Row], problems: list[Problem]) -> Translated:
-    _sharding(said, problems)
-    _stages(said, problems)
-    first = said.pop("optimizer.params.beta1", None)
-    second = said.pop("optimizer.params.beta2", None)
-    if first or second:
-        given = first or second
-        assert given is not None
-        said["optimizer.params.betas"] = (
-            given[0],
-            [first[1] if first else 0.9, second[1] if second else 0.999],
-        )
-    written = {target: shown for target, (shown, _) in said.items()}
-    defaults = {
-        path: value for path, value in _defaults(said, problems).items() if path not in said
-    }
+def _combine_flags(settings: Settings, problems: list[Problem]) -> None:
+    """Replace flags whose meaning depends on other flags by the settings that they stand for."""
+    _set_stage(settings, problems)
+    _set_stages_per_rank(settings, problems)
+
+    # Megatron-LM has a flag for each of Adam's betas.
+    first = settings.pop("optimizer.params.beta1", None)
+    second = settings.pop("optimizer.params.beta2", None)
+    beta = first or second
+    if beta is not None:
+        betas = [first[1] if first else 0.9, second[1] if second else 0.999]
+        settings["optimizer.params.betas"] = (beta[0], betas)
+
+
+def _build_document(
+    settings: Settings, rows: list[Row], problems: list[Problem]
+) -> TranslatedDocument:
+    defaults = _defaults(settings, problems)
+    defaults = {path: value for path, value in defaults.items() if path not in settings}
     tree: dict[str, Any] = {}
-    for target, value in {**{path: value for path, (_, value) in said.items()}, **defaults}.items():
-        put(tree, target, value)
-    return Translated(
+    for path, (_, value) in settings.items():
+        set_path(tree, path, value)
+    for path, value in defaults.items():
+        set_path(tree, path, value)
+    return TranslatedDocument(
         "the command line",
         tree,
         "Megatron",
         "flag",
         tuple(rows),
         tuple(problems),
-        written,
+        {path: name for path, (name, _) in settings.items()},
         frozenset(defaults),
     )
 
 
-def _sharding(said: Said, problems: list[Problem]) -> None:
-    """The distributed optimizer is ZeRO 1, where no strategy of sharding says more."""
-    distributed = said.pop(DISTRIBUTED, None)
-    stage = said.get("zero_optimization.stage")
-    if distributed is None or (
-        stage is not None and stage[0] == "--data-parallel-sharding-strategy"
-    ):
+def _set_stage(settings: Settings, problems: list[Problem]) -> None:
+    """Translate the distributed optimizer, which is ZeRO 1 unless a sharding strategy is given."""
+    distributed = settings.pop(DISTRIBUTED, None)
+    stage = settings.get("zero_optimization.stage")
+    if distributed is None:
         return
-    if stage is not None:
+    if stage is None:
+        settings["zero_optimization.stage"] = distributed
+    elif stage[0] != "--data-parallel-sharding-strategy":
         rule = f"{stage[0]} says {stage[1]}; both set zero_optimization.stage and disagree"
         problems.append(Problem(distributed[0], distributed[1], rule, "keep one of them"))
-        return
-    said["zero_optimization.stage"] = distributed
 
 
-def _stages(said: Said, problems: list[Problem]) -> None:
-    """Layers of a virtual stage are the stages of a rank, for layers that are given."""
-    asked = said.pop(LAYERS_PER_STAGE, None)
-    if asked is None:
+def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
+    """Translate the layers per virtual stage to stages per rank, which needs all layers."""
+    flag = settings.pop(LAYERS_PER_STAGE, None)
+    if flag is None:
         return
-    numbers = [asked[1], *(said.get(path, ("", 1))[1] for path in ("num_layers", "parallel.pp"))]
-    if "num_layers" not in said or not all(
-        isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers
-    ):
+    name, layers_per_stage = flag
+    _, layers = settings.get("num_layers", ("", None))
+    _, pp = settings.get("parallel.pp", ("", 1))
+    if not all(_is_positive_int(number) for number in (layers_per_stage, layers, pp)):
         rule = (
             "the stages of a rank are --num-layers / --pipeline-model-parallel-size / this, and not"
             " all three are whole numbers"
         )
-        problems.append(
-            Problem(
-                asked[0], asked[1], rule, "give them, or --num-virtual-stages-per-pipeline-rank"
-            )
-        )
+        remedy = "give them, or --num-virtual-stages-per-pipeline-rank"
+        problems.append(Problem(name, layers_per_stage, rule, remedy))
         return
-    each, layers, pp = numbers
-    if layers % (pp * each):
+
+    divisor = pp * layers_per_stage
+    if layers % divisor:
         rule = (
-            f"{layers} layers over {pp} x {each}: {layers} % {pp * each} = {layers % (pp * each)}"
+            f"{layers} layers over {pp} x {layers_per_stage}: {layers} % {divisor} ="
+            f" {layers % divisor}"
         )
-        problems.append(
-            Problem(asked[0], each, rule, "use a number that divides the layers of a rank")
-        )
+        remedy = "use a number that divides the layers of a rank"
+        problems.append(Problem(name, layers_per_stage, rule, remedy))
         return
-    said["parallel.pipeline.stages_per_rank"] = (asked[0], layers // pp // each)
+    settings["parallel.pipeline.stages_per_rank"] = (name, layers // divisor)
 
 
-def _defaults(said: Said, problems: list[Problem]) -> dict[str, Any]:
-    """What Megatron-LM takes for flags that are left out, by path."""
-    found = dict(DEFAULTS)
-    if "fp16.enabled" in said:
-        found |= OF_FP16
-    if "bf16.enabled" in said:
-        found |= OF_BF16
-    if said.get("parallel.recompute.mode", ("", ""))[1] == "selective":
-        found["parallel.recompute.keep"] = ["matmul"]
-    described = [
-        (path, shown)
-        for path, (shown, _) in said.items()
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _defaults(settings: Settings, problems: list[Problem]) -> dict[str, Any]:
+    """Return Megatron-LM's defaults that differ from Plait's, by path."""
+    defaults = dict(DEFAULTS)
+    if "fp16.enabled" in settings:
+        defaults |= FP16_DEFAULTS
+    if "bf16.enabled" in settings:
+        defaults |= BF16_DEFAULTS
+    # Megatron-LM's selective mode recomputes only the core of attention.
+    _, mode = settings.get("parallel.recompute.mode", ("", ""))
+    if mode == "selective":
+        defaults["parallel.recompute.keep"] = ["matmul"]
+
+    # Without a flag of the optimizer, the script builds its own.
+    optimizer_flags = [
+        name
+        for path, (name, _) in settings.items()
         if path.startswith(("optimizer.", "scheduler."))
     ]
-    if not described:
-        return found
-    if "optimizer.params.lr" not in said:
+    if not optimizer_flags:
+        return defaults
+    if "optimizer.params.lr" not in settings:
         rule = (
-            f"{described[0][1]} describes an optimizer, and Megatron-LM has no default for its"
+            f"{optimizer_flags[0]} describes an optimizer, and Megatron-LM has no default for its"
             " learning rate"
         )
         problems.append(Problem("--lr", None, rule, "give it"))
-    kind = said.get("optimizer.type", ("", "AdamW"))[1]
-    found["optimizer.type"] = kind
-    found |= {
-        f"optimizer.params.{name}": value for name, value in OF_OPTIMIZER.get(kind, {}).items()
-    }
-    return found | {
-        "scheduler.type": "MegatronLR",
-        "scheduler.params.decay_style": "linear",
-        "scheduler.params.total_num_steps": "auto",
-    }
+
+    _, kind = settings.get("optimizer.type", ("", "AdamW"))
+    defaults["optimizer.type"] = kind
+    for name, value in OPTIMIZER_DEFAULTS.get(kind, {}).items():
+        defaults[f"optimizer.params.{name}"] = value
+    defaults["scheduler.type"] = "MegatronLR"
+    defaults["scheduler.params.decay_style"] = "linear"
+    defaults["scheduler.params.total_num_steps"] = "auto"
+    return defaults
 
 
-def _row(shown: str, flag: Flag, value: Any) -> Row:
+def _row(name: str, flag: Flag, value: Any) -> Row:
     if flag.status is Status.SUPPORTED:
-        return Row(shown, value, Status.RENAMED, f"{flag.target} (Megatron's flag)", flag.target)
+        return Row(name, value, Status.RENAMED, f"{flag.target} (Megatron's flag)", flag.target)
     if flag.status is Status.REFUSED and value in flag.off:
-        return Row(
-            shown,
-            value,
-            Status.IGNORED,
-            f"this value asks for nothing; another would be refused: {flag.why}",
-        )
-    return Row(shown, value, flag.status, flag.why)
+        meaning = f"this value asks for nothing; another would be refused: {flag.why}"
+        return Row(name, value, Status.IGNORED, meaning)
+    return Row(name, value, flag.status, flag.why)
 
 
 def _split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """[("--lr", ["1e-4"]), ("--bf16", [])]. A value may follow its flag or be joined to it with
-    `=`.
+    """Return the flags with their values: [("--lr", ["1e-4"]), ("--bf16", [])].
+
+    A value follows its flag, or is joined to it with `=`.
     """
-    found: list[tuple[str, list[str]]] = []
+    flags: list[tuple[str, list[str]]] = []
     for token in tokens:
         if not isinstance(token, str):
             raise ConfigError(
@@ -194,22 +203,18 @@ def _split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
             )
         if token.startswith("--") and len(token) > 2:
             name, equals, value = token.partition("=")
-            found.append((name, [value] if equals else []))
-        elif found:
-            found[-1][1].append(token)
+            flags.append((name, [value] if equals else []))
+        elif flags:
+            _, values = flags[-1]
+            values.append(token)
         else:
-            raise ConfigError(
-                Problem(
-                    "the command line",
-                    token,
-                    "begins with a value and not with a flag",
-                    "begin with a flag such as --bf16",
-                )
-            )
-    return found
+            rule = "begins with a value and not with a flag"
+            remedy = "begin with a flag such as --bf16"
+            raise ConfigError(Problem("the command line", token, rule, remedy))
+    return flags
 
 
-def _value(flag: Flag, values: list[str]) -> Any:
+def _parse_value(flag: Flag, values: list[str]) -> Any:
     if flag.takes == "switch":
         if values:
             raise ValueError("takes no value; leave the value out")
@@ -220,13 +225,17 @@ def _value(flag: Flag, values: list[str]) -> Any:
         raise ValueError(f"takes one value and {len(values)} are given; write one after it")
     else:
         parsed = scalar(values[0])
-    return flag.convert(parsed) if flag.convert else parsed
+
+    if flag.convert is None:
+        return parsed
+    return flag.convert(parsed)
 
 
-def _remedy(shown: str) -> str:
-    near = nearest(shown[2:], FLAGS)
-    if near:
-        return f"did you mean {' or '.join('--' + name.replace('_', '-') for name in near)}?"
+def _unknown_remedy(name: str) -> str:
+    matches = nearest(name[2:], FLAGS)
+    if matches:
+        names = ["--" + match.replace("_", "-") for match in matches]
+        return f"did you mean {' or '.join(names)}?"
     return (
         "leave it out, or set the key of the file that it stands for (`plait config schema` lists"
         " them)"

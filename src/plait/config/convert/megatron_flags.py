@@ -1,8 +1,7 @@
-"""What every flag of Megatron-LM means to Plait, as one table: the key of the file that it sets, or
-ignored, or refused, and why.
+"""Table of Megatron-LM's flags: what each sets, or why it is ignored or refused.
 
-Data only; `megatron` reads it. Flags that describe Megatron's own model and data loader are
-accepted and set nothing: Plait takes the model from its caller, or from the `model` section.
+Flags that describe Megatron's own model and data loader are ignored: Plait receives the model from
+its caller, or builds it from the `model` section.
 """
 
 from __future__ import annotations
@@ -15,20 +14,23 @@ from typing import Any, Literal
 from plait.config.schema.provenance import Status
 
 Takes = Literal["switch", "value", "values"]
+"""Number of values after a flag: none, one, or several."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of Megatron-LM."""
+    """Flag of Megatron-LM."""
 
     status: Status
     why: str = ""
+    """Reason for ignoring or refusing the flag."""
     target: str = ""
-    """The key of the file that it sets."""
+    """Path of the setting."""
     takes: Takes = "value"
     convert: Callable[[Any], Any] | None = None
+    """Conversion of the value to that of the setting. Raises ValueError with `rule; remedy`."""
     off: tuple[Any, ...] = ()
-    """Refused flags: the values that ask for nothing."""
+    """Values of a refused flag that request nothing."""
     remedy: str = ""
 
 
@@ -49,15 +51,14 @@ def _refused(
     }
 
 
-def _power(scale: Any) -> int:
-    power = (
-        math.log2(scale)
-        if isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0
-        else 0.5
-    )
-    if power != int(power):
-        raise ValueError("is not a power of two; use for example 65536")
-    return int(power)
+def _log2(scale: Any) -> int:
+    """Return the exponent of a loss scale, which is a power of two."""
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if is_number and scale > 0:
+        power = math.log2(scale)
+        if power == int(power):
+            return int(power)
+    raise ValueError("is not a power of two; use for example 65536")
 
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -65,12 +66,23 @@ _OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "muon": "Muon", "lion": "Lion"}
 
 
 def _one_of(choices: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Return a conversion that refuses values other than `choices`."""
+
     def convert(value: Any) -> Any:
         if value not in choices:
             raise ValueError(f"is none of {', '.join(choices)}; use one of them")
         return choices[value]
 
     return convert
+
+
+def _minutes_to_seconds(minutes: Any) -> Any:
+    return 60 * minutes
+
+
+def _constant(setting: Any) -> Callable[[Any], Any]:
+    """Return a conversion of a switch, whose value is always true."""
+    return lambda _switch: setting
 
 
 _MODEL = (
@@ -85,25 +97,27 @@ _ALWAYS = "communication and compute always overlap"
 _KERNELS = "a kernel or a backend of Megatron; Plait runs the model's own code"
 _TRACKER = "a tracker is named in the file, with its folder or its project"
 _LOGGING = "every step is written to metrics.jsonl in `run.folder`"
-_STYLES = {name: name for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
-_FALLS = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
+_DECAY_STYLES = {
+    name: name for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+}
+_WSD_DECAY_STYLES = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
 DISTRIBUTED = "--use-distributed-optimizer"
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
-"""Targets of flags whose meaning depends on other flags; `megatron` resolves them."""
+"""Targets of flags whose meaning depends on other flags. `megatron` replaces them by settings."""
 
 DEFAULTS: Mapping[str, Any] = {"run.seed": 1234, "run.log_every": 100, "run.validate_every": 1000}
-"""What Megatron-LM takes where a flag is left out and Plait's default is another."""
-OF_FP16: Mapping[str, Any] = {"fp16.initial_scale_power": 32}
-"""The same with --fp16."""
-OF_BF16: Mapping[str, Any] = {"communication_data_type": "fp32"}
-"""The same with --bf16: Megatron-LM then accumulates and reduces gradients in float32."""
-OF_OPTIMIZER: Mapping[str, Mapping[str, Any]] = {
+"""Megatron-LM's defaults that differ from Plait's."""
+FP16_DEFAULTS: Mapping[str, Any] = {"fp16.initial_scale_power": 32}
+"""Further defaults with --fp16."""
+BF16_DEFAULTS: Mapping[str, Any] = {"communication_data_type": "fp32"}
+"""Further defaults with --bf16: Megatron-LM accumulates and reduces gradients in float32."""
+OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
     "SGD": {"weight_decay": 0.01, "momentum": 0.9},
     "Lion": {"weight_decay": 0.01},
     "Muon": {"weight_decay": 0.01},
 }
-"""The same with --lr: parameters of the optimizer."""
+"""Default parameters of the optimizers, by type."""
 
 FLAGS: dict[str, Flag] = {
     "tensor_model_parallel_size": _sets("parallel.tp"),
@@ -133,15 +147,15 @@ FLAGS: dict[str, Flag] = {
         "values",
         off=(["core_attn"],),
     ),
-    "recompute_activations": _sets("parallel.recompute.mode", "switch", lambda on: "selective"),
-    "checkpoint_activations": _sets("parallel.recompute.mode", "switch", lambda on: "full"),
+    "recompute_activations": _sets("parallel.recompute.mode", "switch", _constant("selective")),
+    "checkpoint_activations": _sets("parallel.recompute.mode", "switch", _constant("full")),
     "distribute_saved_activations": _sets(
         "activation_checkpointing.partition_activations", "switch"
     ),
     "num_layers": _sets("num_layers"),
     "num_distributed_optimizer_instances": _sets("parallel.dp_replicate"),
-    "use_distributed_optimizer": _sets(DISTRIBUTED, "switch", lambda on: 1),
-    "use_torch_fsdp2": _sets("zero_optimization.stage", "switch", lambda on: 3),
+    "use_distributed_optimizer": _sets(DISTRIBUTED, "switch", _constant(1)),
+    "use_torch_fsdp2": _sets("zero_optimization.stage", "switch", _constant(3)),
     "data_parallel_sharding_strategy": _sets(
         "zero_optimization.stage", convert=_one_of(_STRATEGIES)
     ),
@@ -151,14 +165,14 @@ FLAGS: dict[str, Flag] = {
     "fp16": _sets("fp16.enabled", "switch"),
     "bf16": _sets("bf16.enabled", "switch"),
     "loss_scale": _sets("fp16.loss_scale"),
-    "initial_loss_scale": _sets("fp16.initial_scale_power", convert=_power),
+    "initial_loss_scale": _sets("fp16.initial_scale_power", convert=_log2),
     "min_loss_scale": _sets("fp16.min_loss_scale"),
     "loss_scale_window": _sets("fp16.loss_scale_window"),
     "hysteresis": _sets("fp16.hysteresis"),
     "accumulate_allreduce_grads_in_fp32": _sets(
-        "communication_data_type", "switch", lambda on: "fp32"
+        "communication_data_type", "switch", _constant("fp32")
     ),
-    "grad_reduce_in_bf16": _sets("communication_data_type", "switch", lambda on: "bf16"),
+    "grad_reduce_in_bf16": _sets("communication_data_type", "switch", _constant("bf16")),
     "clip_grad": _sets("gradient_clipping"),
     "optimizer": _sets("optimizer.type", convert=_one_of(_OPTIMIZERS)),
     "lr": _sets("optimizer.params.lr"),
@@ -167,8 +181,10 @@ FLAGS: dict[str, Flag] = {
     "adam_beta2": _sets("optimizer.params.beta2"),
     "adam_eps": _sets("optimizer.params.eps"),
     "sgd_momentum": _sets("optimizer.params.momentum"),
-    "lr_decay_style": _sets("scheduler.params.decay_style", convert=_one_of(_STYLES)),
-    "lr_wsd_decay_style": _sets("scheduler.params.wsd_decay_style", convert=_one_of(_FALLS)),
+    "lr_decay_style": _sets("scheduler.params.decay_style", convert=_one_of(_DECAY_STYLES)),
+    "lr_wsd_decay_style": _sets(
+        "scheduler.params.wsd_decay_style", convert=_one_of(_WSD_DECAY_STYLES)
+    ),
     "lr_wsd_decay_iters": _sets("scheduler.params.wsd_decay_steps"),
     "lr_decay_iters": _sets("scheduler.params.total_num_steps"),
     "lr_warmup_iters": _sets("scheduler.params.warmup_num_steps"),
@@ -195,9 +211,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_ignored("the strategy of sharding decides", "use_megatron_fsdp use_custom_fsdp", "switch"),
     **_ignored("buckets are sized in bytes by parallel.bucket_mib", "ddp_num_buckets"),
-    "distributed_timeout_minutes": _sets(
-        "faults.timeout_seconds", convert=lambda minutes: 60 * minutes
-    ),
+    "distributed_timeout_minutes": _sets("faults.timeout_seconds", convert=_minutes_to_seconds),
     **_ignored(
         "nccl on GPUs and gloo on CPUs, or the process group that exists",
         "distributed_backend local_rank",
@@ -341,4 +355,4 @@ FLAGS: dict[str, Flag] = {
         "switch",
     ),
 }
-"""Flag without its dashes, `-` as `_`."""
+"""Flags by name, without leading dashes and with `_` for `-`."""

@@ -1,6 +1,4 @@
-"""What a file or a command line of another program becomes: a tree of the schema's keys, with a row
-for each key of theirs.
-"""
+"""Translation of another program's keys to a tree of settings, with a row per key."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from plait.config.reading.source import Document
 from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, Problem
 
-Said = dict[str, tuple[str, Any]]
-"""Path in the tree -> (the key or flag that says so, value)."""
+Settings = dict[str, tuple[str, Any]]
+"""Settings by path: the key or flag that sets it, and the value."""
 
-_WORDS = {
+_FLAG_TEXTS = {
     "yes": True,
     "y": True,
     "t": True,
@@ -28,163 +26,176 @@ _WORDS = {
     "f": False,
     "off": False,
 }
-"""Truth values of Accelerate and the Trainer, besides those of DeepSpeed."""
+"""Booleans of Accelerate and the Trainer, in addition to those of DeepSpeed."""
 
 
 @dataclass(frozen=True)
-class Translated(Document):
-    """Keys of another program, as the tree that they set."""
+class TranslatedDocument(Document):
+    """Configuration of another program. Its tree contains the settings that the keys stand for."""
 
     program: str = ""
-    """For a person: "Accelerate"."""
+    """Name of the program for messages, such as "Accelerate"."""
     noun: str = "file"
-    """What its keys stand in: "file", or "flag" for a command line."""
+    """Container of the keys: "file", or "flag" for a command line."""
     rows: tuple[Row, ...] = ()
     problems: tuple[Problem, ...] = ()
     written: Mapping[str, str] = field(default_factory=dict)
-    """Path in the tree -> the key."""
+    """Key that sets each path of the tree."""
     defaults: frozenset[str] = frozenset()
-    """Paths that no key set: the program's own defaults, where Plait's are others."""
+    """Paths that no key sets. They have the program's default, which differs from Plait's."""
 
 
 @dataclass(frozen=True)
 class ForeignKey(Key):
-    """One key of another program; `why` is its note."""
+    """Key of another program. `why` is a note on its translation."""
 
     sets: Callable[[Any], Mapping[str, Any]] | None = None
-    """Value -> what it sets, by path. Raises ValueError with `rule; remedy`."""
+    """Function from the key's value to settings by path. Raises ValueError with `rule; remedy`."""
 
 
 @dataclass
-class Reading:
-    """The keys that were read so far."""
+class Translation:
+    """Settings, rows and problems of the keys that have been translated so far."""
 
     rows: list[Row] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    said: Said = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
 
-    def translated(
+    def finish(
         self,
         name: str,
         program: str,
         defaults: Mapping[str, Any],
         base: Mapping[str, Any] | None = None,
-    ) -> Translated:
-        """What was read from the file `name`.
+    ) -> TranslatedDocument:
+        """Return the translated document.
 
-        defaults: by path, for what no key says. base: the tree of another file, which is part of
-        it.
+        Args:
+            name: Name of the document for messages.
+            program: Name of the other program.
+            defaults: Values by path, for settings that no key sets.
+            base: Tree of a file that the document includes.
         """
         tree = copy.deepcopy(dict(base or {}))
-        for path, (shown, value) in self.said.items():
-            problem = put(tree, path, value)
-            if problem is not None:
-                self.problems.append(Problem(shown, value, problem, "keep one of them"))
-        left = [
-            path
-            for path in defaults
-            if path not in self.said and put(tree, path, defaults[path]) is None
-        ]
-        written = {path: shown for path, (shown, _) in self.said.items()}
-        return Translated(
+        # A key that contradicts the included file is a problem; neither of them wins.
+        for path, (key, value) in self.settings.items():
+            rule = set_path(tree, path, value)
+            if rule is not None:
+                self.problems.append(Problem(key, value, rule, "keep one of them"))
+
+        used_defaults = set()
+        for path, value in defaults.items():
+            # The included file takes precedence over a default.
+            if path not in self.settings and set_path(tree, path, value) is None:
+                used_defaults.add(path)
+        return TranslatedDocument(
             name,
             tree,
             program,
             "file",
             tuple(self.rows),
             tuple(self.problems),
-            written,
-            frozenset(left),
+            {path: key for path, (key, _) in self.settings.items()},
+            frozenset(used_defaults),
         )
 
-    def ignore(self, shown: str, value: Any, why: str) -> None:
-        """A key that sets nothing."""
-        self.rows.append(Row(shown, value, Status.IGNORED, why))
+    def ignore(self, key: str, value: Any, why: str) -> None:
+        """Add a key that sets nothing."""
+        self.rows.append(Row(key, value, Status.IGNORED, why))
 
-    def refuse(self, shown: str, value: Any, rule: str, remedy: str) -> None:
-        """A key that cannot be taken over."""
-        self.rows.append(Row(shown, value, Status.REFUSED, rule))
-        self.problems.append(Problem(shown, value, rule, remedy))
+    def refuse(self, key: str, value: Any, rule: str, remedy: str) -> None:
+        """Add a key that cannot be translated."""
+        self.rows.append(Row(key, value, Status.REFUSED, rule))
+        self.problems.append(Problem(key, value, rule, remedy))
 
-    def say(self, path: str, shown: str, value: Any) -> None:
-        """`shown` sets `path`. Two keys that disagree are a problem."""
-        before = self.said.setdefault(path, (shown, value))
-        if before[1] != value:
-            rule = f"{before[0]} says {before[1]!r}; both set {path} and disagree"
-            self.problems.append(Problem(shown, value, rule, "keep one of them"))
+    def set(self, path: str, key: str, value: Any) -> None:
+        """Set a path. Two keys that disagree are a problem."""
+        other_key, other_value = self.settings.setdefault(path, (key, value))
+        if other_value != value:
+            rule = f"{other_key} says {other_value!r}; both set {path} and disagree"
+            self.problems.append(Problem(key, value, rule, "keep one of them"))
 
-    def take(self, shown: str, key: ForeignKey, value: Any) -> Any:
-        """Look at one key. Returns its value, a text that stands for a truth value as one; None
-        where it is null or of the wrong type.
+    def translate_key(self, shown: str, key: ForeignKey, value: Any) -> None:
+        """Translate a key.
+
+        Args:
+            shown: Path of the key in the document.
+            key: Entry of a table.
+            value: Value of the key. Texts that stand for booleans are parsed.
         """
         if value is None:
             self.rows.append(Row(shown, value, Status.COMMENT, "null: not given"))
-            return None
-        value = truth(value) if key.kind == "flag" else value
-        wrong = type_problem(key, value)
-        if wrong is not None:
-            self.refuse(shown, value, *wrong)
-            return None
+            return
+        if key.kind == "flag":
+            value = parse_flag(value)
+        problem = type_problem(key, value)
+        if problem is not None:
+            self.refuse(shown, value, *problem)
+            return
+
         if key.status is Status.REFUSED and not asks_for_nothing(key, value):
             self.refuse(shown, value, key.why, key.remedy)
+        elif key.status is Status.REFUSED and key.sets is None:
+            meaning = f"this value asks for nothing; another would be refused: {key.why}"
+            self.rows.append(Row(shown, value, Status.IGNORED, meaning))
         elif key.sets is None:
-            asked = (
-                "this value asks for nothing; another would be refused: "
-                if key.status is Status.REFUSED
-                else ""
-            )
-            self.rows.append(Row(shown, value, Status.IGNORED, asked + key.why))
+            self.rows.append(Row(shown, value, Status.IGNORED, key.why))
         else:
-            self._set(shown, key, value)
-        return value
+            self._apply(shown, key.sets, value, key.why)
 
-    def _set(self, shown: str, key: ForeignKey, value: Any) -> None:
-        assert key.sets is not None
+    def _apply(
+        self, shown: str, sets: Callable[[Any], Mapping[str, Any]], value: Any, why: str
+    ) -> None:
+        """Set what a key with an equivalent stands for."""
         try:
-            found = key.sets(value)
+            settings = sets(value)
         except ValueError as error:
             rule, _, remedy = str(error).partition("; ")
             self.refuse(shown, value, rule, remedy)
             return
-        for path, setting in found.items():
-            self.say(path, shown, setting)
-        note = f" ({key.why})" if key.why else ""
-        if found:
-            self.rows.append(
-                Row(shown, value, Status.RENAMED, " and ".join(found) + note, next(iter(found)))
-            )
-        else:
+
+        for path, setting in settings.items():
+            self.set(path, shown, setting)
+        note = f" ({why})" if why else ""
+        if not settings:
             self.rows.append(Row(shown, value, Status.IGNORED, f"this value sets nothing{note}"))
+            return
+        meaning = " and ".join(settings) + note
+        first_path = next(iter(settings))
+        self.rows.append(Row(shown, value, Status.RENAMED, meaning, first_path))
 
 
-def inside(shown: str, error: ConfigError) -> list[Problem]:
-    """The problems of a file that the key `shown` names."""
+def problems_in(key: str, error: ConfigError) -> list[Problem]:
+    """Return the problems of a file, under the key that names the file."""
     return [
-        Problem(f"{shown}: {problem.field}", problem.value, problem.rule, problem.remedy)
+        Problem(f"{key}: {problem.field}", problem.value, problem.rule, problem.remedy)
         for problem in error.problems
     ]
 
 
-def truth(value: Any) -> Any:
-    """The truth value that a text stands for, else the value."""
+def parse_flag(value: Any) -> Any:
+    """Return the boolean that a text stands for; other values are returned unchanged."""
     if isinstance(value, str):
-        value = _WORDS.get(value.lower(), value)
-    return value if as_flag(value) is None else as_flag(value)
+        value = _FLAG_TEXTS.get(value.lower(), value)
+    flag = as_flag(value)
+    if flag is None:
+        return value
+    return flag
 
 
-def put(tree: dict[str, Any], path: str, value: Any) -> str | None:
-    """Set a dotted path in `tree`, unless something else stands there: then the rule that this
-    breaks.
+def set_path(tree: dict[str, Any], path: str, value: Any) -> str | None:
+    """Set a dotted path in a tree, unless it has another value.
+
+    Returns:
+        The rule that the other value violates, or None.
     """
     *parents, last = path.split(".")
-    here: Any = tree
+    section: Any = tree
     for name in parents:
-        here = here.setdefault(name, {})
-        if not isinstance(here, dict):
-            return f"sets {path}, and the file that is named beside it has {name} = {here!r}"
-    before = here.setdefault(last, value)
-    return (
-        None
-        if before == value
-        else f"sets {path}, and the file that is named beside it says {before!r}"
-    )
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            return f"sets {path}, and the file that is named beside it has {name} = {section!r}"
+    present = section.setdefault(last, value)
+    if present == value:
+        return None
+    return f"sets {path}, and the file that is named beside it says {present!r}"

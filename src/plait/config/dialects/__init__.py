@@ -1,3 +1,4 @@
-"""Other names of the schema's keys: all of DeepSpeed's, and Megatron-LM's names of sizes. Other
-programs' files are recognised.
+"""Keys of a configuration file under all of their names: Plait's, DeepSpeed's and Megatron-LM's.
+
+Configurations of other programs are recognised and refused with the command that converts them.
 """

@@ -1,9 +1,8 @@
-"""Other names for the same setting: of DeepSpeed, Megatron and accelerate for the degrees of
-parallelism, and legacy or misspelt keys.
+"""Table of aliases: other names of a setting.
 
-Data only; `examine` moves a value from its written name to the target, through `convert`. Two names
-of one target that disagree are refused there. A target is a field of the schema or a key of the
-DeepSpeed table.
+They are names of DeepSpeed, Megatron and Accelerate, and legacy or misspelt keys. `examine` moves a
+value from its alias to the target, and refuses two names of a target whose values disagree. A
+target is a field or section of the schema, or a key of the DeepSpeed table.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 
 class _Absent:
-    """What `convert` returns when a value asks for nothing, so that the target stays unset."""
+    """Type of `ABSENT`, the result of `Alias.convert` for a value that leaves the target unset."""
 
     def __repr__(self) -> str:
         return "ABSENT"
@@ -23,21 +22,34 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
 def _zero_is_off(value: Any) -> Any:
-    return ABSENT if value == 0 and not isinstance(value, bool) else value
+    if value == 0 and not isinstance(value, bool):
+        return ABSENT
+    return value
 
 
 def _auto_is_off(value: Any) -> Any:
-    return ABSENT if value == "auto" else value
+    if value == "auto":
+        return ABSENT
+    return value
 
 
 def _flag(on: Any, off: Any = ABSENT) -> Callable[[Any], Any]:
-    """What true and false stand for; other values stay."""
-    return lambda value: (on if value else off) if isinstance(value, bool) else value
+    """Return a function that replaces true by `on` and false by `off`, and keeps other values."""
+
+    def convert(value: Any) -> Any:
+        # Invalid values stay for the check of the target's type.
+        if not isinstance(value, bool):
+            return value
+        if value:
+            return on
+        return off
+
+    return convert
 
 
 _TO_DEVICE = _flag("cpu", "none")
@@ -45,11 +57,14 @@ _TO_DEVICE = _flag("cpu", "none")
 
 @dataclass(frozen=True)
 class Alias:
-    """One other name."""
+    """Alias of a setting."""
 
     target: str
+    """Path of the setting or section."""
     note: str
-    convert: Callable[[Any], Any] = _same
+    """Origin of the name, as `plait config explain` shows it."""
+    convert: Callable[[Any], Any] = _identity
+    """Conversion of the value to the target's."""
 
 
 _MEGATRON = "Megatron's name"
@@ -65,7 +80,7 @@ _ULYSSES = (
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 ALIASES: dict[str, Alias] = {
-    # the degrees of parallelism
+    # Degrees of parallelism.
     "tensor_parallel.tp_size": Alias("parallel.tp", "DeepSpeed's name"),
     "tensor_parallel.autotp_size": Alias("parallel.tp", _AUTOTP, _zero_is_off),
     "tensor_parallel.tp.tp_size": Alias("parallel.tp", "DeepSpeed's name"),
@@ -92,10 +107,10 @@ ALIASES: dict[str, Alias] = {
         f"{axis}_size": Alias(f"parallel.{axis}", _ACCELERATE)
         for axis in ("tp", "pp", "cp", "dp_replicate", "dp_shard")
     },
-    # Megatron's batch sizes
+    # Batch sizes of Megatron-LM.
     "micro_batch_size": Alias("train_micro_batch_size_per_gpu", _MEGATRON),
     "global_batch_size": Alias("train_batch_size", _MEGATRON),
-    # DeepSpeed
+    # Older and misspelt names of DeepSpeed, and the names of its attributes.
     "bfloat16": Alias("bf16", _OLD),
     "fp32_allreduce": Alias(
         "communication_data_type", "an older name; false leaves it unset", _flag("fp32")
@@ -158,14 +173,25 @@ ALIASES: dict[str, Alias] = {
     ),
     "aio.thread_count": Alias("aio.intra_op_parallelism", _OLD),
 }
-"""Written name to its target. A complete section may be renamed (`bfloat16`)."""
+"""Aliases by their path. An alias may also rename a section (`bfloat16`)."""
+
+
+def _expand_zero(value: Any) -> Any:
+    """Expand `"zero_optimization": true`, DeepSpeed's first form of ZeRO, which means stage 1."""
+    if isinstance(value, bool):
+        return {"stage": int(value)}
+    return value
+
+
+def _expand_pipeline(value: Any) -> Any:
+    """Expand a number of pipeline stages."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"size": value}
+    return value
+
 
 SHORT_FORMS: dict[str, Callable[[Any], Any]] = {
-    "zero_optimization": lambda value: {"stage": int(value)} if isinstance(value, bool) else value,
-    "pipeline_parallel": lambda value: (
-        {"size": value} if isinstance(value, int) and not isinstance(value, bool) else value
-    ),
+    "zero_optimization": _expand_zero,
+    "pipeline_parallel": _expand_pipeline,
 }
-"""Sections that may be written as one value: DeepSpeed's first form of ZeRO, and a bare number of
-stages.
-"""
+"""Sections that may be written as a single value, and their expansion."""

@@ -1,12 +1,12 @@
-"""What the keys of DeepSpeed files that are no fields of the schema mean to Plait, as one table:
-ignored, or refused, and why.
+"""Table of DeepSpeed's keys that are not fields of the schema: ignored or refused, with reasons.
 
-Data only; `examine` reads it. The list is every key that DeepSpeed 0.19.8 knows plus those of older
-releases and of published files; those that are supported are fields of the schema, which documents
-them. A key is ignored if it only tunes DeepSpeed's own implementation or prints; it is refused if
-it would change the results, the memory or an output that a user expects (a tracker, a checkpoint).
-A refused key is refused for its value: `off` lists the values that switch it off. Wherever
-DeepSpeed accepts "auto" for an ignored key, so does Plait.
+The table contains every key of DeepSpeed 0.19.8, of older releases and of published files that
+Plait does not support. Supported keys are fields of the schema, which documents them.
+
+A key is ignored if it only tunes DeepSpeed's implementation or its logging. A key is refused if it
+would change the results, the memory or an output that a user expects (a tracker, a checkpoint). The
+value decides: `off` lists the values of a refused key with which it may stay in the file. "auto" is
+valid for every ignored key, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any, Literal
 
 from plait.config.schema.provenance import Status
 
-Kind = Literal["flag", "whole", "number", "text", "list", "tree", "any"]
-"""What a value must look like. A `tree` is an object whose keys are not looked at one by one."""
+Kind = Literal["flag", "integer", "number", "text", "list", "object", "any"]
+"""Type of a value. The keys of an `object` are not checked."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key that is not a field of the schema."""
+    """Key that is not a field of the schema."""
 
     path: str
     status: Status
     kind: Kind
     why: str
     off: tuple[Any, ...] = ()
-    """Refused keys: the values that ask for nothing, so that the key may stay in the file."""
+    """Values of a refused key that request nothing, so that the key may stay in the file."""
     remedy: str = ""
 
 
 def _each(section: str, names: str, value: Any) -> dict[str, Any]:
-    """`value` for every name in a section."""
+    """Return the same value for every name (separated by spaces) in a section."""
     return {f"{section}.{name}": value for name in names.split()}
 
 
@@ -49,7 +49,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
                 " stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
                 "flag",
             ),
-            "zero_optimization.allgather_bucket_size": "whole",
+            "zero_optimization.allgather_bucket_size": "integer",
             "disable_allgather": "flag",
         },
     ),
@@ -61,9 +61,9 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
                 "stage3_prefetch_bucket_size stage3_param_persistence_threshold"
                 " stage3_model_persistence_threshold stage3_max_live_parameters"
                 " stage3_max_reuse_distance stage3_module_granularity_threshold sub_group_size",
-                "whole",
+                "integer",
             ),
-            "zero_optimization.leaf_module": "tree",
+            "zero_optimization.leaf_module": "object",
         },
     ),
     (
@@ -92,8 +92,8 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     ),
     (
         (
-            "gradients of embeddings are reduced dense, which gives the same sums; DeepSpeed"
-            " removed the sparse form too"
+            "gradients of embeddings are reduced as dense tensors, which gives the same sums;"
+            " DeepSpeed removed the sparse form too"
         ),
         {"sparse_gradients": "flag"},
     ),
@@ -114,8 +114,8 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     ),
     (
         (
-            "a detail of DeepSpeed's copies; what is offloaded are files in `nvme_path`, read ahead"
-            " and written behind by threads"
+            "a detail of DeepSpeed's copies; offloaded tensors are files in `nvme_path`, which"
+            " threads prefetch and write asynchronously"
         ),
         {
             **_each(
@@ -134,10 +134,10 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     ),
     (
         (
-            "what stays in memory are the buffers, offload_param.buffer_count x buffer_size"
+            "only the buffers stay in memory, offload_param.buffer_count x buffer_size"
             " elements; all shards are in files"
         ),
-        {"zero_optimization.offload_param.max_in_cpu": "whole"},
+        {"zero_optimization.offload_param.max_in_cpu": "integer"},
     ),
     (
         (
@@ -147,9 +147,9 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         {"zero_optimization.offload_param.pin_memory": "flag"},
     ),
     (
-        "how DeepSpeed reads and writes files; here two threads do, one for each",
+        "how DeepSpeed reads and writes files; Plait uses a thread for each of the two",
         {
-            **_each("aio", "block_size queue_depth intra_op_parallelism", "whole"),
+            **_each("aio", "block_size queue_depth intra_op_parallelism", "integer"),
             **_each("aio", "single_submit overlap_events use_gds", "flag"),
         },
     ),
@@ -172,7 +172,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "bf16.auto_cast": "flag",
             "bf16.loss_scale": "number",
             "bf16.min_loss_scale": "number",
-            **_each("bf16", "initial_scale_power loss_scale_window hysteresis", "whole"),
+            **_each("bf16", "initial_scale_power loss_scale_window hysteresis", "integer"),
         },
     ),
     (
@@ -187,19 +187,19 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "memory_breakdown": "flag",
             "dump_state": "flag",
             "log_level": "any",
-            "log": "tree",
+            "log": "object",
             "timers.throughput.enabled": "flag",
             "timers.throughput.synchronized": "flag",
         },
     ),
     (
         "every step is sent to Comet, which thins them out itself",
-        {"comet.samples_log_interval": "whole"},
+        {"comet.samples_log_interval": "integer"},
     ),
     (
         (
-            "a file is copied to where a run is kept; Comet reads the key from COMET_API_KEY or its"
-            " own configuration file"
+            "the file is copied to the folder of the run; Comet reads the key from COMET_API_KEY or"
+            " its own configuration file"
         ),
         {"comet.api_key": "text"},
     ),
@@ -208,14 +208,14 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         {
             "flops_profiler.enabled": "flag",
             "flops_profiler.detailed": "flag",
-            "flops_profiler.profile_step": "whole",
-            "flops_profiler.top_modules": "whole",
+            "flops_profiler.profile_step": "integer",
+            "flops_profiler.top_modules": "integer",
             "flops_profiler.module_depth": "number",
             "flops_profiler.recompute_fwd_factor": "number",
             "flops_profiler.output_file": "text",
             **_each("comms_logger", "enabled verbose prof_all debug", "flag"),
             "comms_logger.prof_ops": "list",
-            "comms_config": "tree",
+            "comms_config": "object",
         },
     ),
     (
@@ -224,7 +224,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     ),
     (
         "DeepSpeed only warns when it is not a multiple of 8; the model decides its vocabulary",
-        {"vocabulary_size": "whole"},
+        {"vocabulary_size": "integer"},
     ),
     (
         "an all-to-all of sequence parallelism that context parallelism does not have",
@@ -238,8 +238,8 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "checkpoint.parallel_write.pipeline_stage": "flag",
             "checkpoint.writer.type": "text",
             "checkpoint.writer.data_parallel": "text",
-            "checkpoint.writer.io_buffer_size": "whole",
-            "checkpoint.writer.io_multiplier": "whole",
+            "checkpoint.writer.io_buffer_size": "integer",
+            "checkpoint.writer.io_multiplier": "integer",
             **_each("checkpoint.writer", "io_buffer_double show_statistics decoupled", "flag"),
             "datastates_ckpt": "any",
         },
@@ -247,7 +247,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     (
         "parallel.recompute selects the recomputed blocks; there is nothing else to arrange",
         {
-            "activation_checkpointing.number_checkpoints": "whole",
+            "activation_checkpointing.number_checkpoints": "integer",
             "activation_checkpointing.synchronize_checkpoint_boundary": "flag",
             "activation_checkpointing.profile": "flag",
         },
@@ -261,8 +261,8 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
                 "tp_overlap_comm vocab_parallel_lm_head keep_module_on_host",
                 "flag",
             ),
-            "tensor_parallel.tp_grain_size": "whole",
-            "tensor_parallel.tp.tp_grain_size": "whole",
+            "tensor_parallel.tp_grain_size": "integer",
+            "tensor_parallel.tp.tp_grain_size": "integer",
         },
     ),
     (
@@ -280,7 +280,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
                 " keep_all_input_tensors",
                 "flag",
             ),
-            "compile.free_activation_threshold": "whole",
+            "compile.free_activation_threshold": "integer",
             "compile.passes": "list",
         },
     ),
@@ -330,65 +330,66 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "any",
         ),
     ),
-    ("data sampling is off", {"data_efficiency.seed": "whole"}),
+    ("data sampling is off", {"data_efficiency.seed": "integer"}),
     (
         "nccl on GPUs and gloo on CPUs, or the process group that exists",
         {"distributed_backend": "text"},
     ),
     (
         "describes the model, which comes from the caller or from the `model` section",
-        {"hidden_size": "whole", "num_attention_heads": "whole"},
+        {"hidden_size": "integer", "num_attention_heads": "integer"},
     ),
 )
-"""(reason, keys): accepted, checked for their type, shown by `plait config explain` with the
+"""Pairs (reason, keys). The type of the value is checked, and `plait config explain` shows the
 reason.
 """
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Keys that are refused for one reason, each with the values that ask for nothing."""
+class RefusedKeys:
+    """Keys that are refused for the same reason."""
 
     why: str
     remedy: str
     keys: dict[str, tuple[Kind, tuple[Any, ...]]]
+    """Type of each key, and the values with which it is not refused."""
 
 
 _FLAG: tuple[Kind, tuple[Any, ...]] = ("flag", (False,))
-_GIVEN: tuple[Kind, tuple[Any, ...]] = ("any", (False,))
-_SWITCHED: tuple[Kind, tuple[Any, ...]] = ("tree", ())
-"""A whole feature: off without `"enabled": true` in it."""
-_PRESENT: tuple[Kind, tuple[Any, ...]] = ("tree", ({},))
-"""A whole feature: on as soon as it is there, unless it says `"enabled": false`."""
+_ANY: tuple[Kind, tuple[Any, ...]] = ("any", (False,))
+_SWITCHED: tuple[Kind, tuple[Any, ...]] = ("object", ())
+"""Section of a feature that is off unless the section contains `"enabled": true`."""
+_PRESENT: tuple[Kind, tuple[Any, ...]] = ("object", ({},))
+"""Section of a feature that is on unless the section contains `"enabled": false`."""
 
-REFUSED: tuple[Refusal, ...] = (
-    Refusal(
+REFUSED: tuple[RefusedKeys, ...] = (
+    RefusedKeys(
         "compiled code offloads nothing",
         "set it to false or leave it out; parallel.activation_offload and"
         " zero_optimization.offload_optimizer work without compilation",
         _each("compile", "offload_activation offload_opt_states offload_parameters", _FLAG),
     ),
-    Refusal(
+    RefusedKeys(
         "ZenFlow updates part of the gradient late and on the CPU, which changes the training",
         "leave the section out",
         _each(
             "zero_optimization.zenflow",
             "topk_ratio select_strategy select_interval update_interval overlap_step offload"
             " auto_ratio full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch",
-            _GIVEN,
+            _ANY,
         ),
     ),
-    Refusal(
+    RefusedKeys(
         "parameters that are not trained are quantised with the others or not at all",
         "leave it out and set zero_quantized_weights",
         {"zero_optimization.zero_quantized_nontrainable_weights": _FLAG},
     ),
-    Refusal(
+    RefusedKeys(
         "DeepSpeed removed it; parallel.error_feedback keeps the full residual",
         "leave it out and set parallel.error_feedback",
-        {"zero_optimization.zeropp_loco_param": _GIVEN},
+        {"zero_optimization.zeropp_loco_param": _ANY},
     ),
-    Refusal(
+    RefusedKeys(
         "DeepSpeed removed it",
         "leave it out; for shards that stay inside a node set parallel.dp_replicate to the number"
         " of nodes",
@@ -397,7 +398,7 @@ REFUSED: tuple[Refusal, ...] = (
             "zero_optimization.mics_hierarchical_params_gather": _FLAG,
         },
     ),
-    Refusal(
+    RefusedKeys(
         "master weights, gradients and optimizer states are kept in float32",
         "set it to false or leave it out",
         {
@@ -406,96 +407,96 @@ REFUSED: tuple[Refusal, ...] = (
             "bf16.bf16_optimizer_states": _FLAG,
         },
     ),
-    Refusal(
+    RefusedKeys(
         "parameters and buffers keep the dtype of the model; `fp16` and `bf16` set the dtype of the"
         " computation",
         "leave it out",
-        {"data_types.param_dtype": _GIVEN, "data_types.buffer_dtype": _GIVEN},
+        {"data_types.param_dtype": _ANY, "data_types.buffer_dtype": _ANY},
     ),
-    Refusal(
+    RefusedKeys(
         "one dtype for the whole computation; torch.autocast is not used",
         'leave the section out and set "bf16": {"enabled": true}',
         {"torch_autocast.enabled": _FLAG},
     ),
-    Refusal(
+    RefusedKeys(
         "Apex is not used; DeepSpeed removed it too",
         'leave the section out and set "bf16": {"enabled": true}',
         {"amp": _SWITCHED},
     ),
-    Refusal(
+    RefusedKeys(
         "this release computes in fp16, bf16 or the dtype of the model",
         "leave the section out",
         {"fp8": _PRESENT},
     ),
-    Refusal(
+    RefusedKeys(
         "gradients are those of the mean over all targets of the step",
         'use "mean" or leave it out',
         {"gradient_allreduce_op": ("text", ("mean",))},
     ),
-    Refusal(
+    RefusedKeys(
         "the engine decides which micro-batch ends a step",
         "leave it out, or use plait.parallelize and its accumulate() in your own training loop",
         {"managed_gradient_accumulation": ("flag", (True,))},
     ),
-    Refusal(
+    RefusedKeys(
         "the norm of all gradients is clipped by `gradient_clipping`, not by the optimizer",
         "leave it out and set gradient_clipping",
         {"optimizer.params.max_grad_norm": ("number", (0,))},
     ),
-    Refusal(
+    RefusedKeys(
         "blocks are recomputed one by one, not in groups",
         'leave it out and set parallel.recompute.mode = "full"',
-        {"pipeline.activation_checkpoint_interval": ("whole", (0,))},
+        {"pipeline.activation_checkpoint_interval": ("integer", (0,))},
     ),
-    Refusal(
+    RefusedKeys(
         "compilation is torch.compile, a block at a time",
         'set it to false or leave it out; "compile": {"enabled": true} compiles with torch.compile',
         {"compile.deepcompile": _FLAG},
     ),
-    Refusal(
+    RefusedKeys(
         "torch.compile is called with `backend` and `mode` and nothing else",
         "set compile.mode",
         {"compile.kwargs": _PRESENT},
     ),
-    Refusal(
+    RefusedKeys(
         "layers are split by the plan of the model's family, or by parallel.plan",
         "leave it out, or write its rules as parallel.plan",
         {
             **_each(
-                "tensor_parallel", "partition_config injection_policy_tuple mpu tp_group", _GIVEN
+                "tensor_parallel", "partition_config injection_policy_tuple mpu tp_group", _ANY
             ),
             "tensor_parallel.replace_with_kernel_inject": _FLAG,
             "tensor_parallel.kernel_inject": _FLAG,
-            "tensor_parallel.tp.mpu": _GIVEN,
-            "tensor_parallel.tp.tp_group": _GIVEN,
+            "tensor_parallel.tp.mpu": _ANY,
+            "tensor_parallel.tp.tp_group": _ANY,
         },
     ),
-    Refusal(
+    RefusedKeys(
         "stages are balanced by their predicted time",
         'use "best" or leave it out',
         {"pipeline.partition": ("text", ("best", "parameters"))},
     ),
-    Refusal(
+    RefusedKeys(
         "sequences are split by context parallelism, set by its degree alone",
         "leave the section out and set parallel.cp",
         {"sequence_parallel": _PRESENT},
     ),
-    Refusal(
+    RefusedKeys(
         "experts are split over processes by one degree",
         "leave the section out and set parallel.ep",
-        {"expert_parallel.enabled": _FLAG, "expert_parallel.autoep_size": ("whole", (0, 1))},
+        {"expert_parallel.enabled": _FLAG, "expert_parallel.autoep_size": ("integer", (0, 1))},
     ),
-    Refusal(
+    RefusedKeys(
         "Plait launches no autotuning runs",
         "set it to false or leave the section out, and give the batch sizes",
         {"autotuning.enabled": _FLAG},
     ),
-    Refusal(
+    RefusedKeys(
         "training and generation do not share an engine",
         "set it to false or leave the section out",
         {"hybrid_engine.enabled": _FLAG},
     ),
-    Refusal(
+    RefusedKeys(
         "data is neither selected nor dropped by difficulty in this release",
         "set it to false or leave the section out",
         {
@@ -504,7 +505,7 @@ REFUSED: tuple[Refusal, ...] = (
             "curriculum_learning": _SWITCHED,
         },
     ),
-    Refusal(
+    RefusedKeys(
         "models are trained as they are; DeepSpeed removed this feature too",
         "leave the section out",
         {
@@ -516,33 +517,33 @@ REFUSED: tuple[Refusal, ...] = (
             "graph_harvesting": _FLAG,
         },
     ),
-    Refusal(
+    RefusedKeys(
         "each tracker has a section of its own",
         "leave it out, and write the section of the tracker (tensorboard, wandb, comet,"
         " csv_monitor)",
         {"monitor_config": _SWITCHED},
     ),
-    Refusal(
+    RefusedKeys(
         "weights are not quantised", "leave the section out", {"weight_quantization": _PRESENT}
     ),
-    Refusal(
+    RefusedKeys(
         "the batch size does not follow the number of processes; DeepSpeed removed this too",
         "leave the section out and give train_batch_size; checkpoints load on any number of"
         " processes",
         {"elasticity.enabled": _FLAG},
     ),
-    Refusal(
+    RefusedKeys(
         "checkpoints are Plait's own files, and Azure's Nebula service has no part in them",
         "leave it out; run.checkpoints takes a store's URL",
         {"nebula": _SWITCHED},
     ),
-    Refusal(
+    RefusedKeys(
         "a checkpoint is one folder that all processes see",
         "leave it out, and name a folder that all machines share, or a store's URL, in"
         " run.checkpoints",
         {"checkpoint.use_node_local_storage": _FLAG},
     ),
-    Refusal(
+    RefusedKeys(
         "DeepSpeed's universal checkpoints are not read; Plait's own load on any layout without"
         " conversion",
         "set it to false or leave it out",
@@ -554,13 +555,13 @@ REFUSED: tuple[Refusal, ...] = (
 def _table() -> dict[str, Key]:
     keys = [
         Key(path, Status.IGNORED, kind, why)
-        for why, group in IGNORED
-        for path, kind in group.items()
+        for why, kinds in IGNORED
+        for path, kind in kinds.items()
     ]
     keys += [
-        Key(path, Status.REFUSED, kind, r.why, off, r.remedy)
-        for r in REFUSED
-        for path, (kind, off) in r.keys.items()
+        Key(path, Status.REFUSED, kind, group.why, off, group.remedy)
+        for group in REFUSED
+        for path, (kind, off) in group.keys.items()
     ]
     table = {key.path: key for key in keys}
     assert len(table) == len(keys), "a key is in the table twice"
@@ -568,7 +569,7 @@ def _table() -> dict[str, Key]:
 
 
 TABLE: dict[str, Key] = _table()
-"""Every key that the schema does not have, by its dotted path."""
+"""All keys of the table, by dotted path."""
 
 SECRETS = ("comet.api_key",)
-"""Keys whose value is not shown."""
+"""Keys whose value is never printed."""

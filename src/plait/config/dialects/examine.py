@@ -1,8 +1,8 @@
-"""From what was written to what the schema takes: every key looked up, other names moved to their
-target, every problem collected.
+"""Translation of a file's keys to the names of the schema.
 
-Nothing is dropped silently: each key of the file becomes a `Row` that says what it means. Nothing
-is resolved here: "auto" stays.
+Every key is looked up: aliases are moved to their target, and all problems are collected. Each key
+of the file becomes a `Row` that says what it means; none is dropped silently. Values stay as
+written, including "auto".
 """
 
 from __future__ import annotations
@@ -29,270 +29,291 @@ Tree = dict[str, Any]
 
 
 @dataclass
-class Candidate:
-    """One value for a target, under the name it was written with."""
+class WrittenValue:
+    """Value of a setting, and the name under which the file contains it."""
 
-    written: str
+    name: str
     value: Any
 
 
 @dataclass
 class Examined:
-    """What a document says, so far."""
+    """Content of a document, translated to the names of the schema."""
 
     tree: Tree = field(default_factory=dict)
-    """The same settings under the schema's names."""
+    """Settings under the names of the schema."""
     raw: Tree = field(default_factory=dict)
-    """The file with the overrides applied, its keys as written."""
+    """The file's content with overrides applied, under the names of the file."""
     rows: list[Row] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
-    """Schema path -> "file", "override", "file: tensor_parallel.tp_size"."""
+    """Origin of each setting, by path: "file", "override", "file: tensor_parallel.tp_size"."""
     written: dict[str, str] = field(default_factory=dict)
-    """Schema path -> the name it was written with."""
-    candidates: dict[str, list[Candidate]] = field(default_factory=dict)
+    """Name of each setting in the file, by path."""
+    candidates: dict[str, list[WrittenValue]] = field(default_factory=dict)
+    """Values of each setting, by path. A file may contain a setting under several names."""
     deepspeed: bool = True
+    """True if the file has no section of Plait's."""
 
     def provenance(self, name: str) -> Provenance:
-        """What a Config keeps of this."""
+        """Return the provenance of a Config that is built from this document."""
         return Provenance(name, self.deepspeed, tuple(self.rows), dict(self.origins))
 
 
 def examine(document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]] = ()) -> Examined:
-    """Look at every key of `document` with `overrides` applied. Whether it is a DeepSpeed file does
-    not depend on the overrides.
+    """Translate every key of a document, with overrides applied.
+
+    Args:
+        document: The document.
+        overrides: Pairs of path and value. They do not affect whether the file counts as a
+            DeepSpeed file.
+
+    Returns:
+        The settings, and all problems. Nothing is raised.
     """
-    found = Examined(deepspeed=not set(PLAIT_SECTIONS) & set(document.tree))
-    tree = _json_like(document.tree)
+    examined = Examined(deepspeed=not set(PLAIT_SECTIONS) & set(document.tree))
+    tree = _copy_tree(document.tree)
     for path, value in overrides:
         problem = apply_override(tree, path, value)
         if problem is not None:
-            found.problems.append(problem)
-    found.raw = tree
-    _visit_section((), (), tree, found)
+            examined.problems.append(problem)
+
+    examined.raw = tree
+    _visit_section((), (), tree, examined)
     overridden = {".".join(path) for path, _ in overrides}
-    for target, candidates in found.candidates.items():
-        _decide(target, candidates, found, overridden)
-    return found
+    # After all keys are known: a setting may occur under several names.
+    for target, candidates in examined.candidates.items():
+        _set_value(target, candidates, examined, overridden)
+    return examined
 
 
 def at_path(tree: Mapping[str, Any], path: str) -> Any:
-    """What stands at a dotted path; None where nothing does."""
-    here: Any = tree
+    """Return the value at a dotted path of a tree, or None if there is none."""
+    value: Any = tree
     for name in path.split("."):
-        if not isinstance(here, Mapping):
+        if not isinstance(value, Mapping):
             return None
-        here = here.get(name)
-    return here
+        value = value.get(name)
+    return value
 
 
 def is_comment(name: str) -> bool:
-    """Keys that published files use for remarks: `_comment`, `comment`, `//`, `#note`."""
+    """Return True for keys that files use for remarks: `_comment`, `comment`, `//`, `#note`."""
     return name.startswith(("_", "//", "#")) or name.lower() in ("comment", "comments")
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of a description, on one line."""
+    """Return the first sentence of a description, on one line."""
     line = " ".join(text.split())
     end = line.find(". ")
-    return line if end < 0 else line[: end + 1]
+    if end < 0:
+        return line
+    return line[: end + 1]
 
 
-def _json_like(value: Any) -> Any:
-    """Containers copied, tuples as lists."""
+def _copy_tree(value: Any) -> Any:
+    """Copy objects and lists, and convert tuples to lists as JSON has them."""
     if isinstance(value, dict):
-        return {key: _json_like(item) for key, item in value.items()}
-    return [_json_like(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _copy_tree(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy_tree(item) for item in value]
+    return value
 
 
 def _visit_section(
-    written: tuple[str, ...], path: tuple[str, ...], tree: Tree, found: Examined
+    written: tuple[str, ...], path: tuple[str, ...], tree: Tree, examined: Examined
 ) -> None:
     for name, value in tree.items():
-        _visit((*written, str(name)), (*path, str(name)), value, found)
+        _visit((*written, str(name)), (*path, str(name)), value, examined)
 
 
-def _visit(written: tuple[str, ...], path: tuple[str, ...], value: Any, found: Examined) -> None:
-    """`written` is how the file names it; `path` is the same under the names the tables know."""
+def _visit(written: tuple[str, ...], path: tuple[str, ...], value: Any, examined: Examined) -> None:
+    """Translate a key of the file.
+
+    Args:
+        written: Names of the key in the file, from the outermost section.
+        path: Names of the key after renaming its sections.
+        value: Value of the key.
+        examined: Result, which is extended.
+    """
     shown = ".".join(written)
     dotted = ".".join(path)
     if is_comment(path[-1]):
-        found.rows.append(Row(shown, value, Status.COMMENT, "a remark", dotted))
-    elif value is None and dotted in keys.known():
-        found.rows.append(Row(shown, value, Status.COMMENT, "null: not given", dotted))
+        examined.rows.append(Row(shown, value, Status.COMMENT, "a remark", dotted))
+    # null stands for a key that is left out, but an unknown key is still a mistake.
+    elif value is None and dotted in keys.known_paths():
+        examined.rows.append(Row(shown, value, Status.COMMENT, "null: not given", dotted))
     elif dotted in ALIASES:
-        _visit_alias(written, dotted, value, found)
+        _visit_alias(written, dotted, value, examined)
     elif dotted in TABLE:
-        _visit_table(shown, TABLE[dotted], value, found)
+        _visit_table(shown, TABLE[dotted], value, examined)
     elif dotted in keys.fields():
-        _visit_field(written, dotted, value, found)
+        _visit_field(written, dotted, value, examined)
     elif dotted in keys.sections():
-        _visit_known_section(
-            written, path, SHORT_FORMS.get(dotted, lambda same: same)(value), found
-        )
+        if dotted in SHORT_FORMS:
+            value = SHORT_FORMS[dotted](value)
+        _visit_known_section(written, path, value, examined)
     else:
         remedy = keys.remedy_for(".".join(path[:-1]), path[-1])
-        found.problems.append(Problem(shown, value, "unknown key", remedy))
+        examined.problems.append(Problem(shown, value, "unknown key", remedy))
 
 
 def _visit_known_section(
-    written: tuple[str, ...], path: tuple[str, ...], value: Any, found: Examined
+    written: tuple[str, ...], path: tuple[str, ...], value: Any, examined: Examined
 ) -> None:
     shown = ".".join(written)
     dotted = ".".join(path)
     if isinstance(value, dict):
         if dotted in keys.schema_sections():
-            _section(found.tree, path)  # `"run": {}` asks for the section with its defaults
-        _visit_section(written, path, value, found)
+            # An empty section such as `"run": {}` requests its defaults.
+            _section(examined.tree, path)
+        _visit_section(written, path, value, examined)
     elif value is False and dotted.split(".")[0] not in PLAIT_SECTIONS:
-        found.rows.append(
-            Row(shown, value, Status.IGNORED, "false: the section is left out", dotted)
-        )
+        # DeepSpeed accepts false in place of a section.
+        meaning = "false: the section is left out"
+        examined.rows.append(Row(shown, value, Status.IGNORED, meaning, dotted))
     else:
-        inside = keys.inside(dotted)
-        example = next(
-            (
-                name
-                for name in ("enabled", "stage", "type", "device", "tp_size", "path")
-                if name in inside
-            ),
-            inside[0],
-        )
-        found.problems.append(
-            Problem(
-                shown,
-                value,
-                "is a section and needs an object",
-                f'write for example {{"{example}": ...}}',
-            )
-        )
+        names = keys.names_in(dotted)
+        typical = ("enabled", "stage", "type", "device", "tp_size", "path")
+        example = next((name for name in typical if name in names), names[0])
+        remedy = f'write for example {{"{example}": ...}}'
+        rule = "is a section and needs an object"
+        examined.problems.append(Problem(shown, value, rule, remedy))
 
 
-def _visit_alias(written: tuple[str, ...], dotted: str, value: Any, found: Examined) -> None:
+def _visit_alias(written: tuple[str, ...], dotted: str, value: Any, examined: Examined) -> None:
     alias = ALIASES[dotted]
     shown = ".".join(written)
     target = tuple(alias.target.split("."))
     if alias.target in keys.sections():
-        _visit_known_section(written, target, value, found)
+        _visit_known_section(written, target, value, examined)
         return
+
     converted = alias.convert(value)
     if converted is ABSENT:
-        found.rows.append(
-            Row(
-                shown,
-                value,
-                Status.RENAMED,
-                f"{alias.target}, not set by this value ({alias.note})",
-                alias.target,
-            )
-        )
+        meaning = f"{alias.target}, not set by this value ({alias.note})"
+        examined.rows.append(Row(shown, value, Status.RENAMED, meaning, alias.target))
         return
     if alias.target in TABLE:
-        _visit_table(shown, TABLE[alias.target], converted, found)
+        _visit_table(shown, TABLE[alias.target], converted, examined)
         return
-    found.rows.append(
-        Row(shown, value, Status.RENAMED, f"{alias.target} ({alias.note})", alias.target)
-    )
-    found.candidates.setdefault(alias.target, []).append(Candidate(shown, converted))
+    meaning = f"{alias.target} ({alias.note})"
+    examined.rows.append(Row(shown, value, Status.RENAMED, meaning, alias.target))
+    examined.candidates.setdefault(alias.target, []).append(WrittenValue(shown, converted))
 
 
-def _visit_field(written: tuple[str, ...], dotted: str, value: Any, found: Examined) -> None:
+def _visit_field(written: tuple[str, ...], dotted: str, value: Any, examined: Examined) -> None:
     setting = keys.fields()[dotted]
     shown = ".".join(written)
     if setting.free and isinstance(value, dict):
-        value = _visit_free(written, dotted, value, found)
+        value = _visit_free(written, dotted, value, examined)
     else:
-        found.rows.append(
-            Row(shown, value, Status.SUPPORTED, first_sentence(setting.description), dotted)
-        )
-    found.candidates.setdefault(dotted, []).append(Candidate(shown, value))
+        meaning = first_sentence(setting.description)
+        examined.rows.append(Row(shown, value, Status.SUPPORTED, meaning, dotted))
+    examined.candidates.setdefault(dotted, []).append(WrittenValue(shown, value))
 
 
-_FREE = {
+_FREE_MEANINGS = {
     "optimizer.params": "a parameter of the optimizer",
     "scheduler.params": "a parameter of the schedule",
     "model.config": "a field of the Transformers configuration",
     "parallel.plan": "a pattern of modules and how they are split",
 }
+"""Meaning of the keys of a free field, by the path of the field."""
 
 
-def _visit_free(written: tuple[str, ...], dotted: str, value: Tree, found: Examined) -> Tree:
-    """The keys of an object that the schema does not list, less those that the table knows to mean
-    nothing.
+def _visit_free(written: tuple[str, ...], dotted: str, value: Tree, examined: Examined) -> Tree:
+    """Translate the keys of a free field, an object whose keys the schema does not list.
+
+    Returns:
+        The object without comments and without keys of the DeepSpeed table.
     """
-    kept: Tree = {}
+    settings: Tree = {}
     for name, item in value.items():
         shown = ".".join((*written, str(name)))
         inner = f"{dotted}.{name}"
         if inner in TABLE:
-            _visit_table(shown, TABLE[inner], item, found)
-        elif is_comment(str(name)):
-            found.rows.append(Row(shown, item, Status.COMMENT, "a remark", inner))
-        else:
-            kept[name] = item
-            only = dotted == "optimizer.params" and name in ONLY
-            meaning = ONLY[name][1] if only else _FREE.get(dotted, f"part of {dotted}")
-            found.rows.append(
-                Row(shown, item, Status.IGNORED if only else Status.SUPPORTED, meaning, inner)
-            )
-    return kept
+            _visit_table(shown, TABLE[inner], item, examined)
+            continue
+        if is_comment(str(name)):
+            examined.rows.append(Row(shown, item, Status.COMMENT, "a remark", inner))
+            continue
+
+        settings[name] = item
+        status = Status.SUPPORTED
+        meaning = _FREE_MEANINGS.get(dotted, f"part of {dotted}")
+        if dotted == "optimizer.params" and name in ONLY:
+            # DeepSpeed's parameters with a single supported value have no effect.
+            status = Status.IGNORED
+            meaning = ONLY[name][1]
+        examined.rows.append(Row(shown, item, status, meaning, inner))
+    return settings
 
 
-def _visit_table(shown: str, key: Key, value: Any, found: Examined) -> None:
-    wrong = type_problem(key, value)
-    if wrong is not None:
-        found.problems.append(Problem(shown, value, *wrong))
+def _visit_table(shown: str, key: Key, value: Any, examined: Examined) -> None:
+    problem = type_problem(key, value)
+    if problem is not None:
+        examined.problems.append(Problem(shown, value, *problem))
         return
-    value = "(not shown)" if key.path in SECRETS else value
-    name = f"{key.path}: " if shown != key.path else ""
+
+    if key.path in SECRETS:
+        value = "(not shown)"
     status = key.status
     meaning = key.why
     if key.status is Status.REFUSED and asks_for_nothing(key, value):
         status = Status.IGNORED
         meaning = f"this value asks for nothing; another would be refused: {key.why}"
     elif key.status is Status.REFUSED:
-        found.problems.append(Problem(shown, value, key.why, key.remedy))
-    found.rows.append(Row(shown, value, status, name + meaning, key.path))
+        examined.problems.append(Problem(shown, value, key.why, key.remedy))
+
+    if shown != key.path:
+        meaning = f"{key.path}: {meaning}"
+    examined.rows.append(Row(shown, value, status, meaning, key.path))
 
 
-def _decide(
-    target: str, candidates: list[Candidate], found: Examined, overridden: set[str]
+def _set_value(
+    target: str, candidates: list[WrittenValue], examined: Examined, overridden: set[str]
 ) -> None:
-    """Put the one value in the tree, or refuse two that disagree. A value overrides "auto"."""
-    said = [c for c in candidates if c.value != "auto"] or candidates
-    first = said[0]
-    for other in said[1:]:
-        if not _alike(target, first.value, other.value):
-            both = " and ".join(
-                f"{c.written} = {json.dumps(c.value, default=str)}" for c in (first, other)
-            )
-            found.problems.append(
-                Problem(both, None, f"both set {target} and disagree", "keep one of them")
-            )
-            return
-    *parents, last = target.split(".")
-    _section(found.tree, parents)[last] = first.value
-    source = _origin(first.written, overridden)
-    found.origins[target] = f"{source}: {first.written}" if first.written != target else source
-    found.written[target] = first.written
+    """Store the value of a setting, or report two values that disagree.
 
-
-def _alike(target: str, value: Any, other: Any) -> bool:
-    """Whether two values mean the same to the setting, however they are written (`8` and `"8"`,
-    `fp32` and `float32`).
+    A value takes precedence over "auto" under another name.
     """
+    explicit = [candidate for candidate in candidates if candidate.value != "auto"]
+    first, *others = explicit or candidates
+    for other in others:
+        if not _same_value(target, first.value, other.value):
+            both = " and ".join(
+                f"{candidate.name} = {json.dumps(candidate.value, default=str)}"
+                for candidate in (first, other)
+            )
+            rule = f"both set {target} and disagree"
+            examined.problems.append(Problem(both, None, rule, "keep one of them"))
+            return
+
+    *parents, last = target.split(".")
+    _section(examined.tree, parents)[last] = first.value
+    origin = _origin(first.name, overridden)
+    if first.name != target:
+        origin = f"{origin}: {first.name}"
+    examined.origins[target] = origin
+    examined.written[target] = first.name
+
+
+def _same_value(target: str, value: Any, other: Any) -> bool:
+    """Return True if the setting parses both values to the same one, such as `8` and `"8"`."""
     if value == other:
         return True
     if target not in keys.fields():
         return False
-    reads = keys.values_of(target)
+    adapter = keys.value_adapter(target)
     try:
-        return bool(reads.validate_python(value) == reads.validate_python(other))
+        return bool(adapter.validate_python(value) == adapter.validate_python(other))
     except ValidationError:
         return False
 
 
 def _section(tree: Tree, path: Sequence[str]) -> Tree:
+    """Return the section at a path. Missing sections are added."""
     for name in path:
         tree = tree.setdefault(name, {})
     return tree
@@ -301,8 +322,6 @@ def _section(tree: Tree, path: Sequence[str]) -> Tree:
 def _origin(written: str, overridden: set[str]) -> str:
     if any(written == path or written.startswith(f"{path}.") for path in overridden):
         return "override"
-    return (
-        "file and override"
-        if any(path.startswith(f"{written}.") for path in overridden)
-        else "file"
-    )
+    if any(path.startswith(f"{written}.") for path in overridden):
+        return "file and override"
+    return "file"

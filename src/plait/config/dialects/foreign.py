@@ -1,5 +1,6 @@
-"""Recognises files of other programs, which `load` refuses and `plait config convert`
-translates.
+"""Recognition of configurations of other programs.
+
+`load` refuses them, and `plait config convert` translates them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from plait.config.dialects.keys import known
+from plait.config.dialects.keys import known_paths
 from plait.config.reading.source import Document
 from plait.errors import ConfigError, Problem
 
@@ -22,51 +23,55 @@ _ACCELERATE = (
 )
 """Keys that only `accelerate config` writes."""
 _TRAINER_FSDP = (
-    *(
-        "activation_checkpointing",
-        "auto_wrap_policy",
-        "backward_prefetch",
-        "cpu_offload",
-        "cpu_ram_efficient_loading",
-        "forward_prefetch",
-    ),
-    *(
-        "limit_all_gathers",
-        "min_num_params",
-        "offload_params",
-        "reshard_after_forward",
-        "sharding_strategy",
-        "state_dict_type",
-    ),
-    *("sync_module_states", "transformer_layer_cls_to_wrap", "use_orig_params", "version"),
-    *("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2"),
+    "activation_checkpointing",
+    "auto_wrap_policy",
+    "backward_prefetch",
+    "cpu_offload",
+    "cpu_ram_efficient_loading",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "min_num_params",
+    "offload_params",
+    "reshard_after_forward",
+    "sharding_strategy",
+    "state_dict_type",
+    "sync_module_states",
+    "transformer_layer_cls_to_wrap",
+    "use_orig_params",
+    "version",
+    "xla",
+    "xla_fsdp_grad_ckpt",
+    "xla_fsdp_settings",
+    "xla_fsdp_v2",
 )
-"""Keys of the Trainer's `fsdp_config`, without `fsdp_`."""
+"""Keys of the Trainer's `fsdp_config`, without the prefix `fsdp_`."""
 
 
 def is_accelerate(tree: Mapping[str, Any]) -> bool:
-    """Return whether a file has keys that only `accelerate config` writes."""
-    return any(key in tree for key in _ACCELERATE) or ("fsdp_config" in tree and "fsdp" not in tree)
+    """Return True if a file has keys that only `accelerate config` writes."""
+    if any(key in tree for key in _ACCELERATE):
+        return True
+    # The Trainer's arguments have both keys.
+    return "fsdp_config" in tree and "fsdp" not in tree
 
 
 def is_trainer_fsdp(tree: Mapping[str, Any]) -> bool:
-    """Return whether a file is the Trainer's `fsdp` and `fsdp_config`, or the file that the latter
-    names.
-    """
+    """Return True for the Trainer's `fsdp` and `fsdp_config`, or the file of the latter alone."""
     if "fsdp" in tree:
         return True
+    # `activation_checkpointing` is a flag of the Trainer and a section of DeepSpeed.
+    known = [name for name in tree if name in known_paths()]
+    if any(not isinstance(tree[name], bool | str) for name in known):
+        return False
     names = [name.removeprefix("fsdp_") for name in tree]
-    plaits = [name for name in tree if name in known() and not isinstance(tree[name], bool | str)]
-    return (
-        bool(names)
-        and not plaits
-        and any(name in _TRAINER_FSDP and name not in known() for name in names)
-    )
+    return any(name in _TRAINER_FSDP and name not in known_paths() for name in names)
 
 
 def refuse_foreign(document: Document) -> None:
-    """Raise ConfigError for a file of Accelerate or of the Trainer's FSDP arguments, with the
-    command that converts it.
+    """Refuse a file of Accelerate or of the Trainer's FSDP arguments.
+
+    Raises:
+        ConfigError: The file is one of these. The remedy is the command that converts it.
     """
     if is_accelerate(document.tree):
         program = "Accelerate"
@@ -74,6 +79,7 @@ def refuse_foreign(document: Document) -> None:
         program = "the Trainer's FSDP arguments"
     else:
         return
+    # The name of a document that was not read from a file is a phrase.
     file = "FILE" if " " in document.name else document.name
     raise ConfigError(
         Problem(
@@ -86,13 +92,17 @@ def refuse_foreign(document: Document) -> None:
 
 
 def refuse_flags(flags: Sequence[str]) -> NoReturn:
-    """Raise ConfigError for a list of Megatron-LM's flags, with the command that converts them."""
-    shown = " ".join(shlex.quote(str(flag)) for flag in flags)
+    """Refuse a list of Megatron-LM's flags.
+
+    Raises:
+        ConfigError: Always. The remedy is the command that converts the flags.
+    """
+    arguments = " ".join(shlex.quote(str(flag)) for flag in flags)
     raise ConfigError(
         Problem(
             "the configuration",
             None,
             "is a list of Megatron-LM's flags",
-            f"run: plait config convert -- {shown}",
+            f"run: plait config convert -- {arguments}",
         )
     )

@@ -1,6 +1,4 @@
-"""One value of a key in the DeepSpeed table: is it of the right type, and does it ask for
-anything.
-"""
+"""Checks of the values of DeepSpeed's keys: their type, and whether they request a feature."""
 
 from __future__ import annotations
 
@@ -10,76 +8,90 @@ from plait.config.dialects.deepspeed import Key, Kind
 
 _NAMES: dict[Kind, str] = {
     "flag": "true or false",
-    "whole": "a whole number",
+    "integer": "a whole number",
     "number": "a number",
     "text": "text",
     "list": "a list",
-    "tree": "an object",
+    "object": "an object",
 }
 
 
 def type_problem(key: Key, value: Any) -> tuple[str, str] | None:
-    """(rule, remedy) for a value of the wrong type. As in DeepSpeed, "auto" fits everywhere, and
-    quoted numbers and flags are read.
+    """Return (rule, remedy) for a value of the wrong type, or None.
+
+    As in DeepSpeed, "auto" is valid for every key, and quoted numbers and flags are parsed.
     """
-    number = _as_number(value)
-    fits = {
+    number = _parse_number(value)
+    valid = {
         "any": True,
         "flag": as_flag(value) is not None,
-        "whole": number is not None and number == number // 1,
+        "integer": number is not None and number == number // 1,
         "number": number is not None,
         "text": isinstance(value, str),
         "list": isinstance(value, list),
-        "tree": isinstance(value, dict | bool),
+        "object": isinstance(value, dict | bool),
     }
-    if value == "auto" or fits[key.kind]:
+    if value == "auto" or valid[key.kind]:
         return None
     return f"must be {_NAMES[key.kind]}", "correct it or leave it out: " + key.why
 
 
 def asks_for_nothing(key: Key, value: Any) -> bool:
-    """Whether a refused key may stay in the file with this value. "auto" is DeepSpeed's default,
-    which asks for nothing.
+    """Return True if a refused key may stay in the file with this value.
+
+    "auto" selects DeepSpeed's default, which requests nothing.
     """
     if key.kind == "flag":
         value = as_flag(value)
-    if (
-        value is None
-        or value == "auto"
-        or any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in key.off)
-    ):
+    if value is None or value == "auto":
         return True
-    return key.kind == "tree" and not _switched_on(value, without_switch=key.off != ())
+
+    for off in key.off:
+        # Python's 0 == False, but a number is not a flag.
+        if value == off and isinstance(value, bool) == isinstance(off, bool):
+            return True
+    return key.kind == "object" and not _is_enabled(value, default=key.off != ())
 
 
 def as_flag(value: Any) -> bool | None:
-    """The truth value that a file means; None for anything else (and for "auto")."""
+    """Return the boolean that a value stands for; None for any other value, including "auto"."""
     if isinstance(value, bool):
         return value
     return {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
 
 
-def _switched_on(value: Any, *, without_switch: bool) -> bool:
-    """Whether a section is switched on by `enabled`, at its top or else anywhere in it.
-    `without_switch`: what a section without any is.
+def _is_enabled(value: Any, *, default: bool) -> bool:
+    """Return True if a section is enabled by a switch `enabled`, at its top or nested in it.
+
+    Args:
+        value: The section, or a boolean in place of it.
+        default: Result for a section that is not empty and contains no switch.
     """
-    switches = list(_switches(value))
-    return any(switches) if switches else bool(value) and without_switch
+    switches = _switches(value)
+    if switches:
+        return any(switches)
+    return bool(value) and default
 
 
 def _switches(value: Any) -> list[bool]:
+    """Return the values of the outermost switches of a section."""
+    if isinstance(value, bool):
+        return [value]
     if not isinstance(value, dict):
-        return [value] if isinstance(value, bool) else []
+        return []
     if "enabled" in value:
         switch = value["enabled"]
-        # "yes" and other texts are true in DeepSpeed, which does not look at the type.
+        # "yes" and other texts are true in DeepSpeed, which does not check the type.
         return [switch not in (None, "auto") and as_flag(switch) is not False]
-    return [
-        switch for item in value.values() if isinstance(item, dict) for switch in _switches(item)
-    ]
+
+    switches: list[bool] = []
+    for item in value.values():
+        if isinstance(item, dict):
+            switches += _switches(item)
+    return switches
 
 
-def _as_number(value: Any) -> float | None:
+def _parse_number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     try:

@@ -1,1 +1,1 @@
-"""From a path, a mapping or arguments to a tree of plain values."""
+"""Readers of configurations: files, mappings, base64 text and arguments become trees of values."""

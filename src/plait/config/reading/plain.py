@@ -1,9 +1,9 @@
-"""What a configuration may be made of: objects, lists, texts, numbers and truth values, of a size
-that a person writes.
+"""Limits on the content of a configuration.
 
-Refuses by its place in the file what would otherwise end in an error of Python's somewhere later:
-numbers of hundreds of digits, half characters, zero bytes, objects nested without end, YAML's
-references that multiply. Nothing is changed.
+A configuration consists of objects, lists, texts, numbers and booleans, of a size that a person
+writes. Anything else is refused here with its place in the file, because it would raise an
+unrelated error later: numbers of hundreds of digits, lone surrogates, zero bytes, objects that are
+nested without limit, and YAML references that multiply. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -13,77 +13,87 @@ from typing import Any
 
 from plait.errors import ConfigError, Problem, refuse
 
-MOST_DIGITS = 300
-"""Of a whole number: with more it is no float."""
-_DEEPEST = 64
-_MOST_VALUES = 200_000
-_MOST_PROBLEMS = 20
+MAX_DIGITS = 300
+"""Maximum number of digits of an integer. A number with more cannot be converted to a float."""
+_MAX_DEPTH = 64
+_MAX_VALUES = 200_000
+_MAX_PROBLEMS = 20
+_MAX_SHOWN = 200
+"""Maximum number of characters of a path in a message."""
 
 
 class TooLong(str):
-    """The digits of a number that is too long to be one."""
+    """Digits of a number that exceeds `MAX_DIGITS`."""
 
 
 def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
-    """Raise ConfigError with each place in `tree` (read from `name`) that no setting can use."""
+    """Check that a tree contains only values that a setting can have.
+
+    Args:
+        tree: The parsed configuration.
+        name: Name of the configuration for messages.
+
+    Raises:
+        ConfigError: All places that are refused, up to a limit.
+    """
     problems: list[Problem] = []
-    seen = 0
-    left: list[tuple[str, int, Any]] = [("", 0, tree)]
-    while left and len(problems) < _MOST_PROBLEMS:
-        path, depth, value = left.pop()
-        seen += 1
-        if seen > _MOST_VALUES:
+    visited = 0
+    # A stack instead of recursion: a tree that is nested too deeply would exhaust Python's stack.
+    pending: list[tuple[str, int, Any]] = [("", 0, tree)]
+    while pending and len(problems) < _MAX_PROBLEMS:
+        path, depth, value = pending.pop()
+        visited += 1
+        if visited > _MAX_VALUES:
             rule = (
-                f"holds more than {_MOST_VALUES:,} values (references of YAML are counted as often"
+                f"holds more than {_MAX_VALUES:,} values (references of YAML are counted as often"
                 " as they stand)"
             )
             raise ConfigError(Problem(name, None, rule, "write sections of keys"))
-        if depth > _DEEPEST:
-            raise ConfigError(
-                Problem(
-                    _shown(path),
-                    None,
-                    f"is nested more than {_DEEPEST} deep",
-                    "write sections of keys",
-                )
-            )
+        if depth > _MAX_DEPTH:
+            rule = f"is nested more than {_MAX_DEPTH} deep"
+            raise ConfigError(Problem(_printable(path), None, rule, "write sections of keys"))
+
         if isinstance(value, Mapping):
             for key, item in value.items():
                 inner = f"{path}.{key}" if path else str(key)
-                if not isinstance(key, str):
-                    problems.append(
-                        Problem(
-                            _shown(inner),
-                            None,
-                            f"the key is a {type(key).__name__}, and keys are texts",
-                            "quote it",
-                        )
-                    )
-                elif rule := _text_rule(key):
-                    problems.append(Problem(_shown(inner), None, f"the key {rule}", "correct it"))
+                problem = _key_problem(inner, key)
+                if problem is not None:
+                    problems.append(problem)
                 else:
-                    left.append((inner, depth + 1, item))
+                    pending.append((inner, depth + 1, item))
         elif isinstance(value, list | tuple):
-            left += [(f"{path}[{index}]", depth + 1, item) for index, item in enumerate(value)]
-        elif problem := _problem_of(path, value):
+            pending += [(f"{path}[{index}]", depth + 1, item) for index, item in enumerate(value)]
+        elif problem := _value_problem(path, value):
             problems.append(problem)
     refuse(problems)
 
 
-def _problem_of(path: str, value: Any) -> Problem | None:
-    if isinstance(value, TooLong) or (type(value) is int and value.bit_length() > 3 * MOST_DIGITS):
+def _key_problem(path: str, key: Any) -> Problem | None:
+    if not isinstance(key, str):
+        rule = f"the key is a {type(key).__name__}, and keys are texts"
+        return Problem(_printable(path), None, rule, "quote it")
+    if rule := _text_rule(key):
+        return Problem(_printable(path), None, f"the key {rule}", "correct it")
+    return None
+
+
+def _value_problem(path: str, value: Any) -> Problem | None:
+    # 3 bits per digit approximate the number of digits. Python refuses to convert very large
+    # numbers to text, so the digits cannot be counted.
+    too_long = type(value) is int and value.bit_length() > 3 * MAX_DIGITS
+    if isinstance(value, TooLong) or too_long:
         shown = f"{value[:12]}..." if isinstance(value, TooLong) else None
         return Problem(
-            _shown(path),
+            _printable(path),
             shown,
-            f"is a number of about {MOST_DIGITS} digits or more",
+            f"is a number of about {MAX_DIGITS} digits or more",
             "write one that a computer can hold",
         )
     if isinstance(value, str) and (rule := _text_rule(value)):
-        return Problem(_shown(path), value, rule, "correct it")
+        return Problem(_printable(path), value, rule, "correct it")
     if isinstance(value, bytes | bytearray | set | frozenset):
         return Problem(
-            _shown(path),
+            _printable(path),
             None,
             f"is of the type {type(value).__name__}",
             "write a text, a number, a list or an object",
@@ -92,6 +102,7 @@ def _problem_of(path: str, value: Any) -> Problem | None:
 
 
 def _text_rule(text: str) -> str:
+    """Return the rule that a text violates, or an empty string."""
     if "\0" in text:
         return "holds a zero byte"
     try:
@@ -101,11 +112,12 @@ def _text_rule(text: str) -> str:
     return ""
 
 
-def _shown(path: str) -> str:
-    """A path as a message shows it: what cannot be printed escaped, what is endless cut."""
-    text = (
-        path.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
-        if not path.isprintable()
-        else path
-    )
-    return (text if len(text) <= 200 else f"{text[:197]}...") or "the configuration"
+def _printable(path: str) -> str:
+    """Return a path for a message: unprintable characters escaped, long paths cut."""
+    if not path:
+        return "the configuration"
+    if not path.isprintable():
+        path = path.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
+    if len(path) > _MAX_SHOWN:
+        return f"{path[: _MAX_SHOWN - 3]}..."
+    return path

@@ -1,10 +1,9 @@
-"""Reading a configuration: a path to JSON or YAML, a mapping, DeepSpeed's base64, and `--set
-a.b=c`.
+"""Reader of configurations: JSON and YAML files, mappings, DeepSpeed's base64, and `--set a.b=c`.
 
-Only text becomes a tree here; what the keys mean is not looked at. Comments (`//`, `#`, `/* */`)
-and trailing commas are tolerated in JSON as DeepSpeed does. A key given twice is refused, never the
-last one taken. What comes out is made of objects, lists, texts, numbers and truth values (`plain`),
-so that nothing later has to expect anything else.
+The reader does not interpret keys. JSON may contain comments (`//`, `#`, `/* */`) and trailing
+commas, as in DeepSpeed. A key that occurs twice in an object is refused; JSON and YAML libraries
+would silently use the last one. The resulting tree contains only objects, lists, texts, numbers and
+booleans (see `plain`), so that no later code has to handle other types.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from typing import Any
 
 import yaml
 
-from plait.config.reading.plain import MOST_DIGITS, TooLong, refuse_unusable
+from plait.config.reading.plain import MAX_DIGITS, TooLong, refuse_unusable
 from plait.errors import ConfigError, Problem, refuse
 
 Source = str | Path | Mapping[str, Any]
-"""What a configuration can be read from."""
+"""Source of a configuration: a path, base64 text or a mapping."""
 
-_ROOT = "a configuration is an object of sections and keys"
-_DEEPEST_KEY = 32
-_NOT_YAML = (
+_ROOT_RULE = "a configuration is an object of sections and keys"
+_MAX_KEY_DEPTH = 32
+_YAML_ERRORS = (
     yaml.YAMLError,
     ConfigError,
     RecursionError,
@@ -40,55 +39,77 @@ _NOT_YAML = (
     AttributeError,
     LookupError,
 )
-"""What PyYAML raises for a text that is no YAML: `!!int x`, `!!timestamp x` and the like end in
-errors of Python's own.
+"""Errors of PyYAML for invalid text. Tags such as `!!int x` and `!!timestamp x` raise errors of
+Python itself.
 """
 
 
 @dataclass(frozen=True)
 class Document:
-    """What was read."""
+    """Configuration that was read, before its keys are interpreted."""
 
     name: str
-    """For messages: the file name, or what was given instead."""
+    """Name for messages: the path of the file, or a phrase if there is none."""
     tree: dict[str, Any]
 
 
 def read(source: str | Path | Mapping[str, Any]) -> Document:
-    """The tree in a file, in a base64 text or in a mapping (copied). Raises ConfigError with file,
-    line and column where there are some.
+    """Read a configuration.
+
+    Args:
+        source: Path of a JSON or YAML file, DeepSpeed's base64 text, or a mapping, which is copied.
+
+    Raises:
+        ConfigError: The source is not a valid configuration. Syntax errors name line and column.
     """
     if isinstance(source, Mapping):
-        refuse_unusable(source, "the configuration")
-        return Document(
-            "the configuration", _as_tree(copy.deepcopy(dict(source)), "the configuration")
-        )
+        name = "the configuration"
+        # Checked before it is copied, because deepcopy recurses.
+        refuse_unusable(source, name)
+        return Document(name, _as_tree(copy.deepcopy(dict(source)), name))
+
     if isinstance(source, str) and not _is_file(source):
         decoded = _from_base64(source)
         if decoded is not None:
             name = "the base64 configuration"
             return Document(name, _as_tree(_parse_json(decoded, name), name))
+
     path = Path(source)
-    text = _text_of(path)
-    parse = _parse_yaml if path.suffix.lower() in (".yaml", ".yml") else _parse_json
-    return Document(str(path), _as_tree(parse(text, str(path)), str(path)))
+    name = str(path)
+    text = _read_text(path)
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return Document(name, _as_tree(_parse_yaml(text, name), name))
+    return Document(name, _as_tree(_parse_json(text, name), name))
 
 
 def read_named(named: str, by: Document) -> Document:
-    """The file that a value of another file names, as a path from the working folder or else from
-    that file's. Raises ConfigError.
+    """Read a file that another file refers to.
+
+    Args:
+        named: Path, relative to the working folder or else to the folder of `by`.
+        by: The file that contains the path.
+
+    Raises:
+        ConfigError: See `read`.
     """
-    beside = os.path.join(os.path.dirname(by.name), named)
-    return read(Path(beside if not _is_file(named) and _is_file(beside) else named))
+    relative = os.path.join(os.path.dirname(by.name), named)
+    if not _is_file(named) and _is_file(relative):
+        return read(Path(relative))
+    return read(Path(named))
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """`a.b=c` as (("a", "b"), value). The value is JSON, or a scalar of YAML (`true`, `1e-4`,
-    `null`), or else text. Raises ConfigError.
+    """Parse an override `a.b=c`.
+
+    Returns:
+        The path ("a", "b") and the value: JSON, a scalar of YAML (`true`, `1e-4`, `null`), or text.
+
+    Raises:
+        ConfigError: The text is not an override.
     """
     path, equals, value = text.partition("=")
     keys = tuple(path.strip().split("."))
-    if not equals or not all(keys) or len(keys) > _DEEPEST_KEY:
+    if not equals or not all(keys) or len(keys) > _MAX_KEY_DEPTH:
         raise ConfigError(
             Problem(
                 "--set",
@@ -97,79 +118,82 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
                 "write for example --set zero_optimization.stage=3",
             )
         )
-    found = scalar(value.strip())
-    refuse_unusable({".".join(keys): found}, "--set")
-    return keys, found
+    parsed = scalar(value.strip())
+    refuse_unusable({".".join(keys): parsed}, "--set")
+    return keys, parsed
 
 
 def scalar(text: str) -> Any:
-    """The value that a text on the command line stands for."""
+    """Parse a value of the command line: JSON, a scalar of YAML, or text."""
     try:
-        return json.loads(text, parse_int=_whole)
+        return json.loads(text, parse_int=_parse_int)
     except (ValueError, RecursionError):
         pass
     try:
         value = yaml.load(text, _Loader)
-    except _NOT_YAML:
+    except _YAML_ERRORS:
         return text
-    return text if isinstance(value, dict | list) and text[:1] not in "[{" else value
+    # YAML reads text with a colon or a leading dash as a mapping or a list.
+    if isinstance(value, dict | list) and text[:1] not in "[{":
+        return text
+    return value
 
 
-def _whole(text: str) -> Any:
-    """A whole number; one of too many digits as what `refuse_unusable` names, because Python and
-    every dtype end before it.
-    """
-    return int(text) if len(text) <= MOST_DIGITS else TooLong(text)
+def _parse_int(text: str) -> Any:
+    """Parse an integer, or return a `TooLong`, which `refuse_unusable` reports."""
+    if len(text) > MAX_DIGITS:
+        return TooLong(text)
+    return int(text)
 
 
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # too long for a path, or with a zero byte
+    except (OSError, ValueError):
+        # The text is too long for a path, or contains a zero byte.
         return False
 
 
-def _text_of(path: Path) -> str:
-    shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}..."
+def _read_text(path: Path) -> str:
+    shown = str(path)
+    if len(shown) > 200:
+        shown = f"{shown[:200]}..."
     remedy = "give the path of a JSON or YAML file"
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         rule = "there is no such file"
-        remedy = _near_file(path)
+        remedy = _similar_file(path)
     except IsADirectoryError:
         rule = "is a folder and not a file"
     except UnicodeDecodeError:
         rule = "is not text in UTF-8"
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # no permission, a name that is too long, a zero byte in it
+    except (OSError, ValueError) as error:
+        # No permission, a path that is too long, or a zero byte in it.
         rule = f"cannot be read ({getattr(error, 'strerror', None) or error})"
     raise ConfigError(Problem(shown, None, rule, remedy))
 
 
-def _near_file(path: Path) -> str:
+def _similar_file(path: Path) -> str:
     try:
-        beside = [
-            p.name for p in path.parent.iterdir() if p.suffix.lower() in (".json", ".yaml", ".yml")
-        ]
+        files = list(path.parent.iterdir())
     except OSError:
-        beside = []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    if near:
-        return f"did you mean {path.parent / near[0]}?"
+        files = []
+    names = [file.name for file in files if file.suffix.lower() in (".json", ".yaml", ".yml")]
+    matches = difflib.get_close_matches(path.name, names, n=1)
+    if matches:
+        return f"did you mean {path.parent / matches[0]}?"
     return "give the path of a JSON or YAML file"
 
 
 def _as_tree(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        kind = "empty" if value is None else _KINDS.get(type(value), "no object")
+        kind = _KINDS.get(type(value), "no object")
         raise ConfigError(
             Problem(
                 name,
                 None,
-                f"is {kind}, and {_ROOT}",
+                f"is {kind}, and {_ROOT_RULE}",
                 'write for example {"zero_optimization": {"stage": 2}}',
             )
         )
@@ -178,6 +202,7 @@ def _as_tree(value: Any, name: str) -> dict[str, Any]:
 
 
 _KINDS = {
+    type(None): "empty",
     list: "a list",
     str: "a text",
     int: "a number",
@@ -192,7 +217,11 @@ def _from_base64(text: str) -> str | None:
         decoded = base64.urlsafe_b64decode(text.encode()).decode()
     except (binascii.Error, UnicodeDecodeError, ValueError):
         return None
-    return decoded if decoded.lstrip()[:1] in ("{", "/", "#") and "{" in decoded else None
+    # Short texts, such as a file name, may be valid base64. Only an object, or a comment before
+    # one, is a configuration.
+    if decoded.lstrip()[:1] in ("{", "/", "#") and "{" in decoded:
+        return decoded
+    return None
 
 
 _STRING = r'"(?:\\.|[^"\\\n])*"'
@@ -201,47 +230,47 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Strings stay; anything else becomes spaces, so that lines and columns in messages stay
-    true.
+    """Replace a comment or comma with spaces, so that lines and columns in messages stay correct.
+
+    The expressions also match strings, so that a `//` inside of a string is no comment.
     """
-    return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
+    if match[0].startswith('"'):
+        return match[0]
+    return re.sub(r"[^\n]", " ", match[0])
 
 
 def _parse_json(text: str, name: str) -> Any:
-    plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
-    twice: list[Problem] = []
+    strict = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+    duplicates: list[Problem] = []
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
+    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        items: dict[str, Any] = {}
         for key, value in pairs:
-            if key in seen:
-                twice.append(_given_twice(key, seen[key], value))
-            seen[key] = value
-        return seen
+            if key in items:
+                duplicates.append(_duplicate_key(key, items[key], value))
+            items[key] = value
+        return items
 
     try:
-        value = json.loads(plain, object_pairs_hook=once, parse_int=_whole)
+        value = json.loads(strict, object_pairs_hook=build_object, parse_int=_parse_int)
     except json.JSONDecodeError as error:
         lines = text.splitlines()
-        near = lines[error.lineno - 1].strip()[:60] if error.lineno <= len(lines) else ""
-        where = f"{name}, line {error.lineno}, column {error.colno}"
-        raise ConfigError(
-            Problem(
-                where,
-                None,
-                f"is not valid JSON here ({error.msg})",
-                f"correct it at `{near}`" if near else "add what is missing",
-            )
-        ) from None
+        line = ""
+        if error.lineno <= len(lines):
+            line = lines[error.lineno - 1].strip()[:60]
+        remedy = f"correct it at `{line}`" if line else "add what is missing"
+        location = f"{name}, line {error.lineno}, column {error.colno}"
+        rule = f"is not valid JSON here ({error.msg})"
+        raise ConfigError(Problem(location, None, rule, remedy)) from None
     except RecursionError:
         raise ConfigError(
             Problem(name, None, "is nested too deeply", "write sections of keys")
         ) from None
-    refuse(twice)
+    refuse(duplicates)
     return value
 
 
-def _given_twice(key: str, first: Any, second: Any) -> Problem:
+def _duplicate_key(key: str, first: Any, second: Any) -> Problem:
     return Problem(
         key,
         None,
@@ -252,16 +281,20 @@ def _given_twice(key: str, first: Any, second: Any) -> Problem:
 
 def _short(value: Any) -> str:
     text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) > 60:
+        return f"{text[:57]}..."
+    return text
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose plain words are JSON's: `5e-5` is a number, `no`, `010` and `1:30` are not what
-    YAML 1.1 makes of them, dates are text.
+    """YAML loader that reads plain scalars as JSON does.
+
+    `5e-5` is a number. `no`, `010` and `1:30` are not the boolean, octal and sexagesimal values of
+    YAML 1.1, and dates are text.
     """
 
 
-_WORDS = {
+_SCALARS = {
     "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "tag:yaml.org,2002:int": (r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
     "tag:yaml.org,2002:float": (
@@ -269,61 +302,67 @@ _WORDS = {
         "-+0123456789.",
     ),
 }
-_OTHERS = {*_WORDS, "tag:yaml.org,2002:timestamp"}
+"""Pattern of a plain scalar and its possible first characters, by the tag of its type."""
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHERS]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _tag, (_pattern, _first) in _WORDS.items():
+
+def _default_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Return PyYAML's resolvers of plain scalars, except for those that `_Loader` replaces."""
+    replaced = {*_SCALARS, "tag:yaml.org,2002:timestamp"}
+    resolvers = {}
+    for first, candidates in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        resolvers[first] = [(tag, pattern) for tag, pattern in candidates if tag not in replaced]
+    return resolvers
+
+
+_Loader.yaml_implicit_resolvers = _default_resolvers()
+for _tag, (_pattern, _first) in _SCALARS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), list(_first))
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+def _construct_mapping(
+    loader: _Loader, node: yaml.MappingNode, deep: bool = False
+) -> dict[str, Any]:
     loader.flatten_mapping(node)
-    seen: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key: Hashable = loader.construct_object(key_node, deep=True)
         value = loader.construct_object(value_node, deep=True)
-        where = f"line {key_node.start_mark.line + 1}"
+        line = f"line {key_node.start_mark.line + 1}"
         if not isinstance(key, str):
-            raise ConfigError(Problem(f"{where}, key {key!r}", None, "keys are text", "quote it"))
-        if key in seen:
-            problem = _given_twice(key, seen[key], value)
-            raise ConfigError(Problem(f"{where}, {key}", None, problem.rule, problem.remedy))
-        seen[key] = value
-    return seen
+            raise ConfigError(Problem(f"{line}, key {key!r}", None, "keys are text", "quote it"))
+        if key in items:
+            problem = _duplicate_key(key, items[key], value)
+            raise ConfigError(Problem(f"{line}, {key}", None, problem.rule, problem.remedy))
+        items[key] = value
+    return items
 
 
-def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
-    return _whole(str(loader.construct_scalar(node)).replace("_", ""))
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    return _parse_int(str(loader.construct_scalar(node)).replace("_", ""))
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-_Loader.add_constructor("tag:yaml.org,2002:int", _number)
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def _parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
+        location = name
         mark = error.problem_mark
-        where = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
-        raise ConfigError(
-            Problem(where, None, f"is not valid YAML here ({error.problem})", "correct it there")
-        ) from None
+        if mark:
+            location = f"{name}, line {mark.line + 1}, column {mark.column + 1}"
+        rule = f"is not valid YAML here ({error.problem})"
+        raise ConfigError(Problem(location, None, rule, "correct it there")) from None
     except RecursionError:
         raise ConfigError(
             Problem(name, None, "is nested too deeply", "write sections of keys")
         ) from None
     except ConfigError:
+        # Raised by `_construct_mapping`.
         raise
-    except _NOT_YAML as error:
-        raise ConfigError(
-            Problem(
-                name,
-                None,
-                f"is not valid YAML ({' '.join(str(error).split())[:200]})",
-                "correct it",
-            )
-        ) from None
+    except _YAML_ERRORS as error:
+        message = " ".join(str(error).split())[:200]
+        rule = f"is not valid YAML ({message})"
+        raise ConfigError(Problem(name, None, rule, "correct it")) from None

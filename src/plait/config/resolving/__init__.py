@@ -1,3 +1,1 @@
-"""From a Config, which may say "auto", to what runs: degrees, batch sizes, techniques, each value
-with its source.
-"""
+"""Resolution of a Config: degrees, batch sizes and techniques, each value with its source."""

@@ -1,5 +1,7 @@
-"""The three batch sizes: samples of a step = micro batch x accumulation x data-parallel processes.
-Any two give the third.
+"""The three batch sizes of a file.
+
+train_batch_size = micro-batch size x accumulation steps x data-parallel processes, so that any two
+of the sizes determine the third.
 """
 
 from __future__ import annotations
@@ -12,28 +14,35 @@ from plait.policy import Policy
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 CALLERS = "the caller's"
-"""Source of a micro-batch size that the file does not give."""
+"""Source of a micro-batch size that the file does not contain."""
 ACCUMULATION = "gradient_accumulation_steps"
 
 
 class Batch(Policy):
-    """How many samples, where."""
+    """Batch sizes of a run."""
 
     train_batch_size: int
-    """Samples in an optimizer step, over all processes."""
+    """Samples per optimizer step, over all processes."""
     micro_batch_size: int
     """Samples in one forward and backward pass of one data-parallel process."""
     accumulation: int
-    """Forward and backward passes in an optimizer step."""
+    """Forward and backward passes per optimizer step."""
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, dp: int) -> Batch:
-    """What is missing of `train` = `micro` x `accumulation` x `dp`. None is not given; all are at
-    least 1.
+    """Return the batch sizes that satisfy `train` = `micro` x `accumulation` x `dp`.
 
-    With one of train and micro given, the accumulation is 1, as in DeepSpeed. Where DeepSpeed
-    rounds down and then asserts, this raises ConfigError with the numbers and the nearest that
-    work.
+    If only one of `train` and `micro` is given, `accumulation` is 1, as in DeepSpeed.
+
+    Args:
+        train: Samples per optimizer step, or None.
+        micro: Samples per micro-batch, or None.
+        accumulation: Micro-batches per optimizer step, or None.
+        dp: Number of data-parallel processes.
+
+    Raises:
+        ConfigError: No integers satisfy the equation. DeepSpeed would round down and fail in an
+            assertion; the error names the numbers and the nearest values that are possible.
     """
     if train is None:
         if micro is None:
@@ -45,34 +54,36 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
             micro_batch_size=micro,
             accumulation=accumulation,
         )
+
     if micro is not None and accumulation is not None:
         if train != micro * accumulation * dp:
-            _contradiction(train, micro, accumulation, dp)
+            _raise_contradiction(train, micro, accumulation, dp)
     elif micro is not None:
-        accumulation = _quotient(train, f"micro {micro} x dp {dp}", micro * dp)
+        accumulation = _divide(train, micro * dp, f"micro {micro} x dp {dp}")
     else:
         accumulation = accumulation or 1
-        micro = _quotient(train, f"accumulation {accumulation} x dp {dp}", accumulation * dp)
+        micro = _divide(train, accumulation * dp, f"accumulation {accumulation} x dp {dp}")
     return Batch(train_batch_size=train, micro_batch_size=micro, accumulation=accumulation)
 
 
-def _quotient(train: int, named: str, unit: int) -> int:
-    if train % unit:
-        below = train // unit * unit
-        working = f"{below} or {below + unit}" if below else f"{unit}"
-        rule = f"{named} = {unit} and {train} % {unit} = {train % unit}"
-        raise ConfigError(Problem(TRAIN, train, rule, f"use {working}, or change a factor"))
-    return train // unit
+def _divide(train: int, divisor: int, product: str) -> int:
+    """Return `train` / `divisor`. `product` describes the divisor in the error."""
+    if train % divisor == 0:
+        return train // divisor
+    # DeepSpeed rounds down, and then fails in an assertion.
+    rule = f"{product} = {divisor} and {train} % {divisor} = {train % divisor}"
+    below = train // divisor * divisor
+    possible = f"{below} or {below + divisor}" if below else f"{divisor}"
+    raise ConfigError(Problem(TRAIN, train, rule, f"use {possible}, or change a factor"))
 
 
-def _contradiction(train: int, micro: int, accumulation: int, dp: int) -> NoReturn:
+def _raise_contradiction(train: int, micro: int, accumulation: int, dp: int) -> NoReturn:
     product = micro * accumulation * dp
-    ways = [f"{TRAIN} {product}"]
+    remedies = [f"{TRAIN} {product}"]
     if train % (micro * dp) == 0:
-        ways.append(f"{ACCUMULATION} {train // (micro * dp)}")
+        remedies.append(f"{ACCUMULATION} {train // (micro * dp)}")
     if train % (accumulation * dp) == 0:
-        ways.append(f"{MICRO} {train // (accumulation * dp)}")
+        remedies.append(f"{MICRO} {train // (accumulation * dp)}")
     rule = f"{MICRO} {micro} x {ACCUMULATION} {accumulation} x dp {dp} = {product}, not {train}"
-    raise ConfigError(
-        Problem(TRAIN, train, rule, f"set {', or '.join(ways)}, or leave one of the three out")
-    )
+    remedy = f"set {', or '.join(remedies)}, or leave one of the three out"
+    raise ConfigError(Problem(TRAIN, train, rule, remedy))

@@ -1,336 +1,355 @@
-"""What a file means, as rows: each of its keys with its status and meaning, and each resolved value
-with its source. Pure data.
+"""Explanation of a configuration, which `plait config explain` prints.
 
-`plait config explain` prints them. A key that has no effect on the resolved configuration is shown
-as ignored, with the reason.
+Each key of the file becomes a row with its status and meaning. Each resolved value is listed with
+its source. A key that has no effect on the resolved configuration is shown as ignored, with the
+reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from plait.cluster.layout import Layout
+from plait.cluster.nccl import Library
 from plait.config.reading.source import Source
+from plait.config.resolving.batch import Batch
 from plait.config.resolving.degrees import smallest_world
 from plait.config.resolving.resolve import Outline, Resolved, finish, look, outline
 from plait.config.resolving.resolved_parts import LOSS_SCALE
 from plait.config.resolving.techniques import has_buckets
 from plait.config.schema.config import Config
+from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.provenance import Row, Status
 from plait.config.schema.trackers import SECTIONS
-from plait.config.values.numbers import MOST_PROCESSES
+from plait.config.values.numbers import MAX_PROCESSES
 from plait.errors import ConfigError, Problem
+from plait.parallel.accounting.compression_scheme import Scheme
+from plait.parallel.activations.activation_offload import ActivationOffload
+from plait.parallel.activations.recompute import Recompute
+from plait.parallel.compile import Compile
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.experts.routing import Routing
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.tiles.tiled_mlp import TiledMLP
 from plait.units import GIB, MIB
 
 
 @dataclass(frozen=True)
 class Value:
-    """One resolved value."""
+    """Resolved value and its source."""
 
     name: str
-    """The key that sets it, or, where no single key does, the part that it belongs to."""
+    """Key that sets the value, or the part that it belongs to if no single key sets it."""
     value: Any
     source: str
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The explanation of a file."""
+    """Keys and resolved values of a configuration, and its problems."""
 
     name: str
+    """Path of the file, or a phrase if there is none."""
     world_size: int | None
-    """None where the file is too wrong to have a layout."""
+    """Number of processes. None if problems prevent a layout."""
     keys: tuple[Row, ...]
-    """One row a key, in the order of the file."""
+    """Rows of all keys, in the order of the file."""
     values: tuple[Value, ...]
-    """Those that can be had; where there are problems, not all."""
+    """Resolved values. If there are problems, those that could be resolved."""
     problems: tuple[Problem, ...]
 
 
 def explain(
     source: Source | Sequence[str], overrides: Sequence[str] = (), *, world_size: int | None = None
 ) -> Explanation:
-    """Read, check and resolve `source` for `world_size` processes, by default `run.processes`, or
-    else as few as its degrees allow.
+    """Read, check and resolve a configuration, and explain it.
 
-    Raises ConfigError only where there are no keys to show (no such file, no JSON).
+    Args:
+        source: See `load`.
+        overrides: See `load`.
+        world_size: Number of processes. If None, `run.processes`, or else the smallest number that
+            satisfies the degrees.
+
+    Raises:
+        ConfigError: There are no keys to explain (no such file, invalid JSON). Other problems are
+            part of the result.
     """
-    document, found = look(source, overrides)
-    rows = tuple(found.rows)
+    document, examined = look(source, overrides)
+    rows = tuple(examined.rows)
     try:
-        config = finish(document, found)
-        world_size = world_size or _processes(config)
+        config = finish(document, examined)
+        world_size = world_size or _default_processes(config)
     except ConfigError as error:
         return Explanation(document.name, world_size, rows, (), error.problems)
+
     draft = outline(config, world_size=world_size)
+    values = values_of(draft)
     if draft.problems:
-        return Explanation(document.name, world_size, rows, values_of(draft), draft.problems)
+        return Explanation(document.name, world_size, rows, values, draft.problems)
     resolved = Resolved(**draft.values, sources=draft.sources)
-    return Explanation(
-        document.name, world_size, tuple(_idle(row, resolved) for row in rows), values_of(draft), ()
-    )
+    return Explanation(document.name, world_size, _mark_unused(rows, resolved), values, ())
 
 
-def _processes(config: Config) -> int:
-    given = config.run.processes if config.run is not None else "auto"
-    count = given if isinstance(given, int) else smallest_world(config.parallel)
-    if count > MOST_PROCESSES:
-        raise ConfigError(
-            Problem(
-                "parallel",
-                None,
-                f"its degrees take {count:,} processes, and there are at most {MOST_PROCESSES:,}",
-                "lower one",
-            )
-        )
+def _default_processes(config: Config) -> int:
+    # `run.processes` may be "auto", for which a machine would have to be inspected.
+    count = smallest_world(config.parallel)
+    if config.run is not None and isinstance(config.run.processes, int):
+        count = config.run.processes
+    if count > MAX_PROCESSES:
+        rule = f"its degrees take {count:,} processes, and there are at most {MAX_PROCESSES:,}"
+        raise ConfigError(Problem("parallel", None, rule, "lower one"))
     return count
 
 
-_BITS = {0: "none", 4: "int4", 8: "int8"}
-_FP16 = tuple(f"fp16.{key}" for key in LOSS_SCALE.values())
-_TENSOR = tuple(TensorParallel.model_fields)
+def _mark_unused(rows: Sequence[Row], resolved: Resolved) -> tuple[Row, ...]:
+    """Mark the keys that have no effect as ignored."""
+    reasons: dict[str, str] = {}
+    for paths, reason in _unused_settings(resolved):
+        for path in paths:
+            # If a setting is unused for several reasons, the first is shown.
+            reasons.setdefault(path, reason)
+
+    marked = []
+    for row in rows:
+        # The keys of an object such as `parallel.plan` are unused with their setting.
+        setting = row.path.rpartition(".")[0]
+        meaning = reasons.get(row.path) or reasons.get(setting)
+        if meaning is not None and row.status in (Status.SUPPORTED, Status.RENAMED):
+            row = replace(row, status=Status.IGNORED, meaning=meaning)
+        marked.append(row)
+    return tuple(marked)
 
 
-def _is_off(tracker: str) -> Callable[[Resolved], bool]:
-    return lambda resolved: tracker not in [spec.name for spec in resolved.trackers]
+Unused = tuple[Sequence[str], str]
+"""Paths of settings that have no effect, and the reason."""
 
 
-_IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
-    *(
-        (
-            tuple(f"{name}.{setting}" for setting in section.model_fields if setting != "enabled"),
-            _is_off(name),
-            f"{name}.enabled is false",
+def _unused_settings(resolved: Resolved) -> Iterator[Unused]:
+    yield from _unused_tracker_settings(resolved)
+    yield from _unused_precision_settings(resolved.precision)
+    yield from _unused_recompute_settings(resolved)
+    yield from _unused_offload_settings(resolved)
+    yield from _unused_reduction_settings(resolved)
+    yield from _unused_compression_settings(resolved)
+    yield from _unused_transport_settings(resolved)
+    if resolved.layout.tp == 1:
+        yield _under("parallel", *TensorParallel.model_fields), "parallel.tp is 1"
+    if not resolved.compile.enabled:
+        yield ("compile.backend", "compile.mode"), "compile is off"
+
+
+def _under(section: str, *names: str) -> list[str]:
+    """Return the paths of settings in a section."""
+    return [f"{section}.{name}" for name in names]
+
+
+def _unused_tracker_settings(resolved: Resolved) -> Iterator[Unused]:
+    enabled = [spec.name for spec in resolved.trackers]
+    for name, section in SECTIONS.items():
+        if name not in enabled:
+            settings = [setting for setting in section.model_fields if setting != "enabled"]
+            yield _under(name, *settings), f"{name}.enabled is false"
+
+
+def _unused_precision_settings(precision: Precision) -> Iterator[Unused]:
+    fp16 = _under("fp16", *LOSS_SCALE.values())
+    if precision.loss_scale is None:
+        yield fp16, "fp16 is off"
+    elif precision.loss_scale.static > 0:
+        dynamic = [path for path in fp16 if path != "fp16.loss_scale"]
+        yield dynamic, "the loss scale is constant (fp16.loss_scale)"
+    if precision.compute != "bfloat16":
+        yield ["bf16.check_grad_overflow"], "bf16 is off"
+    if precision.compute is None:
+        neither = "neither fp16 nor bf16 is on"
+        yield (
+            ["data_types.keep_in_fp32_modules"],
+            f"{neither}: modules compute in the parameters' dtype",
         )
-        for name, section in SECTIONS.items()
-    ),
-    (
-        ("zero_optimization.reduce_bucket_size", "parallel.bucket_mib"),
-        lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None),
-        (
-            "gradients are reduced block by block; there are buckets only at stage 0 in the model's"
-            " own dtype"
-        ),
-    ),
-    (_FP16, lambda r: r.precision.loss_scale is None, "fp16 is off"),
-    (
-        _FP16[1:],
-        lambda r: r.precision.loss_scale is not None and r.precision.loss_scale.static > 0,
-        "the loss scale is constant (fp16.loss_scale)",
-    ),
-    (tuple(f"parallel.{name}" for name in _TENSOR), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
-    (
-        ("parallel.recompute.every",),
-        lambda r: r.recompute.mode not in ("full", "selective"),
-        "it counts blocks for the modes full and selective; a budget decides for every block",
-    ),
-    (
-        ("parallel.recompute.keep",),
-        lambda r: r.recompute.mode not in ("selective", "budget"),
-        "the mode keeps no results of operators",
-    ),
-    (
-        ("parallel.recompute.sequence_length",),
-        lambda r: r.recompute.mode != "budget",
-        "the mode is not budget",
-    ),
-    (
-        ("parallel.activation_offload.device", "parallel.activation_offload.path"),
-        lambda r: r.activation_offload.fraction == 0,
-        "parallel.activation_offload.fraction is 0",
-    ),
-    (
-        ("parallel.activation_offload.path",),
-        lambda r: r.activation_offload.device != "disk",
-        "the device is not disk",
-    ),
-    (
-        tuple(
-            f"zero_optimization.offload_optimizer.{name}"
-            for name in ("nvme_path", "buffer_count", "buffer_size")
-        ),
-        lambda r: r.optimizer_offload.device != "nvme",
-        "zero_optimization.offload_optimizer.device is not nvme",
-    ),
-    (
-        ("zero_optimization.offload_optimizer.pin_memory",),
-        lambda r: r.optimizer_offload.device != "cpu",
-        "zero_optimization.offload_optimizer.device is not cpu",
-    ),
-    (
-        tuple(
-            f"zero_optimization.offload_param.{name}"
-            for name in ("nvme_path", "buffer_count", "buffer_size")
-        ),
-        lambda r: r.parameter_offload.device != "nvme" or r.parameter_offload.with_states,
-        "zero_optimization.offload_param.device is not nvme",
-    ),
-    (
-        ("zero_optimization.offload_optimizer.ratio",),
-        lambda r: r.optimizer_offload.device == "none",
-        "zero_optimization.offload_optimizer.device is none",
-    ),
-    (
-        ("activation_checkpointing.partition_activations",),
-        lambda r: r.layout.tp == 1,
-        "parallel.tp is 1",
-    ),
-    (
-        (
-            "activation_checkpointing.partition_activations",
-            "activation_checkpointing.cpu_checkpointing",
-        ),
-        lambda r: r.recompute.mode == "none",
-        (
-            "no block is recomputed (parallel.recompute.mode is none), so no input of one is kept"
-            " anywhere"
-        ),
-    ),
-    (
-        ("data_types.keep_in_fp32_modules",),
-        lambda r: r.precision.compute is None,
-        "neither fp16 nor bf16 is on: modules compute in the parameters' dtype",
-    ),
-    (
-        ("data_types.grad_accum_dtype",),
-        lambda r: r.precision.compute is None,
-        "neither fp16 nor bf16 is on: gradients have the parameters' dtype",
-    ),
-    (
-        ("parallel.measure_seconds",),
-        lambda r: r.data_parallel.all_reduce != "by-machines" or r.compression.scheme.gradients,
-        "all_reduce or compress_gradients selects how gradients are reduced",
-    ),
-    (
-        ("parallel.all_reduce", "parallel.measure_seconds"),
-        lambda r: (
-            not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None)
-            or r.layout.dp == 1
-        ),
-        "it applies only at stage 0, in the model's own dtype, over several processes",
-    ),
-    (
-        ("parallel.all_reduce",),
-        lambda r: r.compression.scheme.gradients,
-        "compressed gradients have their own all-reduce",
-    ),
-    (
-        (
-            "parallel.compress_gradients",
-            "parallel.compress_weights",
-            "parallel.secondary_partition",
-        ),
-        lambda r: r.layout.dp == 1,
-        "one data-parallel process exchanges nothing",
-    ),
-    (
-        ("parallel.compress_weights",),
-        lambda r: r.data_parallel.stage == 0,
-        "stage 0 gathers no parameters",
-    ),
-    (
-        ("parallel.secondary_partition",),
-        lambda r: r.data_parallel.secondary_partition == 0,
-        "stages 0 to 2, and a partition over all of dp_shard, gather once",
-    ),
-    (
-        ("parallel.error_feedback",),
-        lambda r: not any(way.gradient_bits for way in r.compression.schemes),
-        "gradients are not quantised",
-    ),
-    (
-        ("parallel.powersgd_rank",),
-        lambda r: not any(way.powersgd_rank for way in r.compression.schemes),
-        "compress_gradients does not have powersgd",
-    ),
-    (
-        ("parallel.transport",),
-        lambda r: r.data_parallel.stage == 0 and r.data_parallel.all_reduce != "by-machines",
-        "parallel.all_reduce names one of torch's collectives",
-    ),
-    (
-        ("parallel.transport",),
-        lambda r: (
-            r.compression.scheme.gradients
-            and (r.data_parallel.stage == 0 or bool(r.compression.scheme.weight_bits))
-        ),
-        "what is compressed goes through torch's collectives",
-    ),
-    (
-        ("parallel.transport",),
-        lambda r: r.layout.dp == 1,
-        "one data-parallel process exchanges nothing",
-    ),
-    (
-        ("parallel.transport",),
-        lambda r: r.layout.dp_shard == 1 and r.precision.compute is not None,
-        "replicated parameters that are cast are reduced by torch's collectives",
-    ),
-    (("bf16.check_grad_overflow",), lambda r: r.precision.compute != "bfloat16", "bf16 is off"),
-    (("compile.backend", "compile.mode"), lambda r: not r.compile.enabled, "compile is off"),
-)
+        yield (
+            ["data_types.grad_accum_dtype"],
+            f"{neither}: gradients have the parameters' dtype",
+        )
 
 
-def _idle(row: Row, resolved: Resolved) -> Row:
-    for paths, is_idle, why in _IDLE:
-        if (
-            (row.path in paths or row.path.rpartition(".")[0] in paths)
-            and row.status in (Status.SUPPORTED, Status.RENAMED)
-            and is_idle(resolved)
-        ):
-            return replace(row, status=Status.IGNORED, meaning=why)
-    return row
+def _unused_recompute_settings(resolved: Resolved) -> Iterator[Unused]:
+    mode = resolved.recompute.mode
+    if mode not in ("full", "selective"):
+        yield (
+            ["parallel.recompute.every"],
+            "it counts blocks for the modes full and selective; a budget decides for every block",
+        )
+    if mode not in ("selective", "budget"):
+        yield ["parallel.recompute.keep"], "the mode keeps no results of operators"
+    if mode != "budget":
+        yield ["parallel.recompute.sequence_length"], "the mode is not budget"
+
+    if resolved.layout.tp == 1:
+        yield ["activation_checkpointing.partition_activations"], "parallel.tp is 1"
+    if mode == "none":
+        yield (
+            _under("activation_checkpointing", "partition_activations", "cpu_checkpointing"),
+            "no block is recomputed (parallel.recompute.mode is none), so there are no inputs to"
+            " keep",
+        )
+
+
+def _unused_offload_settings(resolved: Resolved) -> Iterator[Unused]:
+    activations = "parallel.activation_offload"
+    if resolved.activation_offload.fraction == 0:
+        yield _under(activations, "device", "path"), f"{activations}.fraction is 0"
+    if resolved.activation_offload.device != "disk":
+        yield _under(activations, "path"), "the device is not disk"
+
+    optimizer = "zero_optimization.offload_optimizer"
+    files = ("nvme_path", "buffer_count", "buffer_size")
+    device = resolved.optimizer_offload.device
+    if device != "nvme":
+        yield _under(optimizer, *files), f"{optimizer}.device is not nvme"
+    if device != "cpu":
+        yield _under(optimizer, "pin_memory"), f"{optimizer}.device is not cpu"
+    if device == "none":
+        yield _under(optimizer, "ratio"), f"{optimizer}.device is none"
+
+    parameters = "zero_optimization.offload_param"
+    if resolved.parameter_offload.device != "nvme" or resolved.parameter_offload.with_states:
+        yield _under(parameters, *files), f"{parameters}.device is not nvme"
+
+
+def _unused_reduction_settings(resolved: Resolved) -> Iterator[Unused]:
+    data = resolved.data_parallel
+    buckets = has_buckets(data.stage, mixed=resolved.precision.compute is not None)
+    if not buckets:
+        yield (
+            ["zero_optimization.reduce_bucket_size", "parallel.bucket_mib"],
+            "gradients are reduced block by block; there are buckets only at stage 0 in the"
+            " model's own dtype",
+        )
+    if data.all_reduce != "by-machines" or resolved.compression.scheme.gradients:
+        yield (
+            ["parallel.measure_seconds"],
+            "all_reduce or compress_gradients selects how gradients are reduced",
+        )
+    if not buckets or resolved.layout.dp == 1:
+        yield (
+            ["parallel.all_reduce", "parallel.measure_seconds"],
+            "it applies only at stage 0, in the model's own dtype, over several processes",
+        )
+    if resolved.compression.scheme.gradients:
+        yield ["parallel.all_reduce"], "compressed gradients have their own all-reduce"
+
+
+def _unused_compression_settings(resolved: Resolved) -> Iterator[Unused]:
+    data = resolved.data_parallel
+    if resolved.layout.dp == 1:
+        yield (
+            _under("parallel", "compress_gradients", "compress_weights", "secondary_partition"),
+            "one data-parallel process exchanges nothing",
+        )
+    if data.stage == 0:
+        yield ["parallel.compress_weights"], "stage 0 gathers no parameters"
+    if data.secondary_partition == 0:
+        yield (
+            ["parallel.secondary_partition"],
+            "stages 0 to 2, and a partition over all of dp_shard, gather once",
+        )
+
+    schemes = resolved.compression.schemes
+    if not any(scheme.gradient_bits for scheme in schemes):
+        yield ["parallel.error_feedback"], "gradients are not quantised"
+    if not any(scheme.powersgd_rank for scheme in schemes):
+        yield ["parallel.powersgd_rank"], "compress_gradients does not have powersgd"
+
+
+def _unused_transport_settings(resolved: Resolved) -> Iterator[Unused]:
+    data = resolved.data_parallel
+    scheme = resolved.compression.scheme
+    path = ["parallel.transport"]
+    if data.stage == 0 and data.all_reduce != "by-machines":
+        yield path, "parallel.all_reduce names one of torch's collectives"
+    if scheme.gradients and (data.stage == 0 or scheme.weight_bits):
+        yield path, "compressed tensors are sent by torch's collectives"
+    if resolved.layout.dp == 1:
+        yield path, "one data-parallel process exchanges nothing"
+    if resolved.layout.dp_shard == 1 and resolved.precision.compute is not None:
+        yield path, "replicated parameters that are cast are reduced by torch's collectives"
 
 
 def values_of(resolved: Resolved | Outline) -> tuple[Value, ...]:
-    """Every value of a Resolved, or of what could be had of one, with its source, under the name
-    that sets it.
-    """
-    values = (
-        resolved.values
-        if isinstance(resolved, Outline)
-        else {name: getattr(resolved, name) for name in Resolved.model_fields}
-    )
-    named = _named(values, resolved.sources)
-    return tuple(Value(name, value, resolved.sources[name]) for name, value in named.items())
+    """Return the resolved values with their sources, under the keys that set them."""
+    if isinstance(resolved, Outline):
+        parts = resolved.values
+    else:
+        parts = {name: getattr(resolved, name) for name in Resolved.model_fields}
 
-
-def _said(offload: ParameterOffload) -> str:
-    return f"{offload.device}, with the states" if offload.with_states else offload.device
-
-
-def _scheme_of(compression: Compression) -> str | list[str]:
-    names = [
-        "powersgd" if one.powersgd_rank else _BITS[one.gradient_bits]
-        for one in compression.candidates or [compression.scheme]
-    ]
-    # the first steps decide among several, or for none
-    return names if compression.candidates else names[0]
-
-
-def _named(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """A part of a configuration that could not be resolved is left out."""
-    found: dict[str, Any] = {}
-    for part, tell in _TELL.items():
-        if part in values:
-            found |= tell(values[part])
+    values: dict[str, Any] = {}
+    for name, list_values in _LIST_VALUES.items():
+        # A part that could not be resolved is missing.
+        if name in parts:
+            values |= list_values(parts[name])
     for section in ("faults", "model", "data", "run"):
-        found |= _flat(values[section], section, sources)
-    return found
+        values |= _section_values(parts[section], section, resolved.sources)
+    return tuple(Value(name, value, resolved.sources[name]) for name, value in values.items())
 
 
+def _section_values(section: Any, path: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a section of the schema, which may contain sections."""
+    if section is None:
+        return {}
+    values: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        inner = f"{path}.{name}"
+        value = getattr(section, name)
+        if inner in sources:
+            values[inner] = value
+        else:
+            values |= _section_values(value, inner, sources)
+    return values
+
+
+_BITS = {0: "none", 4: "int4", 8: "int8"}
 _AUTO = {"prefer-shared-memory": "auto", "by-machines": "auto"}
-"""Resolved values that no file can contain, and the "auto" that leads to them. Each process group
-decides when it is made."""
+"""Resolved values that no file can contain, and the value that leads to them. Each process group
+decides when it is created.
+"""
 
 
-def _of_data(data: DataParallel) -> dict[str, Any]:
+def _batch_values(batch: Batch) -> dict[str, Any]:
+    return {
+        "train_batch_size": batch.train_batch_size,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.accumulation,
+    }
+
+
+def _layout_values(layout: Layout) -> dict[str, Any]:
+    degrees = {**layout.degrees, "ep": layout.ep}
+    return {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+
+
+def _tensor_values(tensor: TensorParallel) -> dict[str, Any]:
+    return {f"parallel.{name}": getattr(tensor, name) for name in TensorParallel.model_fields}
+
+
+def _routing_values(routing: Routing) -> dict[str, Any]:
+    return {
+        "experts.bias_update_rate": routing.bias_update_rate,
+        "experts.balance": routing.balance,
+        "experts.z_loss": routing.z_loss,
+    }
+
+
+def _block_values(blocks: Sequence[str]) -> dict[str, Any]:
+    return {"parallel.blocks": list(blocks) or "found in the model"}
+
+
+def _data_values(data: DataParallel) -> dict[str, Any]:
     return {
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,
@@ -342,110 +361,144 @@ def _of_data(data: DataParallel) -> dict[str, Any]:
     }
 
 
-def _of_compression(compression: Compression) -> dict[str, Any]:
+def _compression_values(compression: Compression) -> dict[str, Any]:
+    schemes = compression.schemes
     return {
-        "parallel.compress_gradients": _scheme_of(compression),
+        "parallel.compress_gradients": _compress_gradients(compression),
         "parallel.compress_weights": _BITS[compression.scheme.weight_bits],
         "parallel.error_feedback": any(
-            scheme.error_feedback or scheme.powersgd_rank for scheme in compression.schemes
+            scheme.error_feedback or scheme.powersgd_rank for scheme in schemes
         ),
-        "parallel.powersgd_rank": max(scheme.powersgd_rank for scheme in compression.schemes),
+        "parallel.powersgd_rank": max(scheme.powersgd_rank for scheme in schemes),
     }
 
 
-def _of_precision(precision: Precision) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "precision.compute": precision.compute or "the parameters' own",
-        "precision.reduce": precision.reduce or "the gradients' own",
-        "precision.check_overflow": precision.check_overflow,
-    }
-    scale = precision.loss_scale
-    if scale is not None:
-        found |= {f"fp16.{key}": getattr(scale, name) for name, key in LOSS_SCALE.items()}
-    return found
+def _compress_gradients(compression: Compression) -> str | list[str]:
+    """Return the scheme, or the list of candidates among which the first steps select."""
+    if compression.candidates:
+        return [_scheme_name(scheme) for scheme in compression.candidates]
+    return _scheme_name(compression.scheme)
 
 
-_TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "batch": lambda batch: {
-        "train_batch_size": batch.train_batch_size,
-        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
-        "gradient_accumulation_steps": batch.accumulation,
-    },
-    "layout": lambda layout: {
-        f"parallel.{axis}": degree for axis, degree in {**layout.degrees, "ep": layout.ep}.items()
-    },
-    "tensor_parallel": lambda tensor: {
-        f"parallel.{name}": getattr(tensor, name) for name in _TENSOR
-    },
-    "routing": lambda routing: {
-        f"experts.{name}": getattr(routing, name)
-        for name in ("bias_update_rate", "balance", "z_loss")
-    },
-    "blocks": lambda blocks: {"parallel.blocks": list(blocks) or "found in the model"},
-    "data_parallel": _of_data,
-    "compression": _of_compression,
-    "loss_chunk_tokens": lambda tokens: {"parallel.loss_chunk_tokens": tokens},
-    "tiled_mlp": lambda tiled: {"parallel.mlp_tile_tokens": tiled.tokens},
-    "recompute": lambda recompute: {
+def _scheme_name(scheme: Scheme) -> str:
+    if scheme.powersgd_rank:
+        return "powersgd"
+    return _BITS[scheme.gradient_bits]
+
+
+def _loss_chunk_values(tokens: int) -> dict[str, Any]:
+    return {"parallel.loss_chunk_tokens": tokens}
+
+
+def _tiled_mlp_values(tiled: TiledMLP) -> dict[str, Any]:
+    return {"parallel.mlp_tile_tokens": tiled.tokens}
+
+
+def _recompute_values(recompute: Recompute) -> dict[str, Any]:
+    return {
         "parallel.recompute.mode": recompute.mode,
         "parallel.recompute.every": recompute.every,
         "parallel.recompute.keep": list(recompute.keep),
         "parallel.recompute.budget_gib": recompute.budget_bytes / GIB or "none",
         "parallel.recompute.sequence_length": recompute.sequence_length or "not needed",
         "activation_checkpointing.partition_activations": recompute.partition_inputs,
-    },
-    "activation_offload": lambda offload: {
+    }
+
+
+def _activation_offload_values(offload: ActivationOffload) -> dict[str, Any]:
+    return {
         "parallel.activation_offload.fraction": offload.fraction,
         "parallel.activation_offload.device": offload.device,
         "parallel.activation_offload.path": offload.path or "none",
-    },
-    "library": lambda library: library.explained(),
-    "parameter_offload": lambda offload: {
-        "zero_optimization.offload_param.device": _said(offload),
-        "zero_optimization.offload_param.nvme_path": offload.path or "none",
-        "zero_optimization.offload_param.buffer_count": offload.buffer_count,
-        "zero_optimization.offload_param.buffer_size": offload.buffer_bytes // 4 or "not needed",
-    },
-    "optimizer_offload": lambda offload: {
-        "zero_optimization.offload_optimizer.device": offload.device,
-        "zero_optimization.offload_optimizer.pin_memory": offload.pin_memory,
-        "zero_optimization.offload_optimizer.ratio": offload.ratio,
-        "zero_optimization.offload_optimizer.nvme_path": offload.path or "none",
-        "zero_optimization.offload_optimizer.buffer_count": offload.buffer_count,
-        "zero_optimization.offload_optimizer.buffer_size": (
-            offload.buffer_bytes // 4 or "not needed"
-        ),
-    },
-    "precision": _of_precision,
-    "gradient_clipping": lambda norm: {"gradient_clipping": norm},
-    "optimizer": lambda spec: {
-        "optimizer.type": spec.type,
-        "optimizer.states": spec.states,
-        **{f"optimizer.params.{name}": value for name, value in spec.params.items()},
-    },
-    "scheduler": lambda spec: {
-        "scheduler.type": spec.type if spec else "constant",
-        **{
-            f"scheduler.params.{name}": value
-            for name, value in (spec.params if spec else {}).items()
-        },
-    },
-    "compile": lambda compiled: {
-        f"compile.{name}": getattr(compiled, name) for name in ("enabled", "backend", "mode")
-    },
+    }
+
+
+def _library_values(library: Library) -> dict[str, Any]:
+    return {**library.explained()}
+
+
+def _parameter_offload_values(offload: ParameterOffload) -> dict[str, Any]:
+    section = "zero_optimization.offload_param"
+    device: str = offload.device
+    if offload.with_states:
+        device = f"{device}, with the states"
+    return {
+        f"{section}.device": device,
+        f"{section}.nvme_path": offload.path or "none",
+        f"{section}.buffer_count": offload.buffer_count,
+        # The key counts float32 elements.
+        f"{section}.buffer_size": offload.buffer_bytes // 4 or "not needed",
+    }
+
+
+def _optimizer_offload_values(offload: OptimizerOffload) -> dict[str, Any]:
+    section = "zero_optimization.offload_optimizer"
+    return {
+        f"{section}.device": offload.device,
+        f"{section}.pin_memory": offload.pin_memory,
+        f"{section}.ratio": offload.ratio,
+        f"{section}.nvme_path": offload.path or "none",
+        f"{section}.buffer_count": offload.buffer_count,
+        # The key counts float32 elements.
+        f"{section}.buffer_size": offload.buffer_bytes // 4 or "not needed",
+    }
+
+
+def _precision_values(precision: Precision) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "precision.compute": precision.compute or "the parameters' own",
+        "precision.reduce": precision.reduce or "the gradients' own",
+        "precision.check_overflow": precision.check_overflow,
+    }
+    scale = precision.loss_scale
+    if scale is not None:
+        values |= {f"fp16.{key}": getattr(scale, name) for name, key in LOSS_SCALE.items()}
+    return values
+
+
+def _clipping_values(norm: float) -> dict[str, Any]:
+    return {"gradient_clipping": norm}
+
+
+def _optimizer_values(spec: OptimizerSpec) -> dict[str, Any]:
+    params = {f"optimizer.params.{name}": value for name, value in spec.params.items()}
+    return {"optimizer.type": spec.type, "optimizer.states": spec.states, **params}
+
+
+def _scheduler_values(spec: SchedulerSpec | None) -> dict[str, Any]:
+    if spec is None:
+        return {"scheduler.type": "constant"}
+    params = {f"scheduler.params.{name}": value for name, value in spec.params.items()}
+    return {"scheduler.type": spec.type, **params}
+
+
+def _compile_values(compiled: Compile) -> dict[str, Any]:
+    return {
+        "compile.enabled": compiled.enabled,
+        "compile.backend": compiled.backend,
+        "compile.mode": compiled.mode,
+    }
+
+
+_LIST_VALUES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "batch": _batch_values,
+    "layout": _layout_values,
+    "tensor_parallel": _tensor_values,
+    "routing": _routing_values,
+    "blocks": _block_values,
+    "data_parallel": _data_values,
+    "compression": _compression_values,
+    "loss_chunk_tokens": _loss_chunk_values,
+    "tiled_mlp": _tiled_mlp_values,
+    "recompute": _recompute_values,
+    "activation_offload": _activation_offload_values,
+    "library": _library_values,
+    "parameter_offload": _parameter_offload_values,
+    "optimizer_offload": _optimizer_offload_values,
+    "precision": _precision_values,
+    "gradient_clipping": _clipping_values,
+    "optimizer": _optimizer_values,
+    "scheduler": _scheduler_values,
+    "compile": _compile_values,
 }
-"""Part of a configuration to its values, under the names that set them."""
-
-
-def _flat(section: Any, path: str, sources: Mapping[str, str]) -> dict[str, Any]:
-    if section is None:
-        return {}
-    found: dict[str, Any] = {}
-    for name in type(section).model_fields:
-        inner = f"{path}.{name}"
-        value = getattr(section, name)
-        if inner in sources:
-            found[inner] = value
-        else:
-            found |= _flat(value, inner, sources)
-    return found
+"""Functions that return the values of a part of Resolved by key, in the order of the output."""

@@ -1,8 +1,7 @@
-"""The JSON schema of the one file, for editors and other programs: the schema's own, and every
-other key that a file may contain.
+"""JSON schema of the configuration file, for editors and other programs.
 
-Keys that are ignored, or refused for most values, are marked `deprecated` with the reason as their
-description.
+It contains the fields of the schema, the keys of the DeepSpeed table and the aliases. Keys that are
+ignored, or refused for most values, are marked `deprecated` with the reason as their description.
 """
 
 from __future__ import annotations
@@ -16,65 +15,76 @@ from plait.config.schema.config import Config
 
 _TYPES: dict[Kind, list[str]] = {
     "flag": ["boolean"],
-    "whole": ["integer"],
+    "integer": ["integer"],
     "number": ["number"],
     "text": ["string"],
     "list": ["array"],
-    "tree": ["object", "boolean"],
+    "object": ["object", "boolean"],
 }
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema as JSON values."""
+    """Return the schema as JSON values."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **Config.model_json_schema(),
         "title": "Plait configuration",
     }
     for path in PLANNED:
-        _or_auto(schema, path)
+        _allow_auto(schema, path)
+
     for path, key in TABLE.items():
-        types = {"type": sorted({*_TYPES[key.kind], "string"})} if key.kind in _TYPES else {}
-        _add(schema, path, {**types, "description": f"{key.status}: {key.why}", "deprecated": True})
+        entry: dict[str, Any] = {}
+        if key.kind in _TYPES:
+            # "auto" and quoted numbers are strings.
+            entry["type"] = sorted({*_TYPES[key.kind], "string"})
+        entry |= {"description": f"{key.status}: {key.why}", "deprecated": True}
+        _add_property(schema, path, entry)
+
     for path, alias in ALIASES.items():
-        _add(schema, path, {"description": f"Another name of {alias.target} ({alias.note})."})
+        entry = {"description": f"Another name of {alias.target} ({alias.note})."}
+        _add_property(schema, path, entry)
     return schema
 
 
-def _or_auto(schema: dict[str, Any], path: str) -> None:
-    """ "auto" too, which `plait train` and `plait plan` answer."""
+def _allow_auto(schema: dict[str, Any], path: str) -> None:
+    """Add "auto" to the values of a setting that `plait train` and `plait plan` can decide."""
     *parents, last = path.split(".")
     node = schema
     for name in parents:
-        node = _followed(schema, node["properties"][name])
-    found = node["properties"][last]
-    told = {name: found.pop(name) for name in ("description", "default", "title") if name in found}
+        node = _dereference(schema, node["properties"][name])
+
+    entry = node["properties"][last]
+    # These describe the setting and not one of its alternatives.
+    annotations = {}
+    for name in ("description", "default", "title"):
+        if name in entry:
+            annotations[name] = entry.pop(name)
+    alternatives = entry.get("anyOf") or [entry]
     node["properties"][last] = {
-        "anyOf": [*(found.get("anyOf") or [found]), {"const": "auto", "type": "string"}],
-        **told,
+        "anyOf": [*alternatives, {"const": "auto", "type": "string"}],
+        **annotations,
     }
 
 
-def _add(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> None:
+def _add_property(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> None:
+    """Add an entry at a path, with the sections that the schema does not contain."""
     *parents, last = path.split(".")
     node = schema
     for name in parents:
+        section = {"type": ["object", "boolean"], "additionalProperties": False}
         properties = node.setdefault("properties", {})
-        node = _followed(
-            schema,
-            properties.setdefault(
-                name, {"type": ["object", "boolean"], "additionalProperties": False}
-            ),
-        )
+        node = _dereference(schema, properties.setdefault(name, section))
     node.setdefault("properties", {}).setdefault(last, entry)
 
 
-def _followed(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    """The object behind a reference, or behind `X | None`."""
-    for option in node.get("anyOf", []):
-        if "$ref" in option:
-            node = option
-    if "$ref" in node:
-        found: dict[str, Any] = schema["$defs"][node["$ref"].rpartition("/")[2]]
-        return found
-    return node
+def _dereference(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    """Return the object behind a reference, or behind `X | None`."""
+    for alternative in node.get("anyOf", []):
+        if "$ref" in alternative:
+            node = alternative
+    if "$ref" not in node:
+        return node
+    name = node["$ref"].rpartition("/")[2]
+    definition: dict[str, Any] = schema["$defs"][name]
+    return definition

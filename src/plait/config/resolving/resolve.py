@@ -1,8 +1,13 @@
-"""From a file to what runs: `load` reads and checks it, `resolve` ends every "auto" and fills in
-what was left out.
+"""`load` reads and checks a configuration; `resolve` decides everything that it leaves open.
 
-Pure: no process group, no environment, no look at the machine; the number of processes is an
-argument. What is resolved says of every value where it came from.
+Both are pure: they use no process group, no environment variable and no property of the machine.
+The number of processes is an argument. A `Resolved` records the source of every value.
+
+Note [All problems are reported]
+    A user should see all mistakes of a file at once. `examine` collects the problems of keys, and
+    `validate` those of values. `outline` calls the function of each part with `Findings.attempt`,
+    which records the problems of the part; parts that depend on it are skipped. Each stage raises
+    a single ConfigError with its problems.
 """
 
 from __future__ import annotations
@@ -24,9 +29,8 @@ from plait.config.resolving import resolved_parts, techniques
 from plait.config.resolving.batch import Batch
 from plait.config.resolving.validation import validate
 from plait.config.schema.config import Config
-from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
-from plait.config.schema.sections import DataSection, ModelSection, RunSection
+from plait.config.schema.sections import DataSection, FaultsSection, ModelSection, RunSection
 from plait.config.schema.trackers import TrackerSpec
 from plait.errors import ConfigError, Problem, refuse
 from plait.parallel.activations.activation_offload import ActivationOffload
@@ -49,86 +53,92 @@ from plait.policy import Policy
 
 
 class Resolved(Policy):
-    """A configuration with nothing left open: no "auto", and None only where a field says what it
-    means.
+    """Configuration in which nothing is open.
+
+    It contains no "auto", and None only where the field documents its meaning.
     """
 
     layout: Layout
     """Degrees of the parallel axes and the placement of ranks."""
     batch: Batch
-    """How many samples, where."""
+    """Batch sizes."""
     tensor_parallel: TensorParallel
-    """How layers are split over the tp axis."""
+    """Splitting of layers over the tp axis."""
     context_parallel: ContextParallel
-    """How sequences are cut over the cp axis."""
+    """Splitting of sequences over the cp axis."""
     expert_parallel: ExpertParallel = ExpertParallel()
-    """How experts are split over the ep axis."""
+    """Splitting of experts over the ep axis."""
     routing: Routing
-    """How routers of experts are kept in balance."""
+    """Load balancing of the routers of experts."""
     pipeline: Pipeline
-    """How the pp axis is used."""
+    """Pipeline schedule and stages of the pp axis."""
     data_parallel: DataParallel
-    """ZeRO stage, and how gradients are reduced."""
+    """ZeRO stage and reduction of gradients."""
     compression: Compression
-    """What is smaller on the way between data-parallel ranks."""
+    """Compression of the traffic between data-parallel ranks."""
     precision: Precision
-    """The dtypes of computation and reduction; None is the parameters' own."""
+    """Dtypes of computation and reduction; None is the dtype of the parameters."""
     compile: Compile
     """torch.compile."""
     recompute: Recompute
-    """Which blocks recompute what."""
+    """Activation checkpointing."""
     tiled_mlp: TiledMLP = TiledMLP()
-    """How many tokens of an MLP are computed at the same time."""
+    """Number of tokens for which an MLP is computed at a time."""
     activation_offload: ActivationOffload
-    """Where blocks put what they save for backward."""
+    """Offload of the tensors that blocks save for backward."""
     optimizer_offload: OptimizerOffload
-    """Where optimizer states and gradients live."""
+    """Storage tier of optimizer states and gradients."""
     parameter_offload: ParameterOffload
-    """Where the shards of parameters live."""
+    """Storage tier of the parameter shards."""
     library: Library = Library()
-    """Settings of the GPUs' own library of collectives."""
+    """Settings of the collectives library of the GPUs."""
     faults: FaultsSection = FaultsSection()
-    """How long ranks wait, and what is checked in every step."""
+    """Timeouts of collectives, and checks of every step."""
     loss_chunk_tokens: int = 0
-    """Tokens whose logits exist at the same time; 0 is all."""
+    """Number of tokens whose logits exist at the same time; 0 is all."""
     added: tuple[SerializeAsAny[Technique], ...] = ()
-    """Techniques that the caller brings, besides those of the file."""
+    """Techniques of the caller, in addition to those of the file."""
     blocks: tuple[str, ...] = ()
-    """Names or patterns of the repeated blocks; empty: found in the model."""
+    """Names or patterns of the repeated blocks. If empty, they are searched in the model."""
     gradient_clipping: float
-    """The largest norm of all gradients together; 0 does not clip."""
+    """Maximum of the global gradient norm; 0 does not clip."""
     optimizer: OptimizerSpec
-    """The optimizer."""
+    """Optimizer."""
     scheduler: SchedulerSpec | None
-    """The schedule of the learning rate; None is constant."""
+    """Learning rate schedule; None is a constant rate."""
     seed: int
-    """Initial weights, the order of the data and dropout follow from it."""
+    """Seed of the initial weights, the order of the data and dropout."""
     model: ModelSection | None
-    """The model to build; None where the caller brings it."""
+    """Model to build; None if the caller provides it."""
     data: DataSection | None
-    """The text to read; None where the caller brings the batches."""
+    """Training text to read; None if the caller provides the batches."""
     run: RunSection
-    """How long the run is, and what it writes."""
+    """Length and output of the run."""
     trackers: tuple[TrackerSpec, ...] = ()
     """Trackers that are enabled, with all of their settings."""
     sources: Mapping[str, str]
-    """Where each value came from: "file", "override", "default", "auto: ...", "derived: ...". By
-    the name in the file, else by the path in this class.
+    """Source of each value: "file", "override", "default", "auto: ...", "derived: ...". The key is
+    the name in the file, or else the path in this class.
     """
 
     def tracker_setting(self, spec: TrackerSpec) -> str:
         """Return the setting that enables a tracker."""
-        in_run = any(entry.name == spec.name for entry in self.run.trackers)
-        return "run.trackers" if in_run else f"{spec.name}.enabled"
+        if any(entry.name == spec.name for entry in self.run.trackers):
+            return "run.trackers"
+        return f"{spec.name}.enabled"
 
     def assumed(self) -> str | None:
-        """One sentence about what "auto" was filled with that a command line would decide
-        (Transformers' TrainingArguments); None where nothing was.
+        """Return a warning about values of "auto" that Transformers' command line would decide.
+
+        Returns:
+            The names and values that were assumed, or None if there are none.
         """
         names = [name for name, source in self.sources.items() if source == resolved_parts.ASSUMED]
         if not names:
             return None
-        values = {**self.optimizer.params, **(self.scheduler.params if self.scheduler else {})}
+        values = dict(self.optimizer.params)
+        if self.scheduler is not None:
+            values |= self.scheduler.params
         shown = ", ".join(f"{name} = {values.get(name.rpartition('.')[2])}" for name in names)
         return (
             f'"auto" is filled by Transformers\' own defaults: {shown}; write the values of your'
@@ -137,17 +147,15 @@ class Resolved(Policy):
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
-        """The one list of them, in order, which the engine and the account iterate over. One that
-        the caller brings and that splits the batch over cp takes the place of Plait's own.
-        """
-        values = (getattr(self, name) for name in type(self).model_fields)
-        brought = any("cp" in technique.batch_axes for technique in self.added)
-        own = (
-            value
-            for value in values
-            if isinstance(value, Technique) and not (brought and isinstance(value, ContextParallel))
-        )
-        return in_order([*own, *self.added])
+        """All techniques in order. The engine and the memory account iterate over them."""
+        values = [getattr(self, name) for name in type(self).model_fields]
+        configured = [value for value in values if isinstance(value, Technique)]
+        # A technique of the caller that splits the batch over cp replaces Plait's own.
+        if any("cp" in technique.batch_axes for technique in self.added):
+            configured = [
+                technique for technique in configured if not isinstance(technique, ContextParallel)
+            ]
+        return in_order([*configured, *self.added])
 
     def context(
         self,
@@ -156,8 +164,12 @@ class Resolved(Policy):
         model: nn.Module | None = None,
         blocks: tuple[str, ...] = (),
     ) -> Context:
-        """What the techniques' checks ask; without a model, what they can know before it is
-        built.
+        """Return the context of the techniques' checks.
+
+        Args:
+            device_type: Type of the devices.
+            model: Model, or None before it is built. Checks of the model are then skipped.
+            blocks: Names of the repeated blocks.
         """
         return Context(
             self.layout, self.techniques, self.batch.accumulation, device_type, model, blocks
@@ -165,59 +177,73 @@ class Resolved(Policy):
 
 
 def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
-    """A checked configuration; it may still say "auto".
+    """Read and check a configuration. The result may still contain "auto".
 
-    `source` is a path to JSON (comments allowed) or YAML of Plait or DeepSpeed, a mapping, or
-    DeepSpeed's base64. Files of Accelerate and of the Trainer's fsdp_config, and Megatron's flags,
-    are refused with the command that converts them. `overrides` are `a.b=c` texts that win over the
-    file, whatever name the file uses for the setting. Raises ConfigError with every problem.
+    Args:
+        source: Path of a JSON file (comments allowed) or YAML file of Plait or DeepSpeed, a
+            mapping, or DeepSpeed's base64. A Config is returned unchanged. Files of Accelerate and
+            of the Trainer's fsdp_config, and Megatron's flags, are refused with the command that
+            converts them.
+        overrides: Texts `a.b=c` that take precedence over the file, whatever name the file uses for
+            the setting.
+
+    Raises:
+        ConfigError: All problems.
     """
-    if isinstance(source, Config):
-        if overrides:
-            raise ConfigError(
-                Problem(
-                    "overrides",
-                    ", ".join(overrides),
-                    "apply to a file or a mapping, not to a Config",
-                    "load them together",
-                )
-            )
-        return source
-    return finish(*look(source, overrides))
+    if not isinstance(source, Config):
+        return finish(*look(source, overrides))
+    if overrides:
+        rule = "apply to a file or a mapping, not to a Config"
+        raise ConfigError(Problem("overrides", ", ".join(overrides), rule, "load them together"))
+    return source
 
 
 def look(
     source: Source | Sequence[str], overrides: Sequence[str] = ()
 ) -> tuple[Document, Examined]:
-    """The first half of `load`: every key looked up and problems collected, not raised.
+    """Read a configuration and look up its keys: the first half of `load`.
 
-    Raises ConfigError only where there are no keys to look at (no such file, no JSON, a file of
-    another program) and for a malformed override.
+    Problems are collected in the result.
+
+    Raises:
+        ConfigError: There are no keys to look up (no such file, invalid JSON, a file of another
+            program), or an override is malformed.
     """
     if not isinstance(source, str | Path | Mapping | Sequence):
         raise TypeError(f"a configuration is a path or a mapping, not {type(source).__name__}")
     if not isinstance(source, str | Path | Mapping):
+        # A list of texts is a command line of Megatron-LM.
         refuse_flags(source)
     document = read(source)
     refuse_foreign(document)
     return document, examine(document, [parse_override(text) for text in overrides])
 
 
-def finish(document: Document, found: Examined) -> Config:
-    """The second half of `load`: the Config. Raises ConfigError with every problem of keys and of
-    values.
+def finish(document: Document, examined: Examined) -> Config:
+    """Return the Config of a document: the second half of `load`.
+
+    Raises:
+        ConfigError: All problems of keys and values.
     """
-    return checked(found, found.tree).with_provenance(found.provenance(document.name))
+    config = checked(examined, examined.tree)
+    return config.with_provenance(examined.provenance(document.name))
 
 
-def checked(found: Examined, tree: Mapping[str, Any]) -> Config:
-    """`tree`, which is `found`'s or part of it, as a Config. Raises ConfigError with every problem
-    of keys and of values.
+def checked(examined: Examined, tree: Mapping[str, Any]) -> Config:
+    """Return a tree as a Config.
+
+    Args:
+        examined: Document whose problems are reported too.
+        tree: Tree of `examined`, or a part of it.
+
+    Raises:
+        ConfigError: All problems of keys and values.
     """
-    problems = list(found.problems)
+    problems = list(examined.problems)
     try:
-        config = validate(tree, written=found.written)
+        config = validate(tree, written=examined.written)
     except ConfigError as error:
+        # See Note [All problems are reported].
         problems += error.problems
     refuse(problems)
     return config
@@ -232,12 +258,19 @@ def resolve(
     micro_batch_size: int | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Everything that `config` leaves open, for `world_size` processes.
+    """Decide everything that a configuration leaves open.
 
-    `hidden_size` decides an "auto" bucket, `total_steps` an "auto" length of the schedule (else
-    `run.steps`), `micro_batch_size` is taken where the file gives no batch size. `auto` says what
-    "auto" means by path ({"optimizer.params.lr": 1e-4, "bf16.enabled": True}), as Transformers'
-    TrainingArguments do. Raises ConfigError with every problem.
+    Args:
+        config: Configuration.
+        world_size: Number of processes.
+        hidden_size: Hidden size of the model, for an "auto" gradient bucket.
+        total_steps: Length of the run, for an "auto" schedule. If None, `run.steps`.
+        micro_batch_size: Micro-batch size for a file without batch sizes.
+        auto: Values that replace "auto", by path ({"optimizer.params.lr": 1e-4}), as Transformers'
+            TrainingArguments do.
+
+    Raises:
+        ConfigError: All problems.
     """
     draft = outline(
         config,
@@ -254,11 +287,12 @@ def resolve(
 
 @dataclass(frozen=True)
 class Outline:
-    """What of a configuration can be resolved, and what is wrong with the rest."""
+    """Values of a configuration that could be resolved, and the problems of the others."""
 
     values: Mapping[str, Any]
-    """Field of Resolved to its value; without the fields that cannot be had."""
+    """Values by field of Resolved. Fields that could not be resolved are missing."""
     sources: Mapping[str, str]
+    """Source of each value, as in `Resolved`."""
     problems: tuple[Problem, ...]
 
 
@@ -271,71 +305,71 @@ def outline(
     micro_batch_size: int | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> Outline:
-    """As `resolve`, with the problems beside what is right."""
-    found = resolved_parts.Findings(config, dict(auto or {}))
-    layout = found.attempt(lambda: resolved_parts.layout(found, world_size=world_size))
-    batch = (
-        found.attempt(
-            lambda: resolved_parts.batch(found, dp=layout.dp, micro_batch_size=micro_batch_size)
+    """Resolve a configuration as far as possible. See `resolve` for the arguments."""
+    findings = resolved_parts.Findings(config, dict(auto or {}))
+    # See Note [All problems are reported].
+    attempt = findings.attempt
+
+    layout = attempt(resolved_parts.layout, findings, world_size=world_size)
+    batch = None
+    if layout is not None:
+        batch = attempt(
+            resolved_parts.batch, findings, dp=layout.dp, micro_batch_size=micro_batch_size
         )
-        if layout
-        else None
-    )
-    precision = found.attempt(lambda: resolved_parts.precision(found))
-    compression = (
-        found.attempt(lambda: techniques.compression(found, precision))
-        if precision is not None
-        else None
-    )
+    precision = attempt(resolved_parts.precision, findings)
+    compression = None
+    if precision is not None:
+        compression = attempt(techniques.compression, findings, precision)
     data_parallel = None
     if precision is not None and compression is not None:
-        shard = layout.dp_shard if layout is not None else 1
-        scheme = compression.scheme
-        data_parallel = found.attempt(
-            lambda: techniques.data_parallel(
-                found, precision, scheme, shard=shard, hidden_size=hidden_size
-            )
+        data_parallel = attempt(
+            techniques.data_parallel,
+            findings,
+            precision,
+            compression.scheme,
+            shard=layout.dp_shard if layout is not None else 1,
+            hidden_size=hidden_size,
         )
-    optimizer = resolved_parts.optimizer(found)
-    scheduler = resolved_parts.scheduler(found, optimizer, total_steps=total_steps)
-    compiled = resolved_parts.compiled(found)
-    recompute = found.attempt(lambda: techniques.recompute(found))
-    offload = found.attempt(lambda: techniques.activation_offload(found))
-    states = found.attempt(lambda: techniques.optimizer_offload(found))
-    shards = found.attempt(lambda: techniques.parameter_offload(found))
-    clipping = found.value(
+
+    optimizer = resolved_parts.optimizer(findings)
+    scheduler = resolved_parts.scheduler(findings, optimizer, total_steps=total_steps)
+    compiled = resolved_parts.compiled(findings)
+    recompute = attempt(techniques.recompute, findings)
+    activation_offload = attempt(techniques.activation_offload, findings)
+    optimizer_offload = attempt(techniques.optimizer_offload, findings)
+    parameter_offload = attempt(techniques.parameter_offload, findings)
+    clipping = findings.resolve_auto(
         "gradient_clipping",
         config.gradient_clipping,
         1.0,
         "1.0, the default of DeepSpeed and of Transformers",
     )
-    if layout and batch and precision and compression and data_parallel and states:
-        found.attempt(
-            lambda: techniques.refuse_in_backward(
-                data_parallel,
-                compression,
-                layout,
-                batch,
-                precision,
-                states,
-                clipping=clipping,
-                non_finite=config.faults.non_finite,
-            )
+
+    # Combinations are checked only if all of their parts could be resolved.
+    if layout and batch and precision and compression and data_parallel and optimizer_offload:
+        attempt(
+            techniques.refuse_in_backward,
+            data_parallel,
+            compression,
+            layout,
+            batch,
+            precision,
+            optimizer_offload,
+            clipping=clipping,
+            non_finite=config.faults.non_finite,
         )
-    tensor = techniques.tensor_parallel(found)
-    pipeline = techniques.pipeline(found, layout) if layout is not None else None
-    if layout and pipeline:
-        found.attempt(lambda: techniques.refuse_overlap(tensor, pipeline, layout))
-    if data_parallel and states:
-        found.attempt(lambda: techniques.refuse_small_states(optimizer, data_parallel, states))
+    tensor = techniques.tensor_parallel(findings)
+    pipeline = None
+    if layout is not None:
+        pipeline = techniques.pipeline(findings, layout)
+        attempt(techniques.refuse_overlap, tensor, pipeline, layout)
+    if data_parallel and optimizer_offload:
+        attempt(techniques.refuse_small_states, optimizer, data_parallel, optimizer_offload)
     if data_parallel and precision and layout:
-        found.attempt(
-            lambda: techniques.refuse_unsharded_optimizer(
-                optimizer, data_parallel, precision, layout
-            )
-        )
+        attempt(techniques.refuse_unsharded_optimizer, optimizer, data_parallel, precision, layout)
+
     run = config.run or RunSection()
-    tried: dict[str, Any] = {
+    parts: dict[str, Any] = {
         "layout": layout,
         "batch": batch,
         "pipeline": pipeline,
@@ -343,13 +377,14 @@ def outline(
         "data_parallel": data_parallel,
         "precision": precision,
         "recompute": recompute,
-        "activation_offload": offload,
-        "optimizer_offload": states,
-        "parameter_offload": shards,
+        "activation_offload": activation_offload,
+        "optimizer_offload": optimizer_offload,
+        "parameter_offload": parameter_offload,
     }
-    known: dict[str, Any] = {
+    values = {name: value for name, value in parts.items() if value is not None}
+    values |= {
         "tensor_parallel": tensor,
-        "context_parallel": techniques.context_parallel(found),
+        "context_parallel": techniques.context_parallel(findings),
         "routing": Routing(**config.experts.model_dump()),
         "compile": compiled,
         "library": Library(
@@ -366,7 +401,6 @@ def outline(
         "model": config.model,
         "data": config.data,
         "run": run,
-        "trackers": found.attempt(lambda: resolved_parts.trackers(config, run)) or (),
+        "trackers": attempt(resolved_parts.trackers, config, run) or (),
     }
-    values = {name: value for name, value in tried.items() if value is not None} | known
-    return Outline(values, found.sources, tuple(found.problems))
+    return Outline(values, findings.sources, tuple(findings.problems))

@@ -1,8 +1,8 @@
-"""The parts of a Resolved, one function each: what a Config leaves open is decided here, and the
-source of every value is noted.
+"""Resolution of layout, batch sizes, dtypes, optimizer and schedule.
 
-A function takes the `Findings` so far, notes sources and problems there, and raises ConfigError
-where its part cannot be made.
+Each function resolves a part of a `Resolved`. It decides what the Config leaves open, and records
+the source of every value and all problems in the `Findings`. It raises ConfigError if its part
+cannot be resolved.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from plait.cluster.layout import AXES, Layout
 from plait.config.dialects.keys import fields
@@ -27,6 +27,7 @@ from plait.parallel.compile import Compile
 from plait.parallel.precision.loss_scale import LossScale
 from plait.parallel.precision.mixed_precision import ComputeDtype, Precision, ReduceDtype
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 LOSS_SCALE = {
@@ -37,52 +38,58 @@ LOSS_SCALE = {
     "consecutive_hysteresis": "consecutive_hysteresis",
     "minimum": "min_loss_scale",
 }
-"""Field of LossScale to key of `fp16`."""
+"""Key of the section `fp16`, by field of LossScale."""
 _REDUCE: dict[str, ReduceDtype] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
-
 ASSUMED = "auto: Transformers' default"
-"""Source of a value that a command line of Transformers would give, and whose default there is
-taken.
-"""
+"""Source of an "auto" that Transformers' command line would replace. Its default there is used."""
 ACCUMULATED = "data_types.grad_accum_dtype"
-_COMMAND = "is what Transformers' TrainingArguments say"
+_COMMAND_LINE = "is what Transformers' TrainingArguments say"
 
 
 @dataclass
 class Findings:
-    """What is known while a Config is resolved."""
+    """Sources and problems, collected while a Config is resolved."""
 
     config: Config
     auto: Mapping[str, Any]
-    """What "auto" means to the caller, by path."""
+    """The caller's values for "auto", by path."""
     sources: dict[str, str] = field(init=False)
-    """Of every setting where the file or its default has it from, unless a function notes
-    otherwise.
+    """Source of each setting, by path. It starts as the origin in the file; a function that decides
+    a value replaces its source.
     """
     problems: list[Problem] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sources = {path: self.config.origin(path) for path in fields()}
 
-    def attempt(self, part: Callable[[], T]) -> T | None:
-        """The part, or None with its problems noted, so that the other parts can tell theirs."""
+    def attempt(self, resolve_part: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Call a function. If it raises ConfigError, record the problems and return None.
+
+        See Note [All problems are reported] in `resolve`.
+        """
         try:
-            return part()
+            return resolve_part(*args, **kwargs)
         except ConfigError as error:
             self.problems.extend(error.problems)
             return None
 
     def not_used(self, paths: Iterable[str], why: str) -> None:
-        """Note that settings have no effect here."""
-        self.sources |= {path: f"{self.sources[path]}; not used: {why}" for path in paths}
+        """Record that settings have no effect, with the reason."""
+        for path in paths:
+            self.sources[path] = f"{self.sources[path]}; not used: {why}"
 
-    def value(self, path: str, value: Any, default: Any, rule: str) -> Any:
-        """`value`; or, where it is "auto", the caller's, or else `default` for the reason `rule`.
-        Notes the source.
+    def resolve_auto(self, path: str, value: Any, default: Any, rule: str) -> Any:
+        """Return a value without "auto", and record its source.
+
+        Args:
+            path: Path of the setting.
+            value: Value in the file.
+            default: Value that replaces "auto" if the caller gives none.
+            rule: Reason for `default`, as the source names it.
         """
         if value != "auto":
-            # of a parameter that no schema lists
+            # A parameter of an optimizer or schedule is not a field and has no source yet.
             self.sources.setdefault(path, self.config.origin(path))
             return value
         if path in self.auto:
@@ -92,286 +99,319 @@ class Findings:
         return default
 
 
-def layout(found: Findings, *, world_size: int) -> Layout:
-    """Degrees of the parallel axes and the placement of ranks."""
-    parallel = found.config.parallel
-    stage = found.config.zero_optimization.stage
+def layout(findings: Findings, *, world_size: int) -> Layout:
+    """Return the degrees of the parallel axes and the placement of ranks."""
+    parallel = findings.config.parallel
+    stage = findings.config.zero_optimization.stage
     solved = solve_layout(parallel, stage=stage, world_size=world_size)
     for axis in AXES:
         if not isinstance(getattr(parallel, axis), int):
-            rest = (
+            findings.sources[f"parallel.{axis}"] = (
                 f"derived: {processes(world_size)} / (pp {solved.pp} x cp {solved.cp} x tp"
                 f" {solved.tp}), ZeRO stage {stage}"
             )
-            found.sources[f"parallel.{axis}"] = rest
-    _check_against(found, solved, world_size)
+    _check_expectations(findings, solved, world_size)
     return solved
 
 
-def _check_against(found: Findings, solved: Layout, world_size: int) -> None:
-    expected = found.config.data_parallel_size
+def _check_expectations(findings: Findings, solved: Layout, world_size: int) -> None:
+    """Check the layout against `data_parallel_size` and `num_layers`."""
+    expected = findings.config.data_parallel_size
     if expected is not None and expected != solved.dp:
         rule = (
             f"{processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate} x dp_shard"
             f" {solved.dp_shard} = {solved.dp}"
         )
-        found.problems.append(
-            Problem("data_parallel_size", expected, rule, f"leave it out or set it to {solved.dp}")
-        )
-    layers = found.config.num_layers
-    told = described(found.config, "num_hidden_layers", "n_layer")
-    if layers is not None and told is not None and layers != told:
-        rule = f"the model section describes {told} layers"
-        found.problems.append(
-            Problem("num_layers", layers, rule, f"leave it out or set it to {told}")
-        )
-    layers = layers or told
+        remedy = f"leave it out or set it to {solved.dp}"
+        findings.problems.append(Problem("data_parallel_size", expected, rule, remedy))
+
+    # The number of layers is known here only if the file contains it; otherwise the pipeline is
+    # checked when the model is built.
+    layers = findings.config.num_layers
+    model_layers = described(findings.config, "num_hidden_layers", "n_layer")
+    if layers is not None and model_layers is not None and layers != model_layers:
+        rule = f"the model section describes {model_layers} layers"
+        remedy = f"leave it out or set it to {model_layers}"
+        findings.problems.append(Problem("num_layers", layers, rule, remedy))
+
+    layers = layers or model_layers
     if layers is not None and solved.pp > layers:
         rule = f"a pipeline stage has at least one layer, and the model has {layers}"
-        found.problems.append(Problem("parallel.pp", solved.pp, rule, f"use {layers} or fewer"))
+        remedy = f"use {layers} or fewer"
+        findings.problems.append(Problem("parallel.pp", solved.pp, rule, remedy))
 
 
 def described(config: Config, *names: str) -> int | None:
-    """A whole number in `model.config` under one of several names."""
+    """Return a positive integer of `model.config`, or None.
+
+    Args:
+        config: Configuration.
+        names: Names of the field in different model families. The first that exists counts.
+    """
     if config.model is None or config.model.config is None:
         return None
-    values = [config.model.config[name] for name in names if name in config.model.config]
-    return values[0] if values and isinstance(values[0], int) and values[0] > 0 else None
+    for name in names:
+        if name in config.model.config:
+            value = config.model.config[name]
+            if isinstance(value, int) and value > 0:
+                return value
+            return None
+    return None
 
 
-def batch(found: Findings, *, dp: int, micro_batch_size: int | None) -> Batch:
-    """The three batch sizes. `micro_batch_size` is the caller's, for a file that gives none."""
-    given: dict[str, int | None] = {}
+def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch:
+    """Return the batch sizes.
+
+    Args:
+        findings: Sources and problems.
+        dp: Number of data-parallel processes.
+        micro_batch_size: The caller's, for a file without batch sizes.
+    """
+    config = findings.config
+    sizes: dict[str, int | None] = {}
     for name in (TRAIN, MICRO, ACCUMULATION):
-        value = getattr(found.config, name)
-        given[name] = found.auto.get(name) if value == "auto" else value
+        value = getattr(config, name)
         if value == "auto":
-            found.sources[name] = "auto: the caller's"
-    if given[TRAIN] is None and given[MICRO] is None and micro_batch_size is not None:
-        given[MICRO], found.sources[MICRO] = micro_batch_size, CALLERS
-    if (
-        given[TRAIN] is None
-        and given[MICRO] is None
-        and "auto" in (found.config.train_batch_size, found.config.train_micro_batch_size_per_gpu)
-    ):
-        path = MICRO if found.config.train_micro_batch_size_per_gpu == "auto" else TRAIN
-        rule = f"{_COMMAND}, and none are here"
-        raise ConfigError(
-            Problem(path, "auto", rule, f"write the samples, in {MICRO} or in {TRAIN} (dp is {dp})")
-        )
-    solved = solve_batch(given[TRAIN], given[MICRO], given[ACCUMULATION], dp)
+            value = findings.auto.get(name)
+            findings.sources[name] = "auto: the caller's"
+        sizes[name] = value
+
+    # The caller's micro-batch size must not contradict a file that determines it.
+    if sizes[TRAIN] is None and sizes[MICRO] is None:
+        if micro_batch_size is not None:
+            sizes[MICRO] = micro_batch_size
+            findings.sources[MICRO] = CALLERS
+        elif "auto" in (config.train_batch_size, config.train_micro_batch_size_per_gpu):
+            path = MICRO if config.train_micro_batch_size_per_gpu == "auto" else TRAIN
+            rule = f"{_COMMAND_LINE}, and none are here"
+            remedy = f"write the samples, in {MICRO} or in {TRAIN} (dp is {dp})"
+            raise ConfigError(Problem(path, "auto", rule, remedy))
+
+    solved = solve_batch(sizes[TRAIN], sizes[MICRO], sizes[ACCUMULATION], dp)
     train = solved.train_batch_size
     micro = solved.micro_batch_size
     accumulation = solved.accumulation
-    auto = found.config.gradient_accumulation_steps == "auto"
-    both = given[TRAIN] is not None and given[MICRO] is not None
-    derived = {
-        TRAIN: f"derived: micro {micro} x accumulation {accumulation} x dp {dp}",
-        MICRO: f"derived: train {train} / (accumulation {accumulation} x dp {dp})",
-        ACCUMULATION: (
-            f"derived: train {train} / (micro {micro} x dp {dp})"
-            if both
-            else f"{'auto' if auto else 'default'}: 1"
-        ),
-    }
-    found.sources |= {name: text for name, text in derived.items() if given[name] is None}
+    if sizes[TRAIN] is None:
+        findings.sources[TRAIN] = f"derived: micro {micro} x accumulation {accumulation} x dp {dp}"
+    if sizes[MICRO] is None:
+        findings.sources[MICRO] = (
+            f"derived: train {train} / (accumulation {accumulation} x dp {dp})"
+        )
+    if sizes[ACCUMULATION] is None:
+        if sizes[TRAIN] is not None and sizes[MICRO] is not None:
+            source = f"derived: train {train} / (micro {micro} x dp {dp})"
+        elif config.gradient_accumulation_steps == "auto":
+            source = "auto: 1"
+        else:
+            source = "default: 1"
+        findings.sources[ACCUMULATION] = source
     return solved
 
 
-def precision(found: Findings) -> Precision:
-    """Dtypes, and the loss scale of float16."""
-    fp16 = found.config.fp16
-    bf16 = found.config.bf16
-    half, brain = _half_or_brain(found)
-    check = found.value(
-        "bf16.check_grad_overflow", bf16.check_grad_overflow, True, "DeepSpeed's default"
+def precision(findings: Findings) -> Precision:
+    """Return the dtypes of computation and reduction, and the loss scale of float16."""
+    config = findings.config
+    fp16_enabled, bf16_enabled = _enabled_dtypes(findings)
+    check_overflow = findings.resolve_auto(
+        "bf16.check_grad_overflow", config.bf16.check_grad_overflow, True, "DeepSpeed's default"
     )
-    if half and brain:
-        raise ConfigError(
-            Problem(
-                "fp16.enabled and bf16.enabled",
-                None,
-                "are both true, and a model computes in one dtype",
-                "set one of them to false",
-            )
+    if fp16_enabled and bf16_enabled:
+        rule = "are both true, and a model computes in one dtype"
+        remedy = "set one of them to false"
+        raise ConfigError(Problem("fp16.enabled and bf16.enabled", None, rule, remedy))
+
+    compute: ComputeDtype | None = None
+    loss_scale = None
+    sources = findings.sources
+    sources["precision.compute"] = "default: neither fp16 nor bf16 is enabled"
+    sources["precision.check_overflow"] = "default: neither fp16 nor bf16 is enabled"
+    if fp16_enabled:
+        compute = "float16"
+        sources["precision.compute"] = f"{sources['fp16.enabled']}: fp16.enabled"
+        sources["precision.check_overflow"] = "derived: the loss scale of fp16 needs it"
+        check_overflow = True
+    elif bf16_enabled:
+        compute = "bfloat16"
+        sources["precision.compute"] = f"{sources['bf16.enabled']}: bf16.enabled"
+        sources["precision.check_overflow"] = (
+            f"{sources['bf16.check_grad_overflow']}: bf16.check_grad_overflow"
         )
-    compute: ComputeDtype | None = "float16" if half else "bfloat16" if brain else None
-    neither = "default: neither fp16 nor bf16 is enabled"
-    name = "fp16" if half else "bf16"
-    found.sources["precision.compute"] = (
-        f"{found.sources[f'{name}.enabled']}: {name}.enabled" if compute else neither
-    )
-    found.sources["precision.check_overflow"] = (
-        "derived: the loss scale of fp16 needs it"
-        if half
-        else (
-            f"{found.sources['bf16.check_grad_overflow']}: bf16.check_grad_overflow"
-            if brain
-            else neither
-        )
-    )
-    kept = found.config.data_types.keep_in_fp32_modules
+    else:
+        check_overflow = False
+
+    reduce = _reduce_dtype(findings, compute)
+    if fp16_enabled:
+        loss_scale = _loss_scale(findings, config.fp16)
+    float32_modules: tuple[str, ...] = ()
+    if config.data_types.keep_in_fp32_modules != "auto":
+        float32_modules = tuple(config.data_types.keep_in_fp32_modules)
     return Precision(
         compute=compute,
-        float32_modules=() if kept == "auto" else tuple(kept),
-        reduce=_reduce(found, compute),
-        loss_scale=_loss_scale(found, fp16) if half else None,
-        check_overflow=bool(half or (brain and check)),
+        float32_modules=float32_modules,
+        reduce=reduce,
+        loss_scale=loss_scale,
+        check_overflow=bool(check_overflow),
     )
 
 
-def _half_or_brain(found: Findings) -> tuple[bool, bool]:
-    """(float16, bfloat16). "auto" is the caller's choice; without one it follows only where the
-    other is switched on. It is never taken for off: an unintended run in float32 costs several
-    times as much, silently.
+def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
+    """Return whether float16 and whether bfloat16 is enabled.
+
+    The caller decides "auto". Without a caller, "auto" is off if the other dtype is on, and refused
+    otherwise: it could silently mean a run in float32, which costs several times as much.
     """
-    values = {"fp16": found.config.fp16.enabled, "bf16": found.config.bf16.enabled}
-    whole = {
-        name: found.auto.get(f"{name}.enabled") if value == "auto" else value
-        for name, value in values.items()
-    }
-    on = next((name for name, value in whole.items() if value), None)
-    told = any(f"{name}.enabled" in found.auto for name in values)
+    values = {"fp16": findings.config.fp16.enabled, "bf16": findings.config.bf16.enabled}
+    enabled = {}
+    for name, value in values.items():
+        enabled[name] = findings.auto.get(f"{name}.enabled") if value == "auto" else value
+    enabled_name = next((name for name, value in enabled.items() if value), None)
+    caller_decides = any(f"{name}.enabled" in findings.auto for name in values)
+
     problems = []
     for name, value in values.items():
         path = f"{name}.enabled"
-        if value != "auto" or path in found.auto:
-            found.value(path, value, False, "")
-        elif on is not None or told:
-            found.sources[path] = (
-                f"auto: off, because {on} is on" if on else "auto: off, as the caller chose neither"
-            )
+        if value != "auto" or path in findings.auto:
+            # Records the source.
+            findings.resolve_auto(path, value, False, "")
+        elif enabled_name is not None:
+            findings.sources[path] = f"auto: off, because {enabled_name} is on"
+        elif caller_decides:
+            findings.sources[path] = "auto: off, as the caller chose neither"
         else:
-            rule = f"{_COMMAND} (--{name}), and none are here"
+            rule = f"{_COMMAND_LINE} (--{name}), and none are here"
             problems.append(Problem(path, "auto", rule, "write true or false"))
     refuse(problems)
-    return bool(whole["fp16"]), bool(whole["bf16"])
+    return bool(enabled["fp16"]), bool(enabled["bf16"])
 
 
-def _reduce(found: Findings, compute: ComputeDtype | None) -> ReduceDtype | None:
-    named = found.config.communication_data_type
-    if named is not None:
-        wanted = found.config.data_types.grad_accum_dtype
-        stage = found.config.zero_optimization.stage
-        if wanted == "fp32" and named != "fp32" and compute is not None and stage < 2:
+def _reduce_dtype(findings: Findings, compute: ComputeDtype | None) -> ReduceDtype | None:
+    """Return the dtype of the gradient reduction; None is the dtype of the gradients."""
+    config = findings.config
+    reduce = config.communication_data_type
+    accumulate = config.data_types.grad_accum_dtype
+    if reduce is not None:
+        stage = config.zero_optimization.stage
+        if accumulate == "fp32" and reduce != "fp32" and compute is not None and stage < 2:
             rule = (
                 f"at ZeRO stage {stage} micro-batches are added up in the dtype of the reduction,"
-                f" and communication_data_type is {named}"
+                f" and communication_data_type is {reduce}"
             )
-            found.problems.append(
-                Problem(
-                    ACCUMULATED,
-                    wanted,
-                    rule,
-                    'set communication_data_type to "fp32", or leave this out',
-                )
-            )
-        found.sources["precision.reduce"] = (
-            f"{found.config.origin('communication_data_type')}: communication_data_type"
-        )
-        return _REDUCE[named]
+            remedy = 'set communication_data_type to "fp32", or leave this out'
+            findings.problems.append(Problem(ACCUMULATED, accumulate, rule, remedy))
+        origin = config.origin("communication_data_type")
+        findings.sources["precision.reduce"] = f"{origin}: communication_data_type"
+        return _REDUCE[reduce]
+
     if compute is None:
-        found.sources["precision.reduce"] = "default: the gradients' own"
+        findings.sources["precision.reduce"] = "default: the gradients' own"
         return None
-    if found.config.data_types.grad_accum_dtype == "fp32":
-        # Gradients of a step's micro-batches are added up in what they are reduced in, until the
-        # stages shard them.
-        found.sources["precision.reduce"] = f"{found.config.origin(ACCUMULATED)}: {ACCUMULATED}"
+    if accumulate == "fp32":
+        # Until the gradients are sharded, the micro-batches of a step are accumulated in the dtype
+        # of the reduction.
+        findings.sources["precision.reduce"] = f"{config.origin(ACCUMULATED)}: {ACCUMULATED}"
         return "float32"
-    # As in DeepSpeed, whatever else the file says: a default that looked at other keys would change
-    # when one is added.
-    found.sources["precision.reduce"] = "default, DeepSpeed's: the dtype of the computation"
+    # DeepSpeed's default, whatever sections the file contains. See Note [One default per key] in
+    # `config.schema.config`.
+    findings.sources["precision.reduce"] = "default, DeepSpeed's: the dtype of the computation"
     return compute
 
 
-def _loss_scale(found: Findings, fp16: Fp16Section) -> LossScale:
-    defaults = Fp16Section.model_fields
-    values = {
-        name: found.value(
-            f"fp16.{key}", getattr(fp16, key), defaults[key].default, "DeepSpeed's default"
+def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
+    values = {}
+    for name, key in LOSS_SCALE.items():
+        default = Fp16Section.model_fields[key].default
+        values[name] = findings.resolve_auto(
+            f"fp16.{key}", getattr(fp16, key), default, "DeepSpeed's default"
         )
-        for name, key in LOSS_SCALE.items()
-    }
+
     power = values["initial_scale_power"]
-    first = 2.0 ** values["initial_scale_power"]
-    least = values["minimum"]
-    if values["static"] == 0 and first < least:
-        remedy = f"use at most {first:g}, or raise fp16.initial_scale_power"
-        raise ConfigError(
-            Problem(
-                "fp16.min_loss_scale",
-                least,
-                f"the first scale is 2^{power} = {first:g}, below it",
-                remedy,
-            )
-        )
+    initial = 2.0**power
+    minimum = values["minimum"]
+    if values["static"] == 0 and initial < minimum:
+        rule = f"the first scale is 2^{power} = {initial:g}, below it"
+        remedy = f"use at most {initial:g}, or raise fp16.initial_scale_power"
+        raise ConfigError(Problem("fp16.min_loss_scale", minimum, rule, remedy))
     return LossScale(**values)
 
 
-def compiled(found: Findings) -> Compile:
-    """torch.compile."""
-    section = found.config.compile
-    enabled = found.value("compile.enabled", section.enabled, False, "off, the default")
+def compiled(findings: Findings) -> Compile:
+    """Return the settings of torch.compile."""
+    section = findings.config.compile
+    enabled = findings.resolve_auto("compile.enabled", section.enabled, False, "off, the default")
     return Compile(enabled=enabled, backend=section.backend, mode=section.mode)
 
 
-def optimizer(found: Findings) -> OptimizerSpec:
-    """The optimizer, AdamW where the file names none."""
-    spec = found.config.optimizer
+def optimizer(findings: Findings) -> OptimizerSpec:
+    """Return the optimizer, which is AdamW if the file names none."""
+    spec = findings.config.optimizer
     if spec is None:
         return OptimizerSpec()
-    params = _callers(found, "optimizer.params", spec.params, ASSUMED.removeprefix("auto: "))
+    params = _caller_values(
+        findings, "optimizer.params", spec.params, ASSUMED.removeprefix("auto: ")
+    )
     return OptimizerSpec(type=spec.type, states=spec.states, params=params).resolved()
 
 
 def scheduler(
-    found: Findings, chosen: OptimizerSpec, *, total_steps: int | None
+    findings: Findings, optimizer_spec: OptimizerSpec, *, total_steps: int | None
 ) -> SchedulerSpec | None:
-    """The schedule; None is a constant learning rate. An "auto" length is `total_steps`, else
-    `run.steps`.
+    """Return the learning rate schedule; None is a constant rate.
+
+    Args:
+        findings: Sources and problems.
+        optimizer_spec: Resolved optimizer, whose learning rate may be the schedule's.
+        total_steps: The caller's length of the run. If None, `run.steps`.
     """
-    spec = found.config.scheduler
+    spec = findings.config.scheduler
     if spec is None:
         return None
+
     steps = total_steps
-    whose = "the caller's"
-    if steps is None and found.config.run is not None:
-        steps = found.config.run.steps
-        whose = "run.steps"
-    rate = _learning_rate(chosen)
-    params = _callers(found, "scheduler.params", spec.params, "Transformers' rule")
-    for name in (name for name, value in params.items() if value == "auto"):
+    steps_source = "the caller's"
+    if steps is None and findings.config.run is not None:
+        steps = findings.config.run.steps
+        steps_source = "run.steps"
+    rate = _learning_rate(optimizer_spec)
+
+    params = _caller_values(findings, "scheduler.params", spec.params, "Transformers' rule")
+    for name, value in params.items():
+        if value != "auto":
+            continue
         path = f"scheduler.params.{name}"
         if name in RUN_LENGTH:
-            found.sources[path] = f"auto: {whose}"
+            findings.sources[path] = f"auto: {steps_source}"
             if steps is None:
                 rule = "is the length of the run, which neither `run.steps` nor the caller gives"
-                found.problems.append(
-                    Problem(path, "auto", rule, "write the number of optimizer steps")
-                )
+                remedy = "write the number of optimizer steps"
+                findings.problems.append(Problem(path, "auto", rule, remedy))
         elif name == "warmup_max_lr":
-            found.sources[path] = "auto: the optimizer's lr"
+            findings.sources[path] = "auto: the optimizer's lr"
             if rate is None:
                 rule = (
-                    f"is the optimizer's lr, which optimizer.params does not give for {chosen.type}"
+                    "is the optimizer's lr, which optimizer.params does not give for"
+                    f" {optimizer_spec.type}"
                 )
-                found.problems.append(Problem(path, "auto", rule, "set optimizer.params.lr"))
-    return SchedulerSpec(type=spec.type, params=params).resolved(
-        learning_rate=rate or 0.0, total_steps=steps
-    )
+                findings.problems.append(Problem(path, "auto", rule, "set optimizer.params.lr"))
+
+    unresolved = SchedulerSpec(type=spec.type, params=params)
+    return unresolved.resolved(learning_rate=rate or 0.0, total_steps=steps)
 
 
-def _callers(found: Findings, path: str, params: Mapping[str, Any], rule: str) -> dict[str, Any]:
-    """The caller's values in place of "auto", where it has some; notes the source of every
-    parameter.
+def _caller_values(
+    findings: Findings, path: str, params: Mapping[str, Any], rule: str
+) -> dict[str, Any]:
+    """Return parameters with the caller's values for "auto", and record the source of each.
+
+    "auto" stays if the caller gives no value.
     """
     return {
-        name: found.value(f"{path}.{name}", value, "auto", rule) for name, value in params.items()
+        name: findings.resolve_auto(f"{path}.{name}", value, "auto", rule)
+        for name, value in params.items()
     }
 
 
 def _learning_rate(spec: OptimizerSpec) -> float | None:
-    """The optimizer's lr, or what it takes by itself; None where that is not known."""
+    """Return the optimizer's learning rate or its default, or None if that is not known."""
     if "lr" in spec.params:
         return float(spec.params["lr"])
     if spec.type == "Lion":
@@ -393,11 +433,14 @@ def trackers(config: Config, run: RunSection) -> tuple[TrackerSpec, ...]:
         if section.enabled:
             settings = section.model_dump(exclude={"enabled"})
             specs.append(TrackerSpec(name=name, settings=settings))
+
     for entry in run.trackers:
         if entry.name in [spec.name for spec in specs]:
             rule = "this tracker is enabled twice, and each step would be recorded twice"
             remedy = f"keep one entry of run.trackers, or the section `{entry.name}`"
             raise ConfigError(Problem("run.trackers", entry.name, rule, remedy))
+        # The sections have DeepSpeed's defaults. Entries of `run.trackers` write to the run's
+        # folder.
         defaults = SECTIONS[entry.name]().model_dump(exclude={"enabled"})
         if "output_path" in defaults:
             defaults |= {"output_path": run.folder, "job_name": entry.name}

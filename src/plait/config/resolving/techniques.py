@@ -1,6 +1,7 @@
-"""The techniques that a file configures, with the source of every value.
+"""Resolution of the techniques that a file configures.
 
-Pure, like `parts`, which does the rest of a configuration.
+The functions have the form that `resolved_parts` describes. `refuse_...` functions check
+combinations of techniques; they run after the parts have been resolved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from plait.comm.algorithms import Name
 from plait.config.resolving.batch import CALLERS, MICRO, Batch
 from plait.config.resolving.resolved_parts import Findings, described
 from plait.config.schema import optimizers
-from plait.config.schema.config import Config
+from plait.config.schema.config import Config, ZeroSection
 from plait.config.schema.optimization import OptimizerSpec
 from plait.config.values.names import instead
 from plait.errors import ConfigError, Problem, refuse
@@ -35,35 +36,44 @@ from plait.units import GIB, MIB, dtype_of
 _TIERS = {"none": "the device", "cpu": "the host", "nvme": "disk"}
 
 DEFAULT_BUCKET_BYTES = 25 * MIB
-"""That of DistributedDataParallel."""
+"""Bucket size of DistributedDataParallel."""
 _SCHEMES = ("int8", "int4", "powersgd")
-"""The least lossy first."""
+"""Compression schemes, from the least to the most lossy."""
 _BY_GROUP = ": auto, decided by each group when it is made"
 _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
-def tensor_parallel(found: Findings) -> TensorParallel:
-    """How layers are split over the tp axis."""
-    section = found.config.parallel
+def tensor_parallel(findings: Findings) -> TensorParallel:
+    """Return the settings of tensor parallelism."""
+    section = findings.config.parallel
+    # The fields have the names of the settings.
     names = tuple(TensorParallel.model_fields)
     if section.tp == 1:
-        found.not_used((f"parallel.{name}" for name in names), "tp is 1")
+        findings.not_used((f"parallel.{name}" for name in names), "tp is 1")
     return TensorParallel(**{name: getattr(section, name) for name in names})
 
 
-def context_parallel(found: Findings) -> ContextParallel:
-    """How sequences are cut over the cp axis."""
-    section = found.config.parallel
+def context_parallel(findings: Findings) -> ContextParallel:
+    """Return the settings of context parallelism."""
+    section = findings.config.parallel
     if section.cp == 1:
-        found.not_used(("parallel.context",), "cp is 1")
+        findings.not_used(("parallel.context",), "cp is 1")
     return ContextParallel(context=section.context)
 
 
 def _refuse(
     path: str, value: object, rules: Iterable[tuple[bool, str, str]], *, otherwise: str
 ) -> None:
-    """Raise ConfigError with every (applies, rule, remedy) that applies; `otherwise` is a value of
-    the setting that is always possible.
+    """Refuse a setting for all rules that apply.
+
+    Args:
+        path: Path of the setting.
+        value: Value of the setting.
+        rules: Triples (applies, rule, remedy).
+        otherwise: Value of the setting that is always possible.
+
+    Raises:
+        ConfigError: At least one rule applies.
     """
     problems = [
         Problem(path, value, rule, f"{remedy}, or {otherwise}")
@@ -73,14 +83,17 @@ def _refuse(
     refuse(problems)
 
 
-def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, at: Layout) -> None:
-    """The settings that overlapped all-reduces cannot be combined with. Raises ConfigError with all
-    of them.
+def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, layout: Layout) -> None:
+    """Refuse settings that overlapped all-reduces cannot be combined with.
+
+    Raises:
+        ConfigError: All of these settings.
     """
-    if at.tp == 1 or not tensor.tensor_overlap:
+    if layout.tp == 1 or not tensor.tensor_overlap:
         return
+    # An unknown schedule is a problem of its own.
     schedule = SCHEDULES.get(pipeline.schedule)
-    splits = at.pp > 1 and schedule is not None and schedule.splits_backward
+    splits = layout.pp > 1 and schedule is not None and schedule.splits_backward
     rules = (
         (
             tensor.sequence_parallel,
@@ -99,28 +112,29 @@ def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, at: Layout) -> No
     _refuse("parallel.tensor_overlap", tensor.tensor_overlap, rules, otherwise="0")
 
 
-def pipeline(found: Findings, solved: Layout) -> Pipeline:
-    """How the pp axis is used. Whether the schedule exists for the numbers is asked when the model
-    is there (`Pipeline.check`).
+def pipeline(findings: Findings, layout: Layout) -> Pipeline:
+    """Return the settings of pipeline parallelism.
+
+    `Pipeline.check` tests later whether the schedule supports the number of stages, which depends
+    on the model.
     """
-    section = found.config.parallel.pipeline
-    if solved.pp == 1:
-        found.not_used(
-            (f"parallel.pipeline.{name}" for name in type(section).model_fields), "pp is 1"
-        )
+    section = findings.config.parallel.pipeline
+    path = "parallel.pipeline"
+    if layout.pp == 1:
+        findings.not_used([f"{path}.{name}" for name in type(section).model_fields], "pp is 1")
+
     schedule = section.schedule
-    if schedule is None:
-        several = (section.stages_per_rank or 1) > 1
-        schedule = "interleaved-1f1b" if several else "1f1b"
-        if several:
-            found.sources["parallel.pipeline.schedule"] = (
-                f"derived: {section.stages_per_rank} stages a rank"
-            )
+    if schedule is None and section.stages_per_rank is not None and section.stages_per_rank > 1:
+        schedule = "interleaved-1f1b"
+        source = f"derived: {section.stages_per_rank} stages a rank"
+        findings.sources[f"{path}.schedule"] = source
+    elif schedule is None:
+        schedule = "1f1b"
+
     if schedule not in SCHEDULES:
         rule = "is not a pipeline schedule that Plait runs"
-        found.problems.append(
-            Problem("parallel.pipeline.schedule", schedule, rule, instead(schedule, SCHEDULES))
-        )
+        remedy = instead(schedule, SCHEDULES)
+        findings.problems.append(Problem(f"{path}.schedule", schedule, rule, remedy))
     return Pipeline(
         schedule=schedule,
         stages_per_rank=section.stages_per_rank,
@@ -129,131 +143,147 @@ def pipeline(found: Findings, solved: Layout) -> Pipeline:
 
 
 def data_parallel(
-    found: Findings, dtypes: Precision, scheme: Scheme, *, shard: int, hidden_size: int | None
+    findings: Findings, dtypes: Precision, scheme: Scheme, *, shard: int, hidden_size: int | None
 ) -> DataParallel:
-    """ZeRO stage, and how gradients are reduced over `shard` processes that share the parameters
-    out.
+    """Return the ZeRO stage and the reduction of gradients.
+
+    Args:
+        findings: Sources and problems.
+        dtypes: Resolved dtypes.
+        scheme: Resolved compression.
+        shard: Number of processes that shard the parameters.
+        hidden_size: The caller's, for an "auto" bucket. If None, that of `model.config`.
     """
-    unused = found.value(
-        "parallel.unused_parameters",
-        found.config.parallel.unused_parameters,
-        True,
-        "DeepSpeed's default",
+    parallel = findings.config.parallel
+    unused = findings.resolve_auto(
+        "parallel.unused_parameters", parallel.unused_parameters, True, "DeepSpeed's default"
     )
-    bucket_bytes = _bucket_bytes(
-        found, dtypes, hidden_size or described(found.config, "hidden_size", "n_embd")
-    )
-    transport = found.config.parallel.transport
-    checked = found.config.faults.check_collectives
-    if checked and transport == "shared-memory":
-        rule = "parallel.transport is shared-memory, whose exchanges torch does not see"
-        raise ConfigError(
-            Problem(
-                "faults.check_collectives", True, rule, 'set parallel.transport = "torch", or false'
-            )
-        )
-    if transport == "auto":
-        found.sources["parallel.transport"] += _BY_GROUP
+    hidden_size = hidden_size or described(findings.config, "hidden_size", "n_embd")
+    bucket_bytes = _bucket_bytes(findings, dtypes, hidden_size)
     return DataParallel(
-        stage=found.config.zero_optimization.stage,
+        stage=findings.config.zero_optimization.stage,
         bucket_bytes=bucket_bytes or scheme.bucket_bytes(DEFAULT_BUCKET_BYTES),
         bucket_by_links=bucket_bytes is None,
         unused_parameters=unused,
-        transport=(
-            "torch" if checked else "prefer-shared-memory" if transport == "auto" else transport
-        ),
-        all_reduce=_all_reduce(found),
-        measure_seconds=found.config.parallel.measure_seconds,
-        secondary_partition=_secondary_partition(found, shard),
-        update_in_backward=found.config.parallel.optimizer_in_backward,
+        transport=_transport(findings),
+        all_reduce=_all_reduce(findings),
+        measure_seconds=parallel.measure_seconds,
+        secondary_partition=_secondary_partition(findings, shard),
+        update_in_backward=parallel.optimizer_in_backward,
     )
 
 
-def _all_reduce(found: Findings) -> Name | Literal["by-machines"]:
-    wanted = found.config.parallel.all_reduce
+def _transport(
+    findings: Findings,
+) -> Literal["torch", "shared-memory", "prefer-shared-memory"]:
+    transport = findings.config.parallel.transport
+    check_collectives = findings.config.faults.check_collectives
+    if check_collectives and transport == "shared-memory":
+        rule = "parallel.transport is shared-memory, whose exchanges torch does not see"
+        remedy = 'set parallel.transport = "torch", or false'
+        raise ConfigError(Problem("faults.check_collectives", True, rule, remedy))
+    if transport == "auto":
+        findings.sources["parallel.transport"] += _BY_GROUP
+    # The check sees only torch's collectives.
+    if check_collectives:
+        return "torch"
+    if transport == "auto":
+        return "prefer-shared-memory"
+    return transport
+
+
+def _all_reduce(findings: Findings) -> Name | Literal["by-machines"]:
+    algorithm = findings.config.parallel.all_reduce
     path = "parallel.all_reduce"
-    if wanted == "auto":
-        found.sources[path] += _BY_GROUP
+    if algorithm == "auto":
+        findings.sources[path] += _BY_GROUP
         return "by-machines"
-    if (
-        found.config.parallel.transport == "shared-memory"
-        and found.config.zero_optimization.stage == 0
-    ):
+    stage = findings.config.zero_optimization.stage
+    if findings.config.parallel.transport == "shared-memory" and stage == 0:
         rule = "parallel.transport is shared-memory, which has its own all-reduce"
-        raise ConfigError(Problem(path, wanted, rule, 'use "auto" for one of them'))
-    return wanted
+        raise ConfigError(Problem(path, algorithm, rule, 'use "auto" for one of them'))
+    return algorithm
 
 
-def compression(found: Findings, dtypes: Precision) -> Compression:
-    """The compression from the first step on, and the candidates from which the first steps may
-    select one.
-    """
-    parallel = found.config.parallel
-    stage = found.config.zero_optimization.stage
-    buckets = has_buckets(stage, mixed=dtypes.compute is not None)
+def compression(findings: Findings, dtypes: Precision) -> Compression:
+    """Return the compression that a run starts with, and the candidates for later steps."""
+    parallel = findings.config.parallel
+    stage = findings.config.zero_optimization.stage
+    gradients = parallel.compress_gradients
+    _check_compression(findings, dtypes)
+
+    default = stage == 0
+    rule = "stage 0"
+    if stage > 0:
+        rule = f"stage {stage}, where it would hold full gradients"
+    feedback = findings.resolve_auto(
+        "parallel.error_feedback", parallel.error_feedback, default, rule
+    )
+    # A step that may be skipped must not change the residuals of the compression.
+    revocable = (
+        dtypes.check_overflow
+        or dtypes.loss_scale is not None
+        or findings.config.faults.non_finite == "skip"
+    )
+
+    def build_scheme(name: str, weights: str = "none") -> Scheme:
+        bits = _BITS.get(name, 0)
+        return Scheme(
+            gradient_bits=bits,
+            weight_bits=_BITS.get(weights, 0),
+            powersgd_rank=parallel.powersgd_rank if name == "powersgd" else 0,
+            error_feedback=bool(feedback) and bits > 0,
+            revocable=revocable,
+        )
+
+    allowed: list[str] = []
+    initial = "none"
+    if isinstance(gradients, list):
+        allowed = list(gradients)
+    elif gradients == "auto":
+        allowed = ["int8", "int4"]
+    else:
+        initial = gradients
+    return Compression(
+        scheme=build_scheme(initial, parallel.compress_weights if stage else "none"),
+        candidates=tuple(build_scheme(name) for name in _SCHEMES if name in allowed),
+    )
+
+
+def _check_compression(findings: Findings, dtypes: Precision) -> None:
+    """Refuse compressed gradients where the reduction does not support them."""
+    parallel = findings.config.parallel
+    stage = findings.config.zero_optimization.stage
     gradients = parallel.compress_gradients
     path = "parallel.compress_gradients"
-    if stage and "powersgd" in (gradients if isinstance(gradients, list) else [gradients]):
+    # PowerSGD needs full matrices, of which a rank of stages 1 to 3 reduces only shards.
+    schemes = gradients if isinstance(gradients, list) else [gradients]
+    if stage and "powersgd" in schemes:
         rule = f"factors a matrix's full gradient, and ZeRO stage {stage} reduces it in shards"
-        raise ConfigError(
-            Problem(path, gradients, rule, 'use "int8", or zero_optimization.stage 0')
-        )
-    decided = gradients == "auto" or isinstance(gradients, list)
-    if decided and not stage and parallel.all_reduce != "auto":
+        remedy = 'use "int8", or zero_optimization.stage 0'
+        raise ConfigError(Problem(path, gradients, rule, remedy))
+
+    decided_at_start = gradients == "auto" or isinstance(gradients, list)
+    if decided_at_start and not stage and parallel.all_reduce != "auto":
         rule = f"parallel.all_reduce is {parallel.all_reduce}, which leaves nothing to decide"
-        raise ConfigError(
-            Problem(
-                path,
-                gradients,
-                rule,
-                'set parallel.all_reduce = "auto", or this to "int8" or "none"',
-            )
-        )
+        remedy = 'set parallel.all_reduce = "auto", or this to "int8" or "none"'
+        raise ConfigError(Problem(path, gradients, rule, remedy))
+
+    buckets = has_buckets(stage, mixed=dtypes.compute is not None)
+    # FSDP reduces replicated parameters that are cast, with its own all-reduce.
     if gradients != "none" and stage == 0 and not buckets:
         rule = (
             "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and cannot"
             " be given another collective"
         )
-        raise ConfigError(
-            Problem(
-                path,
-                gradients,
-                rule,
-                "use zero_optimization.stage 1, or compute in the model's own dtype",
-            )
-        )
-    default, rule = (
-        (True, "stage 0")
-        if stage == 0
-        else (False, f"stage {stage}, where it would hold full gradients")
-    )
-    feedback = found.value("parallel.error_feedback", parallel.error_feedback, default, rule)
-
-    def of(scheme: str, weights: str = "none") -> Scheme:
-        bits = _BITS.get(scheme, 0)
-        rank = parallel.powersgd_rank if scheme == "powersgd" else 0
-        return Scheme(
-            gradient_bits=bits,
-            weight_bits=_BITS.get(weights, 0),
-            powersgd_rank=rank,
-            error_feedback=bool(feedback) and bits > 0,
-            revocable=dtypes.check_overflow
-            or dtypes.loss_scale is not None
-            or found.config.faults.non_finite == "skip",
-        )
-
-    allowed = gradients if isinstance(gradients, list) else ["int8", "int4"] if decided else []
-    now = "none" if isinstance(gradients, list) else gradients
-    first = of(now, parallel.compress_weights if stage else "none")
-    return Compression(
-        scheme=first, candidates=tuple(of(scheme) for scheme in _SCHEMES if scheme in allowed)
-    )
+        remedy = "use zero_optimization.stage 1, or compute in the model's own dtype"
+        raise ConfigError(Problem(path, gradients, rule, remedy))
 
 
 def refuse_in_backward(
     data: DataParallel,
     compressed: Compression,
-    at: Layout,
+    layout: Layout,
     batch: Batch,
     precision: Precision,
     states: OptimizerOffload,
@@ -261,12 +291,17 @@ def refuse_in_backward(
     clipping: float,
     non_finite: str,
 ) -> None:
-    """What an update in the backward does not go with: what needs all gradients first, and what is
-    not proven. Raises ConfigError with all of it.
+    """Refuse settings that an update in backward cannot be combined with.
+
+    They need all gradients before the update, or the combination is not tested.
+
+    Raises:
+        ConfigError: All of these settings.
     """
     if not data.update_in_backward:
         return
-    replicated = data.stage == 0 and at.dp > 1
+    # At stage 0 gradients are reduced in buckets, which stay allocated.
+    replicated = data.stage == 0 and layout.dp > 1
     rules = (
         (
             batch.accumulation > 1,
@@ -305,13 +340,13 @@ def refuse_in_backward(
         (
             replicated,
             (
-                f"{at.dp} processes at ZeRO stage 0 reduce gradients in buckets, which stay:"
+                f"{layout.dp} processes at ZeRO stage 0 reduce gradients in buckets, which stay:"
                 " nothing would be freed"
             ),
             "use zero_optimization.stage 1 to 3",
         ),
         (
-            data.unused_parameters and at.dp > 1 and not replicated,
+            data.unused_parameters and layout.dp > 1 and not replicated,
             (
                 "parallel.unused_parameters looks at the end of the backward which gradients"
                 " nobody has"
@@ -319,10 +354,10 @@ def refuse_in_backward(
             "set parallel.unused_parameters = false, if every step uses every parameter",
         ),
         (
-            at.pp > 1,
+            layout.pp > 1,
             (
-                f"parallel.pp is {at.pp}: a stage adds up the gradients of all micro-batches of a"
-                " step, and those of tied parameters are summed over their stages at its end"
+                f"parallel.pp is {layout.pp}: a stage adds up the gradients of all micro-batches of"
+                " a step, and those of tied parameters are summed over their stages at its end"
             ),
             "use parallel.pp = 1",
         ),
@@ -343,26 +378,32 @@ def refuse_in_backward(
 def refuse_unsharded_optimizer(
     spec: OptimizerSpec, data: DataParallel, dtypes: Precision, layout: Layout
 ) -> None:
-    """Raise ConfigError for an optimizer of torch that fails at its first step on the shards of
-    this layout.
+    """Refuse an optimizer of torch that fails at its first step on sharded parameters.
+
+    Raises:
+        ConfigError: The parameters are sharded, and the optimizer does not support it.
     """
-    why = optimizers.NOT_SHARDED.get(spec.type)
-    shards = {
-        "zero_optimization.stage": data.stage,
-        "parallel.tp": layout.tp if layout.tp > 1 else 0,
-        "precision.compute": dtypes.compute,
-    }
-    name, value = next(((name, value) for name, value in shards.items() if value), ("", None))
-    if why is None or not name:
+    reason = optimizers.NOT_SHARDED.get(spec.type)
+    if reason is None:
         return
-    rule = f"{why}, and torch cannot do that on sharded parameters, which {name} = {value} makes"
+    if data.stage:
+        cause = f"zero_optimization.stage = {data.stage}"
+    elif layout.tp > 1:
+        cause = f"parallel.tp = {layout.tp}"
+    elif dtypes.compute:
+        cause = f"precision.compute = {dtypes.compute}"
+    else:
+        return
+    rule = f"{reason}, and torch cannot do that on sharded parameters, which {cause} makes"
     remedy = "use AdamW, or zero_optimization.stage 0 without tensor parallelism, bf16 and fp16"
     raise ConfigError(Problem("optimizer.type", spec.type, rule, remedy))
 
 
 def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: OptimizerOffload) -> None:
-    """What optimizer states of fewer bytes are not proven with. Raises ConfigError with all of
-    it.
+    """Refuse settings with which low-precision optimizer states are not tested.
+
+    Raises:
+        ConfigError: All of these settings.
     """
     if spec.states is None:
         return
@@ -381,156 +422,148 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
     _refuse("optimizer.states", spec.states, rules, otherwise="leave it out")
 
 
-def _secondary_partition(found: Findings, shard: int) -> int:
-    wanted = found.config.parallel.secondary_partition
-    path = "parallel.secondary_partition"
-    if wanted in (0, 1) or found.config.zero_optimization.stage < 3 or wanted == shard:
+def _secondary_partition(findings: Findings, shard: int) -> int:
+    """Return the size of the secondary partition; 0 is off."""
+    size = findings.config.parallel.secondary_partition
+    # A partition over all processes that shard would be the primary one.
+    if size in (0, 1) or findings.config.zero_optimization.stage < 3 or size == shard:
         return 0
-    if wanted > shard or shard % wanted:
-        fitting = (
-            ", ".join(str(degree) for degree in range(2, shard + 1) if shard % degree == 0) or "0"
-        )
-        raise ConfigError(
-            Problem(
-                path,
-                wanted,
-                f"parallel.dp_shard is {shard}, which it must divide",
-                f"use {fitting}",
-            )
-        )
-    return wanted
+    if size > shard or shard % size:
+        divisors = [str(degree) for degree in range(2, shard + 1) if shard % degree == 0]
+        rule = f"parallel.dp_shard is {shard}, which it must divide"
+        remedy = f"use {', '.join(divisors) or '0'}"
+        raise ConfigError(Problem("parallel.secondary_partition", size, rule, remedy))
+    return size
 
 
-def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -> int | None:
-    """None: the links decide."""
-    mib = found.config.parallel.bucket_mib
+def _bucket_bytes(findings: Findings, dtypes: Precision, hidden_size: int | None) -> int | None:
+    """Return the size of a gradient bucket; None if the measured links decide."""
+    mib = findings.config.parallel.bucket_mib
+    bytes_of_mib = None if mib == "auto" else round(mib * MIB)
     path = "zero_optimization.reduce_bucket_size"
-    from_mib = round(mib * MIB) if mib != "auto" else None
-    mib_source = found.sources["parallel.bucket_mib"]
-    elements = found.config.zero_optimization.reduce_bucket_size
-    source = found.sources[path]
-    if elements == "auto":
-        by_rule = hidden_size**2 if hidden_size is not None else None
-        elements = found.auto.get(path, by_rule)
-        source = (
-            "auto: the caller's"
-            if path in found.auto
-            else f"auto: hidden size {hidden_size} squared"
-        )
-    buckets = has_buckets(found.config.zero_optimization.stage, mixed=dtypes.compute is not None)
-    if elements is None or not buckets:
-        by_links = (
-            f"{mib_source}: auto, {DEFAULT_BUCKET_BYTES // MIB} unless the links are known"
-            if from_mib is None
-            else mib_source
-        )
-        found.sources["parallel.bucket_mib"] = (
-            by_links if buckets else "not used: gradients are reduced block by block"
-        )
-        return from_mib
+    elements = findings.config.zero_optimization.reduce_bucket_size
+    source = findings.sources[path]
+    if elements == "auto" and path in findings.auto:
+        elements = findings.auto[path]
+        source = "auto: the caller's"
+    elif elements == "auto":
+        elements = None if hidden_size is None else hidden_size**2
+        source = f"auto: hidden size {hidden_size} squared"
+
+    stage = findings.config.zero_optimization.stage
+    if not has_buckets(stage, mixed=dtypes.compute is not None):
+        reason = "not used: gradients are reduced block by block"
+        findings.sources["parallel.bucket_mib"] = reason
+        return bytes_of_mib
+    if elements is None:
+        if bytes_of_mib is None:
+            findings.sources["parallel.bucket_mib"] += (
+                f": auto, {DEFAULT_BUCKET_BYTES // MIB} unless the links are known"
+            )
+        return bytes_of_mib
+
+    # DeepSpeed's key counts elements of the dtype in which gradients are reduced.
     itemsize = dtype_of(dtypes.reduce or "float32").itemsize
-    if from_mib is not None and elements * itemsize != from_mib:
+    bucket_bytes = int(elements) * itemsize
+    if bytes_of_mib is not None and bucket_bytes != bytes_of_mib:
+        both = f"{path} = {elements} and parallel.bucket_mib = {mib:g}"
         rule = (
             f"both set the bucket and disagree: {elements} x {itemsize} bytes ="
-            f" {elements * itemsize / MIB:g} MiB"
+            f" {bucket_bytes / MIB:g} MiB"
         )
-        raise ConfigError(
-            Problem(
-                f"{path} = {elements} and parallel.bucket_mib = {mib:g}",
-                None,
-                rule,
-                "keep one of them",
-            )
-        )
-    found.sources["parallel.bucket_mib"] = f"{source}: {path}, {elements} x {itemsize} bytes"
-    return int(elements) * itemsize
+        raise ConfigError(Problem(both, None, rule, "keep one of them"))
+    findings.sources["parallel.bucket_mib"] = f"{source}: {path}, {elements} x {itemsize} bytes"
+    return bucket_bytes
 
 
 def has_buckets(stage: int, *, mixed: bool) -> bool:
-    """Whether gradients are reduced in buckets: replicated parameters in their own dtype. All else
-    is reduced block by block.
+    """Return True if gradients are reduced in buckets, and not block by block.
+
+    Args:
+        stage: ZeRO stage.
+        mixed: Whether the model computes in another dtype than that of its parameters.
     """
     return stage == 0 and not mixed
 
 
-def recompute(found: Findings) -> Recompute:
-    """Which blocks recompute what."""
-    section = found.config.parallel.recompute
+def recompute(findings: Findings) -> Recompute:
+    """Return the settings of activation checkpointing."""
+    section = findings.config.parallel.recompute
     path = "parallel.recompute"
-    mode = section.mode or ("budget" if section.budget_gib is not None else "none")
-    if section.mode is None and section.budget_gib is not None:
-        found.sources[f"{path}.mode"] = f"derived: {path}.budget_gib is given"
-    length = section.sequence_length
-    if length is None and mode == "budget" and found.config.data is not None:
-        length, found.sources[f"{path}.sequence_length"] = (
-            found.config.data.sequence_length,
-            "derived: data.sequence_length",
-        )
-    partition = found.config.activation_checkpointing.partition_activations
-    problems = []
+    mode = section.mode
+    if mode is None and section.budget_gib is not None:
+        mode = "budget"
+        findings.sources[f"{path}.mode"] = f"derived: {path}.budget_gib is given"
+    elif mode is None:
+        mode = "none"
+
+    sequence_length = section.sequence_length
+    data = findings.config.data
+    if sequence_length is None and mode == "budget" and data is not None:
+        sequence_length = data.sequence_length
+        findings.sources[f"{path}.sequence_length"] = "derived: data.sequence_length"
+
+    # Raises ConfigError for an unknown operator.
     selective.kept(section.keep)
+    problems = []
     if mode == "budget" and section.budget_gib is None:
-        problems.append(
-            Problem(f"{path}.mode", "budget", "no budget is given", f"set {path}.budget_gib")
-        )
+        remedy = f"set {path}.budget_gib"
+        problems.append(Problem(f"{path}.mode", "budget", "no budget is given", remedy))
     if mode != "budget" and section.budget_gib is not None:
-        rule = f"the mode is {mode}, which keeps what it keeps, whatever the budget"
-        problems.append(
-            Problem(
-                f"{path}.budget_gib",
-                section.budget_gib,
-                rule,
-                f'leave it out, or set {path}.mode = "budget"',
-            )
-        )
-    if mode == "budget" and length is None:
+        rule = f"the mode is {mode}, which does not depend on a budget"
+        remedy = f'leave it out, or set {path}.mode = "budget"'
+        problems.append(Problem(f"{path}.budget_gib", section.budget_gib, rule, remedy))
+    if mode == "budget" and sequence_length is None:
         rule = "activations grow with it, and neither it nor data.sequence_length is given"
-        problems.append(
-            Problem(f"{path}.sequence_length", None, rule, "write the longest sequence's tokens")
-        )
-    if mode == "budget" and found.sources.get(MICRO) == CALLERS:
+        remedy = "write the longest sequence's tokens"
+        problems.append(Problem(f"{path}.sequence_length", None, rule, remedy))
+    if mode == "budget" and findings.sources.get(MICRO) == CALLERS:
         rule = "activations grow with the micro-batch, and the file gives no batch size"
-        problems.append(
-            Problem(f"{path}.mode", "budget", rule, "set train_micro_batch_size_per_gpu")
-        )
+        remedy = "set train_micro_batch_size_per_gpu"
+        problems.append(Problem(f"{path}.mode", "budget", rule, remedy))
     refuse(problems)
+
+    # Without recomputation no block has a checkpointed input, in DeepSpeed as here.
+    partition = findings.config.activation_checkpointing.partition_activations
     return Recompute(
         mode=mode,
         every=section.every,
         keep=section.keep,
         budget_bytes=round((section.budget_gib or 0) * GIB),
-        sequence_length=length or 0,
-        partition_inputs=partition
-        and mode
-        != "none",  # without recomputation there is no checkpointed input, in DeepSpeed as here
+        sequence_length=sequence_length or 0,
+        partition_inputs=partition and mode != "none",
     )
 
 
 def recomputes(config: Config) -> bool:
-    """Whether any block is recomputed: without, `activation_checkpointing` has no input of a block
-    to keep anywhere, in DeepSpeed as here.
+    """Return True if any block is recomputed.
+
+    Otherwise `activation_checkpointing` has no effect, in DeepSpeed as here: no block has a
+    checkpointed input.
     """
     section = config.parallel.recompute
     return section.mode not in (None, "none") or section.budget_gib is not None
 
 
-def activation_offload(found: Findings) -> ActivationOffload:
-    """Where blocks put what they save for backward."""
-    section = found.config.parallel.activation_offload
+def activation_offload(findings: Findings) -> ActivationOffload:
+    """Return the settings of the offload of activations."""
+    config = findings.config
+    section = config.parallel.activation_offload
     path = "parallel.activation_offload"
-    to_host = found.config.activation_checkpointing.cpu_checkpointing
-    name = "activation_checkpointing.cpu_checkpointing"
     fraction = section.fraction
-    given = found.config.origin(f"{path}.fraction") != "default"
     problems = []
-    if to_host and recomputes(found.config):
-        if (given and fraction != 1) or section.device != "cpu":
+    if config.activation_checkpointing.cpu_checkpointing and recomputes(config):
+        name = "activation_checkpointing.cpu_checkpointing"
+        fraction_given = config.origin(f"{path}.fraction") != "default"
+        if (fraction_given and fraction != 1) or section.device != "cpu":
             rule = (
                 f"it means {path}.fraction = 1 on cpu, and the file sets {fraction:g} on"
                 f" {section.device}"
             )
             problems.append(Problem(name, "true", rule, "keep one of them"))
-        fraction, found.sources[f"{path}.fraction"] = 1.0, f"{found.config.origin(name)}: {name}"
+        fraction = 1.0
+        findings.sources[f"{path}.fraction"] = f"{config.origin(name)}: {name}"
+
     if fraction and section.device == "disk" and section.path is None:
         problems.append(Problem(f"{path}.device", "disk", "no folder is given", f"set {path}.path"))
     refuse(problems)
@@ -541,94 +574,44 @@ def activation_offload(found: Findings) -> ActivationOffload:
     )
 
 
-def optimizer_offload(found: Findings) -> OptimizerOffload:
-    """The tier of optimizer states and gradients."""
-    section = found.config.zero_optimization.offload_optimizer
+def optimizer_offload(findings: Findings) -> OptimizerOffload:
+    """Return the storage tier of optimizer states and gradients."""
+    section = findings.config.zero_optimization.offload_optimizer
     path = "zero_optimization.offload_optimizer"
-    problems = []
     if section.device == "none":
         return OptimizerOffload()
+
+    problems = []
     if section.device == "nvme" and section.nvme_path is None:
-        problems.append(
-            Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path")
-        )
-    if found.config.zero_optimization.stage == 0:
+        remedy = f"set {path}.nvme_path"
+        problems.append(Problem(f"{path}.device", "nvme", "no folder is given", remedy))
+    if findings.config.zero_optimization.stage == 0:
         rule = "ZeRO stage 0 keeps full optimizer states on every process"
-        problems.append(
-            Problem(
-                f"{path}.device", section.device, rule, "set zero_optimization.stage to 1, 2 or 3"
-            )
-        )
+        remedy = "set zero_optimization.stage to 1, 2 or 3"
+        problems.append(Problem(f"{path}.device", section.device, rule, remedy))
     refuse(problems)
+
     if section.device == "cpu":
         return OptimizerOffload(device="cpu", pin_memory=section.pin_memory, ratio=section.ratio)
     return OptimizerOffload(
         device="nvme",
         path=section.nvme_path,
+        # The key counts float32 elements.
         buffer_bytes=4 * section.buffer_size,
         buffer_count=section.buffer_count,
         ratio=section.ratio,
     )
 
 
-def parameter_offload(found: Findings) -> ParameterOffload:
-    """The tier of the shards that parameters are gathered from, which are the master weights."""
-    zero = found.config.zero_optimization
-    path = "zero_optimization.offload_param"
+def parameter_offload(findings: Findings) -> ParameterOffload:
+    """Return the storage tier of the parameter shards, which are the master weights."""
+    zero = findings.config.zero_optimization
     section = zero.offload_param
     states = zero.offload_optimizer
-    stage = zero.stage
-    problems = []
-    if section.device != "none" and stage != 3:
-        rule = f"stage {stage} keeps parameters unsharded during a step"
-        problems.append(
-            Problem(
-                f"{path}.device",
-                section.device,
-                rule,
-                'set zero_optimization.stage to 3, or "none"',
-            )
-        )
-    if section.device == "cpu" and states.device != "cpu":
-        rule = (
-            "shards are the master weights, which the optimizer updates where its states are, and"
-            f" those are on {_TIERS[states.device]}"
-        )
-        problems.append(
-            Problem(
-                f"{path}.device",
-                "cpu",
-                rule,
-                'set zero_optimization.offload_optimizer.device = "cpu", or "none"',
-            )
-        )
-    if section.device == "cpu" and states.ratio < 1:
-        rule = (
-            "parameters are the master weights, and offload_optimizer.ratio leaves part of them on"
-            " the device"
-        )
-        problems.append(
-            Problem(f"{path}.device", "cpu", rule, 'use "none", or offload_optimizer.ratio = 1')
-        )
-    if section.device == "nvme" and states.device == "cpu":
-        rule = (
-            "shards are the master weights, and offload_optimizer.device = cpu takes them into host"
-            " memory"
-        )
-        problems.append(
-            Problem(
-                f"{path}.device",
-                "nvme",
-                rule,
-                'set offload_optimizer.device = "nvme" or "none", or "cpu" here',
-            )
-        )
-    if section.device == "nvme" and section.nvme_path is None:
-        problems.append(
-            Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path")
-        )
-    refuse(problems)
-    if states.device == "cpu" and stage > 0:
+    refuse(_parameter_offload_problems(zero))
+
+    # The optimizer updates the master weights where its states are.
+    if states.device == "cpu" and zero.stage > 0:
         return ParameterOffload(device="cpu", with_states=section.device != "cpu")
     if section.device == "nvme":
         return ParameterOffload(
@@ -637,16 +620,50 @@ def parameter_offload(found: Findings) -> ParameterOffload:
             buffer_bytes=4 * section.buffer_size,
             buffer_count=section.buffer_count,
         )
-    if states.device == "nvme" and stage in (1, 2):
-        path_ = states.nvme_path
-        size = 4 * states.buffer_size
-        count = states.buffer_count
+    if states.device == "nvme" and zero.stage in (1, 2):
         return ParameterOffload(
             device="nvme",
             with_states=True,
             ratio=states.ratio,
-            path=path_,
-            buffer_bytes=size,
-            buffer_count=count,
+            path=states.nvme_path,
+            buffer_bytes=4 * states.buffer_size,
+            buffer_count=states.buffer_count,
         )
     return ParameterOffload()
+
+
+def _parameter_offload_problems(zero: ZeroSection) -> list[Problem]:
+    section = zero.offload_param
+    states = zero.offload_optimizer
+    path = "zero_optimization.offload_param.device"
+    problems = []
+    if section.device != "none" and zero.stage != 3:
+        rule = f"stage {zero.stage} keeps parameters unsharded during a step"
+        remedy = 'set zero_optimization.stage to 3, or "none"'
+        problems.append(Problem(path, section.device, rule, remedy))
+    # The rules below exist because the shards are the master weights.
+    if section.device == "cpu" and states.device != "cpu":
+        rule = (
+            "shards are the master weights, which the optimizer updates where its states are, and"
+            f" those are on {_TIERS[states.device]}"
+        )
+        remedy = 'set zero_optimization.offload_optimizer.device = "cpu", or "none"'
+        problems.append(Problem(path, "cpu", rule, remedy))
+    if section.device == "cpu" and states.ratio < 1:
+        rule = (
+            "parameters are the master weights, and offload_optimizer.ratio leaves part of them on"
+            " the device"
+        )
+        remedy = 'use "none", or offload_optimizer.ratio = 1'
+        problems.append(Problem(path, "cpu", rule, remedy))
+    if section.device == "nvme" and states.device == "cpu":
+        rule = (
+            "shards are the master weights, and offload_optimizer.device = cpu takes them into host"
+            " memory"
+        )
+        remedy = 'set offload_optimizer.device = "nvme" or "none", or "cpu" here'
+        problems.append(Problem(path, "nvme", rule, remedy))
+    if section.device == "nvme" and section.nvme_path is None:
+        remedy = "set zero_optimization.offload_param.nvme_path"
+        problems.append(Problem(path, "nvme", "no folder is given", remedy))
+    return problems

@@ -1,5 +1,6 @@
-"""A tree under the schema's names to a Config, with pydantic's errors told as Problems: the name as
-written, the value, rule and remedy.
+"""Validation of a tree against the schema.
+
+pydantic's errors become Problems, with the name of the file, the value, the rule and the remedy.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ from pydantic_core import ErrorDetails
 from plait.config.dialects import keys
 from plait.config.resolving.degrees import PLANNED
 from plait.config.schema.config import Config
-from plait.config.values.rules import tell
+from plait.config.values.rules import describe_error
 from plait.errors import ConfigError, Problem
 
 
 def validate(tree: Mapping[str, Any], *, written: Mapping[str, str]) -> Config:
-    """The Config of `tree`. `written` gives the name in the file of a schema path. Raises
-    ConfigError with every problem.
+    """Return the Config of a tree.
+
+    Args:
+        tree: Settings under the names of the schema.
+        written: Name of each setting in the file, by path of the schema.
+
+    Raises:
+        ConfigError: All problems.
     """
     try:
         return Config.model_validate(tree)
@@ -28,61 +35,59 @@ def validate(tree: Mapping[str, Any], *, written: Mapping[str, str]) -> Config:
 
 
 def problems_of(errors: Sequence[ErrorDetails], *, written: Mapping[str, str]) -> list[Problem]:
-    """One problem a field; what the alternatives of one field say is put together."""
-    by_field: dict[str, list[ErrorDetails]] = {}
-    for error in errors:
-        by_field.setdefault(_field(error["loc"]), []).append(error)
-    return [
-        problem
-        for field, found in by_field.items()
-        for problem in _problems(written.get(field, field), found)
-    ]
+    """Return the problems of pydantic's errors.
 
-
-def _field(location: tuple[int | str, ...]) -> str:
-    """The schema path of an error, without the names of alternatives and the positions in lists
-    that pydantic adds.
+    pydantic reports each alternative of a union. They are combined to one problem per field.
     """
-    best = str(location[0]) if location else "the configuration"
-    known = keys.known()
+    errors_of: dict[str, list[ErrorDetails]] = {}
+    for error in errors:
+        errors_of.setdefault(_field_path(error["loc"]), []).append(error)
+
+    problems = []
+    for field, details in errors_of.items():
+        problems += _field_problems(written.get(field, field), details)
+    return problems
+
+
+def _field_path(location: tuple[int | str, ...]) -> str:
+    """Return the longest known path in the location of an error.
+
+    pydantic adds the names of alternatives and the positions in lists.
+    """
+    longest = str(location[0]) if location else "the configuration"
+    known = keys.known_paths()
     path = ""
-    for part in location:
-        path = f"{path}.{part}" if path else str(part)
+    for name in location:
+        path = f"{path}.{name}" if path else str(name)
         if path in known:
-            best = path
-    return best
+            longest = path
+    return longest
 
 
-def _problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
+def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
     value = errors[0]["input"]
     if errors[0]["type"] == "missing":
         return [Problem(field, None, "has to be given", "add it")]
     if errors[0]["type"] == "value_error":
+        # Raised by a check of the schema, which may contain several problems.
         text = errors[0]["msg"].removeprefix("Value error, ")
-        shown = None if isinstance(value, dict) else value
-        return [Problem(field, shown, *_split(part)) for part in text.split(" Also: ")]
+        if isinstance(value, dict):
+            value = None
+        return [Problem(field, value, *_split(problem)) for problem in text.split(" Also: ")]
     if value == "auto" and field in PLANNED:
+        rule = "is answered by a plan, which only `plait train` makes by itself"
         remedy = "run `plait plan FILE --out planned.json` and take planned.json"
-        return [
-            Problem(
-                field,
-                value,
-                "is answered by a plan, which only `plait train` makes by itself",
-                remedy,
-            )
-        ]
-    told = [tell(error) for error in errors]
-    return [
-        Problem(
-            field,
-            value,
-            "must be " + " or ".join(dict.fromkeys(rule for rule, _ in told)),
-            told[0][1],
-        )
-    ]
+        return [Problem(field, value, rule, remedy)]
+
+    descriptions = [describe_error(error) for error in errors]
+    rules = dict.fromkeys(rule for rule, _ in descriptions)
+    _, remedy = descriptions[0]
+    return [Problem(field, value, f"must be {' or '.join(rules)}", remedy)]
 
 
 def _split(text: str) -> tuple[str, str]:
-    """`rule; remedy`, the form in which the sections write their own checks."""
+    """Return (rule, remedy) of a text `rule; remedy`, the form of the schema's own checks."""
     rule, semicolon, remedy = text.rpartition("; ")
-    return (rule, remedy) if semicolon else (text, "correct it")
+    if not semicolon:
+        return text, "correct it"
+    return rule, remedy

@@ -1,1 +1,4 @@
-"""The one file as types."""
+"""Schema of the configuration file, as pydantic models. `config.Config` is the root.
+
+The attribute docstrings of the models are the users' reference of every key.
+"""

@@ -1,10 +1,17 @@
-"""The one file, as types: DeepSpeed's top-level keys that mean something here, and the sections
-`model`, `data`, `run`, `parallel`, `experts` and `faults`.
+"""Schema of the configuration file: the `Config` model and the sections that DeepSpeed also has.
 
-A `Config` may still say "auto" and may leave things out; `resolve` ends that. Keys of DeepSpeed
-that Plait ignores are not fields: they are in the table `deepspeed`. Every key has one default,
-DeepSpeed 0.19.8's, whatever else stands in the file; what `"Left out: ..."` derives, it derives
-from keys of the same setting.
+A `Config` may contain "auto" and may omit keys; `resolve` replaces both. DeepSpeed keys that Plait
+ignores are not fields of the schema. They are listed in `config.dialects.deepspeed`.
+
+Note [One default per key]
+    Every key has a single default, DeepSpeed 0.19.8's where DeepSpeed has the key. A default never
+    depends on keys of other settings, because a file would then change its meaning when an
+    unrelated key is added. Where a docstring says "If omitted, ...", the value is derived from keys
+    of the same setting.
+
+The attribute docstrings are the users' reference. They appear as descriptions in the JSON schema
+(`plait config schema`), and `plait config explain` prints the first sentence of each. A prefix
+such as "nvme:" or "tp:" names the value or the degree without which the key has no effect.
 """
 
 from __future__ import annotations
@@ -14,89 +21,109 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
 from plait.cluster.nccl import Algorithms, Protocols
-from plait.config.schema.experts import ExpertsSection
-from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.provenance import Provenance
-from plait.config.schema.sections import DataSection, ModelSection, RunSection
+from plait.config.schema.sections import (
+    DataSection,
+    ExpertsSection,
+    FaultsSection,
+    ModelSection,
+    RunSection,
+)
 from plait.config.schema.trackers import (
     CometSection,
     CsvMonitorSection,
     TensorboardSection,
     WandbSection,
 )
-from plait.config.values.numbers import LARGEST, MOST_PROCESSES, Flag, LocalPlace
+from plait.config.values.numbers import MAX_INT, MAX_PROCESSES, Flag, LocalPath
 from plait.parallel.activations.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
 from plait.units import SHORT_NAMES
 
 PLAIT_SECTIONS = ("model", "data", "run", "parallel", "experts", "faults")
-"""A file without any of these is one that DeepSpeed takes too. No default depends on it."""
+"""Sections that only Plait has. A file without any of them is also a valid DeepSpeed file."""
 
 
-def _number(value: Any) -> Any:
-    """Files write whole numbers as `5e8` and quote numbers; a truth value is not a number."""
+def _parse_number(value: Any) -> Any:
+    """Convert a quoted number or an integral float (`5e8`) to a number; reject booleans."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false; write the number")
     if isinstance(value, str):
         try:
             value = float(value)
         except ValueError:
+            # pydantic reports the original text.
             return value
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
-def _dtype(value: Any) -> Any:
+def _parse_dtype(value: Any) -> Any:
+    """Convert a dtype's name to its short form: `bfloat16` becomes `bf16`."""
     if not isinstance(value, str):
         return value
-    return {long: short for short, long in SHORT_NAMES.items()}.get(value.lower(), value.lower())
+    short_names = {name: short for short, name in SHORT_NAMES.items()}
+    return short_names.get(value.lower(), value.lower())
 
 
-def _is_auto(value: Any) -> str:
-    return "auto" if value == "auto" else "value"
+def _parse_degree(value: Any) -> Any:
+    """Convert -1, DeepSpeed's form of a derived degree, to "auto"."""
+    if value == -1 and not isinstance(value, bool):
+        return "auto"
+    return value
 
 
+def _auto_tag(value: Any) -> str:
+    if value == "auto":
+        return "auto"
+    return "value"
+
+
+def _compression_tag(value: Any) -> str:
+    if isinstance(value, list):
+        return "several"
+    return "one"
+
+
+# Discriminated unions instead of plain ones: pydantic then reports the rule of the number alone,
+# and not also that the value is not "auto".
 Auto = Annotated[Literal["auto"], Tag("auto")]
-Number = BeforeValidator(_number)
+Number = BeforeValidator(_parse_number)
 
-Count = Annotated[int, Field(ge=1, le=LARGEST), Number]
-Degree = Annotated[int, Field(ge=1, le=MOST_PROCESSES), Number]
-CountOrAuto = Annotated[Annotated[Count, Tag("value")] | Auto, Discriminator(_is_auto)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT), Number]
+Degree = Annotated[int, Field(ge=1, le=MAX_PROCESSES), Number]
+CountOrAuto = Annotated[Annotated[Count, Tag("value")] | Auto, Discriminator(_auto_tag)]
 PowerOrAuto = Annotated[
-    Annotated[int, Field(ge=0, le=126), Number, Tag("value")] | Auto, Discriminator(_is_auto)
+    Annotated[int, Field(ge=0, le=126), Number, Tag("value")] | Auto, Discriminator(_auto_tag)
 ]
 SizeOrAuto = Annotated[
     Annotated[float, Field(ge=0, allow_inf_nan=False), Number, Tag("value")] | Auto,
-    Discriminator(_is_auto),
+    Discriminator(_auto_tag),
 ]
 PositiveOrAuto = Annotated[
     Annotated[float, Field(gt=0, allow_inf_nan=False), Number, Tag("value")] | Auto,
-    Discriminator(_is_auto),
+    Discriminator(_auto_tag),
 ]
 Compressions = Annotated[
     Annotated[Literal["none", "auto", "int8", "int4", "powersgd"], Tag("one")]
     | Annotated[
         Annotated[list[Literal["int8", "int4", "powersgd"]], Field(min_length=1)], Tag("several")
     ],
-    Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
+    Discriminator(_compression_tag),
 ]
-FlagOrAuto = Annotated[Annotated[Flag, Tag("value")] | Auto, Discriminator(_is_auto)]
-
-
-def _degree(value: Any) -> Any:
-    return "auto" if value == -1 and not isinstance(value, bool) else value
-
-
+FlagOrAuto = Annotated[Annotated[Flag, Tag("value")] | Auto, Discriminator(_auto_tag)]
 FreeDegree = Annotated[
-    Annotated[Degree, Tag("value")] | Auto, Discriminator(_is_auto), BeforeValidator(_degree)
+    Annotated[Degree, Tag("value")] | Auto, Discriminator(_auto_tag), BeforeValidator(_parse_degree)
 ]
-
-DtypeName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
+DtypeName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_parse_dtype)]
 
 
 class Fp16Section(Policy):
-    """Computation in float16 with a loss scale. The parameters that the optimizer updates stay in
-    their own dtype.
+    """Computation in float16 with loss scaling.
+
+    The parameters that the optimizer updates keep their own dtype.
     """
 
     enabled: FlagOrAuto = False
@@ -105,22 +132,27 @@ class Fp16Section(Policy):
     program waits for the device once per step.
     """
     loss_scale: SizeOrAuto = 0.0
-    """A constant loss scale; 0 adapts it to the gradients."""
+    """Constant loss scale; 0 adapts the scale to the gradients."""
     initial_scale_power: PowerOrAuto = 16
-    """The first scale is 2 to this power."""
+    """Exponent of the initial loss scale, which is 2 to this power."""
     loss_scale_window: CountOrAuto = 1000
-    """Steps without overflow after which the scale doubles."""
+    """Number of steps without overflow after which the scale doubles."""
     hysteresis: CountOrAuto = 2
-    """The overflow that first halves the scale: 1 halves at the first, 2 forgives one."""
+    """Number of the overflow that first halves the scale: 1 halves it at the first overflow, 2
+    tolerates one.
+    """
     consecutive_hysteresis: FlagOrAuto = False
-    """Forgive again after every step without overflow, so that only overflows in a row count."""
+    """Reset the hysteresis after every step without overflow, so that only consecutive overflows
+    count.
+    """
     min_loss_scale: PositiveOrAuto = 1.0
-    """The scale is not halved below this. An overflow there ends the run."""
+    """Minimum of the loss scale. An overflow at this scale ends the run."""
 
 
 class Bf16Section(Policy):
-    """Computation in bfloat16. The parameters that the optimizer updates stay in their own
-    dtype.
+    """Computation in bfloat16.
+
+    The parameters that the optimizer updates keep their own dtype.
     """
 
     enabled: FlagOrAuto = False
@@ -128,242 +160,254 @@ class Bf16Section(Policy):
     otherwise.
     """
     check_grad_overflow: FlagOrAuto = True
-    """Skip an optimizer step whose gradients are not finite. The program then reads the norm before
-    the update, so on a GPU it waits for the device once per step; false saves the wait where
-    non-finite gradients may end the run.
+    """Skip optimizer steps whose gradients are not finite. The program then reads the gradient norm
+    before the update, so on a GPU it waits for the device once per step. false avoids this wait,
+    for runs that non-finite gradients may end.
     """
 
 
 class DataTypesSection(Policy):
-    """Dtypes of what is kept between micro-batches."""
+    """Dtypes of the tensors that are kept between micro-batches."""
 
     grad_accum_dtype: DtypeName | None = None
-    """What the gradients of a step's micro-batches are added up in. "fp32" makes their reduction
-    float32 too, unless communication_data_type says otherwise; fp16 and bf16 ask for no more than
-    what is done: shards are added up in float32.
+    """Dtype in which the gradients of a step's micro-batches are accumulated. "fp32" also reduces
+    them in float32, unless communication_data_type says otherwise. "fp16" and "bf16" change
+    nothing: gradient shards are always accumulated in float32.
     """
     keep_in_fp32_modules: list[str] | Literal["auto"] = "auto"
-    """Modules that compute in float32 under fp16 and bf16: names as named_modules() has them, or
-    their last parts, with * and ?. BatchNorm layers and what a Transformers model lists itself
-    always do; "auto" adds nothing.
+    """Modules that compute in float32 under fp16 and bf16: names as in named_modules(), or their
+    last components, with the wildcards * and ?. BatchNorm layers and the modules that a
+    Transformers model lists itself always do; "auto" adds none.
     """
 
 
 class OffloadOptimizerSection(Policy):
-    """Where optimizer states, gradients and master weights are stored."""
+    """Storage of optimizer states, gradients and master weights."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """none: on the device. cpu: in host memory, for GPUs; the optimizer runs there. nvme: in files
-    in `nvme_path`, read and written in chunks during the step; not for GPUs in this release.
+    """Storage tier of optimizer states, gradients and master weights. none: the device. cpu: host
+    memory, where the optimizer then runs; for GPUs. nvme: files in `nvme_path`, read and written in
+    chunks during the step; not for GPUs in this release.
     """
     pin_memory: Flag = True
     """cpu: pin the host memory, so that copies overlap with computation."""
-    nvme_path: LocalPlace | None = None
-    """nvme: a folder on a fast local disk."""
-    buffer_count: Annotated[int, Field(ge=4, le=LARGEST), Number] = 4
-    """nvme: chunks of the states that are in memory at once: those being read, one computed, those
-    being written.
+    nvme_path: LocalPath | None = None
+    """nvme: folder on a fast local disk."""
+    buffer_count: Annotated[int, Field(ge=4, le=MAX_INT), Number] = 4
+    """nvme: number of chunks in memory at the same time. One is computed while others are read and
+    written.
     """
     buffer_size: Count = 100_000_000
-    """nvme: float32 elements of a chunk, parameters, gradients and states together."""
+    """nvme: float32 elements per chunk, which holds parameters, gradients and states."""
     ratio: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), Number] = 1.0
-    """The share of the parameters that is offloaded: blocks from the first on, then the parameters
-    outside of them, until it is reached. Master weights, gradients and states of the others stay on
-    the device.
+    """Share of the parameters that is offloaded: blocks starting with the first, then the
+    parameters outside of the blocks, until the share is reached. Master weights, gradients and
+    states of all other parameters stay on the device.
     """
 
 
 class OffloadParamSection(Policy):
-    """Where the shards of stage 3's parameters are stored, from which blocks are gathered. They are
-    the master weights too: there is no other copy. At stages 1 and 2 the master weights are stored
-    with the states of offload_optimizer.
+    """Storage of the parameter shards of stage 3, from which blocks are gathered.
+
+    These shards are also the master weights: there is no other copy. At stages 1 and 2 the master
+    weights are stored with the states of offload_optimizer.
     """
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """none: on the device. cpu: in host memory, together with offload_optimizer.device = "cpu".
-    nvme: in files in `nvme_path`, prefetched for the block that is gathered next and evicted after
-    it; not for GPUs in this release.
+    """Storage tier of the parameter shards. none: the device. cpu: host memory; requires
+    offload_optimizer.device = "cpu". nvme: files in `nvme_path`, prefetched for the block that is
+    gathered next and evicted after use; not for GPUs in this release.
     """
-    nvme_path: LocalPlace | None = None
-    """nvme: a folder on a fast local disk."""
-    buffer_count: Annotated[int, Field(ge=2, le=LARGEST), Number] = 5
-    """nvme: buffers in memory; together they hold the shards of the block that is gathered and of
-    those that are read ahead.
+    nvme_path: LocalPath | None = None
+    """nvme: folder on a fast local disk."""
+    buffer_count: Annotated[int, Field(ge=2, le=MAX_INT), Number] = 5
+    """nvme: number of buffers in memory. Together they hold the shards of the block that is
+    gathered and of the blocks that are prefetched.
     """
     buffer_size: Count = 100_000_000
-    """nvme: float32 elements in a buffer."""
+    """nvme: float32 elements per buffer."""
 
 
 class ZeroSection(Policy):
-    """What data-parallel processes share out instead of each holding all of it."""
+    """ZeRO: the training state that data-parallel processes shard instead of replicating it."""
 
     stage: Annotated[Literal[0, 1, 2, 3], Number] = 0
-    """What is shared out: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too,
-    gathered for use and freed.
+    """ZeRO stage, which is the training state that is sharded: 0 nothing, 1 optimizer states, 2
+    also gradients, 3 also parameters, which are gathered for use and freed.
     """
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
-    """Optimizer states in host memory or in files."""
+    """Offload of optimizer states to host memory or to files."""
     offload_param: OffloadParamSection = OffloadParamSection()
-    """Parameters in host memory or in files."""
+    """Offload of parameters to host memory or to files."""
     reduce_bucket_size: CountOrAuto | None = None
-    """Elements in a reduction of gradients at stage 0 in the model's own dtype, the one case with
-    buckets. "auto": the square of the hidden size. Left out: parallel.bucket_mib.
+    """Elements per gradient bucket. Buckets exist only at stage 0 in the model's own dtype. "auto":
+    the square of the hidden size. If omitted, parallel.bucket_mib decides.
     """
 
 
 class CompileSection(Policy):
-    """torch.compile, a block of the model at a time."""
+    """torch.compile, applied to one block of the model at a time."""
 
     enabled: FlagOrAuto = False
-    """Compile. The first step takes longer."""
+    """Compile the blocks of the model. The first step takes longer."""
     backend: str = "inductor"
-    """A backend that torch.compile knows."""
+    """Backend of torch.compile."""
     mode: str | None = None
-    """A mode of torch.compile, for example "max-autotune"."""
+    """Mode of torch.compile, for example "max-autotune"."""
 
 
 class PipelineSection(Policy):
-    """How the pipeline's ranks take turns. Its micro-batches are the accumulation steps."""
+    """Pipeline schedule and stages.
+
+    The micro-batches of the pipeline are the accumulation steps.
+    """
 
     schedule: str | None = None
-    """gpipe, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv or dualpipev; `plait
-    schedule` draws them. Left out: 1f1b, or interleaved-1f1b where stages_per_rank is above 1.
+    """Pipeline schedule: gpipe, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv or
+    dualpipev. `plait schedule` draws them. If omitted, 1f1b, or interleaved-1f1b if stages_per_rank
+    is above 1.
     """
     stages_per_rank: Count | None = None
-    """Stages of each rank. Left out: the schedule's own number."""
+    """Pipeline stages per rank. If omitted, the number that the schedule requires."""
     blocks_per_stage: tuple[Count, ...] | None = None
-    """Blocks of each stage. Left out: their predicted time is balanced, embedding and head counted.
+    """Blocks of each stage. If omitted, stages are balanced by their predicted time, including
+    embedding and head.
     """
 
 
 class CheckpointingSection(Policy):
-    """How the inputs of recomputed blocks are kept: DeepSpeed's names. What is recomputed is set in
-    parallel.recompute.
+    """Storage of the inputs of recomputed blocks, under DeepSpeed's names.
+
+    parallel.recompute selects the blocks that are recomputed.
     """
 
     partition_activations: Flag = False
-    """With tp: each process keeps its slice of a recomputed block's input, and gathers the full
+    """tp: each process keeps its slice of a recomputed block's input, and gathers the full
     input in backward.
     """
     cpu_checkpointing: Flag = False
-    """Keep the inputs of recomputed blocks in host memory: parallel.activation_offload with
-    fraction 1.
+    """Keep the inputs of recomputed blocks in host memory, as parallel.activation_offload with
+    fraction 1 does.
     """
 
 
 class RecomputeSection(Policy):
-    """Activation checkpointing: compute again in backward what forward does not keep."""
+    """Activation checkpointing: forward keeps fewer activations, backward recomputes the others."""
 
     mode: Literal["none", "full", "selective", "budget"] | None = None
-    """none; full: a block keeps its input alone; selective: it keeps the results of the operators
-    in `keep` too; budget: chosen for every block, so that activations fit in `budget_gib`. Left
-    out: budget where `budget_gib` is given, else none.
+    """Mode of activation checkpointing. none: off. full: a block keeps only its input. selective: a
+    block also keeps the results of the operators in `keep`. budget: the mode of every block is
+    selected so that activations fit in `budget_gib`. If omitted, budget if `budget_gib` is given,
+    else none.
     """
     every: Count = 1
-    """full and selective: every n-th block, the first included."""
+    """full and selective: recompute every n-th block, starting with the first."""
     keep: tuple[str, ...] = DEFAULT_KEEP
-    """selective and budget: results that are kept: `attention`, `matmul` (products with weights),
-    `every_second_matmul`, or operators like `aten.mm`.
+    """selective and budget: operators whose results are kept: `attention`, `matmul` (products with
+    weights), `every_second_matmul`, or operators like `aten.mm`.
     """
     budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), Number] | None = None
-    """The most GiB that activations take on a process: what blocks, head and loss keep, and the
-    block that is being recomputed. Of one micro-batch; in a pipeline of all that are in flight
-    there, and every rank chooses for itself.
+    """Largest memory of activations per process, in GiB: the activations that blocks, head and loss
+    keep, and those of the block that is being recomputed. The budget covers one micro-batch. In a
+    pipeline it covers all micro-batches in flight on a rank, and every rank selects its own modes.
     """
     sequence_length: Count | None = None
-    """budget: tokens of a sequence. Left out: data.sequence_length."""
+    """budget: tokens per sequence. If omitted, data.sequence_length."""
 
 
 class ActivationOffloadSection(Policy):
-    """Where blocks put what they save for backward: out of the device's memory."""
+    """Offload of the tensors that blocks save for backward, out of device memory."""
 
     fraction: Annotated[float, Field(ge=0, le=1), Number] = 0.0
-    """The share of blocks that do, from the first one on: their backward comes last, so there is
-    most time for both transfers.
+    """Share of the blocks whose activations are offloaded, starting with the first block: its
+    backward comes last, so there is most time for both transfers.
     """
     device: Literal["cpu", "disk"] = "cpu"
-    """cpu: pinned host memory, for GPUs. disk: files in `path`."""
-    path: LocalPlace | None = None
-    """disk: a folder on a fast local disk."""
+    """Storage tier of offloaded activations. cpu: pinned host memory, for GPUs. disk: files in
+    `path`.
+    """
+    path: LocalPath | None = None
+    """disk: folder on a fast local disk."""
 
 
 class ParallelSection(Policy):
-    """How many processes each kind of parallelism takes. The product of the degrees is the number
-    of processes.
+    """Degrees and options of parallelism.
+
+    The product of the degrees pp, dp_replicate, dp_shard, cp and tp is the number of processes.
     """
 
     pp: Degree = 1
-    """Processes that hold consecutive blocks of the model each."""
+    """Degree of pipeline parallelism: processes that hold consecutive blocks of the model."""
     pipeline: PipelineSection = PipelineSection()
-    """With pp: the schedule and the stages."""
+    """pp: schedule and stages of the pipeline."""
     dp_replicate: FreeDegree | None = None
-    """Copies of the sharded model. Left out, -1 or "auto": the processes that remain; at stage 0
-    all of data parallelism.
+    """Number of replicas of the sharded model. If omitted, -1 or "auto", the remaining processes;
+    at stage 0 all data-parallel processes.
     """
     dp_shard: FreeDegree | None = None
-    """Processes over which ZeRO shards, stages 1 to 3. Left out, -1 or "auto": the processes that
-    remain.
+    """Number of processes over which ZeRO stages 1 to 3 shard. If omitted, -1 or "auto", the
+    remaining processes.
     """
     cp: Degree = 1
-    """Processes that have a part of each sequence."""
+    """Degree of context parallelism: processes that hold a part of every sequence."""
     context: Literal["all-gather-kv", "ulysses", "ring"] = "all-gather-kv"
-    """With cp: how attention sees the other parts. all-gather-kv: keys and values of all parts are
-    gathered. ring: they go from process to process, so that only one other part is in memory.
-    ulysses: processes exchange heads for tokens, which sends least where there are many key-value
-    heads; cp must divide the query heads.
+    """cp: exchange of keys and values in attention. all-gather-kv: keys and values of all
+    parts are gathered. ring: they are passed from process to process, so that only one other part
+    is in memory. ulysses: processes exchange heads for tokens, which transfers least with many
+    key-value heads; cp must divide the number of query heads.
     """
     ep: Degree = 1
-    """Of the data-parallel processes, how many have different experts of a mixture-of-experts
-    model; tokens are sent to the experts that they are routed to. A divisor of dp_replicate x
-    dp_shard and of the number of experts. Takes neighbouring ranks.
+    """Degree of expert parallelism: data-parallel processes that hold different experts of a
+    mixture-of-experts model. Tokens are sent to the experts that they are routed to. A divisor of
+    dp_replicate x dp_shard and of the number of experts. The processes have adjacent ranks.
     """
     tp: Degree = 1
-    """Processes that share every matrix product. Takes neighbouring ranks, which have the fastest
-    links.
+    """Degree of tensor parallelism: processes that share every matrix product. They have adjacent
+    ranks, which are connected by the fastest links.
     """
     sequence_parallel: Flag = False
-    """With tp: shard norms and the residual stream along the sequence too."""
+    """tp: shard norms and the residual stream along the sequence."""
     tensor_overlap: Annotated[int, Field(ge=0, le=64), Number] = 0
-    """With tp: chunks in which a row-parallel product is computed; the all-reduce of one overlaps
-    with the product of the next. The gradients of inputs are then summed while those of weights are
-    computed. For links that a step waits for; 0: sums are waited for.
+    """tp: number of chunks of a row-parallel product; the all-reduce of one chunk overlaps
+    with the product of the next. In backward, the all-reduce of input gradients overlaps with the
+    computation of weight gradients. For slow links. 0: no overlap.
     """
     loss_parallel: Flag = True
-    """With tp: leave logits split over the vocabulary in the loss, so that full logits are never
-    allocated in training.
+    """tp: compute the loss on logits that stay split over the vocabulary, so that full logits
+    are never allocated in training.
     """
     plan: dict[str, str] | None = None
-    """With tp: module pattern (`blocks.*.up`) to style (`colwise`, `rowwise`,
+    """tp: mapping from module pattern (`blocks.*.up`) to style (`colwise`, `rowwise`,
     `colwise_gather_output`, `rowwise_split_input`, `embedding_rowwise`, `vocab_head`,
-    `replicated_with_grad_allreduce`). Left out: the model family's own plan.
+    `replicated_with_grad_allreduce`). If omitted, the plan of the model family.
     """
     blocks: tuple[str, ...] = ()
-    """Names or patterns (`model.layers.*`) of the repeated blocks that are sharded and compiled one
-    by one. Left out: the longest list of equal modules in the model.
+    """Names or patterns (`model.layers.*`) of the repeated blocks. Each block is sharded and
+    compiled on its own. If omitted, the longest list of equal modules in the model.
     """
     bucket_mib: PositiveOrAuto = "auto"
-    """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with
-    buckets. "auto": what the measured links make the cheapest, and 25 where none are known.
+    """Size of a gradient bucket in MiB. Buckets exist only at stage 0 in the model's own dtype.
+    "auto": the fastest size by the measured links, or 25 if none were measured.
     """
-    loss_chunk_tokens: Annotated[int, Field(ge=0, le=LARGEST), Number] = 0
-    """Compute head and cross entropy for this many tokens at a time, so that full logits are never
-    allocated; 0: all at once. For language models with plait.causal_lm_loss.
+    loss_chunk_tokens: Annotated[int, Field(ge=0, le=MAX_INT), Number] = 0
+    """Number of tokens for which head and cross entropy are computed at a time, so that full logits
+    are never allocated. 0: all tokens at once. For language models with plait.causal_lm_loss.
     """
-    mlp_tile_tokens: Annotated[int, Field(ge=0, le=LARGEST), Number] = 0
-    """Compute the MLP of every block, and its experts, for this many tokens at a time, and again in
-    the backward, so that their activations exist for one tile; 0: all at once. For MLPs that
-    compute every token from itself.
+    mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_INT), Number] = 0
+    """Number of tokens for which the MLP of a block, and its experts, are computed at a time. They
+    are recomputed in backward, so that their activations exist for one tile only. 0: all tokens at
+    once. For MLPs that compute each token independently.
     """
     recompute: RecomputeSection = RecomputeSection()
     """Activation checkpointing."""
     activation_offload: ActivationOffloadSection = ActivationOffloadSection()
-    """Activations in host memory or on disk."""
+    """Offload of activations to host memory or to disk."""
     unused_parameters: FlagOrAuto = True
-    """Let a step leave parameters unused, also different ones on different processes."""
+    """Allow a step to leave parameters unused, also different ones on different processes."""
     transport: Literal["auto", "torch", "shared-memory"] = "auto"
-    """How gradients and parameters move between data-parallel processes: "torch" by its collectives
-    (gloo, NCCL), "shared-memory" through memory that the processes of one machine share, for
-    tensors on the CPU. "auto": shared memory where a group's processes have it.
+    """Transport of gradients and parameters between data-parallel processes. "torch": torch's
+    collectives (gloo, NCCL). "shared-memory": memory shared by the processes of one machine, for
+    tensors on the CPU. "auto": shared memory if all processes of a group can use it.
     """
     all_reduce: Literal[
         "auto",
@@ -373,97 +417,100 @@ class ParallelSection(Policy):
         "ring",
         "recursive-doubling",
     ] = "auto"
-    """The all-reduce algorithm of gradients at stage 0 in the model's own dtype. "auto": shared
-    memory, or the cheapest algorithm by the measured links. Where none were measured, hierarchical
-    (intra-node, inter-node, intra-node) if the processes span machines with several of them each,
-    else the backend's own all-reduce, which on GPUs chooses its own ring or tree.
+    """All-reduce algorithm of gradients at stage 0 in the model's own dtype. "auto": shared memory,
+    or the fastest algorithm by the measured links. If none were measured, hierarchical (intra-node,
+    inter-node, intra-node) if the processes span several machines with several processes each, else
+    the all-reduce of the backend, which on GPUs selects its own ring or tree.
     """
     measure_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), Number] = 1.0
-    """About how long "auto" in all_reduce measures the links of the run's own processes when it
-    starts, where they share no memory. 0: it does not, and decides by the machines.
+    """Approximate time in which "auto" in all_reduce measures the links between the processes when
+    the run starts, if they share no memory. 0: links are not measured, and the machines of the
+    processes decide.
     """
     compress_gradients: Compressions = "none"
     """Compression of gradients between data-parallel processes: 8 or 4 bits per element with a
-    scale every 256, or at stage 0 two low-rank factors of every matrix. It changes the training
-    slightly; for links that are slower than the computation. A list: the allowed candidates; the
-    first steps are uncompressed, then each candidate runs a few steps, and one that makes a step 5
-    % shorter is activated, a lossier one only if it saves another 5 %. "auto" is ["int8", "int4"].
+    scale every 256, or at stage 0 two low-rank factors per matrix. It changes the training
+    slightly, and is for links that are slower than the computation. A list names candidates: the
+    first steps are uncompressed, then each candidate runs for a few steps. A candidate that makes a
+    step 5 % shorter is activated, a lossier one only if it saves another 5 %. "auto" is ["int8",
+    "int4"].
     """
     compress_weights: Literal["none", "int8", "int4"] = "none"
-    """Stages 1 to 3: the compression of parameters when they are gathered."""
+    """Stages 1 to 3: compression of parameters when they are gathered."""
     error_feedback: FlagOrAuto = "auto"
-    """With compress_gradients: add what a step lost to the next step's gradients. "auto": at stage
-    0, where it costs as much memory as the gradients; at stages 1 to 3 it would cost that of
-    unsharded gradients. PowerSGD always does.
+    """compress_gradients: add the compression error of a step to the gradients of the next
+    one. "auto": only at stage 0, where it takes as much memory as the gradients; at stages 1 to 3
+    it would take the memory of unsharded gradients. PowerSGD always uses error feedback.
     """
     powersgd_rank: Count = 4
-    """Columns of PowerSGD's factors."""
+    """Rank of PowerSGD's factors."""
     nccl_algorithm: Algorithms = None
-    """On GPUs: the algorithms that NCCL may take (NCCL_ALGO), such as "Ring" or "^Tree". Left out:
+    """GPUs: algorithms that NCCL may use (NCCL_ALGO), such as "Ring" or "^Tree". If omitted,
     NCCL decides for every call.
     """
     nccl_protocol: Protocols = None
-    """On GPUs: the protocols that NCCL may take (NCCL_PROTO): LL, LL128, Simple. Left out: NCCL
+    """GPUs: protocols that NCCL may use (NCCL_PROTO): LL, LL128, Simple. If omitted, NCCL
     decides for every call.
     """
     optimizer_in_backward: Flag = False
     """Update every parameter as soon as its gradient is complete and free the gradient, so that
-    those of one block exist at a time. Without accumulation, clipping, float16 and overflow checks,
-    which need all gradients first.
+    only the gradients of one block exist at a time. It excludes accumulation, clipping, float16 and
+    overflow checks, which need all gradients before the update.
     """
-    secondary_partition: Annotated[int, Field(ge=0, le=MOST_PROCESSES), Number] = 0
-    """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many
-    neighbouring processes (those of a machine), so that the backward gathers from them and not from
-    all. 0: off.
+    secondary_partition: Annotated[int, Field(ge=0, le=MAX_PROCESSES), Number] = 0
+    """Stage 3: number of adjacent processes (those of a machine) over which the parameters of a
+    block stay sharded between its forward and its backward. The backward then gathers from these
+    processes only. 0: off.
     """
 
 
 class Config(Policy):
-    """Everything that a file can contain."""
+    """All settings of a configuration file."""
 
     train_batch_size: CountOrAuto | None = None
-    """Samples in an optimizer step, over all processes: micro batch x accumulation x data-parallel
-    processes. Give any two of the three.
+    """Samples per optimizer step over all processes: micro-batch size x accumulation steps x
+    data-parallel processes. Two of the three batch keys determine the third.
     """
     train_micro_batch_size_per_gpu: CountOrAuto | None = None
     """Samples in one forward and backward pass of one data-parallel process."""
     gradient_accumulation_steps: CountOrAuto | None = None
-    """Forward and backward passes in an optimizer step."""
+    """Forward and backward passes per optimizer step."""
     gradient_clipping: SizeOrAuto = 1.0
-    """The largest norm of all gradients together; 0 does not clip. "auto": 1.0."""
+    """Maximum of the global gradient norm; 0 does not clip. "auto": 1.0."""
     communication_data_type: DtypeName | None = None
-    """The dtype of the reduction of gradients. Left out: the dtype of the computation, as in
-    DeepSpeed; "fp32" sums bf16 and fp16 gradients without rounding them, for twice the bytes.
+    """Dtype of the gradient reduction. If omitted, the dtype of the computation, as in DeepSpeed.
+    "fp32" sums bf16 and fp16 gradients without rounding, for twice the bytes.
     """
     data_parallel_size: Count | None = None
-    """A check: the data-parallel processes that result (dp_replicate x dp_shard) must be this many.
+    """Expected number of data-parallel processes (dp_replicate x dp_shard). It only checks the
+    layout.
     """
     num_layers: Count | None = None
-    """A check, by Megatron's name: the layers of the model, of which every pipeline stage needs
-    one.
+    """Expected number of layers of the model, under Megatron-LM's name. It only checks the layout:
+    every pipeline stage needs a layer.
     """
     zero_optimization: ZeroSection = ZeroSection()
     """ZeRO."""
     fp16: Fp16Section = Fp16Section()
-    """float16."""
+    """Computation in float16."""
     bf16: Bf16Section = Bf16Section()
-    """bfloat16."""
+    """Computation in bfloat16."""
     data_types: DataTypesSection = DataTypesSection()
-    """Dtypes of what is kept."""
+    """Dtypes of the tensors that are kept between micro-batches."""
     optimizer: OptimizerSpec | None = None
-    """The optimizer. Left out: AdamW with its defaults."""
+    """Optimizer. If omitted, AdamW with its defaults."""
     scheduler: SchedulerSpec | None = None
-    """The schedule of the learning rate. Left out: constant."""
+    """Learning rate schedule. If omitted, the learning rate is constant."""
     compile: CompileSection = CompileSection()
     """torch.compile."""
     activation_checkpointing: CheckpointingSection = CheckpointingSection()
-    """How inputs of recomputed blocks are kept."""
+    """Storage of the inputs of recomputed blocks."""
     parallel: ParallelSection = ParallelSection()
-    """The layout."""
+    """Degrees and options of parallelism."""
     experts: ExpertsSection = ExpertsSection()
     """Routers of mixture-of-experts models."""
     faults: FaultsSection = FaultsSection()
-    """Hangs, and numbers that are not finite."""
+    """Handling of hangs and of non-finite numbers."""
     tensorboard: TensorboardSection = TensorboardSection()
     """TensorBoard."""
     wandb: WandbSection = WandbSection()
@@ -473,60 +520,72 @@ class Config(Policy):
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     """CSV files."""
     model: ModelSection | None = None
-    """The model that `plait train` builds."""
+    """Model that `plait train` builds."""
     data: DataSection | None = None
-    """The text that `plait train` reads."""
+    """Training text that `plait train` reads."""
     run: RunSection | None = None
-    """How long `plait train` runs, and what it writes."""
+    """Length and output of a run of `plait train`."""
 
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
 
     @property
     def provenance(self) -> Provenance:
-        """Where the values came from, and what the file's keys mean."""
+        """Origin of the values and meaning of the file's keys."""
         return self._provenance
 
     def with_provenance(self, provenance: Provenance) -> Self:
-        """The same, knowing where it came from."""
+        """Return a copy of this configuration with the given provenance."""
         copy = self.model_copy()
         copy._provenance = provenance
         return copy
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed takes such a file too: no section of Plait's was given."""
+        """True if the configuration has no section of Plait's, as a DeepSpeed file does."""
         if self._provenance.deepspeed is not None:
             return self._provenance.deepspeed
         return not self.model_fields_set & set(PLAIT_SECTIONS)
 
     def value(self, path: str) -> Any:
-        """The value of a field, by its dotted path; None where its section is left out."""
-        here: Any = self
+        """Return the value of a field, or None if its section is omitted.
+
+        Args:
+            path: Dotted path of the field, such as `zero_optimization.stage`.
+        """
+        value: Any = self
         for name in path.split("."):
-            here = getattr(here, name, None)
-        return here
+            value = getattr(value, name, None)
+        return value
 
     def origin(self, path: str) -> str:
-        """Where the value of a field came from, by its dotted path: "file", "override", "default",
-        ...
+        """Return the origin of a field's value.
+
+        Args:
+            path: Dotted path of the field.
+
+        Returns:
+            For a configuration that was read: "file", "override", "file: NAME" for another name of
+            the key, or "default". For one that was built in Python: "given" or "default".
         """
         if self._provenance.deepspeed is not None:
-            parts = path.split(".")
-            known = (
-                self._provenance.origins.get(".".join(parts[:length]))
-                for length in range(len(parts), 0, -1)
-            )
-            return next((origin for origin in known if origin), "default")
-        here: Any = self
+            return self._recorded_origin(path)
+
+        value: Any = self
         for name in path.split("."):
-            given = (
-                here.model_fields_set
-                if isinstance(here, Policy)
-                else here
-                if isinstance(here, dict)
-                else ()
-            )
-            if name not in given:
+            if isinstance(value, Policy) and name in value.model_fields_set:
+                value = getattr(value, name)
+            elif isinstance(value, dict) and name in value:
+                value = value[name]
+            else:
                 return "default"
-            here = here[name] if isinstance(here, dict) else getattr(here, name)
         return "given"
+
+    def _recorded_origin(self, path: str) -> str:
+        """Return the origin of the field or of the innermost section that the file gives."""
+        # A parameter of the optimizer has no origin of its own, but `optimizer.params` has.
+        names = path.split(".")
+        for length in range(len(names), 0, -1):
+            origin = self._provenance.origins.get(".".join(names[:length]))
+            if origin:
+                return origin
+        return "default"

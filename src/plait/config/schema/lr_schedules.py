@@ -1,9 +1,12 @@
-"""The parameters of each learning rate schedule: DeepSpeed's and Megatron-LM's as classes,
-Transformers' as a table, torch's by signatures.
+"""Parameters of each learning rate schedule.
 
-Pure: this checks names and values, `plait.optim.lr_schedules` holds the formulas and builds.
-Defaults of DeepSpeed's schedules are those of DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A
-schedule counts optimizer steps that were not skipped.
+DeepSpeed's and Megatron-LM's schedules are classes, Transformers' are a table, and torch's are read
+from signatures. This module checks names and values; `plait.optim.lr_schedules` builds the
+schedules.
+
+The defaults of DeepSpeed's schedules are those of DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A
+schedule counts only optimizer steps that were not skipped. A problem is a text of the form
+`rule; remedy`.
 """
 
 from __future__ import annotations
@@ -17,125 +20,135 @@ import torch.optim.lr_scheduler
 from pydantic import TypeAdapter
 
 from plait.config.values.names import instead
-from plait.config.values.numbers import Count, Finite, Flag, Fraction, NotNegative, Steps, Whole
+from plait.config.values.numbers import (
+    Finite,
+    Flag,
+    Fraction,
+    Integer,
+    NotNegative,
+    NotNegativeInteger,
+    Steps,
+)
 from plait.config.values.signatures import Parameter, parameters, value_problems
 from plait.policy import Policy
 
 AUTO = "auto"
 
-
 PerGroup = NotNegative | tuple[NotNegative, ...]
-"""One rate for all parameter groups, or one each."""
+"""A learning rate for all parameter groups, or a list with a rate per group."""
 
 
 class WarmupLR(Policy):
-    """From a low to a high rate, then constant."""
+    """Warm-up from a low to a high rate, then a constant rate."""
 
     warmup_min_lr: PerGroup = 0.0
-    """The rate at the first step."""
+    """Rate at the first step."""
     warmup_max_lr: PerGroup | None = None
-    """The rate after the warm-up. Left out or `auto`: the optimizer's own `lr`."""
+    """Rate after the warm-up. If omitted or `auto`, the `lr` of the optimizer."""
     warmup_num_steps: Steps = 1000
-    """Steps of the warm-up; DeepSpeed takes 1 as 2."""
+    """Steps of the warm-up. 1 means 2, as in DeepSpeed."""
     warmup_type: Literal["log", "linear"] = "log"
-    """How the rate rises: with the logarithm of the step, or with the step."""
+    """Growth of the rate: with the logarithm of the step, or linearly."""
 
 
 class WarmupDecayLR(WarmupLR):
-    """From a low to a high rate, then linearly to zero at the last step."""
+    """Warm-up from a low to a high rate, then linear decay to zero at the last step."""
 
     warmup_max_lr: PerGroup | None = 0.001
-    """The rate after the warm-up. `auto`: the optimizer's own `lr`."""
+    """Rate after the warm-up. `auto`: the `lr` of the optimizer."""
     total_num_steps: Steps | None = None
-    """Steps of the full run. Left out or `auto`: the length of the run."""
+    """Steps of the full run. If omitted or `auto`, the length of the run."""
 
 
 class WarmupCosineLR(Policy):
-    """The optimizer's own `lr` times a ratio that rises to 1, then falls along a cosine. The very
-    first step has rate 0.
+    """Warm-up to the `lr` of the optimizer, then cosine decay.
+
+    The parameters are ratios of the optimizer's `lr`. The first step has rate 0.
     """
 
     total_num_steps: Steps | None = None
-    """Steps of the full run. Left out or `auto`: the length of the run."""
+    """Steps of the full run. If omitted or `auto`, the length of the run."""
     warmup_min_ratio: NotNegative = 0.0
-    """The ratio at which the warm-up starts (from the second step on)."""
+    """Ratio at the start of the warm-up, which is the second step."""
     warmup_num_steps: Steps = 1000
-    """Steps of the warm-up; DeepSpeed takes 1 as 2."""
+    """Steps of the warm-up. 1 means 2, as in DeepSpeed."""
     cos_min_ratio: NotNegative = 0.0001
-    """The ratio at the end, and after it."""
+    """Ratio at the end of the decay, and after it."""
     warmup_type: Literal["log", "linear"] = "log"
-    """How the ratio rises: with the logarithm of the step, or with the step."""
+    """Growth of the ratio: with the logarithm of the step, or linearly."""
 
 
 class OneCycle(Policy):
-    """Up and down once between two rates, momentum the other way round, then an optional decay
-    below the lower rate.
+    """Cycle of the rate between two values, then an optional decay below the lower rate.
+
+    The momentum changes in the opposite direction.
     """
 
     cycle_min_lr: PerGroup
-    """The rate at the start and at the end of the cycle."""
+    """Rate at the start and at the end of the cycle."""
     cycle_max_lr: PerGroup
-    """The rate in the middle."""
+    """Rate in the middle of the cycle."""
     decay_lr_rate: NotNegative = 0.0
-    """After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals); 0 keeps
+    """Decay of the rate after the cycle: cycle_min_lr / (1 + decay_lr_rate x intervals). 0 keeps
     cycle_min_lr.
     """
     cycle_first_step_size: Steps = 2000
     """Steps of the rising half."""
-    cycle_second_step_size: Count | None = None
-    """Steps of the falling half. Left out: as many as the rising half."""
-    cycle_first_stair_count: Whole = 0
-    """Change in this many stairs during the rising half; 0 or less changes at every step."""
-    cycle_second_stair_count: Whole | None = None
-    """The same for the falling half. Left out: as in the rising half."""
-    decay_step_size: Count = 0
-    """Steps in one interval of the decay; 0 means no decay."""
+    cycle_second_step_size: NotNegativeInteger | None = None
+    """Steps of the falling half. If omitted, as many as the rising half."""
+    cycle_first_stair_count: Integer = 0
+    """Number of stairs in the rising half; 0 or less changes the rate at every step."""
+    cycle_second_stair_count: Integer | None = None
+    """Number of stairs in the falling half. If omitted, as in the rising half."""
+    decay_step_size: NotNegativeInteger = 0
+    """Steps per interval of the decay; 0 means no decay."""
     cycle_momentum: Flag | None = None
-    """Cycle the first of `betas` too (DeepSpeed then sets the second to 0.99). Left out: yes, where
-    the optimizer has betas.
+    """Cycle also the first of `betas` (and set the second to 0.99, as DeepSpeed does). If omitted,
+    true for optimizers that have betas.
     """
     cycle_min_mom: Fraction | tuple[Fraction, ...] = 0.8
-    """The momentum in the middle of the cycle, and at the very first step."""
+    """Momentum in the middle of the cycle, and at the first step."""
     cycle_max_mom: Fraction | tuple[Fraction, ...] = 0.9
-    """The momentum at both ends."""
+    """Momentum at both ends of the cycle."""
     decay_mom_rate: Finite = 0.0
-    """After the cycle the momentum is cycle_max_mom x (1 + decay_mom_rate x intervals)."""
+    """Growth of the momentum after the cycle: cycle_max_mom x (1 + decay_mom_rate x intervals)."""
 
 
 class LRRangeTest(Policy):
-    """A rate that grows without end, to find the largest one that still trains."""
+    """Rate that grows without limit, to find the largest rate that still trains."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
-    """The rate at the first step."""
+    """Rate at the first step."""
     lr_range_test_step_size: Steps = 2000
-    """Steps in one interval."""
+    """Steps per interval."""
     lr_range_test_step_rate: NotNegative = 1.0
-    """The rate is lr_range_test_min_lr x (1 + lr_range_test_step_rate x intervals)."""
+    """Growth of the rate: lr_range_test_min_lr x (1 + lr_range_test_step_rate x intervals)."""
     lr_range_test_staircase: Flag = False
     """Count only full intervals."""
 
 
 class MegatronLR(Policy):
-    """Megatron-LM's: up to the optimizer's own `lr` with the step, then down to `min_lr`, which
-    holds from the last step on.
+    """Schedule of Megatron-LM: linear warm-up to the `lr` of the optimizer, then decay to `min_lr`.
+
+    The rate is constant after the last step.
     """
 
     decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """How the rate falls. WSD: not at all, up to the last `wsd_decay_steps`."""
+    """Shape of the decay. WSD: constant until the last `wsd_decay_steps`."""
     wsd_decay_steps: Steps | None = None
-    """WSD: the steps at the end in which the rate falls."""
+    """WSD: number of steps at the end in which the rate decays."""
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """WSD: how it falls there."""
+    """WSD: shape of the decay at the end."""
     warmup_num_steps: NotNegative = 0
     """Steps of the warm-up."""
     warmup_fraction: Fraction | None = None
-    """The warm-up as a share of `total_num_steps`, in place of its steps."""
+    """Length of the warm-up as a share of `total_num_steps`; replaces `warmup_num_steps`."""
     init_lr: NotNegative = 0.0
-    """The rate at the first step of a warm-up."""
+    """Rate at the first step of the warm-up."""
     min_lr: NotNegative = 0.0
-    """The least rate of the decay."""
+    """Minimum of the decay."""
     total_num_steps: Steps | None = None
-    """The step at which the decay ends. Left out or `auto`: the length of the run."""
+    """Step at which the decay ends. If omitted or `auto`, the length of the run."""
 
 
 DeepSpeedSchedule = WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest | MegatronLR
@@ -145,13 +158,16 @@ DEEPSPEED: Mapping[str, type[DeepSpeedSchedule]] = MappingProxyType(
         for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, MegatronLR)
     }
 )
-"""DeepSpeed's by their names there, and Megatron-LM's, which has none."""
+"""Schedules of DeepSpeed and of Megatron-LM, by name."""
 
-_WARM = "num_warmup_steps"
+_WARMUP = "num_warmup_steps"
 _TOTAL = "num_training_steps"
 _TRANSFORMERS_VALUES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
     {
-        **{name: TypeAdapter(Count) for name in (_WARM, "num_decay_steps", "num_stable_steps")},
+        **{
+            name: TypeAdapter(NotNegativeInteger)
+            for name in (_WARMUP, "num_decay_steps", "num_stable_steps")
+        },
         **{name: TypeAdapter(Steps) for name in (_TOTAL, "timescale")},
         **{
             name: TypeAdapter(NotNegative)
@@ -164,20 +180,21 @@ _TRANSFORMERS_VALUES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
         },
     }
 )
-_CYCLED = (_WARM, _TOTAL, "num_cycles")
+"""Valid values of the parameters of Transformers' schedules."""
+_COSINE_PARAMS = (_WARMUP, _TOTAL, "num_cycles")
 TRANSFORMERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "constant": (),
-        "constant_with_warmup": (_WARM,),
-        "inverse_sqrt": (_WARM, "timescale"),
-        "linear": (_WARM, _TOTAL),
-        "cosine": _CYCLED,
-        "cosine_with_restarts": _CYCLED,
-        "polynomial": (_WARM, _TOTAL, "lr_end", "power"),
-        "cosine_with_min_lr": (*_CYCLED, "min_lr", "min_lr_rate"),
-        "cosine_warmup_with_min_lr": (*_CYCLED, "min_lr", "min_lr_rate", "warmup_lr_rate"),
+        "constant_with_warmup": (_WARMUP,),
+        "inverse_sqrt": (_WARMUP, "timescale"),
+        "linear": (_WARMUP, _TOTAL),
+        "cosine": _COSINE_PARAMS,
+        "cosine_with_restarts": _COSINE_PARAMS,
+        "polynomial": (_WARMUP, _TOTAL, "lr_end", "power"),
+        "cosine_with_min_lr": (*_COSINE_PARAMS, "min_lr", "min_lr_rate"),
+        "cosine_warmup_with_min_lr": (*_COSINE_PARAMS, "min_lr", "min_lr_rate", "warmup_lr_rate"),
         "warmup_stable_decay": (
-            *_CYCLED,
+            *_COSINE_PARAMS,
             "num_decay_steps",
             "num_stable_steps",
             "warmup_type",
@@ -186,8 +203,9 @@ TRANSFORMERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""`transformers.SchedulerType` to what `get_scheduler` passes on. Here because the configuration is
-checked without Transformers.
+"""Parameters that Transformers' `get_scheduler` passes on, by `transformers.SchedulerType`.
+
+They are listed because a configuration is checked without importing Transformers.
 """
 
 _NEEDS_METRIC = (
@@ -206,59 +224,66 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
+"""Types that cannot be used: rule and remedy by type."""
 _POSITION = ("last_batch_iteration", "last_epoch")
+"""Parameters that set the position of a schedule."""
 TORCH: Mapping[str, type[torch.optim.lr_scheduler.LRScheduler]] = MappingProxyType(
     {
-        name: found
-        for name, found in vars(torch.optim.lr_scheduler).items()
-        if isinstance(found, type)
-        and issubclass(found, torch.optim.lr_scheduler.LRScheduler)
+        name: member
+        for name, member in vars(torch.optim.lr_scheduler).items()
+        if isinstance(member, type)
+        and issubclass(member, torch.optim.lr_scheduler.LRScheduler)
         and name not in (*REFUSED, "LRScheduler", "_LRScheduler")
     }
 )
-"""Every schedule of the installed torch that a file can describe."""
+"""Schedules of the installed torch that a file can describe."""
 
 RUN_LENGTH = frozenset({"total_num_steps", _TOTAL, "total_steps", "T_max", "total_iters"})
-"""Parameters for which `auto` means the number of steps of the run."""
+"""Parameters that `auto` sets to the number of optimizer steps of the run."""
 
 
 def _torch_parameters(kind: str) -> Mapping[str, Parameter]:
-    build: Callable[..., object] = TORCH[kind]
-    return parameters(build)
+    constructor: Callable[..., object] = TORCH[kind]
+    return parameters(constructor)
 
 
 def accepted(kind: str) -> dict[str, bool]:
-    """Parameter name to whether it must be given, for a known schedule."""
+    """Return the parameters of a known schedule, by name; True if the parameter is required."""
     if kind in DEEPSPEED:
         return {name: field.is_required() for name, field in DEEPSPEED[kind].model_fields.items()}
     if kind in TRANSFORMERS:
         return {name: name == "num_decay_steps" for name in TRANSFORMERS[kind]}
-    hidden = {"optimizer", "scale_fn", *_POSITION}
-    # A length of the run that is left out is filled in like "auto", so it is not required.
+
+    excluded = {"optimizer", "scale_fn", *_POSITION}
+    # If the length of the run is omitted, it is filled in as for "auto". It is not required.
     return {
-        name: p.required and name not in RUN_LENGTH
-        for name, p in _torch_parameters(kind).items()
-        if name not in hidden
+        name: parameter.required and name not in RUN_LENGTH
+        for name, parameter in _torch_parameters(kind).items()
+        if name not in excluded
     }
 
 
 def auto_value(name: str) -> object:
-    """What `auto` means for a parameter, by Hugging Face's rules for an unset `TrainingArguments`;
-    None where the optimizer or the length of the run decides. Raises KeyError for a parameter that
-    has no such rule.
+    """Return the value that replaces `auto`, by Hugging Face's rules for unset `TrainingArguments`.
+
+    Returns:
+        None if the optimizer or the length of the run determines the value.
+
+    Raises:
+        KeyError: No rule determines the parameter.
     """
     rules = {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": None,
         "warmup_num_steps": 1,
-        _WARM: 0,
+        _WARMUP: 0,
         **dict.fromkeys(RUN_LENGTH),
     }
     return rules[name]
 
 
 def kind_problems(kind: str) -> list[str]:
-    """Why a schedule cannot be used; empty for one that can. Each `rule; remedy`."""
+    """Return the problems of a type; empty for one that can be used."""
     known = (*DEEPSPEED, *TRANSFORMERS, *TORCH)
     if kind in REFUSED:
         return [f"it cannot be used: {REFUSED[kind]}"]
@@ -271,28 +296,29 @@ def kind_problems(kind: str) -> list[str]:
 
 
 def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the parameters of a known schedule, whatever the model and the length of
-    the run. Each `rule; remedy`.
-    """
+    """Return the problems of the parameters of a known schedule."""
     names = accepted(kind)
-    found = [_unknown(kind, name, names) for name in params if name not in names]
-    found += [
+    problems = [_unknown_param(kind, name, names) for name in params if name not in names]
+    problems += [
         f"{kind} needs `{name}`; add it"
         for name, required in names.items()
         if required and name not in params
     ]
+
     for name, value in params.items():
-        if value == AUTO and name in names:
-            try:
-                auto_value(name)
-            except KeyError:
-                found.append(f"`{name}` is `auto`, and nothing determines its value; write one")
-        elif name in names:
-            found += value_problems(convert, kind, {name: value})
-    return found
+        if name not in names:
+            continue
+        if value != AUTO:
+            problems += value_problems(convert, kind, {name: value})
+            continue
+        try:
+            auto_value(name)
+        except KeyError:
+            problems.append(f"`{name}` is `auto`, and nothing determines its value; write one")
+    return problems
 
 
-def _unknown(kind: str, name: str, names: Mapping[str, bool]) -> str:
+def _unknown_param(kind: str, name: str, names: Mapping[str, bool]) -> str:
     if name in _POSITION:
         return (
             f"`{name}` is not a setting: the position of a schedule comes from the checkpoint;"
@@ -307,8 +333,12 @@ def _unknown(kind: str, name: str, names: Mapping[str, bool]) -> str:
 
 
 def convert(kind: str, name: str, value: object) -> object:
-    """A value from JSON or YAML as the schedule wants it (`1e-4`, which YAML reads as text, becomes
-    a number). Raises pydantic's ValidationError for a value that it cannot take.
+    """Convert a value from JSON or YAML to the type that the schedule expects.
+
+    For example `1e-4`, which YAML reads as text, becomes a number. `auto` stays.
+
+    Raises:
+        pydantic.ValidationError: The value is invalid for the schedule.
     """
     if value == AUTO:
         return value
@@ -318,15 +348,22 @@ def convert(kind: str, name: str, value: object) -> object:
 @cache
 def _adapter(kind: str, name: str) -> TypeAdapter[Any]:
     if kind in DEEPSPEED:
+        # The annotations are evaluated because this module postpones their evaluation.
         return TypeAdapter(get_type_hints(DEEPSPEED[kind], include_extras=True)[name])
-    return (
-        _TRANSFORMERS_VALUES[name] if kind in TRANSFORMERS else _torch_parameters(kind)[name].values
-    )
+    if kind in TRANSFORMERS:
+        return _TRANSFORMERS_VALUES[name]
+    return _torch_parameters(kind)[name].values
 
 
 def deepspeed_schedule(kind: str, params: Mapping[str, Any]) -> DeepSpeedSchedule:
-    """The parameters of one of DeepSpeed's schedules with its defaults, `auto` as `auto_value`
-    says. Raises pydantic's ValidationError.
+    """Return a schedule of DeepSpeed or Megatron-LM, with its defaults and without `auto`.
+
+    Raises:
+        pydantic.ValidationError: A parameter is invalid.
     """
-    given = {name: auto_value(name) if value == AUTO else value for name, value in params.items()}
-    return DEEPSPEED[kind].model_validate(given)
+    values = {}
+    for name, value in params.items():
+        if value == AUTO:
+            value = auto_value(name)
+        values[name] = value
+    return DEEPSPEED[kind].model_validate(values)

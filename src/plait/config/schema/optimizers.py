@@ -1,9 +1,10 @@
-"""The parameters of each optimizer, and which ones cannot be used and why: DeepSpeed's names, every
-optimizer of torch, and classes by path.
+"""Parameters of each optimizer: DeepSpeed's, all optimizers of torch, and classes by path.
 
-Pure: this checks names and values, `plait.optim.optimizer` builds. Parameters of torch's optimizers
-are read from the installed torch, so a new one is known without a change here; what DeepSpeed
-0.19.8 adds to them is a table.
+This module checks names and values; `plait.optim.optimizer` builds the optimizers. Parameters of
+torch's optimizers are read from the signatures of the installed torch, so new ones need no change
+here. The parameters that DeepSpeed 0.19.8 adds are a table.
+
+A problem is a text of the form `rule; remedy`.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from plait.config.values.signatures import parameters, value_problems
 AUTO: Mapping[str, Any] = MappingProxyType(
     {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 )
-"""What `"auto"` means: the defaults of Hugging Face's `TrainingArguments`, which its DeepSpeed
-integration fills in.
+"""Values that replace `"auto"`: the defaults of Hugging Face's `TrainingArguments`, with which its
+DeepSpeed integration replaces it.
 """
 
 LION: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "betas": (0.9, 0.999)})
-"""Lion's defaults, which are DeepSpeed's. lion-pytorch, which runs it, has lr 1e-4 and betas (0.9,
-0.99).
+"""Defaults of Lion, which are DeepSpeed's. lion-pytorch, which implements it, has lr 1e-4 and betas
+(0.9, 0.99).
 """
 
 _TORCH = {
-    name: found
-    for name, found in vars(torch.optim).items()
-    if isinstance(found, type)
-    and issubclass(found, torch.optim.Optimizer)
-    and found is not torch.optim.Optimizer
+    name: member
+    for name, member in vars(torch.optim).items()
+    if isinstance(member, type)
+    and issubclass(member, torch.optim.Optimizer)
+    and member is not torch.optim.Optimizer
 }
+"""Optimizers of the installed torch."""
 _REMOVED = "DeepSpeed removed it in 0.19, and it never combined with ZeRO 2 and 3; use AdamW"
 _MUP = (
     "its learning rates follow the base shapes that mup attaches to parameters, and sharding"
@@ -60,12 +62,12 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""Types that are known and cannot be used: the rule and the remedy."""
+"""Types that cannot be used: rule and remedy by type."""
 
 NOT_SHARDED: Mapping[str, str] = MappingProxyType(
     {"Adafactor": "it takes norms of full parameters", "Rprop": "it writes through an index"}
 )
-"""torch's optimizers that fail at their first step on shards, in torch 2.13, and why."""
+"""Optimizers of torch 2.13 that fail at their first step on sharded parameters: reason by type."""
 
 MUON_PARAMS = frozenset(
     {
@@ -82,14 +84,14 @@ MUON_PARAMS = frozenset(
         "eps",
     }
 )
-"""DeepSpeed's, and those of torch's Muon that keep their meaning beside them. `betas` and `eps` are
-those of the AdamW half.
+"""Parameters of Muon: DeepSpeed's, and those of torch's Muon that do not contradict them. `betas`
+and `eps` apply to the parameters that AdamW updates.
 """
 
 _DEEPSPEED_ADAM = frozenset(
     {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
 )
-_EXTRA: Mapping[str, frozenset[str]] = MappingProxyType(
+_DEEPSPEED_PARAMS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "Adam": _DEEPSPEED_ADAM,
         "AdamW": _DEEPSPEED_ADAM,
@@ -97,6 +99,7 @@ _EXTRA: Mapping[str, frozenset[str]] = MappingProxyType(
         "Lion": frozenset({"set_grad_none"}),
     }
 )
+"""Parameters that DeepSpeed adds to an optimizer, by type."""
 ONLY: Mapping[str, tuple[object, str, str]] = MappingProxyType(
     {
         "bias_correction": (
@@ -118,8 +121,8 @@ ONLY: Mapping[str, tuple[object, str, str]] = MappingProxyType(
         "per_head_muon": (False, "torch's Muon orthogonalises full matrices", "leave it out"),
     }
 )
-"""Parameters of DeepSpeed that have one possible value here: the value, why, and the remedy for
-another. The engine drops them.
+"""Parameters of DeepSpeed with a single supported value: (value, reason, remedy) by name. They are
+dropped when the optimizer is built.
 """
 
 _FLAG = TypeAdapter(Flag)
@@ -135,51 +138,58 @@ _RANGES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
         "per_head_muon": _FLAG,
     }
 )
-"""What the common parameters can be, beyond the type in torch's signature."""
+"""Valid values of the common parameters. torch's signatures contain types, but no ranges."""
 
 
 def canonical(kind: str) -> str:
-    """The usual spelling of a type: DeepSpeed ignores the case of its own names, and so does this.
-    Others stay as they are.
-    """
+    """Return the usual spelling of a type. The case of known names is ignored, as in DeepSpeed."""
+    # The usual spellings are those of torch, and of DeepSpeed for types that torch does not have.
     by_lower = {name.lower(): name for name in (*REFUSED, *_TORCH, "Lion")}
     return by_lower.get(kind.lower(), kind)
 
 
 def torch_class(kind: str) -> type[torch.optim.Optimizer]:
-    """The class in `torch.optim`. Raises KeyError for a type that torch does not have."""
+    """Return a class of `torch.optim`.
+
+    Raises:
+        KeyError: torch has no such optimizer.
+    """
     return _TORCH[kind]
 
 
 def is_path(kind: str) -> bool:
-    """Whether a type names a class by its import path (`torchao.optim.AdamW8bit`)."""
+    """Return True if a type is the import path of a class (`torchao.optim.AdamW8bit`)."""
     return "." in kind and all(part.isidentifier() for part in kind.split("."))
 
 
 def settable(optimizer: Callable[..., object]) -> frozenset[str]:
-    """The parameters of a class that a file can set. `differentiable` is for gradients through a
-    step, which training never takes.
-    """
+    """Return the parameters of an optimizer class that a file can set."""
+    # `differentiable` is for gradients through a step, which training never computes.
     return frozenset(parameters(optimizer)) - {"params", "differentiable"}
 
 
 def accepted(kind: str) -> frozenset[str] | None:
-    """The parameters of a type; None for a path, whose class is only imported when it is built."""
+    """Return the names of the parameters of a type, or None if they are not known.
+
+    They are not known for an import path, whose class is imported only when it is built.
+    """
     if is_path(kind):
         return None
-    extra = _EXTRA.get(kind, frozenset())
+    extra = _DEEPSPEED_PARAMS.get(kind, frozenset())
     if kind == "Lion":
         return extra | {"lr", "betas", "weight_decay"}
     if kind == "Muon":
         return extra | MUON_PARAMS
-    # For Adam this is `adam_w_mode`, under DeepSpeed's name.
-    return extra | settable(torch_class(kind)) - (
-        {"decoupled_weight_decay"} if kind == "Adam" else set()
-    )
+
+    names = settable(torch_class(kind))
+    if kind == "Adam":
+        # DeepSpeed's name for it is `adam_w_mode`.
+        names -= {"decoupled_weight_decay"}
+    return extra | names
 
 
 def kind_problems(kind: str) -> list[str]:
-    """Why a type cannot be used; empty for one that can. Each `rule; remedy`."""
+    """Return the problems of a type; empty for one that can be used."""
     if kind in REFUSED:
         return [f"it cannot be used: {REFUSED[kind]}"]
     if kind not in (*_TORCH, "Lion") and not is_path(kind):
@@ -191,25 +201,29 @@ def kind_problems(kind: str) -> list[str]:
 
 
 def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the parameters of a known type, whatever the model. Each `rule;
-    remedy`.
-    """
+    """Return the problems of the parameters of a known type."""
     names = accepted(kind)
-    found = [
-        _unknown(kind, name, names) for name in params if names is not None and name not in names
-    ]
+    problems = []
+    if names is not None:
+        problems = [_unknown_param(kind, name, names) for name in params if name not in names]
+
     for name, value in params.items():
         if value == "auto" and name not in AUTO:
-            found.append(f"`{name}` is `auto`, and nothing determines its value; write one")
+            problems.append(f"`{name}` is `auto`, and nothing determines its value; write one")
+        # A class of a library may have a parameter of the same name and another meaning.
         elif name in ONLY and value != ONLY[name][0] and names is not None:
-            only, why, remedy = ONLY[name]
-            found.append(f"`{name}` can only be {only!r}, because {why}; {remedy}")
-    return found + value_problems(convert, kind, params)
+            supported, reason, remedy = ONLY[name]
+            problems.append(f"`{name}` can only be {supported!r}, because {reason}; {remedy}")
+    return problems + value_problems(convert, kind, params)
 
 
 def state_problems(kind: str, states: str | None, params: Mapping[str, Any]) -> list[str]:
-    """Why states of a form other than the optimizer's own cannot be had; empty where they can. Each
-    `rule; remedy`.
+    """Return the problems of `optimizer.states` with a type and its parameters.
+
+    Args:
+        kind: Known type of the optimizer.
+        states: Dtype of the moments; None for the optimizer's own.
+        params: Parameters of the optimizer.
     """
     if states is None:
         return []
@@ -218,16 +232,18 @@ def state_problems(kind: str, states: str | None, params: Mapping[str, Any]) -> 
             f'`states` is "{states}", which is written for Adam and AdamW, and this is {kind};'
             " leave `states` out"
         ]
-    taken = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", *ONLY}
+
+    # Plait's own update computes with low-precision moments, and these are all of its parameters.
+    supported = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", *ONLY}
     return [
         f'`{name}` is a parameter of torch\'s kernels, which do not take `states` = "{states}";'
         " leave one of them out"
         for name, value in params.items()
-        if name not in taken and value not in (False, None)
+        if name not in supported and value not in (False, None)
     ]
 
 
-def _unknown(kind: str, name: str, names: frozenset[str]) -> str:
+def _unknown_param(kind: str, name: str, names: frozenset[str]) -> str:
     if name == "max_grad_norm":
         return (
             "`max_grad_norm` is not a parameter of an optimizer; set gradient_clipping at the top"
@@ -237,14 +253,22 @@ def _unknown(kind: str, name: str, names: frozenset[str]) -> str:
 
 
 def convert(kind: str, name: str, value: object) -> object:
-    """A value from JSON or YAML as torch wants it: lists become tuples, and `1e-4`, which YAML
-    reads as text, a number. Raises pydantic's ValidationError for a value that the optimizer cannot
-    take.
+    """Convert a value from JSON or YAML to the type that torch expects.
+
+    Lists become tuples, and `1e-4`, which YAML reads as text, becomes a number. `auto` stays.
+
+    Raises:
+        pydantic.ValidationError: The value is invalid for the optimizer.
     """
     if value == "auto":
         return value
     if name in _RANGES:
         value = _RANGES[name].validate_python(value)
-    build: Callable[..., object] | None = _TORCH.get(kind)
-    signature = parameters(build) if build is not None else {}
-    return signature[name].values.validate_python(value) if name in signature else value
+
+    constructor: Callable[..., object] | None = _TORCH.get(kind)
+    if constructor is None:
+        return value
+    signature = parameters(constructor)
+    if name not in signature:
+        return value
+    return signature[name].values.validate_python(value)

@@ -1,6 +1,4 @@
-"""Where a configuration came from: the keys of its file as they were written, with what each means
-here.
-"""
+"""Provenance of a configuration: the keys of its file as they were written, and their meaning."""
 
 from __future__ import annotations
 
@@ -8,9 +6,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+_SHOWN_KEYS = 4
+"""Number of ignored keys that a warning names."""
+
 
 class Status(StrEnum):
-    """What a key of a file means to Plait."""
+    """Treatment of a key of a file."""
 
     SUPPORTED = "supported"
     RENAMED = "renamed"
@@ -21,34 +22,36 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One key of a file: what was written and what it means."""
+    """Key of a file, with its value and its meaning to Plait."""
 
     key: str
-    """As written."""
+    """Dotted path as written in the file."""
     value: Any
     status: Status
     meaning: str
     path: str = ""
-    """The key under the name that the schema or the table has for it."""
+    """Dotted path under the name of the schema or of the table of DeepSpeed's keys."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a configuration came from."""
+    """Origin of a configuration."""
 
     name: str = "the configuration"
-    """The file, or what was given instead of one."""
+    """Path of the file, or a phrase for a configuration that was not read from a file."""
     deepspeed: bool | None = None
-    """A DeepSpeed file: no section of Plait's in it. None: not read from anything."""
+    """True if the file has no section of Plait's. None for a Config built in Python."""
     rows: tuple[Row, ...] = ()
-    """Every key, in the order of the file."""
+    """All keys, in the order of the file."""
     origins: dict[str, str] = field(default_factory=dict)
-    """Path of a field that was given -> "file", "override", "file: tensor_parallel.tp_size"."""
+    """Origin of each field that was set, by path: "file", "override", "file: OTHER_NAME"."""
 
     def warning(self) -> str | None:
-        """One sentence about the ignored keys, for the user; None where there are none."""
-        names = [row.key for row in self.rows if row.status is Status.IGNORED]
-        if not names:
+        """Return a warning about the ignored keys, or None if there are none."""
+        ignored = [row.key for row in self.rows if row.status is Status.IGNORED]
+        if not ignored:
             return None
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return f"{self.name}: ignored are {shown}; `plait config explain` has the reasons"
+        names = ", ".join(ignored[:_SHOWN_KEYS])
+        if len(ignored) > _SHOWN_KEYS:
+            names += f" and {len(ignored) - _SHOWN_KEYS} more"
+        return f"{self.name}: ignored are {names}; `plait config explain` has the reasons"

@@ -1,9 +1,8 @@
-"""The three sections that describe a run of `plait train`: which model, which data, and how the run
-goes.
+"""Sections of the configuration file that only Plait has, except for `parallel`.
 
-They are pure descriptions: a path is not opened here, a model is not built, a default is a number
-and never a look at the machine. Everything that depends on the file alone is checked here, so that
-a wrong file is refused before any process starts.
+The sections are pure descriptions. They open no path, build no model and do not inspect the
+machine. Rules that depend only on the file are checked here, so that an invalid file is refused
+before any process starts. A check raises ValueError with the text `rule; remedy`.
 """
 
 from __future__ import annotations
@@ -14,45 +13,46 @@ from pydantic import Field, field_validator, model_validator
 
 from plait.config.schema.trackers import TrackerSpec
 from plait.config.values.numbers import (
-    MOST_PROCESSES,
+    MAX_PROCESSES,
+    Finite,
     Flag,
     Fraction,
-    LocalPlace,
+    Integer,
+    LocalPath,
     NotNegative,
-    Place,
-    Whole,
+    PathOrURL,
 )
 from plait.policy import Policy
 
-MOST_TOKENS = 2**31 - 1
-"""In a vocabulary or a sequence."""
+MAX_TOKENS = 2**31 - 1
+"""Maximum of the vocabulary size and of the sequence length."""
 
 DEFAULT_CHECKPOINT_SECONDS = 30 * 60
-"""Default time between checkpoints, which is about the most that a killed run loses."""
+"""Default time between checkpoints. A killed run loses about this much work at most."""
+
+MAX_TIMEOUT_SECONDS = 30 * 24 * 3600.0
 
 
 class ModelSection(Policy):
-    """The model: a Transformers configuration to train from scratch, or weights to go on from.
-    Exactly one of `config` and `path`.
-    """
+    """Model: `config` to train from scratch, or `path` to continue from weights."""
 
     config: dict[str, Any] | None = None
-    """A Transformers model configuration: `model_type` and any of its fields. Weights are
-    initialised from `run.seed`, the same on every layout. `vocab_size` follows the tokenizer when
-    it is left out.
+    """Transformers model configuration: `model_type` and any of its fields. Weights are initialised
+    from `run.seed`, identically for every layout. If `vocab_size` is omitted, it follows the
+    tokenizer.
     """
-    path: Place | None = None
-    """A folder with `config.json` and safetensors weights, or a name on the Hugging Face hub."""
+    path: PathOrURL | None = None
+    """Folder with `config.json` and safetensors weights, or a name on the Hugging Face hub."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """The type of the parameters that the optimizer updates. The type of the computation is set by
-    `bf16` or `fp16`.
+    """Dtype of the parameters that the optimizer updates. `bf16` and `fp16` set the dtype of the
+    computation.
     """
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_source(self) -> Self:
         if (self.config is None) == (self.path is None):
             raise ValueError(
-                "a model is either `config` (trained from scratch) or `path` (goes on from"
+                "a model is either `config` (trained from scratch) or `path` (continued from"
                 " weights); set exactly one of them"
             )
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
@@ -64,95 +64,93 @@ class ModelSection(Policy):
 
 
 class DataSection(Policy):
-    """The text, its tokenizer, and how it is cut into sequences."""
+    """Training text, its tokenizer, and the division into sequences."""
 
     source: Literal["python-stdlib", "files", "jsonl", "datasets"] | None = None
-    """Source of the text, which `plait train` requires. `files`: text files, one document each.
-    `jsonl`: one JSON object per line, its text in `field`. `datasets`: a Hugging Face data set.
-    `python-stdlib`: the sources of the running Python, which every machine has, to try a
-    configuration."""
-    paths: tuple[Place, ...] = ()
-    """Files, folders or globs (`corpus/**/*.txt`) for `files` and `jsonl`; relative ones are taken
-    from the working folder. For `datasets`, one folder written by `save_to_disk` or one name on the
-    hub.
+    """Source of the training text, which `plait train` requires. `files`: text files, one document
+    each. `jsonl`: one JSON object per line, with its text in `field`. `datasets`: a Hugging Face
+    data set. `python-stdlib`: the sources of the running Python, which every machine has, to try a
+    configuration.
+    """
+    paths: tuple[PathOrURL, ...] = ()
+    """Files, folders or globs (`corpus/**/*.txt`) for `files` and `jsonl`, relative to the working
+    folder. For `datasets`, one folder written by `save_to_disk` or one name on the hub.
     """
     format: Literal["text", "chat", "instruct"] = "text"
-    """Format of a row of `jsonl` or `datasets`. text: a text in `field`. chat: `messages`, a list
-    of objects with `role` and `content`, put into the tokenizer's chat template, with the row's
-    `tools` and `chat_template_kwargs`. instruct: `prompt` and `completion`, or `instruction`,
-    `input` (which may be missing) and `output`: in the chat template, after the row's `system` and
-    `history`, or one after the other where the tokenizer has no template. Pairs of preferences are
+    """Format of the rows of `jsonl` and `datasets`. text: a text in `field`. chat: `messages`, a
+    list of objects with `role` and `content`, formatted by the tokenizer's chat template with the
+    row's `tools` and `chat_template_kwargs`. instruct: `prompt` and `completion`, or `instruction`,
+    `input` (optional) and `output`. They are formatted by the chat template, after the row's
+    `system` and `history`, or concatenated if the tokenizer has no template. Preference pairs are
     for TRL's DPOTrainer.
     """
     ignored_columns: tuple[str, ...] = ()
-    """Columns of `chat` and `instruct` that may be left out of account. Any other that is not read
-    is refused.
-    """
+    """Columns of `chat` and `instruct` that are ignored. Any other unknown column is refused."""
     field: str = "text"
-    """The key (`jsonl`) or column (`datasets`) that holds the text."""
+    """Key (`jsonl`) or column (`datasets`) that contains the text."""
     scored: Literal["answers", "all"] = "answers"
-    """Tokens of `chat` and `instruct` that the loss counts: those of the assistant's messages that
-    do not have `"weight": 0`, or all.
+    """Tokens of `chat` and `instruct` that the loss includes: the assistant's messages except those
+    with `"weight": 0` (answers), or all tokens.
     """
     append_end_of_text: Flag = False
-    """End each row of `chat` and `instruct` with the tokenizer's end-of-text token, also where its
+    """End each row of `chat` and `instruct` with the tokenizer's end-of-text token, even if its
     chat template does not, so that the model learns to stop.
     """
     packing: Literal["documents"] | None = None
-    """How documents become sequences. Left out: one after the other, cut at `sequence_length`
-    wherever that is; attention sees all of a sequence. documents: as many as fit, whole, each with
-    positions of its own, and attention stays within each; only one that is longer than
-    `sequence_length` is cut, and what is left over is padding.
+    """Packing of documents into sequences. If omitted, documents are concatenated and cut at
+    `sequence_length`, and attention sees the full sequence. documents: a sequence contains as many
+    complete documents as fit, each with its own positions and its own attention. Only a document
+    that is longer than `sequence_length` is cut, and the remaining space is padding.
     """
     subset: str | None = None
-    """Which configuration of a hub data set (`wikitext-2-raw-v1`)."""
+    """Configuration of a hub data set (`wikitext-2-raw-v1`)."""
     split: str = "train"
-    """Which split of a data set to read. Validation text is held out of it, see
-    `validation_fraction`.
-    """
+    """Split of a data set. Validation text is held out of it, see `validation_fraction`."""
     streaming: Flag = False
-    """Read the rows of `datasets` as they are needed, again for every epoch, and keep nothing: for
-    what does not fit on the disk, or never ends. Every process reads and tokenises all rows. Needs
-    a tokenizer, in `tokenizer` or `model.path`.
+    """Read the rows of `datasets` when they are needed, again in every epoch, and store nothing.
+    For data sets that do not fit on the disk, or never end. Every process reads and tokenises all
+    rows. Requires a tokenizer, in `tokenizer` or `model.path`.
     """
-    buffer_sequences: Annotated[Whole, Field(ge=1)] = 1024
-    """With `streaming`: at least this many sequences are read and shuffled together. Validation
-    text is held out of the first ones.
+    buffer_sequences: Annotated[Integer, Field(ge=1)] = 1024
+    """streaming: minimum number of sequences that are read and shuffled together. Validation text
+    is held out of the first ones.
     """
-    tokenizer: Place | None = None
-    """A folder, a `tokenizer.json` or a hub name. Left out: the tokenizer in `model.path`; for a
-    model from scratch, a byte-level BPE with `vocab_size` entries, trained on the training text and
-    cached.
+    tokenizer: PathOrURL | None = None
+    """Tokenizer: a folder, a `tokenizer.json` or a hub name. If omitted, the tokenizer in
+    `model.path`. For a model from scratch, a byte-level BPE with `vocab_size` entries is trained on
+    the training text and cached.
     """
-    vocab_size: Annotated[Whole, Field(ge=257, le=MOST_TOKENS)] = 8192
-    """Size of the tokenizer that is trained: 256 bytes, one end-of-text mark, and merges. Unused
-    when a tokenizer is given.
+    vocab_size: Annotated[Integer, Field(ge=257, le=MAX_TOKENS)] = 8192
+    """Size of the tokenizer that is trained: 256 bytes, one end-of-text token, and merges. Unused
+    if a tokenizer is given.
     """
-    sequence_length: Annotated[Whole, Field(ge=2, le=MOST_TOKENS)] = 256
-    """Tokens in a training sequence. Documents are joined with an end-of-text mark between them and
+    sequence_length: Annotated[Integer, Field(ge=2, le=MAX_TOKENS)] = 256
+    """Tokens per training sequence. Documents are joined with an end-of-text token between them and
     cut to this length.
     """
     validation_fraction: Fraction = 0.02
-    """The share of documents held out for validation, chosen by a hash of each document: the same
-    on every machine and in every run.
+    """Share of the documents that is held out for validation. A hash of each document selects them,
+    so that they are the same on every machine and in every run.
     """
-    cache: LocalPlace | None = None
-    """Where trained tokenizers and tokenised text are kept. Left out: `$PLAIT_CACHE`, or
+    cache: LocalPath | None = None
+    """Folder for trained tokenizers and tokenised text. If omitted, `$PLAIT_CACHE`, or
     `~/.cache/plait`.
     """
 
+    # Before the check of the literal, whose error would not name the alternative.
     @field_validator("format", mode="before")
     @classmethod
-    def _no_preferences(cls, value: object) -> object:
+    def _refuse_preferences(cls, value: object) -> object:
         if value == "preference":
             raise ValueError(
-                "`plait train` has no loss of preferences; use TRL's DPOTrainer, wrapped by"
+                "`plait train` has no preference loss; use TRL's DPOTrainer, wrapped by"
                 " plait.hf.wrap"
             )
         return value
 
     @model_validator(mode="after")
-    def _format_matches_source(self) -> Self:
+    def _check_format(self) -> Self:
+        # Keys of another format are refused. They would have no effect.
         if self.format == "text":
             if self.ignored_columns or self.append_end_of_text:
                 raise ValueError(
@@ -160,10 +158,11 @@ class DataSection(Policy):
                     ' "instruct"; leave them out'
                 )
             return self
+
         if self.source not in ("jsonl", "datasets"):
             raise ValueError(
-                f'format "{self.format}" is of rows and source is "{self.source}"; set `source` to'
-                ' "jsonl" or "datasets"'
+                f'format "{self.format}" applies to rows and source is "{self.source}"; set'
+                ' `source` to "jsonl" or "datasets"'
             )
         if self.field != "text":
             raise ValueError(
@@ -173,7 +172,8 @@ class DataSection(Policy):
         return self
 
     @model_validator(mode="after")
-    def _paths_match_source(self) -> Self:
+    def _check_paths(self) -> Self:
+        # Keys of another source are refused. They would have no effect.
         if self.source is None and self.paths:
             raise ValueError(
                 '`paths` is read by a `source`, and there is none; set `source` to "files", "jsonl"'
@@ -188,6 +188,7 @@ class DataSection(Policy):
             raise ValueError(
                 f'source "{self.source}" needs at least one file, folder or glob; set `paths`'
             )
+
         if self.source == "datasets" and len(self.paths) != 1:
             raise ValueError(
                 f'source "datasets" reads exactly one data set and `paths` has {len(self.paths)};'
@@ -198,82 +199,84 @@ class DataSection(Policy):
                 f'`subset` and `split` belong to source "datasets", not "{self.source}"; leave'
                 " them out"
             )
+
         if self.source != "datasets" and self.streaming:
             raise ValueError(
                 f'`streaming` belongs to source "datasets", not "{self.source}"; leave it out'
             )
-        if (
-            not self.streaming
-            and self.buffer_sequences != type(self).model_fields["buffer_sequences"].default
-        ):
+        # A file may write the default explicitly.
+        default_buffer = type(self).model_fields["buffer_sequences"].default
+        if not self.streaming and self.buffer_sequences != default_buffer:
             raise ValueError(
-                "`buffer_sequences` is read with `streaming` alone; leave it out, or set"
+                "`buffer_sequences` is read only with `streaming`; leave it out, or set"
                 " `streaming` to true"
             )
         return self
 
 
 class SampleSection(Policy):
-    """A text that the model writes when the run ends."""
+    """Text that the model generates at the end of the run."""
 
     prompt: str = Field(default="def ", min_length=1)
-    """How the text begins."""
-    tokens: Annotated[Whole, Field(ge=1)] = 64
-    """How many tokens to add."""
+    """Beginning of the generated text."""
+    tokens: Annotated[Integer, Field(ge=1)] = 64
+    """Number of tokens to generate."""
     temperature: NotNegative = 0.8
-    """0 takes the likeliest token each time; 1 samples from the model's own distribution."""
-    top_k: Annotated[Whole, Field(ge=0)] = 50
-    """Sample among the likeliest `top_k` tokens; 0 means all."""
+    """Sampling temperature. 0 selects the most likely token each time; 1 samples from the model's
+    own distribution.
+    """
+    top_k: Annotated[Integer, Field(ge=0)] = 50
+    """Sample among the `top_k` most likely tokens; 0 means all."""
 
 
 class RunSection(Policy):
-    """How long the run is, what it writes, and how often."""
+    """Length, output and checkpoints of a run."""
 
-    folder: LocalPlace = "runs/plait"
-    """Where metrics, checkpoints, tokenizer and the resolved configuration are written. The same
-    folder resumes.
+    folder: LocalPath = "runs/plait"
+    """Folder for metrics, checkpoints, tokenizer and the resolved configuration. A run with the
+    same folder resumes.
     """
-    steps: Annotated[Whole, Field(ge=1)] = 1000
-    """Optimizer steps in the full run."""
-    seed: Annotated[Whole, Field(ge=0)] = 0
-    """Initial weights, order of the data, dropout and the sample follow from it."""
-    processes: Annotated[Whole, Field(le=MOST_PROCESSES)] | Literal["auto"] = "auto"
-    """Processes on this machine. `auto`: one a GPU; on a machine without GPUs two (one if it has a
-    single core), or as many as the layout in `parallel` needs.
+    steps: Annotated[Integer, Field(ge=1)] = 1000
+    """Optimizer steps of the full run."""
+    seed: Annotated[Integer, Field(ge=0)] = 0
+    """Seed of the initial weights, the order of the data, dropout and the sample."""
+    processes: Annotated[Integer, Field(le=MAX_PROCESSES)] | Literal["auto"] = "auto"
+    """Number of processes on this machine. `auto`: one per GPU. On a machine without GPUs two (one
+    if it has a single core), or as many as the layout in `parallel` needs.
     """
-    log_every: Annotated[Whole, Field(ge=1)] = 10
-    """Steps between printed lines. The live display and `metrics.jsonl` have every step."""
-    validate_every: Annotated[Whole, Field(ge=0)] = 0
+    log_every: Annotated[Integer, Field(ge=1)] = 10
+    """Steps between printed lines. The live display and `metrics.jsonl` contain every step."""
+    validate_every: Annotated[Integer, Field(ge=0)] = 0
     """Steps between validations; 0 validates only at the end."""
-    validate_sequences: Annotated[Whole, Field(ge=1)] = 256
-    """At most this many validation sequences are scored, the same ones each time and on every
+    validate_sequences: Annotated[Integer, Field(ge=1)] = 256
+    """Maximum number of validation sequences. They are the same at every validation and for every
     layout.
     """
-    checkpoint_every: Annotated[Whole, Field(ge=0)] = 0
-    """Steps between checkpoints; 0 leaves it to `checkpoint_minutes`. One is written at the end and
-    when the run is interrupted.
+    checkpoint_every: Annotated[Integer, Field(ge=0)] = 0
+    """Steps between checkpoints; 0 leaves the decision to `checkpoint_minutes`. A checkpoint is
+    always written at the end and when the run is interrupted.
     """
     checkpoint_minutes: NotNegative | None = None
-    """Minutes after the last checkpoint, or the start, at which another one is written; 0 writes
-    none by the clock. Left out: 30, and with `checkpoint_every` 0.
+    """Minutes between checkpoints, counted from the last one or from the start; 0 writes none by
+    the clock. If omitted, 30, or none by the clock if `checkpoint_every` is set.
     """
-    keep: Annotated[Whole, Field(ge=1)] = 2
-    """How many checkpoints stay in the folder."""
-    checkpoints: Place | None = None
-    """Where checkpoints are written: a folder, or a store's URL (`s3://bucket/run`). Left out:
-    `checkpoints/` in `folder`.
+    keep: Annotated[Integer, Field(ge=1)] = 2
+    """Number of checkpoints that are kept in the folder. Older ones are deleted."""
+    checkpoints: PathOrURL | None = None
+    """Folder or URL of a store (`s3://bucket/run`) for checkpoints. If omitted, `checkpoints/` in
+    `folder`.
     """
-    roll_backs: Annotated[Whole, Field(ge=0)] = 0
-    """How often a run goes back to its last checkpoint after a step that faults.non_finite has
-    raised for, and leaves its batch out then, or after replicas that differed. 0: such a step ends
-    the run.
+    roll_backs: Annotated[Integer, Field(ge=0)] = 0
+    """Maximum number of times that a run returns to its last checkpoint: after a step that
+    faults.non_finite has raised for, whose batch is then skipped, or after replicas that differ. 0:
+    such a step ends the run.
     """
     sample: SampleSection | None = None
-    """A text written by the model at the end. Left out: none."""
+    """Text that the model generates at the end. If omitted, none."""
     callbacks: tuple[str, ...] = ()
-    """Your own functions, or classes of such, as `package.module:name`: called with (event, engine)
-    for every event of `plait.events`, on every process. One that returns True ends the run after
-    the next step, with a checkpoint.
+    """Your own functions, or classes of functions, as `package.module:name`. They are called with
+    (event, engine) for every event of `plait.events`, on every process. If one returns True, the
+    run writes a checkpoint and ends after the next step.
     """
     trackers: tuple[TrackerSpec, ...] = ()
     """Trackers that record loss, learning rate, gradient norm and speed of every step, from the
@@ -283,16 +286,64 @@ class RunSection(Policy):
 
     @property
     def checkpoint_seconds(self) -> float:
-        """Seconds after which a checkpoint is due; 0 for none by the clock."""
+        """Seconds between checkpoints; 0 writes none by the clock."""
         if self.checkpoint_minutes is not None:
             return self.checkpoint_minutes * 60
-        return 0.0 if self.checkpoint_every else DEFAULT_CHECKPOINT_SECONDS
+        if self.checkpoint_every:
+            return 0.0
+        return DEFAULT_CHECKPOINT_SECONDS
 
     @model_validator(mode="after")
-    def _processes(self) -> Self:
+    def _check_processes(self) -> Self:
         if self.processes != "auto" and self.processes < 1:
             raise ValueError(
                 f"`processes` is {self.processes} and at least one process runs; use 1 or more, or"
                 ' "auto"'
             )
         return self
+
+
+class ExpertsSection(Policy):
+    """Routers of mixture-of-experts models."""
+
+    bias_update_rate: Annotated[Finite, Field(ge=0, le=1)] = 0.0
+    """Step size of the router bias, for models whose routers have a bias for every expert
+    (DeepSeek-V3's `e_score_correction_bias`). After a step the bias grows by this amount for
+    experts that received fewer tokens than the mean, and shrinks for experts that received more.
+    DeepSeek-V3 was trained with 0.001. 0: biases are constant.
+    """
+    balance: Literal["micro_batch", "global"] = "micro_batch"
+    """Tokens over which the balance loss of `model.config.output_router_logits` is computed.
+    micro_batch: those of each process's micro-batch, as in Transformers. global: those of the
+    micro-batches that all data-parallel processes compute at the same time.
+    """
+    z_loss: Annotated[Finite, Field(ge=0, le=1)] = 0.0
+    """Coefficient of a loss that keeps router logits small: the mean over tokens of the squared
+    log-sum-exp of the logits, summed over layers (ST-MoE, which uses 1e-3). 0: no such loss.
+    """
+
+
+class FaultsSection(Policy):
+    """Timeouts of collectives, and checks of every step."""
+
+    timeout_seconds: Annotated[Finite, Field(ge=1, le=MAX_TIMEOUT_SECONDS)] = 600.0
+    """Time that a process may wait for the others in a collective. The run then counts as hung and
+    ends with the name of the process that is late. An existing process group keeps its own timeout.
+    """
+    non_finite: Literal["auto", "raise", "skip"] = "auto"
+    """Treatment of a step whose loss or gradients are not finite, on all processes and before the
+    update: "raise" ends the run, "skip" skips the step. "auto": skip if fp16 scales the loss and
+    with bf16.check_grad_overflow, else raise. On a GPU, "auto" does not wait for the device in
+    every step, and `plait train` raises after the update, before anything is saved. With fp16 an
+    overflow of the gradients is always skipped, because it sets the loss scale.
+    """
+    check_collectives: Flag = False
+    """Debug mode: before each collective, its processes compare operation, shapes, dtypes and
+    source lines. Processes that issue different collectives end with an error that names both
+    lines. Several times slower, and without shared memory.
+    """
+    compare_replicas_every: Annotated[Integer, Field(ge=0)] = 0
+    """Steps between bitwise comparisons of the tensors that several processes hold as replicas. A
+    flipped bit ends the run and is named. Tensors that are sharded over all processes have no
+    replica. 0: never.
+    """

@@ -1,4 +1,4 @@
-"""Trackers of experiments: the sections of DeepSpeed files, and entries of `run.trackers`."""
+"""Settings of experiment trackers: sections of DeepSpeed files, and entries of `run.trackers`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from plait.config.values.numbers import Flag, LocalPlace
+from plait.config.values.numbers import Flag, LocalPath
 from plait.policy import Policy
 
-Folder = Annotated[LocalPlace, BeforeValidator(lambda value: "." if value == "" else value)]
-"""A folder of this machine. DeepSpeed files write "" for the working folder."""
+
+def _parse_folder(value: Any) -> Any:
+    """Convert "", which DeepSpeed files write for the working folder, to "."."""
+    if value == "":
+        return "."
+    return value
+
+
+Folder = Annotated[LocalPath, BeforeValidator(_parse_folder)]
+"""Folder of this machine."""
 TrackerName = Literal["tensorboard", "wandb", "comet", "csv_monitor"]
 
 
@@ -20,8 +28,9 @@ class TensorboardSection(Policy):
     enabled: Flag = False
     """Write the numbers of every step for TensorBoard, on the first process."""
     output_path: Folder = "."
-    """Folder that contains the folder of the run. Left out: the working folder, or `run.folder` for
-    an entry of `run.trackers`."""
+    """Folder that contains the folder of the run. If omitted, the working folder, or `run.folder`
+    for an entry of `run.trackers`.
+    """
     job_name: str = "DeepSpeedJobName"
     """Name of the folder of the run."""
 
@@ -32,8 +41,9 @@ class CsvMonitorSection(Policy):
     enabled: Flag = False
     """Write one CSV file per number, with a row per step, on the first process."""
     output_path: Folder = "."
-    """Folder that contains the folder of the run. Left out: the working folder, or `run.folder` for
-    an entry of `run.trackers`."""
+    """Folder that contains the folder of the run. If omitted, the working folder, or `run.folder`
+    for an entry of `run.trackers`.
+    """
     job_name: str = "DeepSpeedJobName"
     """Name of the folder of the run."""
 
@@ -52,7 +62,7 @@ class WandbSection(Policy):
 
 
 class CometSection(Policy):
-    """Comet. The API key is read by Comet itself: COMET_API_KEY, or its configuration file."""
+    """Comet. It reads the API key from COMET_API_KEY or from its own configuration file."""
 
     enabled: Flag = False
     """Send the numbers of every step to Comet, from the first process."""
@@ -65,9 +75,9 @@ class CometSection(Policy):
     experiment_key: str | None = None
     """Key of an experiment to continue."""
     online: Flag | None = None
-    """true sends the numbers at once, false stores them in a file. Left out: true."""
+    """Send the numbers immediately (true) or store them in a file (false). If omitted, true."""
     mode: Literal["get", "create", "get_or_create"] | None = None
-    """`get` continues an experiment, `create` begins one. Left out: Comet decides."""
+    """`get` continues an experiment, `create` starts a new one. If omitted, Comet decides."""
 
 
 SECTIONS: dict[TrackerName, type[Policy]] = {
@@ -76,20 +86,20 @@ SECTIONS: dict[TrackerName, type[Policy]] = {
     "comet": CometSection,
     "csv_monitor": CsvMonitorSection,
 }
-"""Settings of each tracker."""
+"""Section of each tracker."""
 
 
 class TrackerSpec(Policy):
-    """A tracker that a run uses, as a name or as an object with the name as its only key."""
+    """Tracker of a run, written as a name or as an object with the name as its only key."""
 
     name: TrackerName
-    """The tracker."""
+    """Tracker."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Its settings, named as in its section."""
+    """Settings of the tracker, named as in its section."""
 
     @model_validator(mode="before")
     @classmethod
-    def _short_forms(cls, value: Any) -> Any:
+    def _expand_short_form(cls, value: Any) -> Any:
         if isinstance(value, str):
             return {"name": value}
         if isinstance(value, dict) and len(value) == 1 and next(iter(value)) in SECTIONS:
@@ -98,11 +108,12 @@ class TrackerSpec(Policy):
         return value
 
     @model_validator(mode="after")
-    def _known_settings(self) -> Self:
+    def _check_settings(self) -> Self:
         section = SECTIONS[self.name]
         known = [name for name in section.model_fields if name != "enabled"]
         unknown = [name for name in self.settings if name not in known]
         if unknown:
             raise ValueError(f"{self.name} has no setting {unknown[0]!r}; use {', '.join(known)}")
+        # Raises ValidationError for an invalid value.
         section(**self.settings)
         return self

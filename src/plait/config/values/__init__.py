@@ -1,3 +1,4 @@
-"""What a value may look like: numbers, names and their misspellings, the parameters of a torch
-class.
+"""Types and rules of single values: numbers, paths, names, and parameters of torch classes.
+
+Error messages of pydantic are translated here into a rule and a remedy.
 """

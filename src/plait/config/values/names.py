@@ -1,4 +1,4 @@
-"""Which known name a misspelt one was meant to be."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from difflib import get_close_matches
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is most like, whatever the case of its letters; None where nothing
-    is near.
+    """Return the known name that is most similar to `name`, or None if there is no similar one.
+
+    The comparison ignores the case of the letters.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    found = get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
+    # get_close_matches takes quadratic time, and a file may contain names of any length.
+    matches = get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.6)
+    if not matches:
+        return None
+    return by_lower[matches[0]]
 
 
 def instead(name: str, known: Iterable[str]) -> str:
-    """The remedy for an unknown name: the nearest known one, or all of them."""
+    """Return the remedy for an unknown name: the nearest known name, or a list of all of them."""
     names = sorted(known)
-    near = nearest(name, names)
-    if near is not None:
-        return f"did you mean `{near}`?"
-    return f"known are {', '.join(names)}" if names else "leave it out"
+    suggestion = nearest(name, names)
+    if suggestion is not None:
+        return f"did you mean `{suggestion}`?"
+    if not names:
+        return "leave it out"
+    return f"known are {', '.join(names)}"

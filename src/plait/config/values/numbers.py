@@ -1,8 +1,9 @@
-"""Numbers as files write them: `1e-4` in quotes (or from YAML, which reads it as text) is a number,
-true and false are not.
+"""Types of numbers, booleans and paths in configuration files.
 
-Booleans are only true and false. pydantic would also accept "yes", "off" and 1, which DeepSpeed
-reads differently: "no" is a non-empty string, and therefore true.
+A quoted number is a number: YAML reads `1e-4` as text. Booleans are not numbers.
+
+Only true and false are booleans. pydantic would also accept "yes", "off" and 1, which DeepSpeed
+reads differently: "no" is a non-empty string there, and therefore true.
 """
 
 from __future__ import annotations
@@ -15,60 +16,59 @@ from pydantic_core import PydanticCustomError
 from plait.files import is_url
 
 
-def _not_bool(value: object) -> object:
+def _refuse_bool(value: object) -> object:
+    # Python's bool is a subclass of int, so pydantic would accept true as 1.
     if isinstance(value, bool):
         raise PydanticCustomError("number", "true and false are not numbers; write a number")
     return value
 
 
+MAX_INT = 2**63 - 1
+"""Largest integer that torch and the file formats can store."""
+MAX_PROCESSES = 2**20
+"""Maximum of each degree of parallelism, and of the processes on one machine."""
+
 Flag = Annotated[bool, Field(strict=True)]
 """Boolean that accepts only true and false."""
-NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
-"""0 or more, finite."""
-Fraction = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, lt=1)]
-"""0 or more, below 1: a momentum."""
-Finite = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
-"""Any number but inf and nan."""
-LARGEST = 2**63 - 1
-"""Of a whole number: what torch and the file formats hold."""
-MOST_PROCESSES = 2**20
-"""Of one kind of parallelism, or on one machine."""
-Whole = Annotated[int, BeforeValidator(_not_bool), Field(ge=-LARGEST, le=LARGEST)]
-"""A whole number; 1e3 is one, 1.5 is not."""
-Count = Annotated[Whole, Field(ge=0)]
-"""0, 1, 2, ..."""
-Steps = Annotated[Whole, Field(ge=1)]
-"""1, 2, ..."""
+NotNegative = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)]
+"""Finite number of at least 0."""
+Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)]
+"""Number of at least 0 and below 1, such as a momentum."""
+Finite = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
+"""Finite number."""
+Integer = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=-MAX_INT, le=MAX_INT)]
+"""Integer. 1e3 is accepted, 1.5 is not."""
+NotNegativeInteger = Annotated[Integer, Field(ge=0)]
+"""Integer of at least 0."""
+Steps = Annotated[Integer, Field(ge=1)]
+"""Number of steps, at least 1."""
+
+MAX_NAME_BYTES = 255
+"""Linux's limit on the name of a file."""
+MAX_PATH_BYTES = 4096
+"""Linux's limit on a path, including the terminating zero byte."""
 
 
-def _place(value: object) -> object:
-    if isinstance(value, str):
-        if not value.strip():
-            raise PydanticCustomError(
-                "place",
-                "the name of a file or folder, and this one is empty; write one, or leave the"
-                " key out",
-            )
-        if len(value.encode()) >= LONGEST_PATH or any(
-            len(part.encode()) > LONGEST_NAME for part in value.split("/")
-        ):
-            numbers = {"part": LONGEST_NAME, "path": LONGEST_PATH - 1}
-            raise PydanticCustomError(
-                "place",
-                "a path of at most {path} bytes, {part} between two slashes; shorten it",
-                numbers,
-            )
+def _check_path(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        raise PydanticCustomError(
+            "place",
+            "the name of a file or folder, and this one is empty; write one, or leave the key out",
+        )
+
+    longest_name = max(len(name.encode()) for name in value.split("/"))
+    if len(value.encode()) >= MAX_PATH_BYTES or longest_name > MAX_NAME_BYTES:
+        raise PydanticCustomError(
+            "place",
+            "a path of at most {path} bytes, {part} between two slashes; shorten it",
+            {"part": MAX_NAME_BYTES, "path": MAX_PATH_BYTES - 1},
+        )
     return value
 
 
-LONGEST_NAME = 255
-LONGEST_PATH = 4096
-"""Bytes of a name in a folder, and of a path with its end mark: Linux's."""
-Place = Annotated[str, BeforeValidator(_place)]
-"""A file or folder, by a name that one can have."""
-
-
-def _on_this_machine(value: str) -> str:
+def _refuse_url(value: str) -> str:
     if is_url(value):
         raise PydanticCustomError(
             "place",
@@ -78,5 +78,7 @@ def _on_this_machine(value: str) -> str:
     return value
 
 
-LocalPlace = Annotated[Place, AfterValidator(_on_this_machine)]
-"""Path of a file or folder of a file system, which a store's URL cannot replace."""
+PathOrURL = Annotated[str, BeforeValidator(_check_path)]
+"""Path of a file or folder, URL of a store, or name on a hub."""
+LocalPath = Annotated[PathOrURL, AfterValidator(_refuse_url)]
+"""Path in a file system of this machine."""

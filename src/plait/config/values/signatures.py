@@ -1,8 +1,7 @@
-"""The parameters of a torch class, read from its signature: names, which are required, and a check
-and conversion for each value.
+"""Parameters of torch classes, read from their signatures.
 
-So a new parameter of a new torch is known here without a change. Annotations that cannot be read
-mean that any value passes.
+A parameter that a new release of torch adds is therefore known without a change of Plait. A
+parameter whose annotation cannot be evaluated accepts any value.
 """
 
 from __future__ import annotations
@@ -17,63 +16,65 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from plait.config.values.rules import tell
+from plait.config.values.rules import describe_error
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a class."""
+    """Parameter of a constructor."""
 
     required: bool
     values: TypeAdapter[Any]
+    """Adapter that checks and converts a value."""
 
 
 @cache
-def parameters(found: Callable[..., object]) -> Mapping[str, Parameter]:
-    """Parameter name of a class to what is known about it."""
-    hints = _hints(found)
+def parameters(constructor: Callable[..., object]) -> Mapping[str, Parameter]:
+    """Return the parameters of a class, by name."""
+    hints = _type_hints(constructor)
     config = ConfigDict(arbitrary_types_allowed=True)
-    return MappingProxyType(
-        {
-            name: Parameter(
-                parameter.default is parameter.empty,
-                TypeAdapter(hints.get(name, Any), config=config),
-            )
-            for name, parameter in inspect.signature(found).parameters.items()
-        }
-    )
+
+    known = {}
+    for name, parameter in inspect.signature(constructor).parameters.items():
+        adapter: TypeAdapter[Any] = TypeAdapter(hints.get(name, Any), config=config)
+        known[name] = Parameter(parameter.default is parameter.empty, adapter)
+    return MappingProxyType(known)
 
 
-def _hints(found: Callable[..., object]) -> dict[str, Any]:
-    # torch writes these as text and imports them for type checkers only. A list, because pydantic
-    # would leave an Iterable unchecked.
+def _type_hints(constructor: Callable[..., object]) -> dict[str, Any]:
+    # torch writes these annotations as text and imports the names for type checkers only. An
+    # Iterable is read as a list, because pydantic would not check its items.
     names = {"Iterable": list, "Sequence": list, "Callable": Callable}
     try:
-        return typing.get_type_hints(found.__init__, localns=names)
+        return typing.get_type_hints(constructor.__init__, localns=names)
     except (NameError, TypeError):
         return {}
 
 
-def wrong_value(name: str, value: object, error: ValidationError) -> str:
-    """One sentence; a union reports every member that did not fit, of which the first is the plain
-    one.
-    """
+def invalid_value_message(name: str, value: object, error: ValidationError) -> str:
+    """Return a sentence about a value that pydantic refused."""
+    # For a union pydantic reports every member that did not match. The first is the plain type.
     first = error.errors(include_url=False)[0]
-    if first["type"] == "number":  # of `numbers`: a sentence already
+    if first["type"] == "number":
+        # Error of `numbers._refuse_bool`, which is a sentence already.
         return f"`{name}` is {value!r}: {first['msg']}"
-    return f"`{name}` is {value!r}: it must be {tell(first)[0]}"
+    return f"`{name}` is {value!r}: it must be {describe_error(first)[0]}"
 
 
 def value_problems(
     convert: Callable[[str, str, object], object], kind: str, params: Mapping[str, object]
 ) -> list[str]:
-    """What is wrong with the values of the parameters of a `kind`, each `rule; remedy`, by what
-    `convert` refuses.
+    """Return the problems of parameter values, each as `rule; remedy`.
+
+    Args:
+        convert: Converts (kind, name, value), and raises ValidationError for an invalid value.
+        kind: Type of the optimizer or schedule.
+        params: Values by parameter name.
     """
-    found = []
+    problems = []
     for name, value in params.items():
         try:
             convert(kind, name, value)
         except ValidationError as error:
-            found.append(f"{wrong_value(name, value, error)}; correct it")
-    return found
+            problems.append(f"{invalid_value_message(name, value, error)}; correct it")
+    return problems

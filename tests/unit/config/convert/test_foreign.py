@@ -14,8 +14,8 @@ import yaml
 
 from plait.config.convert import accelerate_keys
 from plait.config.convert.conversion import convert, load_foreign
-from plait.config.convert.fsdp_keys import OF_TRAINER
-from plait.config.convert.fsdp_sharding import NAMES
+from plait.config.convert.fsdp_keys import TRAINER_KEYS
+from plait.config.convert.fsdp_sharding import SHARDING_KEYS
 from plait.config.dialects.foreign import _TRAINER_FSDP
 from plait.config.resolving.explain import values_of
 from plait.config.resolving.resolve import load, resolve
@@ -55,7 +55,7 @@ def test_load_names_the_command_that_converts(tmp_path: Path, kind: str, name: s
 
 
 def test_fields_of_the_trainer_that_load_recognises() -> None:
-    assert set(_TRAINER_FSDP) == {*(key.path for key in OF_TRAINER), *NAMES}
+    assert set(_TRAINER_FSDP) == {*(key.path for key in TRAINER_KEYS), *SHARDING_KEYS}
 
 
 def problems_of(file: Path) -> tuple[Problem, ...]:
@@ -142,7 +142,7 @@ def test_every_key_of_accelerate_is_in_the_tables() -> None:
     }
     assert found["parallelism_config_"] <= set(sections["parallelism_config"])
     assert found["dynamo_"] == set(sections["dynamo_config"])
-    assert found["fsdp_"] <= {*sections["fsdp_config"], *(f"fsdp_{name}" for name in NAMES)}
+    assert found["fsdp_"] <= {*sections["fsdp_config"], *(f"fsdp_{name}" for name in SHARDING_KEYS)}
     of_deepspeed = {
         option
         for option in options
@@ -285,7 +285,10 @@ def test_every_key_that_the_trainer_documents_is_in_the_table() -> None:
         .partition("fsdp_config (`str` or `dict`")[2]
         .partition("> DeepSpeed")[0]
     )
-    assert set(re.findall(r"- (\w+) \(", text)) <= {*(key.path for key in OF_TRAINER), *NAMES}
+    assert set(re.findall(r"- (\w+) \(", text)) <= {
+        *(key.path for key in TRAINER_KEYS),
+        *SHARDING_KEYS,
+    }
 
 
 NAMING = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"

@@ -238,14 +238,14 @@ def test_secrets_are_not_shown() -> None:
 
 TYPICAL = {
     "flag": True,
-    "whole": 5e8,
+    "integer": 5e8,
     "number": 0.5,
     "text": "x",
     "list": ["x"],
-    "tree": {"enabled": True, "x": 1},
+    "object": {"enabled": True, "x": 1},
     "any": 1,
 }
-WRONG = {"flag": "maybe", "whole": 0.5, "number": "many", "text": 3, "list": "x", "tree": 3}
+WRONG = {"flag": "maybe", "integer": 0.5, "number": "many", "text": 3, "list": "x", "object": 3}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ DEEPSPEED = {
 
 @pytest.mark.parametrize("section", DEEPSPEED)
 def test_every_key_of_deepspeed_is_known(section: str) -> None:
-    assert set(DEEPSPEED[section].split()) - set(keys.inside(section)) == set()
+    assert set(DEEPSPEED[section].split()) - set(keys.names_in(section)) == set()
 
 
 def test_the_table_and_the_schema_cover_each_other() -> None:
@@ -124,9 +124,9 @@ def typos(name: str, chance: random.Random) -> set[str]:
 
 def test_a_one_letter_typo_finds_the_key() -> None:
     wrong = []
-    for path in sorted(keys.known()):
+    for path in sorted(keys.known_paths()):
         section, _, name = path.rpartition(".")
-        known = set(keys.inside(section))
+        known = set(keys.names_in(section))
         chance = random.Random(path)
         for typo in chance.sample(sorted(typos(name, chance)), k=min(6, len(name))):
             if typo in known or len(typo) < 2 or typo.startswith("_"):  # `_anything` is a remark

@@ -1,4 +1,4 @@
-"""`deepspeed.ops`: its Adams."""
+"""`deepspeed.ops`: the Adam optimizers of DeepSpeed."""
 
 from __future__ import annotations
 

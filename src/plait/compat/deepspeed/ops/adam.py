@@ -1,4 +1,4 @@
-"""`deepspeed.ops.adam`: DeepSpeed's Adams are torch's, with DeepSpeed's arguments and defaults."""
+"""`deepspeed.ops.adam`: torch's Adam and AdamW with DeepSpeed's arguments and defaults."""
 
 from __future__ import annotations
 
@@ -20,24 +20,18 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
-    """torch.optim.AdamW, or Adam where `adam_w_mode` is False. Raises InputError for what neither
-    of them does.
+    """Return torch.optim.AdamW, or Adam if `adam_w_mode` is False.
+
+    Raises:
+        InputError: An argument has a value that torch's optimizers do not support.
     """
     if not set_grad_none:
         raise InputError(
             "FusedAdam(set_grad_none=False): engine.step() frees gradients; leave it out"
         )
-    return _adam(
-        "FusedAdam",
-        params,
-        lr,
-        bias_correction,
-        betas,
-        eps,
-        weight_decay,
-        amsgrad,
-        decoupled=adam_w_mode,
-    )
+    _refuse_variants("FusedAdam", bias_correction=bias_correction, amsgrad=amsgrad)
+    optimizer_class = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    return optimizer_class(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def DeepSpeedCPUAdam(
@@ -51,47 +45,31 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """As `FusedAdam`; where it runs follows from the configuration (`offload_optimizer`). Raises
-    InputError for what cannot be honoured.
+    """Return torch.optim.AdamW, or Adam if `adamw_mode` is False.
+
+    `offload_optimizer` of the configuration decides whether it runs on the CPU.
+
+    Raises:
+        InputError: An argument has a value that is not supported.
     """
     if not fp32_optimizer_states:
         raise InputError(
             "DeepSpeedCPUAdam(fp32_optimizer_states=False): states have the dtype of the master"
             " weights; leave it out"
         )
-    return _adam(
-        "DeepSpeedCPUAdam",
-        model_params,
-        lr,
-        bias_correction,
-        betas,
-        eps,
-        weight_decay,
-        amsgrad,
-        decoupled=adamw_mode,
+    _refuse_variants("DeepSpeedCPUAdam", bias_correction=bias_correction, amsgrad=amsgrad)
+    optimizer_class = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    return optimizer_class(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def _refuse_variants(name: str, *, bias_correction: bool, amsgrad: bool) -> None:
+    """Raise InputError for variants of Adam that are not supported."""
+    if not bias_correction:
+        argument = "bias_correction=False"
+    elif amsgrad:
+        argument = "amsgrad=True"
+    else:
+        return
+    raise InputError(
+        f"{name}({argument}) cannot be honoured; leave it out, or pass an optimizer of your own"
     )
-
-
-def _adam(
-    name: str,
-    params: Any,
-    lr: float,
-    bias_correction: bool,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    *,
-    decoupled: bool,
-) -> torch.optim.Optimizer:
-    for argument, unusual in (
-        ("bias_correction=False", not bias_correction),
-        ("amsgrad=True", amsgrad),
-    ):
-        if unusual:
-            raise InputError(
-                f"{name}({argument}) cannot be honoured; leave it out, or pass an optimizer of"
-                " your own"
-            )
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
