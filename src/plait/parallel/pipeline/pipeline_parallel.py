@@ -25,7 +25,7 @@ from plait.model.dataflow import Skeleton
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.stages import StageCut, block_list, cut_model
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.activations.saved_tensors import OffloadedActivations, Store
+from plait.parallel.activations.saved_tensors import ActivationStore, OffloadedActivations
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.experts.router_statistics import RouterStatistics
@@ -287,7 +287,7 @@ class StagePrefetcher:
     """
 
     def __init__(
-        self, store: Store, stages: Mapping[int, Stage], offloaded: Collection[str]
+        self, store: ActivationStore, stages: Mapping[int, Stage], offloaded: Collection[str]
     ) -> None:
         self._store = store
         # Other stages start their prefetch when the backward of their last offloaded block begins
