@@ -94,7 +94,7 @@ class ValidatedRun:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps were done by earlier runs of the command."""
+        """True if earlier runs of the command did all steps."""
         return self.position.step >= self.section.steps
 
     @property

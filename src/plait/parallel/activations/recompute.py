@@ -50,8 +50,9 @@ class Recompute(Technique):
     """Settings of activation checkpointing: which blocks recompute what."""
 
     mode: Mode = "none"
-    """none keeps everything; full keeps a block's input only; selective keeps the results of chosen
-    operators as well; budget chooses for every block, so that activations fit.
+    """Recomputation mode. none keeps everything; full keeps a block's input only; selective keeps
+    the results of chosen operators as well; budget chooses for every block, so that activations
+    fit.
     """
     every: int = 1
     """Interval between recomputed blocks, beginning with the first; for full and selective."""
@@ -65,7 +66,7 @@ class Recompute(Technique):
     sequence_length: int = 0
     """Tokens per sequence; for budget."""
     partition_inputs: bool = False
-    """Whether each tp rank keeps only its slice of a recomputed block's input. The full input is
+    """True if each tp rank keeps only its slice of a recomputed block's input. The full input is
     gathered when it is needed.
     """
     assignment: tuple[BlockMode, ...] | None = None

@@ -151,7 +151,7 @@ class SavedTensors:
 
     @property
     def needed(self) -> bool:
-        """Whether any tensor is moved."""
+        """True if any tensor is moved."""
         return self._store is not None or self._partition is not None
 
     def hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:

@@ -32,18 +32,18 @@ from plait.parallel.context.kinds import Kind
 def context_traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, Array]:
     """Return the bytes that one rank sends per optimizer step, by collective."""
     n = ledger.cp
-    ones = np.ones_like(ledger.cp)
+    one_per_candidate = np.ones_like(ledger.cp)
     sent = {"all_reduce": 2 * _summed_bytes(facts, ledger) * (n - 1) // n}
     shape = facts.attention
     if shape is None or not facts.blocks:
         return sent
 
-    itemsize = ones * facts.parameters[0].itemsize
+    itemsize = one_per_candidate * facts.parameters[0].itemsize
     if ledger.compute_bytes is not None:
-        itemsize = ones * ledger.compute_bytes
+        itemsize = one_per_candidate * ledger.compute_bytes
     # Tokens of all micro-batches and blocks.
     tokens = ledger.accumulation * len(facts.blocks) * ledger.tokens
-    tp = ledger.tp if _splits_heads(facts.tensor_plan) else ones
+    tp = ledger.tp if _splits_heads(facts.tensor_plan) else one_per_candidate
     heads = shape.heads // tp
     kv_heads = np.maximum(shape.kv_heads // tp, 1)
     kv_width = kv_heads * (shape.head_dim + shape.value_dim)

@@ -97,12 +97,10 @@ def _plan_of_rank(
             module_stages |= set(cut.recomputed.get(name, ()))
         return bool(module_stages & rank_stages)
 
-    return replace(
-        plan,
-        modules=tuple(entry for entry in plan.modules if runs(entry.name)),
-        norms=tuple(name for name in plan.norms if runs(name)),
-        whole=tuple(name for name in plan.whole if runs(name)),
-    )
+    modules = tuple(entry for entry in plan.modules if runs(entry.name))
+    norms = tuple(filter(runs, plan.norms))
+    whole = tuple(filter(runs, plan.whole))
+    return replace(plan, modules=modules, norms=norms, whole=whole)
 
 
 def stage_counts(
@@ -124,16 +122,16 @@ def stage_counts(
         boundary_bytes: Bytes of the activations that a stage sends for a micro-batch.
         ledger: Ledger of one candidate layout, whose arrays decide the shapes of the counts.
     """
-    ones = np.ones_like(ledger.dp_shard)
+    one_per_candidate = np.ones_like(ledger.dp_shard)
     sends = sum(len(sent) for (source, _), sent in messages(schedule).items() if source == rank)
     ends = cut.outside_stages() & set(schedule.stages_of(rank))
     return StageCounts(
-        root_gathers=ones * _root_gathers(schedule.ranks[rank]),
-        ends=ones * len(ends),
-        root_reduces=ones * (len(ends) * schedule.microbatches),
-        sends=ones * sends,
-        boundary_bytes=ones * boundary_bytes,
-        shared_bytes=ones * _shared_bytes(schedule, rank, cut, facts, ledger),
+        root_gathers=one_per_candidate * _root_gathers(schedule.ranks[rank]),
+        ends=one_per_candidate * len(ends),
+        root_reduces=one_per_candidate * (len(ends) * schedule.microbatches),
+        sends=one_per_candidate * sends,
+        boundary_bytes=one_per_candidate * boundary_bytes,
+        shared_bytes=one_per_candidate * _shared_bytes(schedule, rank, cut, facts, ledger),
     )
 
 

@@ -249,7 +249,7 @@ class PipelineRank(StepHook):
 
     @property
     def holds_output(self) -> bool:
-        """Whether this rank holds the last stage."""
+        """True if this rank holds the last stage."""
         return self.runtime.messenger.rank == self.output_rank
 
     def on_error(self, lost: Lost) -> None:

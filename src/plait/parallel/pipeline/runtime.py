@@ -233,7 +233,7 @@ class Runtime:
 
 
 class _ScheduleRun:
-    """One execution of a schedule's table. See Note [Shapes between stages].
+    """Single execution of a schedule's table. See Note [Shapes between stages].
 
     Attributes:
         signatures: Signature of each micro-batch.
@@ -340,8 +340,7 @@ class _ScheduleRun:
 
         if torch.is_grad_enabled():
             self.activations[action.stage, action.microbatch] = _StageActivations(
-                inputs=[tensor for tensor in received if tensor.requires_grad],
-                outputs=[tensor for tensor in outputs if tensor.requires_grad],
+                inputs=_differentiable(received), outputs=_differentiable(outputs)
             )
 
     def _receive_activations(self, action: Action) -> tuple[list[torch.Tensor], Boundary]:
@@ -562,6 +561,10 @@ class _ScheduleRun:
             like = boundary.differentiable
         remaining.pop(0)
         self.arriving[message] = self.runtime.messenger.receive(like, source=source)
+
+
+def _differentiable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

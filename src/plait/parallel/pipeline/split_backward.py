@@ -170,12 +170,7 @@ def _run_first(
         for node in group.intermediates
     ]
     try:
-        torch.autograd.backward(
-            [edge for edge, _ in starts],
-            [gradient for _, gradient in starts],
-            inputs=[GradientEdge(leaf, 0) for leaf in leaves],
-            retain_graph=True,
-        )
+        _accumulate(starts, leaves, retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -196,19 +191,47 @@ def _run_group(group: WeightGroup) -> None:
     if not starts:
         return
     try:
-        torch.autograd.backward(
-            [edge for edge, _ in starts],
-            [gradient for _, gradient in starts],
-            inputs=[GradientEdge(leaf, 0) for leaf in group.leaves],
-        )
+        _accumulate(starts, group.leaves)
     finally:
         for handle in handles:
             handle.remove()
 
 
+def _accumulate(
+    starts: Sequence[tuple[GradientEdge, torch.Tensor]],
+    leaves: Sequence[Node],
+    *,
+    retain_graph: bool = False,
+) -> None:
+    """Run a backward pass from edges, with their gradients, to some leaves."""
+    edges = [edge for edge, _ in starts]
+    gradients = [gradient for _, gradient in starts]
+    inputs = [GradientEdge(leaf, 0) for leaf in leaves]
+    torch.autograd.backward(edges, gradients, inputs=inputs, retain_graph=retain_graph)
+
+
 def _is_custom(node: object) -> bool:
     """Return True if a node is the backward of a `torch.autograd.Function`."""
     return isinstance(node, BackwardCFunction)
+
+
+class _DisjointSets:
+    """Union-find structure over nodes of a graph."""
+
+    def __init__(self) -> None:
+        self._parents: dict[Node, Node] = {}
+
+    def find(self, node: Node) -> Node:
+        """Return the representative of a node's set."""
+        parents = self._parents
+        while parents.setdefault(node, node) is not node:
+            parents[node] = parents[parents[node]]
+            node = parents[node]
+        return node
+
+    def union(self, first: Node, second: Node) -> None:
+        """Merge the sets of two nodes."""
+        self._parents[self.find(second)] = self.find(first)
 
 
 class _Graph:
@@ -263,15 +286,7 @@ class _Graph:
 
     def groups(self) -> list[WeightGroup]:
         """Partition the leaves."""
-        # Union-find over weight nodes.
-        group_of: dict[Node, Node] = {}
-
-        def find(node: Node) -> Node:
-            while group_of.setdefault(node, node) is not node:
-                group_of[node] = group_of[group_of[node]]
-                node = group_of[node]
-            return node
-
+        connected = _DisjointSets()
         # Pairs of an intermediate and a weight node below it.
         entered: list[tuple[Node, Node]] = []
         for node, children in self._children.items():
@@ -281,18 +296,19 @@ class _Graph:
             elif weight_nodes:
                 entered.append((node, weight_nodes[0]))
             for weight_node in weight_nodes[1:]:
-                group_of[find(weight_node)] = find(weight_nodes[0])
+                connected.union(weight_nodes[0], weight_node)
 
         groups: dict[Node, WeightGroup] = {}
         for node, children in self._children.items():
             if node not in self._carrying and not children and hasattr(node, "variable"):
-                groups.setdefault(find(node), WeightGroup()).leaves.append(node)
+                groups.setdefault(connected.find(node), WeightGroup()).leaves.append(node)
         for node, below in entered:
-            if find(below) in groups:
-                groups[find(below)].intermediates.append(node)
+            group = groups.get(connected.find(below))
+            if group is not None:
+                group.intermediates.append(node)
         for index, root in enumerate(self._roots):
-            if root not in self._carrying and find(root) in groups:
-                groups[find(root)].outputs.append(index)
+            if root not in self._carrying and connected.find(root) in groups:
+                groups[connected.find(root)].outputs.append(index)
         self._chained = self._find_chained(groups.values())
         return list(groups.values())
 

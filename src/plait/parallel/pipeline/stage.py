@@ -46,7 +46,7 @@ Run = Callable[[nn.Module], Any]
 
 @dataclass
 class Stage:
-    """One pipeline stage of this rank.
+    """Pipeline stage of this rank.
 
     Attributes:
         index: Number of the stage in the pipeline.

@@ -33,14 +33,14 @@ class StageCaches:
 
     def _make_stage_cache(self, stage: int) -> Any:
         cache = self._make()
-        own = self._layers[stage]
+        stage_layers = self._layers[stage]
         # Layers of a model may have several types, such as full and sliding-window attention.
         first: dict[type, int] = {}
-        for index in own:
+        for index in stage_layers:
             first.setdefault(type(cache.layers[index]), index)
         for index, layer in enumerate(cache.layers):
-            if index not in own:
-                cache.layers[index] = cache.layers[first.get(type(layer), own[0])]
+            if index not in stage_layers:
+                cache.layers[index] = cache.layers[first.get(type(layer), stage_layers[0])]
         return cache
 
     def empty(self) -> Any:
