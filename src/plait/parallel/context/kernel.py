@@ -256,14 +256,14 @@ class Outputs:
             return self
         if (start, end) not in self._rows:
             self._rows[start, end] = Outputs(
-                grad=_gapless(self.grad[:, :, start:end]),
-                output=_gapless(self.output[:, :, start:end]),
+                grad=_pack_tokens(self.grad[:, :, start:end]),
+                output=_pack_tokens(self.output[:, :, start:end]),
                 log_sum_exp=self.log_sum_exp[:, :, start:end].contiguous(),
             )
         return self._rows[start, end]
 
 
-def _gapless(x: torch.Tensor) -> torch.Tensor:
+def _pack_tokens(x: torch.Tensor) -> torch.Tensor:
     """Return [batch, heads, tokens, width] with tokens that follow each other in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -322,20 +322,26 @@ class Gradients:
         the query heads of each key-value head.
         """
         self.query.add(block.row, query)
-        self.key.add(block.column, _summed(key, block.key.shape[1]))
-        self.value.add(block.column, _summed(value, block.value.shape[1]))
+        self.key.add(block.column, _sum_heads(key, block.key.shape[1]))
+        self.value.add(block.column, _sum_heads(value, block.value.shape[1]))
 
 
 def attend(block: Piece, rule: Rule, into: PartialSoftmax) -> None:
-    """Add the keys of a block to the softmax of its queries."""
-    visible = _visible(block, rule)
+    """Add the keys of a block to the softmax of its queries.
+
+    Args:
+        block: Queries and keys.
+        rule: Rule of the layer.
+        into: Softmax of the tensor of queries that `block.row` is an index of.
+    """
+    visible = _drop_invisible(block, rule)
     if visible is None:
         return
     block = visible
-    kernel = _kernel(block, rule)
+    kernel = _choose_kernel(block, rule)
     if kernel == "flex":
         output, log_sum_exp = flex.attention(
-            block.query, block.key, block.value, _scores_of(block, rule)
+            block.query, block.key, block.value, _flex_scores(block, rule)
         )
         into.add(block.row, output, log_sum_exp.clamp_(min=LOWEST))
         return
@@ -347,13 +353,15 @@ def attend(block: Piece, rule: Rule, into: PartialSoftmax) -> None:
         into.add(block.row, *fused.forward((block.query, key, value), band, rule.scale))
         return
 
-    halves = _divided(block)
+    # Without a window the keys before the first query are fully visible and the others causal.
+    # Fused kernels support both.
+    halves = _divide_keys(block)
     if halves is not None:
         for half in halves:
             attend(half, rule, into)
         return
 
-    results = [_tile(tile, rule) for tile in _tiles(block)]
+    results = [_attend_tile(tile, rule) for tile in _divide_queries(block)]
     outputs, log_sum_exps = zip(*results, strict=True)
     into.add(block.row, torch.cat(outputs, 2), torch.cat(log_sum_exps, 2))
 
@@ -367,16 +375,16 @@ def attend_backward(block: Piece, rule: Rule, outputs: Outputs, into: Gradients)
         outputs: Inputs of the backward for the tensor of queries that `block.row` is an index of.
         into: Sums that receive the gradients.
     """
-    visible = _visible(block, rule)
+    visible = _drop_invisible(block, rule)
     if visible is None:
         return
     block = visible
-    kernel = _kernel(block, rule)
+    kernel = _choose_kernel(block, rule)
     first_row = block.row
     end_row = first_row + block.query.shape[2]
     if kernel == "flex":
         rows = outputs.rows(first_row, end_row)
-        scores = _scores_of(block, rule)
+        scores = _flex_scores(block, rule)
         gradients = flex.gradients(
             rows.grad, block.query, block.key, block.value, rows.output, rows.log_sum_exp, scores
         )
@@ -393,14 +401,14 @@ def attend_backward(block: Piece, rule: Rule, outputs: Outputs, into: Gradients)
         into.add(block, *gradients)
         return
 
-    halves = _divided(block)
+    halves = _divide_keys(block)
     if halves is not None:
         for half in halves:
             attend_backward(half, rule, outputs, into)
         return
 
-    for tile in _tiles(block):
-        visible = _visible(tile, rule)
+    for tile in _divide_queries(block):
+        visible = _drop_invisible(tile, rule)
         if visible is not None:
             into.add(visible, *_tile_gradients(visible, rule, outputs))
 
@@ -423,14 +431,14 @@ def sink_gradient(
     return -(weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)
 
 
-def _kernel(block: Piece, rule: Rule) -> Kernel:
+def _choose_kernel(block: Piece, rule: Rule) -> Kernel:
     widths = block.query.shape[3], block.value.shape[3]
     return kernel_for(
         block.query.device, block.query.dtype, widths, rule, documents=block.starts is not None
     )[0]
 
 
-def _visible(block: Piece, rule: Rule) -> Piece | None:
+def _drop_invisible(block: Piece, rule: Rule) -> Piece | None:
     """Drop the keys that no query sees, and the queries whose window begins after the last key.
 
     Returns:
@@ -461,7 +469,7 @@ def _band(block: Piece, rule: Rule) -> Band:
     queries = block.query.shape[2]
     keys = block.key.shape[2]
     # Query i sees key j if i + ahead - window < j <= i + ahead. A band counts from i + keys -
-    # queries. `_visible` has left no query without a key, so neither limit is negative.
+    # queries. `_drop_invisible` has left no query without a key, so neither limit is negative.
     ahead = block.query_at - block.key_at
     right = ahead - (keys - queries) if ahead < keys - 1 else None
     if rule.window is None:
@@ -478,7 +486,7 @@ def _supports(fused: FusedAttention, block: Piece, band: Band) -> bool:
     )
 
 
-def _divided(block: Piece) -> tuple[Piece, Piece] | None:
+def _divide_keys(block: Piece) -> tuple[Piece, Piece] | None:
     """Divide the keys at the position of the first query.
 
     Returns:
@@ -492,7 +500,7 @@ def _divided(block: Piece) -> tuple[Piece, Piece] | None:
     return block.keys(block.query_at, high), block.keys(low, block.query_at)
 
 
-def _tiles(block: Piece) -> list[Piece]:
+def _divide_queries(block: Piece) -> list[Piece]:
     """Divide the queries into tiles of at most `TILE_ELEMENTS` scores, or of one query."""
     batch, heads, count, _ = block.query.shape
     step = max(1, TILE_ELEMENTS // (batch * heads * block.key.shape[2]))
@@ -502,10 +510,10 @@ def _tiles(block: Piece) -> list[Piece]:
 def _heads_for(fused: FusedAttention, block: Piece) -> tuple[torch.Tensor, torch.Tensor]:
     if fused.shares_heads:
         return block.key, block.value
-    return _repeated(block.key, block.groups), _repeated(block.value, block.groups)
+    return _repeat_heads(block.key, block.groups), _repeat_heads(block.value, block.groups)
 
 
-def _scores_of(block: Piece, rule: Rule) -> flex.Scores:
+def _flex_scores(block: Piece, rule: Rule) -> flex.Scores:
     return flex.Scores(
         block.query_at, block.key_at, block.starts, rule.window, rule.scale, rule.softcap
     )
@@ -527,16 +535,16 @@ def _mask(block: Piece, rule: Rule) -> torch.Tensor | None:
     return is_visible[:, None]
 
 
-def _tile(block: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_tile(block: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the log-sum-exp of a tile in the dtype of `wide`."""
-    visible = _visible(block, rule)
+    visible = _drop_invisible(block, rule)
     # Every query of the tile needs a result, also one that sees no key.
     if visible is None or visible.query.shape[2] < block.query.shape[2]:
         visible = block
     scores, _ = _scores(visible, rule)
     log_sum_exp = torch.logsumexp(scores, -1).clamp_(min=LOWEST)
     weights = torch.exp(scores - log_sum_exp.unsqueeze(-1))
-    output = weights.to(visible.value.dtype) @ _repeated(visible.value, visible.groups)
+    output = weights.to(visible.value.dtype) @ _repeat_heads(visible.value, visible.groups)
     return output.to(scores.dtype), log_sum_exp
 
 
@@ -545,7 +553,7 @@ def _scores(block: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None
 
     Scores of invisible keys are -inf. The derivative is None without a cap.
     """
-    key = _repeated(block.key, block.groups)
+    key = _repeat_heads(block.key, block.groups)
     scores = (block.query @ key.transpose(-1, -2)).to(wide(block.query.dtype)) * rule.scale
     slope = None
     if rule.softcap is not None:
@@ -568,8 +576,8 @@ def _tile_gradients(
     scores, slope = _scores(block, rule)
     weights = torch.exp(scores - log_sum_exp.unsqueeze(-1))
     dtype = block.query.dtype
-    key = _repeated(block.key, block.groups)
-    value = _repeated(block.value, block.groups)
+    key = _repeat_heads(block.key, block.groups)
+    value = _repeat_heads(block.value, block.groups)
 
     grad_dot_output = (grad.to(scores.dtype) * output.to(scores.dtype)).sum(-1, keepdim=True)
     grad_scores = weights * ((grad @ value.transpose(-1, -2)).to(scores.dtype) - grad_dot_output)
@@ -583,14 +591,14 @@ def _tile_gradients(
     return grad_query, grad_key, grad_value
 
 
-def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
     """Repeat [batch, kv_heads, ...] for every query head."""
     if groups == 1:
         return x
     return x.repeat_interleave(groups, dim=1)
 
 
-def _summed(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _sum_heads(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Sum a gradient with one head per query head over the query heads of each key-value head."""
     if gradient.shape[1] == kv_heads:
         return gradient

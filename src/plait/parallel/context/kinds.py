@@ -137,6 +137,7 @@ class _GatheredAttention(torch.autograd.Function):
 
         # Gradients of keys and values are parts of one tensor, so that one reduce-scatter suffices.
         width = key.shape[3]
+        # [batch, kv_heads, tokens of the sequence, head_dim + width]
         shape = (*key.shape[:2], gathered_key.shape[2], width + value.shape[3])
         grad_kv = key.new_zeros(shape, dtype=wide(key.dtype))
         key_sum = GradientSum(gathered_key, grad_kv[..., :width])
@@ -146,13 +147,14 @@ class _GatheredAttention(torch.autograd.Function):
         for block, chunk, log_sum_exp in zip(
             blocks, place.layout.chunks(query.shape[2]), log_sum_exps, strict=True
         ):
-            rows = slice(chunk.local, chunk.local + chunk.size)
+            rows = slice(chunk.local_start, chunk.local_start + chunk.size)
             into = Gradients(GradientSum(block.query), key_sum, value_sum)
             attend_backward(
                 block, ctx.rule, Outputs(grad[:, :, rows], output[:, :, rows], log_sum_exp), into
             )
             grad_queries.append(into.query.total)
 
+        # [ranks * batch, kv_heads, tokens, head_dim + width]
         stacked = place.layout.stacked(grad_kv.to(key.dtype), dim=2)
         local_grad_kv = stacked.new_empty(*key.shape[:3], grad_kv.shape[3])
         reduce_scatter(local_grad_kv, stacked, place.group)
@@ -175,8 +177,10 @@ def _gather_kv(
     key: torch.Tensor, value: torch.Tensor, place: Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values of the sequence, in the order of its tokens. Collective."""
+    # [batch, kv_heads, tokens, head_dim + width]
     local_kv = torch.cat([key, value], -1)
     ranks = place.layout.ranks
+    # [ranks * batch, kv_heads, tokens, head_dim + width]
     stacked = local_kv.new_empty(ranks * local_kv.shape[0], *local_kv.shape[1:])
     all_gather_single(stacked, local_kv, group=place.group)
     sequence_kv = place.layout.join(stacked.chunk(ranks), dim=2)
@@ -192,9 +196,9 @@ def _query_chunks(
 ) -> Iterator[Piece]:
     """Yield each chunk of the queries with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
-        rows = slice(chunk.local, chunk.local + chunk.size)
+        rows = slice(chunk.local_start, chunk.local_start + chunk.size)
         chunk_starts = None if starts is None else starts[:, rows]
-        yield Piece(query[:, :, rows], key, value, chunk.at, 0, chunk_starts)
+        yield Piece(query[:, :, rows], key, value, chunk.start, 0, chunk_starts)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -261,7 +265,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _RingBlocks:
-    """Pieces that combine this rank's queries with the keys of one rank at a time.
+    """Blocks of scores of this rank's queries and the keys of one rank at a time.
 
     If visibility depends on the order of tokens only, each step of the ring is one block: the
     tokens of a rank are in order, and its queries see a rectangle of another rank's keys in full
@@ -281,7 +285,8 @@ class _RingBlocks:
         self.runs = [(0, tokens)]
         if self._in_pairs:
             self.runs = [
-                (chunk.local, chunk.local + chunk.size) for chunk in place.layout.chunks(tokens)
+                (chunk.local_start, chunk.local_start + chunk.size)
+                for chunk in place.layout.chunks(tokens)
             ]
 
     def blocks(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
@@ -302,40 +307,37 @@ class _RingBlocks:
         # queries see the block of another rank in full.
         query_at = 0 if source == self._layout.rank else visible.keys
         key, value = self._split(kv[:, :, : visible.keys])
-        yield (
-            0,
-            Piece(
-                self._query[:, :, visible.first_query :],
-                key,
-                value,
-                query_at,
-                0,
-                row=visible.first_query,
-            ),
+        block = Piece(
+            query=self._query[:, :, visible.first_query :],
+            key=key,
+            value=value,
+            query_at=query_at,
+            key_at=0,
+            row=visible.first_query,
         )
+        yield 0, block
 
     def _split(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the keys and of the values."""
         return kv[..., : self._width], kv[..., self._width :]
 
     def _pairs(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
+        """Yield a block for each pair of a chunk of queries and a chunk of keys."""
         for run, chunk in enumerate(self._layout.chunks(self._query.shape[2])):
-            rows = slice(chunk.local, chunk.local + chunk.size)
+            rows = slice(chunk.local_start, chunk.local_start + chunk.size)
             starts = None if self._starts is None else self._starts[:, rows]
             for keys in self._layout.chunks(kv.shape[2], source):
-                key, value = self._split(kv[:, :, keys.local : keys.local + keys.size])
-                yield (
-                    run,
-                    Piece(
-                        self._query[:, :, rows],
-                        key,
-                        value,
-                        chunk.at,
-                        keys.at,
-                        starts,
-                        column=keys.local,
-                    ),
+                key, value = self._split(kv[:, :, keys.local_start : keys.local_start + keys.size])
+                block = Piece(
+                    query=self._query[:, :, rows],
+                    key=key,
+                    value=value,
+                    query_at=chunk.start,
+                    key_at=keys.start,
+                    starts=starts,
+                    column=keys.local_start,
                 )
+                yield run, block
 
 
 class _RingGradients:

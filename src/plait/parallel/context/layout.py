@@ -20,13 +20,13 @@ class Chunk:
     """Consecutive tokens of a rank.
 
     Attributes:
-        local: Index of the first token in the rank's part.
-        at: Position of the first token in the padded sequence.
+        local_start: Index of the first token in the rank's part.
+        start: Position of the first token in the padded sequence.
         size: Number of tokens.
     """
 
-    local: int
-    at: int
+    local_start: int
+    start: int
     size: int
 
 
@@ -82,7 +82,7 @@ class SequenceLayout:
             rank = self.rank
         size = part // self.per_rank
         return tuple(
-            Chunk(local=local * size, at=index * size, size=size)
+            Chunk(local_start=local * size, start=index * size, size=size)
             for local, index in enumerate(self.indices(rank))
         )
 
