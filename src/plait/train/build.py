@@ -174,7 +174,7 @@ def _instantiate(config: PreTrainedConfig, section: ModelSection) -> nn.Module:
             f"model: {kind!r} is not a causal language model of Transformers ({first_line(error)})"
         ) from error
     except Exception as error:
-        # Sizes that a module cannot have end in whatever it raises. A KeyError is usually a value
+        # A module may raise anything for sizes that it cannot have. A KeyError is usually a value
         # that a table of the class does not have, such as an unknown activation.
         if isinstance(error, KeyError):
             rule = f"Transformers has no such value for a {kind}"

@@ -108,7 +108,7 @@ class TrainingContext:
         loader: Training data, by position.
         validation: Returns this rank's validation batches, the same at each call; no batches if no
             text is set aside for validation.
-        sample: Lets the model write a text. Collective. None if no text is wanted.
+        sample: Returns a text that the model writes. Collective. None for no text.
         checkpoints: Folder of the checkpoints.
         client_state: State that is saved with every checkpoint, in addition to the position.
         started: Event that is emitted before the first step.
@@ -207,7 +207,7 @@ def _is_multiple(step: int, interval: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _QueuedStep:
+class _PendingStep:
     """Step that the device may still be computing.
 
     Attributes:
@@ -238,7 +238,7 @@ class _StepReader:
         self.checkpoint_due = False
         self._context = context
         self._clock = StepClock(context.engine.device)
-        self._unread: deque[_QueuedStep] = deque()
+        self._unread: deque[_PendingStep] = deque()
         self._most_unread = 0 if context.engine.device.type == "cpu" else 1
 
     def add(self, step: int, result: Any, stop: torch.Tensor) -> None:
@@ -246,7 +246,7 @@ class _StepReader:
         scalars = (result.loss, result.grad_norm, result.weight, stop)
         # One float64 tensor [4], so that one copy suffices.
         numbers = HostCopy(torch.cat([scalar.reshape(1).double() for scalar in scalars]))
-        self._unread.append(_QueuedStep(step, result, numbers, self._clock.mark()))
+        self._unread.append(_PendingStep(step, result, numbers, self._clock.mark()))
 
     def read(self, *, every_step: bool) -> None:
         """Wait for queued steps and emit their events.
@@ -272,7 +272,7 @@ class _StepReader:
         """Exclude the time until now from the next step."""
         self._clock.restart()
 
-    def _wait(self, queued: _QueuedStep) -> tuple[StepDone, float]:
+    def _wait(self, queued: _PendingStep) -> tuple[StepDone, float]:
         """Wait for one step. Return its event and the request of `StopRequest.shared`.
 
         Raises:

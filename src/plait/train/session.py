@@ -115,7 +115,7 @@ def check(
         world_size: Number of processes of the run.
         cache: Folder for tokenised text.
         say: Progress callback. Receives a line before each part of the preparation that takes time.
-        fresh: Whether the run begins at step 0, whatever its folder holds. The caller sets that
+        fresh: Whether to begin at step 0 even if the folder holds a run. The caller sets that run
             aside with `RunFolder.set_aside`.
 
     Raises:

@@ -360,7 +360,7 @@ def _prefetch_before_backward(block: nn.Module, store: ActivationStore) -> None:
 
 
 def _without_cache(value: Any) -> Any:
-    """Return None in the place of a KV cache, else the value.
+    """Return None for a KV cache, and other values unchanged.
 
     A recomputed block would add its keys and values a second time. Training needs no cache, and
     Transformers drops it as well if it recomputes.

@@ -62,7 +62,7 @@ _KEEPS_NOTHING = ContextVar("nothing is kept", default=False)
 
 @contextmanager
 def keeping_nothing() -> Iterator[None]:
-    """Recompute a part of a block completely, whatever operators are kept."""
+    """Recompute a part of a block completely, although its operators may be chosen to be kept."""
     token = _KEEPS_NOTHING.set(True)
     try:
         yield

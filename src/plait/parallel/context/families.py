@@ -139,8 +139,9 @@ def _why_no_kernel(config: Any, kind: Kind, device_type: str) -> str | None:
     implementation = config._attn_implementation
     if implementation == "flex_attention" and device_type in WITHOUT_FLEX_BACKWARD:
         return (
-            f"computes attention with {implementation!r}, of which torch has no backward on"
-            f' devices of type {device_type!r}; use attn_implementation="sdpa" or "eager"'
+            f"computes attention with {implementation!r}, whose backward torch does not"
+            f" implement on devices of type {device_type!r}; use"
+            ' attn_implementation="sdpa" or "eager"'
         )
     if implementation in IMPLEMENTATIONS and kind != "ulysses":
         return (

@@ -138,7 +138,7 @@ def _new_mask(
     window: int | None,
     starts: torch.Tensor | None,
 ) -> Any:
-    # Numbers are tensors, because code would be compiled anew for each of them, and torch runs a
+    # Numbers are tensors, because code would be recompiled for each of them, and torch runs a
     # function uncompiled after it has compiled it eight times.
     first_query = _scalar(query_at, device)
     first_key = _scalar(key_at, device)

@@ -85,8 +85,8 @@ def _refuse_other_than_right_padding(
         count = int(((targets != IGNORED) & ~mask).sum())
         if count:
             raise InputError(
-                f"parallel.cp: labels make {count} positions of padding predict a token, and what"
-                f" padding sees is not computed; set the labels of padding to {IGNORED}"
+                f"parallel.cp: labels make {count} positions of padding predict a token, but"
+                f" attention of padding is not computed; set the labels of padding to {IGNORED}"
             )
 
 

@@ -49,7 +49,7 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
     blocks: tuple[str, ...] = ()
     for stage in stages:
         blocks += _blocks_of_stage(cut, stage)
-    # Units are numbered anew; -1 is the root unit.
+    # Units are renumbered; -1 is the root unit.
     unit_of = {facts.blocks.index(name): index for index, name in enumerate(blocks)}
     parameters = tuple(
         replace(parameter, unit=unit_of.get(parameter.unit, -1))

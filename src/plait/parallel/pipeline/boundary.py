@@ -39,7 +39,7 @@ class Boundary:
     """Activations that a stage sends to the next one.
 
     Attributes:
-        structure: A block's output, with a TensorSlot in the place of every tensor.
+        structure: A block's output, with a TensorSlot for every tensor.
         tensors: Shape and dtype of each tensor, and whether its gradient is sent back.
         length: Length of the sequences if tensor parallelism splits them, else 0.
     """

@@ -182,7 +182,7 @@ class CutCheck:
         self._set_by_forward |= set(trace.flow.settings)
         self._refuse_state(trace.flow, name)
         self._refuse_other_owners(trace.flow, name)
-        # `_shapes_differ` runs `run` again, which fills `missing` anew.
+        # `_shapes_differ` calls `run` again, which clears and refills `missing`.
         result_missing = dict(missing)
         depends_on_values = trace.flow.values
         if not depends_on_values and trace.flow.decides:

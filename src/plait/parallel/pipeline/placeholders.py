@@ -35,13 +35,13 @@ class StageEnd(Exception):
 
 
 class Placeholder(nn.Module):
-    """Module in the place of a block. See Note [Placeholders]."""
+    """Module that stands in for a block. See Note [Placeholders]."""
 
     # Slots are not part of the `__dict__` that the placeholder may share with the block.
     __slots__ = ("plait_block", "plait_value")
 
     def plait_run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run in place of the block's forward."""
+        """Run instead of the block's forward."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class Placeholder(nn.Module):
 
 
 class PlaceholderBlock(Placeholder):
-    """Placeholder that returns `plait_value`, in the place of a block of another stage."""
+    """Placeholder that returns `plait_value` instead of running a block of another stage."""
 
     __slots__ = ()
     plait_value: Any

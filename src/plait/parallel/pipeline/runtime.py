@@ -379,7 +379,7 @@ class _ScheduleRun:
             ]
             self._send(message, zeros)
         elif to is not None:
-            # None in the place of a description tells the next stage that this one failed.
+            # None instead of a description tells the next stage that this one failed.
             self.runtime.messenger.send_object(None, to=to)
         else:
             self.local_messages[message] = ()

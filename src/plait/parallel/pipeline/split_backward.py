@@ -144,7 +144,7 @@ def backward_weights(deferred: DeferredBackward) -> None:
     if deferred.outputs:
         torch.autograd.backward(deferred.outputs, deferred.gradients)
         return
-    # Every group is a pass of its own, and no two of them use the same saved tensor. A block that
+    # Every group is a separate pass, and no two of them use the same saved tensor. A block that
     # recomputes does so once for all groups together.
     with GraphExecGroup():
         while deferred.groups:

@@ -76,7 +76,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"implementation": "flex_attention"},
-        "computes attention with 'flex_attention', of which torch has no backward on devices of type 'cpu'",
+        "computes attention with 'flex_attention', whose backward torch does not implement on devices of type 'cpu'",
     ),
     (
         "llama",
