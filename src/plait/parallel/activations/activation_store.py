@@ -39,6 +39,7 @@ class _GroupChain:
     """Links each group to the previous one of the same forward, which backward needs after it."""
 
     def __init__(self) -> None:
+        # Index of a block, and its group. Only the packed tensors keep a group alive.
         self._last: tuple[int, weakref.ref[Any]] | None = None
 
     def begin(self) -> None:
@@ -59,7 +60,9 @@ class _GroupChain:
 
     def prefetcher(self) -> Callable[[], None]:
         """Return a function that starts the prefetch of the group that was opened last."""
-        reference = self._last[1] if self._last is not None else None
+        reference: Any = None
+        if self._last is not None:
+            reference = self._last[1]
 
         def prefetch() -> None:
             _prefetch(reference)
@@ -69,7 +72,9 @@ class _GroupChain:
 
 def _prefetch(reference: Any) -> None:
     """Start the prefetch of a group, if it still exists."""
-    group = reference() if reference is not None else None
+    if reference is None:
+        return
+    group = reference()
     if group is not None:
         group.prefetch()
 
@@ -341,10 +346,12 @@ class DiskGroup:
             DiskError: The file cannot be created, or an earlier tensor could not be written.
         """
         if self._file is None:
+            folder = self._store.folder
             try:
-                self._file = tempfile.TemporaryFile(dir=self._store.folder, buffering=0)  # noqa: SIM115
+                self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             except OSError as error:
                 raise self._store.failed(error) from error
+        # Errors of threads are raised as soon as possible, not in the backward only.
         for extent in self._extents:
             if extent.write.done() and isinstance(extent.write.exception(), DiskError):
                 extent.write.result()

@@ -158,9 +158,11 @@ class Recompute(Technique):
             if mode == "none" and store is None:
                 continue
 
-            saved = SavedTensors(
-                block, store=store, partition=partition if mode != "none" else None, index=index
-            )
+            # Only a recomputed block keeps its input, which is what the partition divides.
+            input_partition = None
+            if mode != "none":
+                input_partition = partition
+            saved = SavedTensors(block, store=store, partition=input_partition, index=index)
             contexts = None
             if mode == "selective":
                 contexts = selective.contexts(kept_operators)

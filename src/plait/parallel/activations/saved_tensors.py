@@ -173,7 +173,9 @@ class SavedTensors:
             for module in self._block.modules()
             if isinstance(module, FSDPModule) and module is not self._block
         ]
-        store = _StoreOfCall(self._store.open(self._index)) if self._store is not None else None
+        stored_call = None
+        if self._store is not None:
+            stored_call = _StoredCall(self._store.open(self._index))
 
         def is_moved(tensor: torch.Tensor) -> bool:
             if type(tensor) not in _MOVED_TYPES or _storage(tensor) in shared:
@@ -194,9 +196,12 @@ class SavedTensors:
             if self._partition is not None and is_input and tensor.is_contiguous():
                 start, size = shard_range(tensor.numel(), self._partition)
                 part = tensor.detach().reshape(-1).narrow(0, start, size).clone()
-                packed = part if store is None else store.put(part)
-                return _PartitionedTensor(packed, tensor.shape)
-            return tensor if store is None else store.put(tensor)
+                if stored_call is None:
+                    return _PartitionedTensor(part, tensor.shape)
+                return _PartitionedTensor(stored_call.put(part), tensor.shape)
+            if stored_call is None:
+                return tensor
+            return stored_call.put(tensor)
 
         return saved_tensors_hooks(pack, self._unpack)
 
@@ -211,7 +216,7 @@ class SavedTensors:
         return packed
 
 
-class _StoreOfCall:
+class _StoredCall:
     """Puts saved tensors of one call of a block into its group, each storage once."""
 
     def __init__(self, group: SavedGroup) -> None:
@@ -222,6 +227,7 @@ class _StoreOfCall:
         source = tensor.untyped_storage()
         stored = self._storages.get(_storage(tensor))
         if stored is None or stored.source() is not source or stored.version != version_of(tensor):
+            # The complete storage as bytes, so that all of its views find their elements in it.
             count = source.nbytes() // tensor.element_size()
             flat = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
             stored = _StoredStorage(
@@ -245,7 +251,9 @@ def _unit_tensors(unit: nn.Module) -> list[torch.Tensor]:
 
 def _from_store(packed: _StoredView) -> torch.Tensor:
     stored = packed.storage
-    flat = stored.last() if stored.last is not None else None
+    flat = None
+    if stored.last is not None:
+        flat = stored.last()
     if flat is None:
         flat = stored.group.get(stored.handle)
         stored.last = weakref.ref(flat)

@@ -133,8 +133,8 @@ class _CallResult:
     """
 
     value: Any
-    generator_state: torch.Tensor | None
-    device: torch.device | None
+    generator_state: torch.Tensor | None = None
+    device: torch.device | None = None
 
 
 @dataclass
@@ -172,6 +172,7 @@ class _KeepResults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        # A result that something writes into later must not be returned by the recomputation.
         for tensor in _written_tensors(func, args, kwargs or {}):
             for result in self._by_storage.pop(storage_id(tensor.untyped_storage()), ()):
                 result.value = None
@@ -179,10 +180,11 @@ class _KeepResults(TorchDispatchMode):
             return out
 
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        device = tensors[0].device if tensors else None
-        result = _CallResult(_detach(out), None, device)
+        result = _CallResult(_detach(out))
+        if tensors:
+            result.device = tensors[0].device
         if torch.Tag.nondeterministic_seeded in func.tags:
-            result.generator_state = _generator(device).get_state()
+            result.generator_state = _generator(result.device).get_state()
         self._calls.results.append(result)
         for tensor in tensors:
             self._by_storage.setdefault(storage_id(tensor.untyped_storage()), []).append(result)
@@ -208,6 +210,7 @@ class _ReuseResults(TorchDispatchMode):
         result = next(self._results)
         if result.value is None:
             return func(*args, **(kwargs or {}))
+        # Later operators that are recomputed draw the same numbers as in the forward.
         if result.generator_state is not None:
             _generator(result.device).set_state(result.generator_state)
         return _detach(result.value)

@@ -221,29 +221,30 @@ def stage_model(
     for index in indices:
         low = cut.bounds[index]
         high = cut.bounds[index + 1]
-        last = index == cut.stages - 1
         block_view: dict[str, nn.Module] = {}
         for position, name in enumerate(cut.blocks):
             inside = low <= position < high
             block_view[child_names[name]] = blocks[name] if inside else placeholders[name]
-        if not last:
+        is_last = index == cut.stages - 1
+        if not is_last:
             last_block = cut.blocks[high - 1]
             block_view[child_names[last_block]] = stage_exit(blocks[last_block])
         earlier_blocks = [placeholders[name] for name in cut.blocks[:low]]
         stage_input = earlier_blocks.pop() if index else None
+        skipped_embeddings = [
+            module
+            for name, module in front_embeddings.items()
+            if index not in cut.recomputed.get(name, ())
+        ]
         stages[index] = Stage(
             index=index,
             first=index == 0,
-            last=last,
+            last=is_last,
             blocks=cut.blocks[low:high],
             block_view=block_view,
             stage_input=stage_input,
             earlier_blocks=tuple(earlier_blocks),
-            skipped_embeddings=tuple(
-                module
-                for name, module in front_embeddings.items()
-                if index not in cut.recomputed.get(name, ())
-            ),
+            skipped_embeddings=tuple(skipped_embeddings),
         )
 
     # Blocks of other ranks leave the model for good.
