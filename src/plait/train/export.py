@@ -205,7 +205,7 @@ def _group_by_file(sizes: dict[str, int], file_bytes: int) -> list[list[str]]:
 def _claim(temporary: Path, out: Path) -> int:
     """Return the descriptor of an empty folder to which only this process writes.
 
-    What an interrupted export left in the folder is removed.
+    Files of an interrupted export are removed.
 
     Raises:
         InputError: Another export writes to it.

@@ -39,8 +39,8 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
     without attention's products of activations). Weights are the parameters of at least 2
     dimensions; biases and norms cost nothing.
 
-    Of the parameters outside the blocks, those listed before the first block's are on the first
-    stage, all others on the last. On the first stage a matrix is taken for an embedding, whose
+    Parameters outside the blocks are on the first stage if they are listed before those of the
+    first block, else on the last. On the first stage a matrix is taken for an embedding, whose
     lookup costs 0. A tied embedding (its other name is outside the blocks too) is multiplied as the
     head: 2 FLOPs per weight on the last stage. A weight that several blocks share counts in each.
     Experts count as if all were used, which is right for the balance of equal blocks, but too much

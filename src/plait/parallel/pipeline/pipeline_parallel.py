@@ -235,7 +235,7 @@ class PipelineRank(StepHook):
         runtime: Executes the schedule.
         zero: Observer that applies the ZeRO stages.
         shared: Process group of each parameter that several pipeline ranks hold.
-        counted: Those of the shared parameters that another rank adds to the gradient norm.
+        counted: Shared parameters whose gradient another rank adds to the norm.
         track_unused: Whether a step may leave shared parameters unused.
         output_rank: The pp rank that holds the last stage.
     """

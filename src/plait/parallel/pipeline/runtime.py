@@ -307,13 +307,11 @@ class _ScheduleRun:
         if not stage.first:
             received, boundary = self._receive_activations(action)
             length = boundary.length
-            stage_input = unflatten_output(
-                boundary,
-                [
-                    _ReceivedActivation.apply(tensor) if tensor.requires_grad else tensor
-                    for tensor in received
-                ],
-            )
+            aliases = [
+                _ReceivedActivation.apply(tensor) if tensor.requires_grad else tensor
+                for tensor in received
+            ]
+            stage_input = unflatten_output(boundary, aliases)
         if statistics is not None:
             stage_input = statistics.begin(stage.first, stage_input)
 

@@ -313,7 +313,7 @@ def _nan(
     """Return a tensor of NaN. Only a `dense` one has memory for every element."""
     if dense:
         return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(*shape)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _nan_like(value: Any, *, dense: bool) -> Any:
