@@ -12,7 +12,7 @@ Note [Tensors that are moved]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -177,20 +177,8 @@ class SavedTensors:
         if self._store is not None:
             stored_call = _StoredCall(self._store.open(self._index))
 
-        def is_moved(tensor: torch.Tensor) -> bool:
-            if type(tensor) not in _MOVED_TYPES or _storage(tensor) in shared:
-                return False
-            if tensor.untyped_storage().nbytes() < LEAST_BYTES:
-                return False
-            # Nested units gather their parameters after the forward of the block has begun, so
-            # their storages are not known before.
-            for unit in nested_units:
-                if any(_storage(tensor) == _storage(weight) for weight in _unit_tensors(unit)):
-                    return False
-            return True
-
         def pack(tensor: torch.Tensor) -> Any:
-            if not is_moved(tensor):
+            if not _is_movable(tensor, shared) or _is_parameter_of(tensor, nested_units):
                 return tensor
             is_input = _storage(tensor) == input_storage
             if self._partition is not None and is_input and tensor.is_contiguous():
@@ -243,10 +231,24 @@ class _StoredCall:
         )
 
 
-def _unit_tensors(unit: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors with which a sharded unit computes."""
-    attributes = (*own_parameters(unit).values(), *vars(unit).values())
-    return [local_tensor(tensor) for tensor in attributes if isinstance(tensor, torch.Tensor)]
+def _is_movable(tensor: torch.Tensor, shared: set[int]) -> bool:
+    """Return True if moving a tensor frees memory. `shared` are storages that others use."""
+    if type(tensor) not in _MOVED_TYPES or _storage(tensor) in shared:
+        return False
+    return tensor.untyped_storage().nbytes() >= LEAST_BYTES
+
+
+def _is_parameter_of(tensor: torch.Tensor, units: Sequence[nn.Module]) -> bool:
+    """Return True if a sharded unit computes with the tensor as a parameter."""
+    # Units gather their parameters after the forward of the block has begun, so their storages are
+    # not known before.
+    for unit in units:
+        for attribute in (*own_parameters(unit).values(), *vars(unit).values()):
+            if not isinstance(attribute, torch.Tensor):
+                continue
+            if _storage(tensor) == _storage(local_tensor(attribute)):
+                return True
+    return False
 
 
 def _from_store(packed: _StoredView) -> torch.Tensor:

@@ -269,16 +269,17 @@ def stage_rows(schedule: Schedule, cut: StageCut, facts: ModelFacts) -> list[Sta
     costs = forward_costs(facts)
     sizes = [end - start for start, end in pairwise(cut.bounds)]
     loads = stage_costs(costs.blocks, sizes, first=costs.first, last=costs.last)
-    return [
-        StageRow(
+    rows = []
+    for stage in range(cut.stages):
+        row = StageRow(
             stage=stage,
             rank=schedule.stage_ranks[stage],
             blocks=_blocks_of_stage(cut, stage),
             parameters=facts_of_rank(facts, cut, [stage]).numel,
             cost=loads[stage],
         )
-        for stage in range(cut.stages)
-    ]
+        rows.append(row)
+    return rows
 
 
 def balance(rows: Sequence[StageRow]) -> float:

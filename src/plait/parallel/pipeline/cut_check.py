@@ -125,17 +125,13 @@ class CutCheck:
                 " stages; change it in the training loop, between two steps, or before the first"
                 " block, or use parallel.pp = 1"
             )
-        owned_by_last = {
-            parameter
-            for parameter, stages in self.cut.owners.items()
-            if self.cut.stages - 1 in stages
-        }
+        last_stage = self.cut.stages - 1
         block_prefixes = tuple(f"{block}." for block in self.cut.blocks)
-        unavailable = {
-            parameter
-            for parameter in flow.strangers
-            if parameter.startswith(block_prefixes) or parameter not in owned_by_last
-        }
+        unavailable = set()
+        for parameter in flow.strangers:
+            is_owned = last_stage in self.cut.owners.get(parameter, ())
+            if parameter.startswith(block_prefixes) or not is_owned:
+                unavailable.add(parameter)
         if unavailable:
             raise ModelError(
                 f"parallel.pp: the loss reads parameters of the model ({min(unavailable)}), and"

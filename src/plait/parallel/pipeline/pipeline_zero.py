@@ -56,8 +56,11 @@ class StagedZero:
                 self._blocks.add(block)
                 stage_of_module.update(dict.fromkeys(block.modules(), index))
         # Blocks, and modules inside of them that are sharded separately.
-        self._units = [unit for unit in sharded_modules(model) if unit in stage_of_module]
-        self._stage_of = {unit: stage_of_module[unit] for unit in self._units}
+        self._stage_of: dict[FSDPModule, int] = {}
+        for unit in sharded_modules(model):
+            if unit in stage_of_module:
+                self._stage_of[unit] = stage_of_module[unit]
+        self._units = list(self._stage_of)
         self._root = model if isinstance(model, FSDPModule) else None
         # The root unit has the parameters outside of the blocks: those before the blocks on the
         # first stage, those after them on the last, rarely more on others.

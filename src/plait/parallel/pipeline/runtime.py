@@ -443,12 +443,7 @@ class _ScheduleRun:
         ]
         if not floating or not all(bool(torch.isnan(tensor).all()) for tensor in floating):
             return
-        leaves = [
-            leaf
-            for leaf in tree_leaves(model_output)
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim()
-        ]
-        if leaves and not any(_has_nan(leaf) for leaf in leaves):
+        if model_output is not None and not _may_contain_nan(model_output):
             return
         # NaN that arrived, such as those of diverged weights, are not unknown values.
         if all(bool(torch.isfinite(tensor.detach()).all()) for tensor in received):
@@ -565,8 +560,15 @@ def _differentiable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def _has_nan(tensor: torch.Tensor) -> bool:
-    return bool(torch.isnan(local_tensor(tensor.detach())).any())
+def _may_contain_nan(output: Any) -> bool:
+    """Return False if a model's output has floating-point tensors without NaN only."""
+    has_floating = False
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim():
+            has_floating = True
+            if bool(torch.isnan(local_tensor(leaf.detach())).any()):
+                return True
+    return not has_floating
 
 
 def _has_opaque_leaf(output: Any) -> bool:
