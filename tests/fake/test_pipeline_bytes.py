@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes
-from plait.parallel.pipeline.account import Held, held_after
+from plait.parallel.pipeline.account import UnshardedBytes, unsharded_after
 from plait.parallel.schedules.actions import Action
 from tests.covers import cover
 from tests.fake.pipelines import batch, build, predicted
@@ -109,12 +109,12 @@ def test_what_is_unsharded_after_every_computation(
     fake_world(world, rank)
     engine, resolved, facts, pipeline = build(config, world)
     assert engine.sharded.pipeline is not None
-    found: list[Held] = []
+    found: list[UnshardedBytes] = []
 
     def look(action: Action, done: bool) -> None:
         if done:
             found.append(
-                Held(
+                UnshardedBytes(
                     action,
                     unsharded_parameter_bytes(engine.model),
                     unsharded_gradient_bytes(engine.model),
@@ -129,7 +129,7 @@ def test_what_is_unsharded_after_every_computation(
         p.name: (-(-p.shape[0] // n) * n, p.shape[0], p.numel // p.shape[0])
         for p in facts.parameters
     }
-    expected = held_after(
+    expected = unsharded_after(
         pipeline.schedule,
         resolved.layout.coordinates(rank)["pp"],
         zero=resolved.data_parallel.stage,

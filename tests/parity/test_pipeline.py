@@ -394,7 +394,9 @@ def between_inputs_and_weights(rank: int, world: int) -> list[int]:
 
     def look(action: Action, after: bool) -> None:
         if after and action.kind is Kind.INPUT and action.stage:
-            kept = [held for held in gc.get_objects() if isinstance(held, runtime._Held)]
+            kept = [
+                held for held in gc.get_objects() if isinstance(held, runtime._StageActivations)
+            ]
             assert any(held.deferred is not None and held.inputs for held in kept)
             found.append(sum(tensor.grad is not None for held in kept for tensor in held.inputs))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait.parallel.context.flash import Documents
+from plait.parallel.context.flash import PackedDocuments
 from plait.verify.parity import compare, worst
 from tests.parity import flash
 from tests.parity.context_parallel import Case, build, configured, reference, steps, train
@@ -42,9 +42,9 @@ def prepared(rank: int, world: int, case: Case) -> tuple[list[str], int, list[li
     documents' bounds. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     places, bounds = [], []
-    find = Documents.of
+    find = PackedDocuments.of
 
-    def noted(starts: torch.Tensor, on: torch.device) -> Documents:
+    def noted(starts: torch.Tensor, on: torch.device) -> PackedDocuments:
         places.append(starts.device.type)
         found = find(starts, on)
         assert found.bounds.device.type == "cuda"
@@ -54,7 +54,7 @@ def prepared(rank: int, world: int, case: Case) -> tuple[list[str], int, list[li
     model: Any = build(case)
     model.config._attn_implementation_internal = "flash_attention_2"
     with flash.installed(), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Documents, "of", noted)
+        monkeypatch.setattr(PackedDocuments, "of", noted)
         engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
         first, second = steps(case.data, 2)
         engine.train_batch(first)

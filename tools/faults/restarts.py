@@ -384,7 +384,7 @@ def _trained(rank: int, file: str, bad: int, rank_of_it: int, leave_out: bool) -
         return honest(loader, samples)
 
     kind = type(session.causal_lm_loss)
-    computed, job = kind.__call__, session._job
+    computed, job = kind.__call__, session._training_context
 
     def planted(loss: Any, output: Any, batch: Any) -> Any:
         total, weight = computed(loss, output, batch)
@@ -398,6 +398,6 @@ def _trained(rank: int, file: str, bad: int, rank_of_it: int, leave_out: bool) -
     with (
         patch.object(Loader, "at", reading),
         patch.object(kind, "__call__", planted),
-        patch.object(session, "_job", without),
+        patch.object(session, "_training_context", without),
     ):
         main(["train", file])

@@ -1,4 +1,4 @@
-"""The user's own functions of `run.callbacks`: they hear the events of a run, on every process."""
+"""Callbacks of `run.callbacks`: functions of the user that receive the events of a run."""
 
 from __future__ import annotations
 
@@ -15,32 +15,44 @@ if TYPE_CHECKING:
     from plait.engine.engine import Engine
 
 Callback = Callable[[Event, "Engine"], object]
-"""Called with an event and the engine. True ends the run after the next step, on all processes,
-with a checkpoint.
+"""Function that every process calls with each event and the engine.
+
+The result True ends the run after the next step, on all processes, with a checkpoint.
 """
 
 
 def load_callbacks(names: Sequence[str]) -> list[Callback]:
-    """The functions of `package.module:name`, and an instance of each class. Raises ConfigError."""
-    loaded: list[Callback] = []
+    """Import the callbacks, and create an instance of each that is a class.
+
+    Args:
+        names: Values of the form `package.module:name`.
+
+    Raises:
+        ConfigError: A name cannot be imported, or what it names cannot be called as needed.
+    """
+    callbacks: list[Callback] = []
     for name in names:
-        found = _found(name)
-        loaded.append(found() if isinstance(found, type) else found)
-    return loaded
+        definition = _import_callback(name)
+        if isinstance(definition, type):
+            definition = definition()
+        callbacks.append(definition)
+    return callbacks
 
 
 def check_callbacks(names: Sequence[str]) -> None:
-    """Import them, and call nothing. Raises ConfigError for what cannot be found, made without
-    arguments or called with (event, engine).
+    """Import the callbacks without calling them.
+
+    Raises:
+        ConfigError: A name cannot be imported, a class needs arguments, or the callback cannot be
+            called with (event, engine).
     """
     for name in names:
-        _found(name)
+        _import_callback(name)
 
 
-def _found(name: str) -> Any:
-    """A function, or a class whose instances are called. Modules of the current folder come first,
-    as for `python -m`.
-    """
+def _import_callback(name: str) -> Any:
+    """Return a function, or a class whose instances are callbacks."""
+    # Modules of the current folder come first, as for `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -48,41 +60,49 @@ def _found(name: str) -> Any:
             name, form="it is not package.module:name", example="my_callbacks:log"
         )
     except NotImportable as error:
-        raise _problem(name, error.rule, error.remedy) from None
-    found = getattr(module, attribute, None)
-    if found is None:
-        raise _problem(
+        raise _error(name, error.rule, error.remedy) from None
+
+    definition = getattr(module, attribute, None)
+    if definition is None:
+        raise _error(
             name,
             f"{module.__name__} has no {attribute!r}",
-            "name a function of (event, engine), or a class whose instances are called so",
+            "name a function of (event, engine), or a class with such a __call__",
         )
-    if inspect.isclass(found):
-        _takes(found, 0, name, "the class is made without arguments", "give its arguments defaults")
-        call = next(
-            (vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None
+
+    if not inspect.isclass(definition):
+        _check_call(
+            definition, 2, name, "it is called with (event, engine)", "accept these two arguments"
         )
-        _takes(
-            call,
-            3,
-            name,
-            "an instance is called with (event, engine)",
-            "give the class a __call__ that takes these",
-        )
-    else:
-        _takes(found, 2, name, "it is called with (event, engine)", "take these two arguments")
-    return found
+        return definition
+
+    _check_call(
+        definition, 0, name, "the class is made without arguments", "give its arguments defaults"
+    )
+    # `definition.__call__` would be that of the metaclass.
+    defining_classes = (base for base in definition.__mro__ if "__call__" in vars(base))
+    base = next(defining_classes, None)
+    _check_call(
+        vars(base)["__call__"] if base is not None else None,
+        3,
+        name,
+        "an instance is called with (event, engine)",
+        "give the class a __call__ that accepts these",
+    )
+    return definition
 
 
-def _takes(function: Any, count: int, name: str, rule: str, remedy: str) -> None:
+def _check_call(function: Any, argument_count: int, name: str, rule: str, remedy: str) -> None:
     if not callable(function):
-        raise _problem(name, rule, remedy)
+        raise _error(name, rule, remedy)
     try:
-        inspect.signature(function).bind(*[None] * count)
+        inspect.signature(function).bind(*[None] * argument_count)
     except TypeError as error:
-        raise _problem(name, f"{rule} ({error})", remedy) from None
-    except ValueError:  # it is not of Python and has no signature
+        raise _error(name, f"{rule} ({error})", remedy) from None
+    except ValueError:
+        # Functions that are not written in Python may have no signature.
         pass
 
 
-def _problem(name: str, rule: str, remedy: str) -> ConfigError:
+def _error(name: str, rule: str, remedy: str) -> ConfigError:
     return ConfigError(Problem("run.callbacks", name, rule, remedy))

@@ -1,6 +1,4 @@
-"""Seconds between the ends of two steps: by the device's own clock where steps are queued on
-one.
-"""
+"""Clock that measures the seconds between the ends of two steps."""
 
 from __future__ import annotations
 
@@ -11,39 +9,45 @@ import torch
 
 
 class StepClock:
-    """A GPU is behind the program: when the numbers of a step are read, the next one may be queued
-    or done already. So ends of steps are events among the device's work. Elsewhere a step has ended
-    when `seconds` asks.
+    """Measures the time between the ends of consecutive steps.
+
+    A GPU runs behind the program: when the numbers of a step are read, the next step may be queued
+    or even finished. The clock therefore records the end of a step as an event on the device. On a
+    CPU a step has ended when `seconds` is called.
     """
 
     def __init__(self, device: torch.device) -> None:
         accelerator = torch.accelerator.current_accelerator()
-        self._device = (
-            device if accelerator is not None and accelerator.type == device.type else None
-        )
+        self._device: torch.device | None = None
+        if accelerator is not None and accelerator.type == device.type:
+            self._device = device
         self.restart()
 
     def restart(self) -> None:
-        """The next step begins now."""
+        """Start the next measurement now."""
         self._last = self.mark()
         if self._last is None:
             self._last = time.perf_counter()
 
     def mark(self) -> Any:
-        """What was queued so far, as an event of the device; None on a CPU."""
+        """Return an event behind the work queued so far, or None on a CPU."""
         if self._device is None:
             return None
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, ended: Any) -> float:
-        """From the end of the step before, or from `restart`, to `ended`; waits for it. Steps are
-        asked for in their order.
+    def seconds(self, end: Any) -> float:
+        """Return the seconds since the previous end, or since `restart`. Waits for the device.
+
+        Args:
+            end: Result of `mark` at the end of a step. Steps must be passed in their order.
         """
-        before = self._last
-        self._last = time.perf_counter() if ended is None else ended
-        if ended is None:
-            return float(self._last - before)
-        ended.synchronize()
-        return float(before.elapsed_time(ended)) / 1e3
+        previous = self._last
+        if end is None:
+            self._last = time.perf_counter()
+            return float(self._last - previous)
+
+        self._last = end
+        end.synchronize()
+        return float(previous.elapsed_time(end)) / 1e3

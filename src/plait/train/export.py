@@ -1,5 +1,6 @@
-"""A trained model as a folder that `from_pretrained` opens: streamed from a checkpoint of any
-layout, a file at a time.
+"""Export of a checkpoint to a folder that `from_pretrained` opens.
+
+The checkpoint may have any layout. Its weights are streamed, one file at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 
 from plait.checkpoint import durable
 from plait.checkpoint.described import described_model
@@ -29,98 +31,95 @@ from plait.model.tied import tied_names
 from plait.train.folder import GENERATION
 
 FILE_BYTES = 4 << 30
-"""Of one file of weights, and so of the memory that exporting takes."""
+"""Size of one file of weights, and so the memory that an export takes."""
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What was written."""
+class ExportResult:
+    """Summary of a written folder.
+
+    Attributes:
+        folder: The folder.
+        step: Number of optimizer steps of the checkpoint.
+        tensors: Number of tensors.
+        size: Bytes of all weights.
+        dtype: Dtype of the first tensor.
+    """
 
     folder: Path
     step: int
     tensors: int
     size: int
-    """Bytes of weights."""
     dtype: torch.dtype
-    """Of the first of them."""
+
+
+def _no_progress(written_bytes: int, total_bytes: int) -> None:
+    """Report nothing."""
 
 
 def export(
-    found: Found,
+    checkpoint: Found,
     out: Path,
     *,
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
     generation: Path | None = None,
     verify: Callable[[Path], None] | None = None,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = _no_progress,
     file_bytes: int = FILE_BYTES,
-) -> Exported:
-    """Write the model of a checkpoint of `plait train`: config.json, safetensors with an index, the
-    tokenizer, and a file of settings of generation (`generation`). The checkpoint is verified
-    first. `dtype`: of the weights; None keeps the checkpoint's. `progress` gets (bytes written,
-    bytes in all). `verify` gets the finished folder before it has its name.
+) -> ExportResult:
+    """Write the model of a checkpoint of `plait train`: config.json and safetensors with an index.
 
-    Raises InputError where `out` exists, CheckpointError for a damaged checkpoint, one that `plait
-    train` did not write, and where `verify` does: then no folder is left.
+    The checkpoint is verified first.
+
+    Args:
+        checkpoint: The checkpoint to export.
+        out: Folder to create.
+        dtype: Dtype of the weights. None keeps the dtypes of the checkpoint.
+        tokenizer: Folder of the tokenizer, which is copied.
+        generation: File with the generation settings, which is copied.
+        verify: Receives the finished folder, which still has a temporary name.
+        progress: Receives (bytes written, bytes in total) after each file.
+        file_bytes: Largest size of one file of weights, unless a tensor is larger.
+
+    Raises:
+        InputError: `out` exists, another export writes it, or the disk is full or not writable.
+        CheckpointError: The checkpoint is damaged or was not written by `plait train`, or `verify`
+            raised it. No folder remains in these cases.
     """
     require_transformers("plait export")
     if out.exists():
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
-    reader = Reader(found)
+    reader = Reader(checkpoint)
     reader.verify("full")
-    model = described_model(found, dtype=dtype)
+    model = described_model(checkpoint, dtype=dtype)
     stored = dict(reader.under(START))
-    of_model = model.state_dict()
-    doubles = {
-        name for group in tied_names(model) for name in sorted(group, key=list(of_model).index)[1:]
-    }
-    names = [name for name in stored if name not in doubles]
-    missing = sorted(set(of_model) - doubles - set(names))
-    if missing:
-        raise CheckpointError(
-            f"{found.path} lacks {len(missing)} tensors of its model, first {missing[0]}"
-        )
-    # Another dtype is not all tensors': integers stay, and so does what the class keeps in float32.
-    dtypes = {
-        name: (
-            of_model[name].dtype
-            if dtype is not None and name in of_model
-            else dtype_of(stored[name])
-        )
-        for name in names
-    }
-    sizes = {name: _bytes(stored[name].shape, dtypes[name]) for name in names}
-    total = sum(sizes.values())
-    done = 0
+    names = _exported_names(model, stored, checkpoint)
+
+    model_tensors = model.state_dict()
+    dtypes: dict[str, torch.dtype] = {}
+    sizes: dict[str, int] = {}
+    for name in names:
+        # The requested dtype does not apply to all tensors: integers remain integers, and a class
+        # may keep some in float32. The model knows.
+        dtypes[name] = dtype_of(stored[name])
+        if dtype is not None and name in model_tensors:
+            dtypes[name] = model_tensors[name].dtype
+        sizes[name] = torch.Size(stored[name].shape).numel() * dtypes[name].itemsize
+
     temporary = out.with_name(f".{out.name}.tmp")
-    held = None
-    is_done = False
+    descriptor = None
+    published = False
     try:
-        held = _claimed(temporary, out)
-        files = _files(sizes, file_bytes)
-        index: dict[str, str] = {}
-        for number, members in enumerate(files, 1):
-            file = (
-                "model.safetensors"
-                if len(files) == 1
-                else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            )
-            tensors = {name: reader.read(f"{START}{name}").to(dtypes[name]) for name in members}
-            save_file(tensors, temporary / file, metadata={"format": "pt"})
-            index |= dict.fromkeys(members, file)
-            done += sum(sizes[name] for name in members)
-            progress(done, total)
-        if len(files) > 1:
-            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-            (temporary / "model.safetensors.index.json").write_text(text)
+        descriptor = _claim(temporary, out)
+        _write_weights(reader, temporary, dtypes, sizes, file_bytes, progress)
         settings: Any = model.config
         settings.architectures = [type(model).__name__]
         settings.dtype = dtype or dtype_of(stored[names[0]])
         settings.use_cache = True
         settings.save_pretrained(temporary)
         if tokenizer is not None and tokenizer.is_dir():
-            # several chat templates lie in a folder of their own
+            # Tokenizers with several chat templates have a subfolder.
             shutil.copytree(tokenizer, temporary, dirs_exist_ok=True)
         if generation is not None:
             shutil.copyfile(generation, temporary / GENERATION)
@@ -128,33 +127,103 @@ def export(
         if verify is not None:
             _verify(verify, temporary, out)
         durable.publish(temporary, out)
-        is_done = True
+        published = True
     except (OSError, SafetensorError) as error:
-        raise InputError(f"--out {out} cannot be written: {_why(error)}") from error
+        raise InputError(f"--out {out} cannot be written: {_reason(error)}") from error
     finally:
-        if held is not None:
-            if not is_done:  # also after Ctrl-C
+        if descriptor is not None:
+            # Ctrl-C arrives here too.
+            if not published:
                 shutil.rmtree(temporary, ignore_errors=True)
-            os.close(held)
-    return Exported(
-        out, int(found.manifest.metadata["global_steps"]), len(names), total, dtypes[names[0]]
-    )
+            os.close(descriptor)
+
+    step = int(checkpoint.manifest.metadata["global_steps"])
+    return ExportResult(out, step, len(names), sum(sizes.values()), dtypes[names[0]])
 
 
-def _claimed(temporary: Path, out: Path) -> int:
-    """An empty folder, open, which this process alone writes to. What an export that was killed
-    left there is removed. Raises InputError where another export is writing it.
+def _exported_names(model: nn.Module, stored: dict[str, Any], checkpoint: Found) -> list[str]:
+    """Return the names of the tensors to write: each tied tensor under its first name only.
+
+    Raises:
+        CheckpointError: The checkpoint lacks a tensor of the model.
+    """
+    model_names = list(model.state_dict())
+    tied_duplicates: set[str] = set()
+    for group in tied_names(model):
+        tied_duplicates.update(sorted(group, key=model_names.index)[1:])
+
+    names = [name for name in stored if name not in tied_duplicates]
+    missing = sorted(set(model_names) - tied_duplicates - set(names))
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} lacks {len(missing)} tensors of its model, first {missing[0]}"
+        )
+    return names
+
+
+def _write_weights(
+    reader: Reader,
+    folder: Path,
+    dtypes: dict[str, torch.dtype],
+    sizes: dict[str, int],
+    file_bytes: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Write the tensors in their order, and an index if they need several files."""
+    total_bytes = sum(sizes.values())
+    written_bytes = 0
+    files = _group_by_file(sizes, file_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = "model.safetensors"
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {name: reader.read(f"{START}{name}").to(dtypes[name]) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+        written_bytes += sum(sizes[name] for name in names)
+        progress(written_bytes, total_bytes)
+
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=1)
+        (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _group_by_file(sizes: dict[str, int], file_bytes: int) -> list[list[str]]:
+    files: list[list[str]] = [[]]
+    free_bytes = file_bytes
+    for name, size in sizes.items():
+        if files[-1] and size > free_bytes:
+            files.append([])
+            free_bytes = file_bytes
+        files[-1].append(name)
+        free_bytes -= size
+    return files
+
+
+def _claim(temporary: Path, out: Path) -> int:
+    """Return the descriptor of an empty folder to which only this process writes.
+
+    Files of an interrupted export are removed.
+
+    Raises:
+        InputError: Another export writes to it.
     """
     temporary.mkdir(parents=True, exist_ok=True)
-    held = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    if not is_only_writer(held) or not is_at(temporary, held) or out.exists():
-        os.close(held)
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    # Another export may have published, and so renamed, the folder since it was opened.
+    if not is_only_writer(descriptor) or not is_at(temporary, descriptor) or out.exists():
+        os.close(descriptor)
         raise InputError(
-            f"--out {out}: another export writes it now; wait for its end, or give another name"
+            f"--out {out}: another export is writing it; wait for its end, or give another name"
         )
-    for left in temporary.iterdir():
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-    return held
+    for leftover in temporary.iterdir():
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+    return descriptor
 
 
 def _verify(verify: Callable[[Path], None], temporary: Path, out: Path) -> None:
@@ -167,7 +236,7 @@ def _verify(verify: Callable[[Path], None], temporary: Path, out: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Put the files of a folder on the disk. Raises OSError."""
+    """Flush the files of a folder to the disk. Raises OSError."""
     for path in folder.rglob("*"):
         if path.is_dir():
             durable.sync_folder(path)
@@ -176,25 +245,9 @@ def _sync(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def _why(error: Exception) -> str:
-    """What the system says, and of which file where it is not one of the folder's own."""
+def _reason(error: Exception) -> str:
+    """Return the system's message, with the source file if copying it failed."""
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
         source, _, reason = error.args[0][0]
         return f"{source}: {reason}"
     return getattr(error, "strerror", None) or str(error)
-
-
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _files(sizes: dict[str, int], most: int) -> list[list[str]]:
-    files: list[list[str]] = [[]]
-    room = most
-    for name, size in sizes.items():
-        if files[-1] and size > room:
-            files.append([])
-            room = most
-        files[-1].append(name)
-        room -= size
-    return files

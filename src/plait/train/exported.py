@@ -1,6 +1,4 @@
-"""An exported folder compared with its checkpoint: the tensors, logits and tokens that Transformers
-makes of it.
-"""
+"""Comparison of an exported folder with its checkpoint: tensors, logits and generated tokens."""
 
 from __future__ import annotations
 
@@ -20,43 +18,64 @@ from plait.inference.rope_by_length import rope_by_length
 from plait.inference.source import Source
 
 PROMPT_TOKENS = 16
+"""Number of random tokens in the prompt of the comparison with Transformers."""
+
 GREEDY_TOKENS = 64
-"""Of the comparison with Transformers; fewer where the model has fewer positions."""
-LOGITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""Most that a logit may differ, of the largest logit: the order of sums differs."""
+"""Number of tokens to generate, if the model has enough positions."""
+
+LOGIT_TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.bfloat16: 0.05,
+    torch.float16: 0.01,
+}
+"""Largest difference of a logit as a fraction of the largest logit. Sums differ in their order."""
 
 
-def opened(out: Path) -> Any:
-    """The folder as a user of Transformers opens it. Raises CheckpointError where that fails."""
+def _load_with_transformers(folder: Path) -> Any:
+    """Open the folder as a user of Transformers does.
+
+    Raises:
+        CheckpointError: Transformers cannot open it.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(out, dtype="auto", trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # whatever a class raises for a configuration or tensors that do not fit
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+    except Exception as error:
+        # A class may raise anything for a configuration or tensors that do not fit.
         raise CheckpointError(
             f"Transformers cannot open it ({type(error).__name__}: {first_line(error)})"
         ) from error
 
 
-def compare_reloaded(found: Found, out: Path) -> int:
-    """Open the folder as a user would, and compare every tensor with the checkpoint, in the dtype
-    of the folder. Returns their number. Raises CheckpointError, naming the first that differs.
+def compare_reloaded(checkpoint: Found, out: Path) -> int:
+    """Compare every tensor that Transformers loads with the checkpoint, in the folder's dtype.
+
+    Args:
+        checkpoint: The checkpoint to compare with.
+        out: The exported folder.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        CheckpointError: Transformers cannot open the folder, or a tensor differs. The message names
+            the first one.
     """
-    model = opened(out)
-    reader = Reader(found)
+    model = _load_with_transformers(out)
+    reader = Reader(checkpoint)
     count = 0
     for name, tensor in model.state_dict().items():
         if f"{START}{name}" not in reader.tensors:
             raise CheckpointError(
                 f"Transformers gives the model a tensor that the checkpoint does not have, {name}"
             )
-        wanted = torch.empty_like(tensor)
-        reader.fill({f"{START}{name}": wanted})
-        if not torch.equal(wanted, tensor):
+        expected = torch.empty_like(tensor)
+        reader.fill({f"{START}{name}": expected})
+        if not torch.equal(expected, tensor):
             raise CheckpointError(
-                f"{name} is not what the checkpoint holds after Transformers has loaded it"
+                f"{name} differs from the checkpoint after Transformers has loaded it"
             )
         count += 1
     return count
@@ -64,73 +83,87 @@ def compare_reloaded(found: Found, out: Path) -> int:
 
 @dataclass(frozen=True)
 class Compared:
-    """Plait's model of a checkpoint and Transformers' of the exported folder, on the same
-    prompt.
+    """Agreement of Plait's model of a checkpoint with Transformers' model of the exported folder.
+
+    Attributes:
+        logits: Largest difference of a logit of the prompt.
+        tokens: Number of greedy tokens, which are the same in both.
     """
 
     logits: float
-    """The largest difference of a logit."""
     tokens: int
-    """Greedy ones, the same in both."""
 
 
-def compare_generated(found: Found, out: Path) -> Compared:
-    """Load the checkpoint as `plait generate` does and the folder as a user of Transformers does;
-    compare the logits of a prompt and `GREEDY_TOKENS` greedy tokens after it. Both models are in
-    memory. Raises CheckpointError where tokens differ, or logits by more than their dtype explains.
+def compare_generated(checkpoint: Found, out: Path) -> Compared:
+    """Compare the logits of a prompt and the greedy tokens after it.
+
+    The checkpoint is loaded as `plait generate` loads it, and the folder as a user of Transformers
+    does. Both models are in memory at the same time.
+
+    Args:
+        checkpoint: The checkpoint to compare with.
+        out: The exported folder.
+
+    Raises:
+        CheckpointError: Tokens differ, or logits differ by more than their dtype explains.
     """
-    from transformers import GenerationConfig
-
-    theirs = opened(out).eval()
-    config = theirs.config.get_text_config(decoder=True)
+    reference = _load_with_transformers(out).eval()
+    config = reference.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + GREEDY_TOKENS
-    length = min(PROMPT_TOKENS, positions // 2)
-    new = min(GREEDY_TOKENS, positions - length)
-    ids = torch.randint(
-        0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
-    )
-    ours = load_model(Source(out, found, None), dtype=theirs.dtype)
+    prompt_length = min(PROMPT_TOKENS, positions // 2)
+    new_tokens = min(GREEDY_TOKENS, positions - prompt_length)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, config.vocab_size, (1, prompt_length), generator=generator)
+
+    model = load_model(Source(out, checkpoint, None), dtype=reference.dtype)
     try:
-        here = ids.to(ours.device)
-        theirs.to(ours.device)
+        prompt = prompt.to(model.device)
+        reference.to(model.device)
         with torch.no_grad():
-            expected = theirs(input_ids=here).logits.float()
-        difference = float(
-            (ours.predict({"input_ids": here}).logits.float() - expected).abs().max()
-        )
-        made = generate(
-            ours,
-            here,
-            max_new_tokens=new,
+            expected_logits = reference(input_ids=prompt).logits.float()
+        logits = model.predict({"input_ids": prompt}).logits.float()
+        difference = float((logits - expected_logits).abs().max())
+        tokens = generate(
+            model,
+            prompt,
+            max_new_tokens=new_tokens,
             temperature=0,
+            # No token has this number, so that generation does not end early.
             eos_token_id=[config.vocab_size],
             pad_token_id=0,
         )[0].token_ids
-        # a penalty of the model's own is none of what is compared
-        theirs.generation_config = GenerationConfig()
-        settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        rope = rope_by_length(theirs)
-        if rope is not None and rope.reads_anew:
-            # Past the original length of longrope, the tokens of most classes of Transformers
-            # depend on the KV cache: it keeps keys of the previous frequencies. Phi3 drops them,
-            # but before Transformers 5.20 it reads only its last token again.
-            settings["use_cache"] = False
-        wanted = theirs.generate(here, attention_mask=torch.ones_like(here), **settings)
+        expected_tokens = _greedy_tokens(reference, prompt, new_tokens)
     finally:
-        ours.close()
-    most = LOGITS[theirs.dtype] * max(1.0, float(expected.abs().max()))
-    if not difference <= most:
+        model.close()
+
+    tolerance = LOGIT_TOLERANCE[reference.dtype] * max(1.0, float(expected_logits.abs().max()))
+    # A NaN fails this comparison too.
+    if not difference <= tolerance:
         raise CheckpointError(
-            f"Transformers' logits differ by {difference:.2g} from those of the checkpoint, and"
-            f" {most:.2g} may be"
+            f"Transformers' logits differ by {difference:.2g} from those of the checkpoint, more"
+            f" than the tolerance of {tolerance:.2g}"
         )
-    differing = [
-        at
-        for at, (one, other) in enumerate(zip(made, wanted[0, length:].tolist(), strict=True))
-        if one != other
-    ]
-    if differing:
-        raise CheckpointError(
-            f"of {new} greedy tokens, number {differing[0] + 1} differs from that of the checkpoint"
-        )
-    return Compared(difference, new)
+    for number, (token, expected) in enumerate(zip(tokens, expected_tokens, strict=True), 1):
+        if token != expected:
+            raise CheckpointError(
+                f"greedy token {number} of {new_tokens} differs from that of the checkpoint"
+            )
+    return Compared(difference, new_tokens)
+
+
+def _greedy_tokens(model: Any, prompt: torch.Tensor, new_tokens: int) -> list[int]:
+    """Return the tokens that Transformers generates after a prompt [1, tokens]."""
+    from transformers import GenerationConfig
+
+    # The model's settings may contain penalties, which are not part of the comparison.
+    model.generation_config = GenerationConfig()
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    rope = rope_by_length(model)
+    if rope is not None and rope.reads_anew:
+        # Past the original length of longrope, the tokens of most classes of Transformers
+        # depend on the KV cache: it keeps keys of the previous frequencies. Phi3 drops them,
+        # but before Transformers 5.20 it reads only its last token again.
+        settings["use_cache"] = False
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    tokens: list[int] = output[0, prompt.shape[1] :].tolist()
+    return tokens

@@ -1,12 +1,13 @@
-"""The folder of a run: what lies where, whether it holds a run to go on with, and starting over
-without losing it.
+"""Folder of a run: its paths, whether it holds a run to resume, and starting over.
 
-    config.json     the resolved configuration of the last start     tokenizer/      opens in
-    AutoTokenizer.from_pretrained metrics.jsonl   everything that happened, one event a line
-    checkpoints/    unless run.checkpoints is elsewhere links.json      measured links, where there
-    was a choice          generation_config.json   of the model that it began with
+    config.json              resolved configuration of the last start
+    tokenizer/               opens with AutoTokenizer.from_pretrained
+    metrics.jsonl            all events, one per line
+    checkpoints/             unless run.checkpoints names another place
+    links.json               measured links, if there was a choice
+    generation_config.json   generation settings of the model that the run began with
 
-A folder goes on only with the model, the text and the seed it was begun with.
+A run is only resumed with the model, the text and the seed it was started with.
 """
 
 from __future__ import annotations
@@ -30,72 +31,86 @@ if TYPE_CHECKING:
 
 
 GENERATION = "generation_config.json"
+"""Name of the file with generation settings, as Transformers calls it."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run."""
+    """Paths of one run.
+
+    Attributes:
+        path: The folder.
+        checkpoints_elsewhere: Folder of the checkpoints if `run.checkpoints` is set.
+    """
 
     path: Path
-    kept_at: Place | None = None
-    """Where checkpoints are, if not here."""
+    checkpoints_elsewhere: Place | None = None
 
     @property
     def checkpoints(self) -> Place:
-        """Where checkpoints are."""
-        return self.kept_at or self.path / "checkpoints"
+        """Folder of the checkpoints."""
+        return self.checkpoints_elsewhere or self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """The file of events."""
+        """File of the events."""
         return self.path / "metrics.jsonl"
 
     @property
     def links(self) -> Path:
-        """What the start of the run measured of the links between its processes."""
+        """File of the measured links between the processes."""
         return self.path / "links.json"
 
     def position(self, identity: dict[str, Any]) -> Position:
-        """How far the run in the folder is; `Position()` where none was begun.
+        """Return the progress of the run in the folder, or `Position()` without a checkpoint.
 
-        Raises ConfigError when it was begun with another model, text or seed than `identity` says,
-        naming each difference.
+        Args:
+            identity: Model, text and seed of the run that is about to start.
+
+        Raises:
+            ConfigError: The run was started with another model, text or seed. The message names
+                each difference.
+            InputError: The path is a file.
+            CheckpointError: The checkpoint was not written by `plait train`.
         """
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"run.folder = {str(self.path)!r}: is a file; name a folder")
-        found = find(self.checkpoints)
-        if found is None:
+        newest = find(self.checkpoints)
+        if newest is None:
             return Position()
-        checkpoint = found.path
-        state = exact.decode(found.manifest.metadata.get("client_state"), where="client_state")
+
+        state = exact.decode(newest.manifest.metadata.get("client_state"), where="client_state")
         if not isinstance(state, dict) or not {"identity", "step", "samples"} <= state.keys():
             raise CheckpointError(
-                f"{checkpoint} was not written by plait train; set run.folder to a folder of"
+                f"{newest.path} was not written by plait train; set run.folder to a folder of"
                 " its own"
             )
-        _refuse_differences(checkpoint, state["identity"], identity)
+        _refuse_differences(newest.path, state["identity"], identity)
         return Position(state["step"], state["samples"])
 
     def changes(self, resolved: Resolved) -> list[str]:
-        """`name: old to new` for every value that the last start of this run had otherwise."""
-        if not (self.path / "config.json").is_file() or find(self.checkpoints) is None:
+        """Return `name: old to new` for every setting that differs from the last start."""
+        config_file = self.path / "config.json"
+        if not config_file.is_file() or find(self.checkpoints) is None:
             return []
-        was, now = (
-            _flat(json.loads(text))
-            for text in ((self.path / "config.json").read_text(), resolved.model_dump_json())
-        )
+        old = _flatten(json.loads(config_file.read_text()))
+        new = _flatten(json.loads(resolved.model_dump_json()))
         return [
-            f"{name}: {was.get(name)} to {now.get(name)}"
-            for name in sorted(was.keys() | now.keys())
-            if was.get(name) != now.get(name)
+            f"{name}: {old.get(name)} to {new.get(name)}"
+            for name in sorted(old.keys() | new.keys())
+            if old.get(name) != new.get(name)
         ]
 
     def write(
         self, resolved: Resolved, tokenizer: PreTrainedTokenizerBase, weights: Path | None
     ) -> None:
-        """Keep the configuration and the tokenizer next to the checkpoints, with the settings of
-        generation of the model that it begins with (`weights`): the end of an answer, and what its
-        authors sample with.
+        """Write the configuration, the tokenizer and the generation settings.
+
+        Args:
+            resolved: Configuration of the run.
+            tokenizer: Tokenizer of the run.
+            weights: Folder of the model that the run begins with, or None. Its generation settings
+                are copied: the tokens that end an answer, and the sampling its authors recommend.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "config.json", resolved.model_dump_json(indent=2) + "\n")
@@ -104,8 +119,12 @@ class RunFolder:
             write_whole(self.path / GENERATION, (weights / GENERATION).read_text(encoding="utf-8"))
 
     def claim(self) -> BinaryIO:
-        """Hold the folder until the file is closed or the process ends. Raises InputError where
-        another run holds it: two would overwrite each other's checkpoints and metrics.
+        """Lock the folder until the returned file is closed or the process ends.
+
+        Two runs in one folder would overwrite each other's checkpoints and metrics.
+
+        Raises:
+            InputError: Another run has locked it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         stream = open(self.path / RUN_LOCK, "ab")  # noqa: SIM115
@@ -118,43 +137,50 @@ class RunFolder:
         return stream
 
     def set_aside(self) -> Path | None:
-        """Rename the folder to the first free `<name>.old-N` and return that; None where there is
-        nothing to keep. Raises InputError where checkpoints are elsewhere, and stay.
+        """Rename the folder to the first free `<name>.old-N`.
+
+        Returns:
+            The new path, or None if the folder is empty or does not exist.
+
+        Raises:
+            InputError: Checkpoints exist elsewhere, where renaming the folder does not move them.
         """
-        if self.kept_at is not None and complete(self.kept_at):
+        if self.checkpoints_elsewhere is not None and complete(self.checkpoints_elsewhere):
             raise InputError(
-                f"run.checkpoints = {str(self.kept_at)!r}: holds those of the run so far, and"
-                " --fresh renames run.folder only; name another"
+                f"run.checkpoints = {str(self.checkpoints_elsewhere)!r}: holds the checkpoints of"
+                " the run so far, and --fresh only renames run.folder; name another place"
             )
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return None
+        # Fails if a run is using the folder.
         self.claim().close()
         number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
-        return self.path.rename(aside)
+        return self.path.rename(target)
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` to `{"a.b": 1}`, without `sources`, which tells where values came from and
-    not what they are.
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """Return `{"a.b": 1}` for `{"a": {"b": 1}}`.
+
+    The field `sources` is left out: it records where values come from, and is not a setting.
     """
     if not isinstance(value, dict):
         return {name: value}
-    found: dict[str, Any] = {}
-    for part, inner in value.items():
-        if part != "sources":
-            found |= _flat(inner, f"{name}.{part}" if name else part)
-    return found
+    fields: dict[str, Any] = {}
+    for key, nested in value.items():
+        if key != "sources":
+            fields |= _flatten(nested, f"{name}.{key}" if name else key)
+    return fields
 
 
-def _refuse_differences(checkpoint: Place, was: dict[str, Any], now: dict[str, Any]) -> None:
+def _refuse_differences(checkpoint: Place, old: dict[str, Any], new: dict[str, Any]) -> None:
     remedy = "set it back, name another run.folder, or start over with --fresh"
     # Fields that only one side has come from another version of Transformers; the checkpoint's
     # shapes are compared when it is loaded.
     problems = [
-        Problem(name, now[name], f"{checkpoint} was made with {was[name]!r}", remedy)
-        for name in sorted(was.keys() & now.keys())
-        if was[name] != now[name]
+        Problem(name, new[name], f"{checkpoint} was made with {old[name]!r}", remedy)
+        for name in sorted(old.keys() & new.keys())
+        if old[name] != new[name]
     ]
     refuse(problems)

@@ -1,9 +1,8 @@
-"""The training loop: steps, validation, checkpoints, a clean stop. It notifies listeners and prints
-nothing itself.
+"""Training loop: steps, validation, checkpoints, and a clean stop.
 
-Every rank runs it with the same numbers and takes the same decisions: what one rank alone knows (a
-signal) is agreed on first. The data of a step is a function of the position, so a run that was
-resumed computes what an uninterrupted one would.
+Every rank runs the loop with the same numbers and takes the same decisions. What only one rank
+knows (a signal) is agreed on first. The data of a step is a function of the position, so a resumed
+run computes what an uninterrupted one would. The loop notifies listeners and prints nothing itself.
 
 Note [Reading a step's numbers]
     A GPU works behind the program. If the loop read the loss of a step at once, the device would
@@ -20,16 +19,20 @@ Note [Reading a step's numbers]
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from plait.checkpoint.folder import remove_old
 from plait.checkpoint.places import Place
+from plait.cluster import accelerator
 from plait.cluster.host_copy import HostCopy
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Batches
@@ -45,28 +48,29 @@ from plait.events import (
     Validated,
 )
 from plait.train.clock import StepClock
-from plait.train.memory import peak_memory_bytes
 from plait.train.stop import ASKED, StopRequest
 
 
 class Trainable(Protocol):
-    """What the loop needs of `plait.Engine`."""
+    """Interface of `plait.Engine` that the loop uses."""
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Device of this rank."""
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Rank of this process in the default group."""
 
     def train_batch(self, batch: Any) -> Any:
-        """One optimizer step on this rank's share; the result has the fields of
-        `plait.StepResult`.
+        """Take one optimizer step on this rank's share of a batch. Collective.
+
+        Returns:
+            An object with the fields of `plait.StepResult`.
         """
 
     def eval_batch(self, batch: Any) -> tuple[float, float]:
-        """(sum of losses, weight) over all ranks."""
+        """Return (sum of losses, weight) over all ranks. Collective."""
 
     def save_checkpoint(
         self,
@@ -76,17 +80,19 @@ class Trainable(Protocol):
         client_state: dict[str, Any] | None = None,
         wait: bool = True,
     ) -> Place:
-        """Collective; complete on disk when it returns, or with `wait` False when
+        """Save a checkpoint. Collective.
+
+        The checkpoint is complete on disk when this returns or, if `wait` is False, when
         `checkpoint_written` returns it.
         """
 
     def checkpoint_written(self, *, wait: bool = False) -> Place | None:
-        """A checkpoint that has reached the disk since the last call."""
+        """Return a checkpoint that has reached the disk since the last call, or None."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far the run is: optimizer steps taken, sequences consumed."""
+    """Progress of a run: optimizer steps taken and sequences consumed."""
 
     step: int = 0
     samples: int = 0
@@ -94,49 +100,61 @@ class Position:
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """Everything the loop works with."""
+    """Everything the loop works with.
+
+    Attributes:
+        engine: Engine that takes the steps.
+        section: Section `run` of the configuration.
+        loader: Training data, by position.
+        validation: Returns this rank's validation batches, the same at each call; no batches if no
+            text is set aside for validation.
+        sample: Returns a text that the model writes. Collective. None for no text.
+        checkpoints: Folder of the checkpoints.
+        client_state: State that is saved with every checkpoint, in addition to the position.
+        started: Event that is emitted before the first step.
+        stop: Request of a signal or of a callback to stop.
+        emit: Listener that receives all events.
+        left_out: Batches that are not trained on, as numbers of sequences consumed before them.
+        seconds: Clock in seconds that decides when `RunSection.checkpoint_seconds` have passed.
+    """
 
     engine: Trainable
     section: RunSection
     loader: Batches
     validation: Callable[[], Iterable[Any]]
-    """This rank's validation batches, the same ones at each call; none where nothing is held out.
-    """
     sample: Callable[[], str] | None
-    """Lets the model write a text. Collective."""
     checkpoints: Place
     client_state: Mapping[str, Any]
-    """Saved with every checkpoint, besides the position."""
     started: RunStarted
     stop: StopRequest
     emit: Listener
     left_out: Collection[int] = ()
-    """Batches that are not trained on, by the sequences consumed before them."""
     seconds: Callable[[], float] = time.monotonic
-    """Clock in seconds that decides when `RunSection.checkpoint_seconds` have passed."""
 
 
 def train(context: TrainingContext, start: Position) -> int:
-    """Train from `start` to `section.steps`, or until a stop is asked for. Ends with a checkpoint
-    either way.
+    """Train from `start` to `section.steps`, or until a stop is requested. Collective.
 
-    Returns 0 when all steps are done, else the signal that asked to stop, or ASKED, the same on
-    every rank. Raises NumbersError when the loss is not finite, where such steps are not skipped;
-    the last checkpoint is kept as it is.
+    The run ends with a checkpoint in both cases.
+
+    Returns:
+        0 if all steps are done, else the signal that requested the stop, or ASKED. The result is
+        the same on every rank.
+
+    Raises:
+        NumbersError: The loss is not finite, and such steps are not skipped. The last checkpoint
+            stays as it is.
     """
     section = context.section
     began = time.perf_counter()
-    clock = StepClock(context.engine.device)
+    reader = _StepReader(context)
     position = start
-    stopped_by = 0
-    is_due = False
-    validated = saved = start.step
-    # See Note [Reading a step's numbers].
-    behind = 0 if context.engine.device.type == "cpu" else 1
-    unread: deque[_QueuedStep] = deque()
+    validated_step = start.step
+    saved_step = start.step
     context.emit(context.started)
-    saving = _Saving(context)
-    while position.step < section.steps and not stopped_by:
+    checkpoints = _CheckpointWriter(context)
+
+    while position.step < section.steps and not reader.stopped_by:
         while position.samples in context.left_out:
             position = Position(position.step, position.samples + context.loader.batch)
         try:
@@ -145,122 +163,168 @@ def train(context: TrainingContext, start: Position) -> int:
             error.samples = position.samples
             raise
         position = Position(position.step + 1, position.samples + context.loader.batch)
-        stop = context.stop.shared(device=context.engine.device, is_due=saving.is_due())
-        unread.append(_QueuedStep(position.step, result, _copied(result, stop), clock.mark()))
-        validates = _due(position.step, section.validate_every)
-        saves = is_due or _due(position.step, section.checkpoint_every)
-        pause = validates or saves or position.step == section.steps
-        while len(unread) > (0 if pause or stopped_by else behind):
-            queued = unread.popleft()
-            done, request = _step_done(queued, context, clock)
-            stopped_by = stopped_by or int(request)
-            # All ranks read it at the same position, so all of them save after the next step.
-            is_due = is_due or request % 1 > 0
-            context.emit(done)
-            if queued.result.decided:
-                context.emit(CommunicationDecided(queued.step, queued.result.decided))
+        stop = context.stop.shared(device=context.engine.device, is_due=checkpoints.is_due())
+        reader.add(position.step, result, stop)
+
+        # See Note [Reading a step's numbers].
+        validates = _is_multiple(position.step, section.validate_every)
+        saves = reader.checkpoint_due or _is_multiple(position.step, section.checkpoint_every)
+        reader.read(every_step=validates or saves or position.step == section.steps)
+
         if validates:
             _validate(context, position.step)
-            validated = position.step
+            validated_step = position.step
         if saves:
-            saving.begin(position)
-            saved = position.step
-            is_due = False
-        saving.report(wait=False)
+            checkpoints.begin(position)
+            saved_step = position.step
+            reader.checkpoint_due = False
+        checkpoints.report(wait=False)
         if validates or saves:
-            clock.restart()
+            reader.restart_clock()
+
     finished = position.step == section.steps
-    if finished and validated < position.step:
+    if finished and validated_step < position.step:
         _validate(context, position.step)
-    if saved < position.step:
-        saving.begin(position)
-    saving.report(wait=True)
+    if saved_step < position.step:
+        checkpoints.begin(position)
+    checkpoints.report(wait=True)
     if finished and context.sample is not None and section.sample is not None:
         context.emit(Sampled(position.step, section.sample.prompt, context.sample()))
+
+    reason = "interrupted"
+    if finished:
+        reason = "finished"
+    elif reader.stopped_by == ASKED:
+        reason = "ended by a callback"
     seconds = time.perf_counter() - began
-    reason = (
-        "finished" if finished else "ended by a callback" if stopped_by == ASKED else "interrupted"
-    )
     context.emit(RunEnded(position.step, reason, seconds, context.started.folder))
-    return 0 if finished else stopped_by
+    return 0 if finished else reader.stopped_by
+
+
+def _is_multiple(step: int, interval: int) -> bool:
+    """Return True if the step ends an interval. The interval 0 never ends."""
+    return interval > 0 and step % interval == 0
 
 
 @dataclass(frozen=True)
-class _QueuedStep:
-    """A step that the device may still be computing."""
+class _PendingStep:
+    """Step that the device may still be computing.
+
+    Attributes:
+        step: Number of the step, from 1.
+        result: Result of `train_batch`.
+        numbers: Loss, gradient norm, weight and stop request, which the device computes.
+        end: End of the step, as `StepClock.mark` returned it.
+    """
 
     step: int
     result: Any
-    """Result of `train_batch`."""
     numbers: HostCopy
-    """Loss, gradient norm, weight and stop request, which the device computes."""
-    ended: Any
-    """End of the step, as the clock marked it."""
+    end: Any
 
 
-def _copied(result: Any, stop: torch.Tensor) -> HostCopy:
-    """Start the copy of a step's numbers to the host, all of them in one tensor [4] of float64."""
-    numbers = (result.loss, result.grad_norm, result.weight, stop)
-    return HostCopy(torch.cat([number.reshape(1).double() for number in numbers]))
+class _StepReader:
+    """Reads the numbers of queued steps and emits their events.
 
+    See Note [Reading a step's numbers].
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _step_done(
-    queued: _QueuedStep, context: TrainingContext, clock: StepClock
-) -> tuple[StepDone, float]:
-    """Wait for a step, and no other, and return its event and what ranks agreed on in it
-    (`StopRequest.shared`).
-
-    Raises:
-        NumbersError: The loss or the gradients are not finite, and such steps are not skipped.
+    Attributes:
+        stopped_by: Signal that stops the run, ASKED, or 0.
+        checkpoint_due: Whether the ranks agreed to save a checkpoint after the next step.
     """
-    loss, grad_norm, weight, stop = queued.numbers.values().tolist()
-    result = queued.result
-    event = StepDone(
-        step=queued.step,
-        loss=loss,
-        grad_norm=grad_norm,
-        learning_rate=float(result.learning_rate),
-        loss_scale=float(result.loss_scale),
-        skipped=bool(result.skipped),
-        weight=weight,
-        tokens=context.loader.batch * context.loader.length,
-        seconds=clock.seconds(queued.ended),
-        memory_bytes=peak_memory_bytes(context.engine.device),
-    )
-    # Other steps are skipped, or end in an error before the update; updates in the backward have
-    # come before that.
-    if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):
-        raise NumbersError(
-            f"step {event.step}: loss = {event.loss}, gradient norm = {event.grad_norm}: the run"
-            " has diverged and was stopped without a checkpoint; lower the learning rate or set"
-            " gradient_clipping, and run the command again to go on from the last one in"
-            f" {context.checkpoints}"
+
+    def __init__(self, context: TrainingContext) -> None:
+        self.stopped_by = 0
+        self.checkpoint_due = False
+        self._context = context
+        self._clock = StepClock(context.engine.device)
+        self._unread: deque[_PendingStep] = deque()
+        self._most_unread = 0 if context.engine.device.type == "cpu" else 1
+
+    def add(self, step: int, result: Any, stop: torch.Tensor) -> None:
+        """Start the copy of a step's numbers to the host."""
+        scalars = (result.loss, result.grad_norm, result.weight, stop)
+        # One float64 tensor [4], so that one copy suffices.
+        numbers = HostCopy(torch.cat([scalar.reshape(1).double() for scalar in scalars]))
+        self._unread.append(_PendingStep(step, result, numbers, self._clock.mark()))
+
+    def read(self, *, every_step: bool) -> None:
+        """Wait for queued steps and emit their events.
+
+        Args:
+            every_step: Whether to read the last step too, although no later step is queued.
+        """
+        while self._unread:
+            # A run that stops takes no further step behind which the last one could be read.
+            reads_all = every_step or bool(self.stopped_by)
+            if not reads_all and len(self._unread) <= self._most_unread:
+                return
+            queued = self._unread.popleft()
+            event, request = self._wait(queued)
+            self.stopped_by = self.stopped_by or int(request)
+            # All ranks read it at the same position, so all of them save after the next step.
+            self.checkpoint_due = self.checkpoint_due or request % 1 > 0
+            self._context.emit(event)
+            if queued.result.decided:
+                self._context.emit(CommunicationDecided(queued.step, queued.result.decided))
+
+    def restart_clock(self) -> None:
+        """Exclude the time until now from the next step."""
+        self._clock.restart()
+
+    def _wait(self, queued: _PendingStep) -> tuple[StepDone, float]:
+        """Wait for one step. Return its event and the request of `StopRequest.shared`.
+
+        Raises:
+            NumbersError: The loss or the gradients are not finite, and such steps are not skipped.
+        """
+        context = self._context
+        loss, grad_norm, weight, stop = queued.numbers.values().tolist()
+        result = queued.result
+        event = StepDone(
+            step=queued.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=float(result.learning_rate),
+            loss_scale=float(result.loss_scale),
+            skipped=bool(result.skipped),
+            weight=weight,
+            tokens=context.loader.batch * context.loader.length,
+            seconds=self._clock.seconds(queued.end),
+            memory_bytes=peak_memory_bytes(context.engine.device),
         )
-    return event, stop
+        # Most steps with such numbers are skipped, or raise before the update. They arrive here if
+        # the backward pass already updated the parameters.
+        if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):
+            raise NumbersError(
+                f"step {event.step}: loss = {event.loss}, gradient norm = {event.grad_norm}: the"
+                " run has diverged and was stopped without a checkpoint; lower the learning rate or"
+                " set gradient_clipping, and run the command again to continue from the last"
+                f" checkpoint in {context.checkpoints}"
+            )
+        return event, stop
 
 
 def _validate(context: TrainingContext, step: int) -> None:
     began = time.perf_counter()
-    total = 0.0
-    weight = 0.0
+    total_loss = 0.0
+    total_weight = 0.0
     for batch in context.validation():
-        found, weighed = context.engine.eval_batch(batch)
-        total = total + float(found)
-        weight = weight + float(weighed)
-    if weight:
-        context.emit(Validated(step, total / weight, weight, time.perf_counter() - began))
+        loss, weight = context.engine.eval_batch(batch)
+        total_loss += float(loss)
+        total_weight += float(weight)
+    if total_weight:
+        seconds = time.perf_counter() - began
+        context.emit(Validated(step, total_loss / total_weight, total_weight, seconds))
 
 
 @dataclass
-class _Saving:
-    """Checkpoints are written beside the training, and reported when they are on the disk."""
+class _CheckpointWriter:
+    """Starts asynchronous checkpoints, and reports each one when it is on the disk."""
 
     context: TrainingContext
     _position: Position | None = None
+    """Position of the checkpoint that is being written, or None."""
     _began: float = 0.0
     _last: float = 0.0
     """Time at which the last checkpoint, or else the run, began."""
@@ -269,13 +333,15 @@ class _Saving:
         self._last = self.context.seconds()
 
     def is_due(self) -> bool:
-        every = self.context.section.checkpoint_seconds
-        return every > 0 and self.context.seconds() - self._last >= every
+        interval = self.context.section.checkpoint_seconds
+        return interval > 0 and self.context.seconds() - self._last >= interval
 
     def begin(self, position: Position) -> None:
+        """Start the checkpoint of a position. Waits for the previous one. Collective."""
         self.report(wait=True)
         self._last = self.context.seconds()
-        self._position, self._began = position, time.perf_counter()
+        self._position = position
+        self._began = time.perf_counter()
         state = {
             **self.context.client_state,
             "step": position.step,
@@ -288,16 +354,38 @@ class _Saving:
         )
 
     def report(self, *, wait: bool) -> None:
-        path = (
-            self.context.engine.checkpoint_written(wait=wait)
-            if self._position is not None
-            else None
-        )
-        if path is None or self._position is None:
+        """Remove old checkpoints and emit the event if the checkpoint is on the disk."""
+        if self._position is None:
             return
+        path = self.context.engine.checkpoint_written(wait=wait)
+        if path is None:
+            return
+
         if self.context.engine.rank == 0:
             remove_old(self.context.checkpoints, keep=self.context.section.keep)
-        self.context.emit(
-            CheckpointSaved(self._position.step, str(path), time.perf_counter() - self._began)
-        )
+        seconds = time.perf_counter() - self._began
+        self.context.emit(CheckpointSaved(self._position.step, str(path), seconds))
         self._position = None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process, without waiting for a device.
+
+    Returns:
+        Bytes: on a GPU the peak of the allocator since the process started, on a CPU the peak
+        resident set size.
+    """
+    if accelerator.is_one(device):
+        return accelerator.peak_bytes(device)
+
+    # `getrusage` on Linux starts from the peak of the parent process.
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The unit is bytes on macOS and KiB elsewhere.
+    return peak if sys.platform == "darwin" else peak * 1024

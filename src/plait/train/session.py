@@ -1,8 +1,7 @@
-"""A whole run from its configuration: what can be wrong is found first (`check`), then the engine
-is made and the loop runs (`run`).
+"""Complete training run of a configuration.
 
-`check` needs no process group: the command calls it before it starts any process. `run` is what
-every process does. Both print nothing; they notify listeners.
+`check` finds what can be wrong before any process exists: the command calls it without a process
+group. `run` is what every process then does. Both print nothing; they notify listeners.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from plait.checkpoint.places import Place, place_of
 from plait.cluster import accelerator
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config
-from plait.config.schema.sections import DataSection, ModelSection, RunSection
+from plait.config.schema.sections import DataSection, ModelSection, RunSection, SampleSection
 from plait.data.loader import Batches, validation_batches
 from plait.data.prepare import Prepared, prepare
 from plait.data.streamed_loader import StreamedSequences
@@ -43,88 +42,101 @@ from plait.parallel.context.families import FAMILIES, WITHOUT_DOCUMENTS
 from plait.parallel.order import check_all
 from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.sharded.check import CheckedModel, checked_model
-from plait.train.build import Built, build_model, check_model
+from plait.train.build import BuiltModel, build_model, check_model
 from plait.train.callbacks import check_callbacks, load_callbacks
 from plait.train.folder import RunFolder
 from plait.train.loop import Position, TrainingContext, train
-from plait.train.sample import sample
 from plait.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHECKED_STEPS = 200
+"""Number of steps for which the learning-rate schedule is evaluated before the run."""
 
 
 @dataclass(frozen=True)
 class ValidatedRun:
-    """A run that can begin: its text is tokenised, its model fits, its folder holds nothing that
-    contradicts it.
+    """Run that can begin: its text is tokenised, its model fits, and its folder does not conflict.
+
+    Attributes:
+        checked: The model and its resolved configuration, after all checks.
+        data: The tokenised text.
+        built: The model on the meta device and the facts about it.
+        folder: Folder of the run.
+        identity: Model, text and seed, which must stay the same when the run is resumed.
+        position: Position at which the run continues; 0 for a new run.
+        changes: Settings that differ from the last start, where that is allowed.
     """
 
     checked: CheckedModel
-    """The model, with what can be refused refused."""
     data: Prepared
-    built: Built
+    built: BuiltModel
     folder: RunFolder
     identity: dict[str, Any]
     position: Position
-    """Where the run goes on; 0 for a new one."""
     changes: list[str]
-    """Settings that differ from the last start, where that is allowed."""
 
     @property
     def resolved(self) -> Resolved:
-        """The configuration."""
+        """Resolved configuration."""
         return self.checked.resolved
 
     @property
     def pipeline(self) -> PipelineParts | None:
-        """Schedule and stages; None without a pipeline."""
+        """Pipeline schedule and stages, or None without a pipeline."""
         return self.checked.parts.noted(PipelineParts)
 
     @property
     def section(self) -> RunSection:
-        """How the run goes."""
+        """Section `run` of the configuration."""
         return self.resolved.run
 
     @property
     def complete(self) -> bool:
-        """Whether all steps were done by earlier runs of the command."""
+        """True if earlier runs of the command did all steps."""
         return self.position.step >= self.section.steps
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, each tied one counted once."""
+        """Number of parameters, each tied parameter counted once."""
         return sum(parameter.numel() for parameter in self.built.model.parameters())
 
 
 def check(
     config: Config, *, world_size: int, cache: Path, say: Callable[[str], None], fresh: bool = False
 ) -> ValidatedRun:
-    """Everything about a run that can be known before its processes exist. Prepares the data, which
-    may take a while; `say` is called before each step.
+    """Check everything about a run that can be known before its processes exist.
 
-    fresh: the run begins at step 0, whatever its folder holds; the caller sets that aside with
-    `RunFolder.set_aside`. Raises ConfigError or InputError for what cannot run, and for a folder
-    that holds a run of another model, text or seed.
+    This prepares the data, which may take a while.
+
+    Args:
+        config: The configuration.
+        world_size: Number of processes of the run.
+        cache: Folder for tokenised text.
+        say: Progress callback. Receives a line before each part of the preparation that takes time.
+        fresh: Whether to begin at step 0 even if the folder holds a run. The caller sets that run
+            aside with `RunFolder.set_aside`.
+
+    Raises:
+        ConfigError: A setting cannot work, or the folder holds a run of another model, text or
+            seed.
+        InputError: A file or folder cannot be used.
     """
-    model, data = _sections(config)
-    # What the file alone shows comes before the text, which may take minutes to prepare.
-    alone = resolve(config, world_size=world_size)
-    check_all(alone.context(device_type=accelerator.available_type()))
+    model, data = _require_sections(config)
+    # Mistakes that the configuration shows by itself come before the text, which may take minutes
+    # to prepare.
+    preliminary = resolve(config, world_size=world_size)
+    check_all(preliminary.context(device_type=accelerator.available_type()))
     check_model(model)
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
-    built = build_model(
-        model, prepared.tokenizer, positions=_positions(data, config.run or RunSection(), prepared)
-    )
+    positions = _longest_sequence(data, config.run or RunSection(), prepared)
+    built = build_model(model, prepared.tokenizer, positions=positions)
     resolved = resolve(config, world_size=world_size, hidden_size=built.hidden_size)
     if data.packing == "documents":
-        _check_documents(built.kind)
+        _check_packing(built.kind)
     checked = checked_model(built.model, resolved)
-    batch = resolved.batch.train_batch_size
-    if not isinstance(prepared.train, StreamedSequences) and (have := len(prepared.train)) < batch:
-        rule = (
-            f"one step takes {batch} sequences and the text has {have} of {data.sequence_length}"
-            " tokens"
-        )
-        remedy = "name more text in data.paths, or lower the batch or data.sequence_length"
-        raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
+    _check_amount_of_text(resolved, data, prepared)
     check_schedule(resolved)
     check_callbacks(resolved.run.callbacks)
     check_trackers(resolved)
@@ -136,57 +148,76 @@ def check(
         "optimizer.type": resolved.optimizer.type,
         "run.seed": resolved.seed,
     }
-    kept_at = resolved.run.checkpoints
-    folder = RunFolder(
-        user_path(resolved.run.folder, "run.folder"),
-        _place(kept_at) if kept_at is not None else None,
-    )
-    position, changes = (
-        (Position(), []) if fresh else (folder.position(identity), folder.changes(resolved))
-    )
-    for field, place in _written(resolved):
-        require_folder(place, field)
+
+    checkpoints = None
+    if resolved.run.checkpoints is not None:
+        checkpoints = _checkpoint_place(resolved.run.checkpoints)
+    folder = RunFolder(user_path(resolved.run.folder, "run.folder"), checkpoints)
+    position = Position()
+    changes: list[str] = []
+    if not fresh:
+        position = folder.position(identity)
+        changes = folder.changes(resolved)
+    for field, path in _written_folders(resolved):
+        require_folder(path, field)
     return ValidatedRun(checked, prepared, built, folder, identity, position, changes)
 
 
-def _place(text: str) -> Place:
-    return place_of(
-        text if "://" in text else user_path(text, "run.checkpoints"), "run.checkpoints"
-    )
+def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepared) -> None:
+    """Raise ConfigError if the text has too few sequences for one step."""
+    # The length of a stream is not known.
+    if isinstance(prepared.train, StreamedSequences):
+        return
+    batch = resolved.batch.train_batch_size
+    available = len(prepared.train)
+    if available < batch:
+        rule = (
+            f"one step takes {batch} sequences and the text has {available} of"
+            f" {data.sequence_length} tokens"
+        )
+        remedy = "name more text in data.paths, or lower the batch or data.sequence_length"
+        raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
 
 
-def _written(resolved: Resolved) -> Iterator[tuple[str, str]]:
-    """(field, folder) of every folder that the run writes to."""
+def _checkpoint_place(text: str) -> Place:
+    path = text if "://" in text else user_path(text, "run.checkpoints")
+    return place_of(path, "run.checkpoints")
+
+
+def _written_folders(resolved: Resolved) -> Iterator[tuple[str, str]]:
+    """Yield (configuration key, path) of every folder that the run writes to."""
     yield "run.folder", resolved.run.folder
     if resolved.run.checkpoints is not None and "://" not in resolved.run.checkpoints:
         yield "run.checkpoints", resolved.run.checkpoints
-    for field, place in (
+    for field, path in (
         ("zero_optimization.offload_optimizer.nvme_path", resolved.optimizer_offload.path),
         ("zero_optimization.offload_param.nvme_path", resolved.parameter_offload.path),
         ("parallel.activation_offload.path", resolved.activation_offload.path),
     ):
-        if place is not None:
-            yield field, place
+        if path is not None:
+            yield field, path
 
 
 def check_schedule(resolved: Resolved) -> None:
-    """Make the schedule of the learning rate for an optimizer of two small parameters, and look at
-    its first steps. Raises ConfigError for one that cannot be made, or whose rates are not 0 or
-    more.
+    """Evaluate the first steps of the learning-rate schedule with two small parameters.
+
+    Raises:
+        ConfigError: The schedule cannot be created, or a rate is negative or not finite.
     """
     if resolved.scheduler is None:
         return
     spec = resolved.scheduler
     steps = resolved.run.steps
-    small = {
-        name: nn.Parameter(torch.zeros(*shape))
-        for name, shape in (("a.weight", (2, 2)), ("a.bias", (2,)))
+    parameters = {
+        "a.weight": nn.Parameter(torch.zeros(2, 2)),
+        "a.bias": nn.Parameter(torch.zeros(2)),
     }
-    optimizer = build_optimizer(resolved.optimizer, small.items())
+    optimizer = build_optimizer(resolved.optimizer, parameters.items())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of a schedule that goes on without its optimizer
+        # torch warns that the schedule steps without its optimizer.
+        warnings.simplefilter("ignore")
         schedule = build_scheduler(spec, optimizer, total_steps=steps)
-        for step in range(1, min(steps, _LOOKED_AT) + 1):
+        for step in range(1, min(steps, _CHECKED_STEPS) + 1):
             rates = [float(group["lr"]) for group in optimizer.param_groups]
             if not all(0 <= rate < math.inf for rate in rates):
                 rule = (
@@ -205,30 +236,19 @@ def check_schedule(resolved: Resolved) -> None:
                 ) from error
 
 
-_LOOKED_AT = 200
-"""Steps of a schedule."""
-
-
-def _sections(config: Config) -> tuple[ModelSection, DataSection]:
-    missing = [
-        Problem(
-            name,
-            None,
-            "the file does not have it, and plait train needs it",
-            f"add it, for example {example}",
-        )
-        for name, section, example in (
-            (
-                "model",
-                config.model,
-                '"model": {"config": {"model_type": "llama", "hidden_size": 320}}',
-            ),
-            ("data", config.data, '"data": {"source": "files", "paths": ["corpus/*.txt"]}'),
-        )
-        if section is None
-    ]
+def _require_sections(config: Config) -> tuple[ModelSection, DataSection]:
+    """Return the sections `model` and `data`, or raise ConfigError for what is missing of them."""
+    problems = []
+    rule = "the file does not have it, and plait train needs it"
+    if config.model is None:
+        example = '"model": {"config": {"model_type": "llama", "hidden_size": 320}}'
+        problems.append(Problem("model", None, rule, f"add it, for example {example}"))
+    if config.data is None:
+        example = '"data": {"source": "files", "paths": ["corpus/*.txt"]}'
+        problems.append(Problem("data", None, rule, f"add it, for example {example}"))
     if config.model is None or config.data is None:
-        raise ConfigError(*missing)
+        raise ConfigError(*problems)
+
     if config.data.source is None:
         rule = "the file does not say where the text comes from, and plait train needs it"
         remedy = (
@@ -239,84 +259,74 @@ def _sections(config: Config) -> tuple[ModelSection, DataSection]:
     return config.model, config.data
 
 
-def _check_documents(kind: str) -> None:
-    """Raise ConfigError for a model that might let attention pass from one document of a row to
-    another.
-    """
-    known = [family for family in FAMILIES if family not in WITHOUT_DOCUMENTS]
-    if kind not in known:
-        rule = (
-            f"whether {kind} keeps attention within the documents of a row has not been compared"
-            " with a row for each"
-        )
-        raise ConfigError(
-            Problem(
-                "data.packing",
-                "documents",
-                rule,
-                f"leave it out, or use a model of {', '.join(known)}",
-            )
-        )
+def _check_packing(kind: str) -> None:
+    """Raise ConfigError for a model that might attend across the documents of a row."""
+    tested_kinds = [family for family in FAMILIES if family not in WITHOUT_DOCUMENTS]
+    if kind not in tested_kinds:
+        rule = f"{kind} has not been tested to keep attention within the documents of a packed row"
+        remedy = f"leave it out, or use a model of {', '.join(tested_kinds)}"
+        raise ConfigError(Problem("data.packing", "documents", rule, remedy))
 
 
-def _positions(data: DataSection, run: RunSection, prepared: Prepared) -> int:
-    """The longest sequence that the model will see, in training and in the sample at the end."""
+def _longest_sequence(data: DataSection, run: RunSection, prepared: Prepared) -> int:
+    """Return the tokens of the longest sequence, in training and in the sample at the end."""
     if run.sample is None:
         return data.sequence_length
-    prompt = len(prepared.tokenizer(run.sample.prompt, add_special_tokens=False)["input_ids"])
+    prompt = prepared.tokenizer(run.sample.prompt, add_special_tokens=False)["input_ids"]
     if not prompt:
+        rule = "the tokenizer returns no tokens for it"
         raise ConfigError(
-            Problem(
-                "run.sample.prompt",
-                run.sample.prompt,
-                "the tokenizer makes no token of it",
-                "begin with some text",
-            )
+            Problem("run.sample.prompt", run.sample.prompt, rule, "begin with some text")
         )
-    return max(data.sequence_length, prompt + run.sample.tokens)
+    return max(data.sequence_length, len(prompt) + run.sample.tokens)
 
 
 def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listener]) -> int:
-    """Train from where the run is, on this process. Collective. `listeners` hear this rank's
-    events.
+    """Train from the position of the run. Collective.
 
-    Returns 0 when all steps are done, else the number of the signal that ended the run after a
-    checkpoint, or ASKED where a callback did.
+    Args:
+        checked: Result of `check`.
+        stop: Request to stop, which the caller has entered as a context.
+        listeners: Receive the events of this rank.
+
+    Returns:
+        0 if all steps are done, else the signal that ended the run after a checkpoint, or ASKED if
+        a callback ended it.
     """
     resolved = checked.resolved
     section = checked.section
-    # The folder keeps what was measured of the links; its place does not affect the run, so the
-    # configuration does not have it.
-    here = resolved.data_parallel.model_copy(update={"kept_links": str(checked.folder.links)})
-    made = resolved.model_copy(update={"data_parallel": here})
-    ready = checked.checked.with_resolved(made)
-    engine = begin(
-        ready, Given(causal_lm_loss, weights=checked.built.weights, total_steps=section.steps)
+    # The folder caches the measured links. Its path does not affect the run, so it is no setting of
+    # the configuration.
+    data_parallel = resolved.data_parallel.model_copy(
+        update={"kept_links": str(checked.folder.links)}
     )
-    # Python's and numpy's too: the process is the run's own
+    model = checked.checked.with_resolved(
+        resolved.model_copy(update={"data_parallel": data_parallel})
+    )
+    engine = begin(
+        model, Given(causal_lm_loss, weights=checked.built.weights, total_steps=section.steps)
+    )
+    # The generators of Python and numpy are seeded too, because the process belongs to this run.
     generators.seed(engine.config.seed, engine.mesh, step=0)
-    held = ExitStack()
+    resources = ExitStack()
     try:
-        together(
-            lambda: _claim(checked, held) if engine.rank == 0 else None,
-            device=engine.device,
-            doing="plait train",
-        )
-        _same_everywhere(checked)
+        _claim_folder(checked, engine, resources)
+        _check_same_on_all_ranks(checked)
         notes: list[str] = []
         position = checked.position
         batch = resolved.batch.train_batch_size
         loader = checked.data.loader(
             batch, resolved.seed, dp_rank=engine.dp_rank, dp_size=engine.dp_size
         )
-        if position.step:  # of an older checkpoint, where the newest is damaged
-            position = _load(engine, checked, loader, notes)
+        if position.step:
+            # Returns an earlier position if the newest checkpoint is damaged.
+            position = _load_checkpoint(engine, checked, loader, notes)
         if engine.rank == 0:
             checked.folder.write(resolved, checked.data.tokenizer, checked.built.weights)
 
         callbacks = load_callbacks(section.callbacks)
         if resolved.trackers:
-            listeners = [*listeners, *_started_trackers(engine, held)]
+            listeners = [*listeners, *_start_trackers(engine, resources)]
 
         def emit(event: Event) -> None:
             for listener in listeners:
@@ -326,72 +336,90 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
                     stop.ask()
 
         left_out: set[int] = set()
-        for left in range(section.roll_backs, -1, -1):
+        for remaining in range(section.roll_backs, -1, -1):
+            context = _training_context(
+                checked, engine, loader, stop, emit, notes, position, left_out
+            )
             try:
-                return train(
-                    _job(checked, engine, loader, stop, emit, notes, position, left_out), position
-                )
+                return train(context, position)
             except NumbersError as error:
-                engine.checkpoint_written(wait=True)  # so that all ranks find the same
-                if not left or find(checked.folder.checkpoints) is None:
+                # Finish the checkpoint in progress, so that all ranks find the same newest one.
+                engine.checkpoint_written(wait=True)
+                if not remaining or find(checked.folder.checkpoints) is None:
                     raise
                 notes = [str(error)]
-                position = _load(engine, checked, loader, notes)
+                position = _load_checkpoint(engine, checked, loader, notes)
                 if error.of_batch and error.samples is not None:
                     left_out.add(error.samples)
                 notes.append(
-                    f"went back to step {position.step}; {left - 1} more times before the run ends"
+                    f"went back to step {position.step}; {remaining - 1} more times before the run"
+                    " ends"
                 )
-        raise AssertionError("the last time raises")
+        raise AssertionError("the last attempt raises")
     finally:
-        with held:
+        with resources:
             engine.close()
 
 
-def _load(engine: Engine, checked: ValidatedRun, loader: Batches, notes: list[str]) -> Position:
-    """The engine and the loader as the newest checkpoint that can be read has them."""
+def _load_checkpoint(
+    engine: Engine, checked: ValidatedRun, loader: Batches, notes: list[str]
+) -> Position:
+    """Load the newest readable checkpoint into engine and loader. Collective."""
     loaded = engine.load_checkpoint(checked.folder.checkpoints, on_note=notes.append)
-    assert loaded is not None  # every rank has found it, see `_same_everywhere`
-    loader.restore(loaded[1].get("loader", {}))
-    return Position(loaded[1]["step"], loaded[1]["samples"])
+    # Every rank has found it, see `_check_same_on_all_ranks`.
+    assert loaded is not None
+    state = loaded[1]
+    loader.restore(state.get("loader", {}))
+    return Position(state["step"], state["samples"])
 
 
-def _started_trackers(engine: Engine, held: ExitStack) -> list[Listener]:
-    """Start the trackers on the first rank. Where that fails, all ranks raise InputError.
-    Collective.
+def _start_trackers(engine: Engine, resources: ExitStack) -> list[Listener]:
+    """Start the trackers on the first rank. Collective.
+
+    Raises:
+        InputError: A tracker cannot start. All ranks raise it.
     """
     started: list[Listener] = []
 
     def start() -> None:
         if engine.rank == 0:
             trackers = Trackers(engine.config)
-            held.callback(trackers.close)
+            resources.callback(trackers.close)
             started.append(trackers)
 
     together(start, device=engine.device, doing="starting the trackers", raising=InputError)
     return started
 
 
-def _claim(checked: ValidatedRun, held: ExitStack) -> None:
-    held.enter_context(checked.folder.claim())
-    if checked.folder.position(checked.identity) != checked.position:
-        raise InputError(
-            f"{checked.folder.path}: another run has trained there since this one was checked; run"
-            " the command again"
-        )
+def _claim_folder(checked: ValidatedRun, engine: Engine, resources: ExitStack) -> None:
+    """Lock the folder on the first rank. All ranks raise if that fails. Collective."""
+
+    def claim() -> None:
+        if engine.rank != 0:
+            return
+        resources.enter_context(checked.folder.claim())
+        if checked.folder.position(checked.identity) != checked.position:
+            raise InputError(
+                f"{checked.folder.path}: another run has trained in it since this one was checked;"
+                " run the command again"
+            )
+
+    together(claim, device=engine.device, doing="plait train")
 
 
-def _same_everywhere(checked: ValidatedRun) -> None:
-    """Machines may hold different copies of a file. Training on would silently train on something
-    that no one asked for.
+def _check_same_on_all_ranks(checked: ValidatedRun) -> None:
+    """Raise InputError if ranks differ in model, text or position. Collective.
+
+    Machines may have different copies of a file. Without this check the run would silently train on
+    inputs that nobody intended.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    mine = {**checked.identity, "position": asdict(checked.position)}
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    for rank, other in enumerate(everyone):
-        different = [name for name in mine if other.get(name) != everyone[0].get(name)]
+    identity = {**checked.identity, "position": asdict(checked.position)}
+    identities: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(identities, identity)
+    for rank, other in enumerate(identities):
+        different = [name for name in identity if other.get(name) != identities[0].get(name)]
         if different:
             raise InputError(
                 f"rank {rank} differs from rank 0 in {', '.join(different)}: every machine needs"
@@ -400,7 +428,7 @@ def _same_everywhere(checked: ValidatedRun) -> None:
             )
 
 
-def _job(
+def _training_context(
     checked: ValidatedRun,
     engine: Engine,
     loader: Batches,
@@ -423,9 +451,8 @@ def _job(
             dp_size=engine.dp_size,
         )
 
-    def write() -> str:
+    def write_sample() -> str:
         assert section.sample is not None
-
         return sample(engine, data.tokenizer, section.sample, seed=resolved.seed)
 
     return TrainingContext(
@@ -433,7 +460,7 @@ def _job(
         section=section,
         loader=loader,
         validation=validation,
-        sample=write if section.sample is not None else None,
+        sample=write_sample if section.sample is not None else None,
         checkpoints=checked.folder.checkpoints,
         client_state={"identity": checked.identity},
         started=RunStarted(
@@ -451,3 +478,26 @@ def _job(
         emit=emit,
         left_out=left_out,
     )
+
+
+def sample(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, section: SampleSection, *, seed: int
+) -> str:
+    """Return `section.prompt` and the text that the model adds to it. Collective.
+
+    The model in training generates on the layout that it is trained on, up to `section.tokens`
+    tokens, the end of the text, or its last position.
+    """
+    prompt = tokenizer(section.prompt, add_special_tokens=False)["input_ids"]
+    config = getattr(engine.model, "config", None)
+    positions = getattr(config, "max_position_embeddings", None) or len(prompt) + section.tokens
+    (output,) = engine.generate(
+        [prompt],
+        tokenizer=tokenizer,
+        max_new_tokens=max(1, min(section.tokens, positions - len(prompt))),
+        temperature=section.temperature,
+        top_k=section.top_k,
+        eos_token_id=tokenizer.eos_token_id,
+        seed=seed,
+    )
+    return str(tokenizer.decode([*prompt, *output.token_ids], skip_special_tokens=True))

@@ -125,7 +125,9 @@ BERT = {
     ],
 )
 def test_a_bidirectional_model_is_refused(tokenizer: Any, fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="lets tokens attend to those.*plait.hf.Trainer"):
+    with pytest.raises(
+        ConfigError, match="lets tokens attend to the later tokens.*plait.hf.Trainer"
+    ):
         build_model(ModelSection(config=fields), tokenizer, positions=64)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import plait
 from plait.config.schema.sections import SampleSection
 from plait.engine.engine import Engine
-from plait.train.sample import sample
+from plait.train.session import sample
 
 
 class Next(nn.Module):

@@ -14,7 +14,7 @@ def _asked(rank: int, world_size: int) -> list[float]:
     stop = StopRequest()
     before = stop.shared(device=torch.device("cpu"))
     if rank == 1:
-        stop._ask(signal.SIGTERM, None)
+        stop._handle(signal.SIGTERM, None)
     return [float(before), float(stop.shared(device=torch.device("cpu")))]
 
 
@@ -25,14 +25,14 @@ def test_every_rank_learns_of_a_signal_to_one(pool: Any) -> None:
 def test_without_a_group_it_is_ones_own() -> None:
     stop = StopRequest()
     assert float(stop.shared(device=torch.device("cpu"))) == 0
-    stop._ask(signal.SIGINT, None)
+    stop._handle(signal.SIGINT, None)
     assert float(stop.shared(device=torch.device("cpu"))) == signal.SIGINT
 
 
 def test_the_user_is_told_at_once() -> None:
     heard: list[int] = []
     stop = StopRequest(on_request=lambda: heard.append(1))
-    stop._ask(signal.SIGINT, None)
+    stop._handle(signal.SIGINT, None)
     assert heard == [1]
 
 

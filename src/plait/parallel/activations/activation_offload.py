@@ -1,10 +1,9 @@
-"""Activation offload: the first blocks of a model put what they save for backward into host memory
-or into files.
+"""Technique that moves what the first blocks of a model save for backward to host memory or files.
 
-A fraction and not a switch: as much as the links carry behind the computation is free, more is not.
-Only the settings are here; the move itself is in `saved` (what), `activation_store` (where to) and
-`recompute` (the one place that replaces a block's forward). Of a recomputed block it is the input
-that moves; the kept results of operators stay.
+The setting is a fraction and not a switch: what the links carry while the device computes is free,
+more is not. This module holds the settings only. `saved_tensors` decides which tensors move,
+`activation_store` stores them, and `recompute` is the one place that replaces a block's forward. Of
+a recomputed block the input moves; the kept results of operators stay.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.activation_store import DiskStore, HostStore
-from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.parallel.activations.saved_tensors import ActivationStore, OffloadedActivations
 from plait.parallel.compile import Compile
 from plait.parallel.hooks import StepHook
 from plait.parallel.technique import Context, Parts, Technique
 
 
 class ActivationOffload(Technique):
-    """Which blocks, and where to."""
+    """Settings of activation offload: which blocks, and which store."""
 
     fraction: float = 0.0
-    """The share of a rank's blocks, from the first one on."""
+    """Fraction of a rank's blocks, from the first one on."""
     device: Literal["cpu", "disk"] = "cpu"
-    """Pinned host memory, or files."""
+    """Store: pinned host memory (cpu) or files (disk)."""
     path: str | None = None
-    """disk: the folder."""
+    """Folder of the files, with device disk."""
 
     def blocks(self, count: int) -> int:
-        """How many of `count` blocks."""
+        """Return how many of `count` blocks are offloaded."""
         return round(self.fraction * count)
 
     def check(self, context: Context) -> None:
-        """Raise ConfigError or ModelError for what would change nothing or cannot be."""
+        """Raise ConfigError or ModelError for settings that cannot work or have no effect."""
         if not self.fraction:
             return
         field = "parallel.activation_offload"
-        known = context.model is not None
+        has_model = context.model is not None
         blocks = context.blocks
-        if known and not blocks:
+        if has_model and not blocks:
             raise ModelError(
                 f"{field}.fraction = {self.fraction:g}: the model has no repeated blocks; name some"
                 " with parallel.blocks"
@@ -54,43 +53,36 @@ class ActivationOffload(Technique):
             raise ConfigError(
                 Problem(f"{field}.device", "cpu", rule, 'use "disk" with a path, or fraction 0')
             )
-        if known and not self.blocks(len(blocks)):
+        if has_model and not self.blocks(len(blocks)):
             rule = f"of {len(blocks)} blocks that is less than half of one"
-            raise ConfigError(
-                Problem(
-                    f"{field}.fraction",
-                    self.fraction,
-                    rule,
-                    f"use {1 / len(blocks):.3g} or more, or 0",
-                )
-            )
+            remedy = f"use {1 / len(blocks):.3g} or more, or 0"
+            raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
         if context.chosen(Compile).enabled:
             rule = "what a compiled block saves is decided by the compiler"
-            raise ConfigError(
-                Problem(
-                    f"{field}.fraction", self.fraction, rule, "use 0, or compile.enabled = false"
-                )
-            )
+            remedy = "use 0, or compile.enabled = false"
+            raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Make the store; `recompute` puts it to use."""
+        """Create the store, which `Recompute.apply` then gives to the blocks."""
         count = self.blocks(len(parts.blocks))
         if not count:
             return parts
-        store = (
-            HostStore(mesh.device)
-            if self.device == "cpu"
-            else DiskStore(Path(self.path or "."), mesh.device)
-        )
+        store: ActivationStore
+        if self.device == "cpu":
+            store = HostStore(mesh.device)
+        else:
+            store = DiskStore(Path(self.path or "."), mesh.device)
         return parts.with_notes(OffloadedActivations(store, count))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """What ends the store."""
-        found = parts.noted(OffloadedActivations)
-        return [] if found is None else [found]
+        """Return the hook that closes the store."""
+        offloaded = parts.noted(OffloadedActivations)
+        return [] if offloaded is None else [offloaded]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Nothing: what blocks put into the store is in the measured activations, which `recompute`
-        writes down.
+        """Return the ledger unchanged.
+
+        The measured activations contain what blocks put into the store, and `Recompute.account`
+        adds them.
         """
         return ledger

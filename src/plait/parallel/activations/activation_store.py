@@ -1,10 +1,13 @@
-"""Stores for saved tensors: pinned host memory, reached by copies on a side stream, and files,
-reached by threads.
+"""Stores for saved tensors: pinned host memory and files.
 
-Stored tensors leave the device while the forward continues; in the backward, the first access to a
-tensor of a block starts the prefetch of the block before it. Files have no name (they are unlinked
-as soon as they are open), so nothing is left behind by a process that dies. A store changes no bit
-of what it holds.
+Note [Life of an offloaded tensor]
+    Each call of a block opens a group in the store. Saved tensors leave the device while the
+    forward continues: copies to host memory run on a side stream, and threads write files. In the
+    backward, the first access to a tensor of a block starts the prefetch of the block before it, so
+    that its tensors are back in time. A store changes no bit of a tensor.
+
+    Files have no name (they are unlinked as soon as they are open), so a process that dies leaves
+    nothing behind.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,180 +32,217 @@ from plait.parallel.offload.folders import require_writable
 from plait.units import MIB, format_bytes
 
 PENDING_BYTES = 256 * MIB
-"""The most that waits to be written to files. Forward waits when more would."""
+"""Limit of the bytes that wait to be written to files. The forward waits if it is exceeded."""
 
 
-class _Chain:
-    """Groups know the one before them in the same forward, which backward wants after them."""
+class _GroupChain:
+    """Links each group to the previous one of the same forward, which backward needs after it."""
 
     def __init__(self) -> None:
+        # Index of a block, and its group. Only the packed tensors keep a group alive.
         self._last: tuple[int, weakref.ref[Any]] | None = None
 
     def begin(self) -> None:
-        """Another forward begins: of another micro-batch, or of another stage of a pipeline."""
+        """Begin the forward of another micro-batch, or of another stage of a pipeline."""
         self._last = None
 
-    def follow(self, index: int, group: Any) -> Any:
-        """A weak reference to the group before, None for the first of a forward."""
-        before = self._last[1] if self._last is not None and self._last[0] < index else None
-        self._last = (index, weakref.ref(group))
-        return before
+    def append(self, index: int, group: Any) -> Any:
+        """Append the group of block `index`.
 
-    def prefetcher(self) -> Any:
-        """A function that starts the prefetch of the group that was opened last."""
-        group = self._last[1] if self._last is not None else None
+        Returns:
+            A weak reference to the previous group, or None for the first group of a forward.
+        """
+        previous = None
+        if self._last is not None and self._last[0] < index:
+            previous = self._last[1]
+        self._last = (index, weakref.ref(group))
+        return previous
+
+    def prefetcher(self) -> Callable[[], None]:
+        """Return a function that starts the prefetch of the group that was opened last."""
+        reference: Any = None
+        if self._last is not None:
+            reference = self._last[1]
 
         def prefetch() -> None:
-            alive = group() if group is not None else None
-            if alive is not None:
-                alive.prefetch()
+            _prefetch(reference)
 
         return prefetch
 
 
+def _prefetch(reference: Any) -> None:
+    """Start the prefetch of a group, if it still exists."""
+    if reference is None:
+        return
+    group = reference()
+    if group is not None:
+        group.prefetch()
+
+
 class HostStore:
-    """Pinned host memory. Buffers are used again by the next micro-batch, also by tensors of about
-    their size: lengths may differ from step to step. What is held is never more than was once in
-    use.
+    """Store in pinned host memory.
+
+    Buffers are reused by later micro-batches, also for tensors of about the same size, because
+    lengths may differ from step to step. The buffers never take more than was once in use.
+
+    Attributes:
+        device: Device of the saved tensors.
+        chain: Order of the groups.
+        offload_stream: Stream of copies to the host; None on a CPU.
+        prefetch_stream: Stream of copies to the device; None on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.chain = _Chain()
+        self.chain = _GroupChain()
+        self.offload_stream: Any = None
+        self.prefetch_stream: Any = None
+        if accelerator.is_one(device):
+            self.offload_stream = accelerator.new_stream(device)
+            self.prefetch_stream = accelerator.new_stream(device)
+        # Unused buffers by their size, each with the event after which it has been read.
         self._free: defaultdict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
-        self._held = self._used = self._most = 0
-        """Bytes of all buffers, of those in use, and the most that were."""
-        behind = accelerator.is_one(device)
-        self.out = accelerator.new_stream(device) if behind else None
-        self.back = accelerator.new_stream(device) if behind else None
+        self._total_bytes = 0
+        self._used_bytes = 0
+        self._peak_used_bytes = 0
 
     def begin(self) -> None:
-        """Another forward begins: groups that were opened before are not prefetched ahead of those
-        opened now.
-        """
+        """Begin another forward, whose groups are not linked to those that were opened before."""
         self.chain.begin()
 
     def open(self, index: int) -> HostGroup:
-        """For one call of a block."""
+        """Open a group for one call of block `index`."""
         group = HostGroup(self)
-        group.before = self.chain.follow(index, group)
+        group.previous = self.chain.append(index, group)
         return group
 
-    def prefetcher(self) -> Any:
-        """Starts the prefetch of the group that was opened last."""
+    def prefetcher(self) -> Callable[[], None]:
+        """Return a function that starts the prefetch of the group that was opened last."""
         return self.chain.prefetcher()
 
     def drain(self) -> None:
-        """Until all copies out are done."""
-        if self.out is not None:
-            self.out.synchronize()
+        """Wait until all copies to the host are done."""
+        if self.offload_stream is not None:
+            self.offload_stream.synchronize()
 
     def close(self) -> None:
-        """Free what nothing uses."""
-        self._drop(self._held)
+        """Free the unused buffers."""
+        self._free_buffers(self._total_bytes)
 
     def buffer(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory or more: the next power of 2, to which torch rounds pinned
-        memory anyway.
-        """
-        room = 1 << (size - 1).bit_length() if size else 0
-        self._used += room
-        self._most = max(self._most, self._used)
-        if self._free[room]:
-            buffer, read = self._free[room].pop()
-            if self.out is not None:
-                self.out.wait_event(read)
+        """Return at least `size` bytes of host memory."""
+        # torch rounds pinned memory to powers of 2 anyway.
+        capacity = 1 << (size - 1).bit_length() if size else 0
+        self._used_bytes += capacity
+        self._peak_used_bytes = max(self._peak_used_bytes, self._used_bytes)
+        if self._free[capacity]:
+            buffer, was_read = self._free[capacity].pop()
+            if self.offload_stream is not None:
+                self.offload_stream.wait_event(was_read)
             return buffer
-        self._drop(self._held + room - self._most)
-        self._held += room
-        return torch.empty(room, dtype=torch.uint8, pin_memory=accelerator.is_one(self.device))
+        self._free_buffers(self._total_bytes + capacity - self._peak_used_bytes)
+        self._total_bytes += capacity
+        return torch.empty(capacity, dtype=torch.uint8, pin_memory=accelerator.is_one(self.device))
 
-    def _drop(self, surplus: int) -> None:
-        """Free at least so many bytes that nothing uses; torch keeps pinned memory until copies
-        that read it are done.
-        """
-        for room in sorted(self._free, reverse=True):
-            while surplus > 0 and self._free[room]:
-                self._free[room].pop(0)
-                self._held -= room
-                surplus -= room
+    def _free_buffers(self, surplus: int) -> None:
+        """Free unused buffers of at least `surplus` bytes, if there are as many."""
+        # No event is waited for: torch keeps pinned memory until copies that read it are done.
+        for capacity in sorted(self._free, reverse=True):
+            while surplus > 0 and self._free[capacity]:
+                self._free[capacity].pop(0)
+                self._total_bytes -= capacity
+                surplus -= capacity
 
     def reuse(self, buffers: list[torch.Tensor]) -> None:
-        """They are used again once the copies that read them now are done."""
-        read = self.back.record_event() if self.back is not None else None
+        """Make buffers available again, behind the copies that read them now."""
+        was_read = None
+        if self.prefetch_stream is not None:
+            was_read = self.prefetch_stream.record_event()
         for buffer in buffers:
-            self._used -= buffer.numel()
-            self._free[buffer.numel()].append((buffer, read))
+            self._used_bytes -= buffer.numel()
+            self._free[buffer.numel()].append((buffer, was_read))
 
 
 class HostGroup:
-    """What one call of one block put there."""
+    """Tensors of one call of a block in host memory. See Note [Life of an offloaded tensor].
+
+    Attributes:
+        previous: Weak reference to the group of the block before, or None.
+    """
 
     def __init__(self, store: HostStore) -> None:
-        self.before: Any = None
+        self.previous: Any = None
         self._store = store
         self._buffers: list[torch.Tensor] = []
+        # Stored tensors, as views of the buffers.
         self._values: list[torch.Tensor] = []
-        """What was put, as views of the buffers."""
-        self._left: Any = None
+        self._offloaded: Any = None
+        # Prefetched tensors that were not read yet, by handle.
         self._returned: dict[int, torch.Tensor] = {}
         self._arrived: Any = None
-        self._asked = False
+        self._prefetch_started = False
         weakref.finalize(self, store.reuse, self._buffers)
 
     def put(self, flat: torch.Tensor) -> int:
-        """Copy out, behind what the device is computing now."""
+        """Copy a one-dimensional tensor to the host, and return its handle."""
         buffer = self._store.buffer(flat.numel())
-        stream = self._store.out
+        stream = self._store.offload_stream
+        # The copy begins when the device has computed the tensor.
         if stream is not None:
             stream.wait_stream(accelerator.current_stream(self._store.device))
         with accelerator.on_stream(stream):
             self._values.append(buffer[: flat.numel()].copy_(flat, non_blocking=True))
         if stream is not None:
-            flat.record_stream(stream)  # its memory is not given to others before the copy is done
-            self._left = stream.record_event()
+            # The allocator must not reuse the memory of `flat` before the copy is done.
+            flat.record_stream(stream)
+            self._offloaded = stream.record_event()
         self._buffers.append(buffer)
         return len(self._buffers) - 1
 
     def prefetch(self) -> None:
-        """Start to copy everything back."""
-        if self._asked:
+        """Start to copy all tensors of the group to the device."""
+        if self._prefetch_started:
             return
-        self._asked = True
-        stream = self._store.back
-        if stream is not None and self._left is not None:
-            stream.wait_event(self._left)
+        self._prefetch_started = True
+        stream = self._store.prefetch_stream
+        if stream is not None and self._offloaded is not None:
+            stream.wait_event(self._offloaded)
         with accelerator.on_stream(stream):
-            self._returned = {
-                index: (
-                    torch.empty_like(value, device=self._store.device).copy_(
-                        value, non_blocking=True
-                    )
-                )
-                for index, value in enumerate(self._values)
-            }
+            for index, value in enumerate(self._values):
+                returned = torch.empty_like(value, device=self._store.device)
+                self._returned[index] = returned.copy_(value, non_blocking=True)
         if stream is not None:
             self._arrived = stream.record_event()
 
     def get(self, handle: int) -> torch.Tensor:
-        """The tensor on the device; starts the prefetch of the block before."""
+        """Return a tensor on the device, and start the prefetch of the block before."""
         self.prefetch()
-        before = self.before() if self.before is not None else None
-        if before is not None:
-            before.prefetch()
+        _prefetch(self.previous)
         flat = self._returned.pop(handle, None)
-        if flat is None:  # asked a second time
+        if flat is None:
+            # The tensor was read before, and its prefetched copy was given away.
             value = self._values[handle]
             return torch.empty_like(value, device=self._store.device).copy_(value)
         if self._arrived is not None:
             current = accelerator.current_stream(self._store.device)
             current.wait_event(self._arrived)
+            # The memory belongs to the prefetch stream and is now used on the current one.
             flat.record_stream(current)
         return flat
 
 
 class DiskStore:
-    """Files without a name in a folder, written and read by threads."""
+    """Store in unnamed files of a folder, which threads write and read.
+
+    Args:
+        folder: Folder of the files.
+        device: Device of the saved tensors.
+        workers: Number of threads.
+        pending_bytes: Limit of the bytes that wait to be written.
+
+    Raises:
+        PlaitError: The folder cannot be written.
+    """
 
     def __init__(
         self,
@@ -213,27 +254,25 @@ class DiskStore:
     ) -> None:
         self.folder = folder
         self.device = device
-        self.chain = _Chain()
+        self.chain = _GroupChain()
         self.pool = ThreadPoolExecutor(workers, thread_name_prefix="plait-activations")
         self._limit = pending_bytes
         self._pending = 0
-        self._room = threading.Condition()
+        self._changed = threading.Condition()
         require_writable(folder, field="parallel.activation_offload.path")
 
     def begin(self) -> None:
-        """Another forward begins: groups that were opened before are not prefetched ahead of those
-        opened now.
-        """
+        """Begin another forward, whose groups are not linked to those that were opened before."""
         self.chain.begin()
 
     def open(self, index: int) -> DiskGroup:
-        """For one call of a block."""
+        """Open a group for one call of block `index`."""
         group = DiskGroup(self)
-        group.before = self.chain.follow(index, group)
+        group.previous = self.chain.append(index, group)
         return group
 
-    def prefetcher(self) -> Any:
-        """Starts the prefetch of the group that was opened last."""
+    def prefetcher(self) -> Callable[[], None]:
+        """Return a function that starts the prefetch of the group that was opened last."""
         return self.chain.prefetcher()
 
     def close(self) -> None:
@@ -241,24 +280,27 @@ class DiskStore:
         self.pool.shutdown()
 
     def wait_for_room(self, size: int) -> None:
-        """Until `size` more bytes may wait to be written."""
-        with self._room:
-            self._room.wait_for(lambda: self._pending == 0 or self._pending + size <= self._limit)
+        """Wait until `size` more bytes may be queued, and count them."""
+        with self._changed:
+            # A tensor above the limit is queued alone.
+            self._changed.wait_for(
+                lambda: self._pending == 0 or self._pending + size <= self._limit
+            )
             self._pending += size
 
     def drain(self) -> None:
-        """Until nothing waits to be written."""
-        with self._room:
-            self._room.wait_for(lambda: self._pending == 0)
+        """Wait until everything is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending == 0)
 
     def written(self, size: int) -> None:
-        """`size` bytes wait no longer."""
-        with self._room:
+        """Remove `size` bytes from those that wait to be written."""
+        with self._changed:
             self._pending -= size
-            self._room.notify_all()
+            self._changed.notify_all()
 
     def failed(self, error: OSError) -> DiskError:
-        """What to tell."""
+        """Return the error to raise for an error of the system."""
         return DiskError(
             f"activations cannot be kept in {self.folder}: {error.strerror or error}; free some"
             " space there, name another folder in parallel.activation_offload.path, or lower"
@@ -267,11 +309,13 @@ class DiskStore:
 
 
 class DiskError(PlaitError):
-    """A file cannot be written."""
+    """Error of a file that cannot be written."""
 
 
 @dataclass
 class _Extent:
+    """Range of a file that holds one tensor."""
+
     offset: int
     size: int
     write: Future[None]
@@ -279,23 +323,35 @@ class _Extent:
 
 
 class DiskGroup:
-    """What one call of one block put there: one file."""
+    """Tensors of one call of a block, in one file. See Note [Life of an offloaded tensor].
+
+    Attributes:
+        previous: Weak reference to the group of the block before, or None.
+    """
 
     def __init__(self, store: DiskStore) -> None:
-        self.before: Any = None
+        self.previous: Any = None
         self._store = store
         self._file: Any = None
         self._extents: list[_Extent] = []
         self._end = 0
-        self._asked = False
+        self._prefetch_started = False
 
     def put(self, flat: torch.Tensor) -> int:
-        """Write behind. Waits only where too much waits already."""
+        """Queue a one-dimensional tensor to be written, and return its handle.
+
+        Waits if more than the limit is queued.
+
+        Raises:
+            DiskError: The file cannot be created, or an earlier tensor could not be written.
+        """
         if self._file is None:
+            folder = self._store.folder
             try:
-                self._file = tempfile.TemporaryFile(dir=self._store.folder, buffering=0)  # noqa: SIM115
+                self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             except OSError as error:
                 raise self._store.failed(error) from error
+        # Errors of threads are raised as soon as possible, not in the backward only.
         for extent in self._extents:
             if extent.write.done() and isinstance(extent.write.exception(), DiskError):
                 extent.write.result()
@@ -312,21 +368,20 @@ class DiskGroup:
         return len(self._extents) - 1
 
     def prefetch(self) -> None:
-        """Start to read everything."""
-        if self._asked:
+        """Start to read all tensors of the group."""
+        if self._prefetch_started:
             return
-        self._asked = True
+        self._prefetch_started = True
         for extent in self._extents:
             extent.read = self._store.pool.submit(_read, self._store, self._file, extent)
 
     def get(self, handle: int) -> torch.Tensor:
-        """The tensor on the device; the block before starts to be read."""
+        """Return a tensor on the device, and start the prefetch of the block before."""
         self.prefetch()
-        before = self.before() if self.before is not None else None
-        if before is not None:
-            before.prefetch()
+        _prefetch(self.previous)
         extent = self._extents[handle]
-        if extent.read is None:  # asked a second time
+        if extent.read is None:
+            # The tensor was read before, and its prefetched copy was given away.
             return _read(self._store, self._file, extent).to(self._store.device)
         host = extent.read.result()
         extent.read = None
@@ -334,7 +389,7 @@ class DiskGroup:
 
 
 def _to_host(flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """The bytes in host memory, and the event after which they are there."""
+    """Return the bytes in host memory, and the event after which they are complete."""
     if not accelerator.is_one(flat.device):
         return flat, None
     host = torch.empty_like(flat, device="cpu", pin_memory=True)
@@ -345,19 +400,31 @@ def _to_host(flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
 def _write(
     store: DiskStore, file: Any, offset: int, host: list[torch.Tensor], event: Any, version: int
 ) -> None:
-    """`host` is emptied, so that the memory is free when `written` says so. Raises ModelError, told
-    where the tensor is used, if it was written to meanwhile (`version`: as it was saved).
+    """Write a tensor.
+
+    Args:
+        store: Store that counts pending bytes.
+        file: The file.
+        offset: Offset in the file.
+        host: List with the tensor. It is emptied, so that the memory is free when `written` is
+            called.
+        event: Event after which the tensor is complete, or None.
+        version: Version of the tensor when it was saved.
+
+    Raises:
+        ModelError: The tensor was modified in the meantime. The error is raised where the tensor is
+            read.
     """
     data = host.pop()
     size = data.numel()
-    left = memoryview(data.numpy())  # type: ignore[arg-type]
+    remaining = memoryview(data.numpy())  # type: ignore[arg-type]
     try:
         if event is not None:
             event.synchronize()
-        while left:
-            done = os.pwrite(file.fileno(), left, offset)
-            left = left[done:]
-            offset = offset + done
+        while remaining:
+            count = os.pwrite(file.fileno(), remaining, offset)
+            remaining = remaining[count:]
+            offset += count
         if version_of(data) != version:
             raise ModelError(
                 "a tensor that a block with parallel.activation_offload saved for its backward was"
@@ -367,21 +434,23 @@ def _write(
     except OSError as error:
         raise store.failed(error) from error
     finally:
-        del data, left
+        del data, remaining
         store.written(size)
 
 
 def _read(store: DiskStore, file: Any, extent: _Extent) -> torch.Tensor:
+    """Read a tensor into host memory, after it has been written."""
     extent.write.result()
     host = torch.empty(extent.size, dtype=torch.uint8, pin_memory=accelerator.is_one(store.device))
-    left, offset = memoryview(host.numpy()), extent.offset  # type: ignore[arg-type]
-    while left:
-        done = os.preadv(file.fileno(), [left], offset)
-        if not done:
+    remaining = memoryview(host.numpy())  # type: ignore[arg-type]
+    offset = extent.offset
+    while remaining:
+        count = os.preadv(file.fileno(), [remaining], offset)
+        if not count:
             raise PlaitError(
-                f"a file of activations in {store.folder} ended {format_bytes(len(left))} too"
-                " early; is the disk sound?"
+                f"a file of activations in {store.folder} ended {format_bytes(len(remaining))} too"
+                " early; check the disk for errors"
             )
-        left = left[done:]
-        offset = offset + done
+        remaining = remaining[count:]
+        offset += count
     return host

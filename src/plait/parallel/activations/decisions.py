@@ -16,9 +16,12 @@ from typing import Any, TypeVar
 from plait.parallel.activations.selective import keeping_nothing
 
 Result = TypeVar("Result")
+
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""`context_fn` of `torch.utils.checkpoint`: returns the context managers around the forward of one
-call of a block and around its recomputations.
+"""`context_fn` of `torch.utils.checkpoint`.
+
+It returns the context managers around the forward of one call of a block and around its
+recomputations.
 """
 
 
@@ -34,7 +37,7 @@ def decided_once(decide: Callable[[], Result]) -> Result:
     Without recomputation this function only calls `decide`.
     """
     current = _CURRENT.get()
-    if isinstance(current, _Reading):
+    if isinstance(current, _Replay):
         return next(current.decisions)
     if current is None:
         return decide()
@@ -47,44 +50,50 @@ def decided_once(decide: Callable[[], Result]) -> Result:
 
 
 def contexts(inner: ContextFn | None) -> ContextFn:
-    """Return `inner` extended by contexts that record the decisions of a forward and read them
-    again.
+    """Return a `context_fn` that records the decisions of a forward and replays them.
+
+    Args:
+        inner: Another `context_fn`, whose contexts are entered too.
     """
 
-    def pair() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def make_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         decisions: list[Any] = []
         forward: AbstractContextManager[Any] = nullcontext()
         recomputation: AbstractContextManager[Any] = nullcontext()
         if inner is not None:
             forward, recomputation = inner()
-        recording = _Inside(lambda: _Recording(decisions), forward)
-        reading = _Inside(lambda: _Reading(iter(decisions)), recomputation)
-        return recording, reading
+        recording = _DecisionContext(lambda: _Recording(decisions), forward)
+        replay = _DecisionContext(lambda: _Replay(iter(decisions)), recomputation)
+        return recording, replay
 
-    return pair
+    return make_contexts
 
 
 @dataclass(frozen=True)
 class _Recording:
+    """State of a forward: its decisions so far."""
+
     decisions: list[Any]
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _Replay:
+    """State of a recomputation: the decisions that it has not read yet."""
+
     decisions: Iterator[Any]
 
 
-_CURRENT: ContextVar[_Recording | _Reading | None] = ContextVar("the block that runs", default=None)
+_CURRENT: ContextVar[_Recording | _Replay | None] = ContextVar("the block that runs", default=None)
 
 
 @dataclass
-class _Inside:
+class _DecisionContext:
     """Context manager that can be entered several times, once for each recomputation.
 
     Every recomputation reads the decisions from the first one on.
     """
 
-    begin: Callable[[], _Recording | _Reading]
+    begin: Callable[[], _Recording | _Replay]
     inner: AbstractContextManager[Any]
     _exits: list[ExitStack] = field(default_factory=list)
 

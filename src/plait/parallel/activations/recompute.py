@@ -1,10 +1,12 @@
-"""Activation checkpointing: what a block does not keep from forward is computed again in backward,
-bit for bit the same, dropout included.
+"""Activation checkpointing: activations that a block does not keep are recomputed in backward.
 
-A block's own `forward` is replaced, in place: names stay, and what sharding and sequence
-parallelism do around a block (gather parameters, cut the sequence) stays outside and is not
-repeated. Built on torch's non-reentrant checkpoint. The recomputation modes are decided before
-anything runs: by mode, or, for a budget, from measured figures (`accounting.activations`).
+The recomputation is bitwise the same, dropout included. It is built on torch's non-reentrant
+checkpoint.
+
+A block's own `forward` is replaced, in place. Names of parameters do not change, and what sharding
+and sequence parallelism do around a block (gather parameters, cut the sequence) stays outside of it
+and is not repeated. The mode of every block is decided before anything runs: by the setting, or,
+for a budget, from measured activations (`accounting.activations`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations import decisions, selective
 from plait.parallel.activations.changed_buffers import ChangedBuffers
 from plait.parallel.activations.decisions import Deciding
-from plait.parallel.activations.saved_tensors import OffloadedActivations, SavedTensors, Store
+from plait.parallel.activations.saved_tensors import (
+    ActivationStore,
+    OffloadedActivations,
+    SavedTensors,
+)
 from plait.parallel.compile import Compile
 from plait.parallel.hooks import StepHook
 from plait.parallel.technique import Context, Parts, Technique
@@ -37,49 +43,59 @@ from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.units import GIB, format_bytes
 
 Mode = Literal["none", "full", "selective", "budget"]
+"""Values of `Recompute.mode`."""
 
 
 class Recompute(Technique):
-    """Which blocks recompute what."""
+    """Settings of activation checkpointing: which blocks recompute what."""
 
     mode: Mode = "none"
-    """none keeps everything; full keeps a block's input alone; selective keeps the results of
-    chosen operators too; budget chooses for every block so that activations fit.
+    """Recomputation mode. none keeps everything; full keeps a block's input only; selective keeps
+    the results of chosen operators as well; budget chooses for every block, so that activations
+    fit.
     """
     every: int = 1
-    """full and selective: every n-th block, the first included."""
+    """Interval between recomputed blocks, beginning with the first; for full and selective."""
     keep: tuple[str, ...] = selective.DEFAULT
-    """selective and budget: what is kept, as names of operators or of groups."""
+    """Names of operators, or of groups, whose results are kept; for selective and budget."""
     budget_bytes: int = 0
-    """budget: the most that activations, logits and the block being recomputed take together, for
-    one micro-batch; in a pipeline for all that are in flight on a rank.
+    """Limit of the memory that activations, logits and the block being recomputed take together;
+    for budget. It holds for one micro-batch, and in a pipeline for all that are in flight on a
+    rank.
     """
     sequence_length: int = 0
-    """budget: tokens of a sequence."""
+    """Tokens per sequence; for budget."""
     partition_inputs: bool = False
-    """Each rank of the tp axis keeps its slice of a recomputed block's input; the full input is
+    """True if each tp rank keeps only its slice of a recomputed block's input. The full input is
     gathered when it is needed.
     """
     assignment: tuple[BlockMode, ...] | None = None
-    """The mode of every block, as solved from a budget."""
+    """Mode of every block, as solved from a budget."""
 
     def modes(self, count: int) -> tuple[BlockMode, ...]:
-        """The mode of each of `count` blocks."""
+        """Return the mode of each of `count` blocks.
+
+        Raises:
+            ValueError: The mode is budget, and `solved` has not been called.
+        """
         if self.assignment is not None:
             return self.assignment
         if self.mode == "budget":
             raise ValueError("a budget is solved before it is used")
-        chosen: BlockMode = self.mode
-        return tuple(chosen if index % self.every == 0 else "none" for index in range(count))
+        modes: list[BlockMode] = ["none"] * count
+        for index in range(0, count, self.every):
+            modes[index] = self.mode
+        return tuple(modes)
 
     def check(self, context: Context) -> None:
-        """Raise ModelError or ConfigError for what cannot be recomputed."""
+        """Raise ModelError or ConfigError for a model or settings that cannot be recomputed."""
         if self.mode == "none":
             return
         field = "parallel.recompute.mode"
         value = self.mode
         if context.model is not None:
-            _refuse_unfit(context.model, context.blocks, setting=f"{field} = {value!r}")
+            _check_model(context.model, context.blocks, setting=f"{field} = {value!r}")
+        # Raises ConfigError for unknown operators.
         selective.kept(self.keep)
         if context.chosen(Compile).enabled and self.mode != "full":
             rule = "operators cannot be kept one by one inside a compiled block, which has its own"
@@ -91,72 +107,85 @@ class Recompute(Technique):
             )
 
     def solved(self, ranks: Sequence[RankActivations], *, rank: int = 0) -> Recompute:
-        """The same with the modes of this rank's blocks decided: those that repeat the fewest
-        operations while all micro-batches in flight keep the budget; a mode other than budget as it
-        is. Every rank for itself: one with fewer in flight repeats less, which delays none. Raises
-        ConfigError where any rank cannot keep it, on every rank.
+        """Return the settings with the modes of a rank's blocks solved from the budget.
+
+        The modes are those that repeat the fewest operations while all micro-batches in flight fit
+        into the budget. Each rank is solved separately: a rank with fewer micro-batches in flight
+        repeats less, which delays no other rank. A mode other than budget is returned unchanged.
+
+        Args:
+            ranks: Measured activations of all pipeline ranks.
+            rank: The rank whose modes are solved.
+
+        Raises:
+            ConfigError: A rank exceeds the budget even if it recomputes every block. Every rank
+                raises it.
         """
         if self.mode != "budget":
             return self
-        least = [each.least() for each in ranks]
-        problems = [
-            Problem(
-                "parallel.recompute.budget_gib",
-                self.budget_bytes / GIB,
-                _least_rule(each, *one),
-                _remedy(max(least)[0], len(ranks)),
-            )
-            for each, one in zip(ranks, least, strict=True)
-            if one[0] > self.budget_bytes
-        ]
+        minima = [activations.least() for activations in ranks]
+        largest_minimum = max(minima)[0]
+        problems = []
+        for activations, (least_bytes, modes) in zip(ranks, minima, strict=True):
+            if least_bytes > self.budget_bytes:
+                rule = _budget_rule(activations, least_bytes, modes)
+                remedy = _budget_remedy(largest_minimum, len(ranks))
+                problems.append(
+                    Problem("parallel.recompute.budget_gib", self.budget_bytes / GIB, rule, remedy)
+                )
         if problems:
             raise ConfigError(*problems)
-        found = ranks[rank].solve(self.budget_bytes)
-        assert found is not None
-        return self.model_copy(update={"assignment": found})
+        assignment = ranks[rank].solve(self.budget_bytes)
+        assert assignment is not None
+        return self.model_copy(update={"assignment": assignment})
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Replace the forward of the blocks that recompute, and of those whose saved tensors go
-        elsewhere.
-        """
+        """Replace the forward of blocks that recompute or whose saved tensors are moved."""
         modes = self.modes(len(parts.blocks))
-        kept = selective.kept(self.keep)
+        kept_operators = selective.kept(self.keep)
         region = parts.noted(Region)
         offloaded = parts.noted(OffloadedActivations)
-        partition = region.group if self.partition_inputs and region is not None else None
+        partition = None
+        if self.partition_inputs and region is not None:
+            partition = region.group
         for index, (name, mode) in enumerate(zip(parts.blocks, modes, strict=True)):
             block = parts.model.get_submodule(name)
-            store = offloaded.store if offloaded is not None and index < offloaded.blocks else None
+            store = None
+            if offloaded is not None and index < offloaded.blocks:
+                store = offloaded.store
             if offloaded is not None and index == offloaded.blocks:
-                _announce(block, offloaded.store)
+                _prefetch_before_backward(block, offloaded.store)
             if mode == "none" and store is None:
                 continue
-            saved = SavedTensors(
-                block, store=store, partition=partition if mode != "none" else None, index=index
-            )
-            contexts = selective.contexts(kept) if mode == "selective" else None
+
+            # Only a recomputed block keeps its input, which is what the partition divides.
+            input_partition = None
+            if mode != "none":
+                input_partition = partition
+            saved = SavedTensors(block, store=store, partition=input_partition, index=index)
+            contexts = None
+            if mode == "selective":
+                contexts = selective.contexts(kept_operators)
             if parts.noted(Deciding) is not None:
                 contexts = decisions.contexts(contexts)
             _wrap(block, mode=mode, contexts=contexts, saved=saved, region=region)
         return parts.with_notes(self)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """What brings the blocks' own forward back, should the model get another owner."""
-        # a budget was solved before
+        """Return the hook that restores the forward of blocks if the model gets another owner."""
+        # The note of `apply` may have modes that were solved from a budget.
         modes = (parts.noted(Recompute) or self).modes(len(parts.blocks))
-        return [
-            Recomputed(
-                [
-                    parts.model.get_submodule(name)
-                    for name, mode in zip(parts.blocks, modes, strict=True)
-                    if mode != "none"
-                ]
-            )
+        recomputed = [
+            parts.model.get_submodule(name)
+            for name, mode in zip(parts.blocks, modes, strict=True)
+            if mode != "none"
         ]
+        return [Recomputed(recomputed)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Bytes that one micro-batch keeps, and the traffic that recomputation repeats; nothing
-        where no activations were measured.
+        """Add the activations of one micro-batch, and the traffic that recomputation repeats.
+
+        The ledger is returned unchanged if no activations were measured.
         """
         measured = ledger.activations
         if measured is None:
@@ -177,70 +206,63 @@ class Recompute(Technique):
 
 
 class Recomputed(StepHook):
-    """Blocks whose forward was replaced."""
+    """Hook with the blocks whose forward was replaced."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks
 
     def release(self) -> None:
-        """They have their own again."""
+        """Restore the forward of the blocks."""
         for block in self.blocks:
-            block.forward = block.forward.__wrapped__  # type: ignore[attr-defined]  # recompute replaced it, and only that is undone
+            # Only the replacement by `_wrap` is undone.
+            block.forward = block.forward.__wrapped__  # type: ignore[attr-defined]
         self.blocks = ()
 
 
-def _refuse_unfit(model: nn.Module, blocks: Sequence[str], *, setting: str) -> None:
+def _check_model(model: nn.Module, blocks: Sequence[str], *, setting: str) -> None:
+    """Raise ModelError for a model without blocks, or one that already recomputes."""
     if not blocks:
         raise ModelError(
             f"{setting}: the model has no repeated blocks; name some with parallel.blocks, or use"
             " none"
         )
-    own = next(
-        (
-            name
-            for name, module in model.named_modules()
-            if getattr(module, "gradient_checkpointing", False) is True
-        ),
-        None,
-    )
-    if own is not None:
-        raise ModelError(
-            f"{setting}: {own or 'the model'} already recomputes (gradient_checkpointing is on),"
-            " and every block would be computed three times; call"
-            " model.gradient_checkpointing_disable(), or use none"
-        )
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ModelError(
+                f"{setting}: {name or 'the model'} already recomputes (gradient_checkpointing is"
+                " on), and every block would be computed three times; call"
+                " model.gradient_checkpointing_disable(), or use none"
+            )
 
 
-def _least_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
+def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
+    """Return how many bytes a rank needs at least, for an error message."""
     if rank.schedule.pp == 1:
         (stage,) = rank.stages
         head = stage.modes["none"].head
-        back = stage.returning(modes)
+        backward = stage.returning(modes)
         shares = (
             f"blocks {format_bytes(stage.kept(modes))}, head and loss {format_bytes(head)}, one"
-            f" block in backward {format_bytes(back)}"
+            f" block in backward {format_bytes(backward)}"
         )
         return f"with every block recomputed a micro-batch holds {least / GIB:.4g} GiB ({shares})"
+    counts = [
+        f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes
+    ]
     return (
-        f"rank {rank.rank} of the pipeline holds {least / GIB:.4g} GiB at least ({_counts(modes)}):"
-        f" up to {rank.most_in_flight():.3g} micro-batches are in flight there with"
-        f" {rank.schedule.name}"
+        f"rank {rank.rank} of the pipeline holds {least / GIB:.4g} GiB at least"
+        f" ({', '.join(counts)}): up to {rank.most_in_flight():.3g} micro-batches are in flight"
+        f" there with {rank.schedule.name}"
     )
 
 
-def _remedy(least: int, ranks: int) -> str:
+def _budget_remedy(least: int, ranks: int) -> str:
     if ranks == 1:
         return (
             "raise it, lower train_micro_batch_size_per_gpu or the sequence length, or raise"
             " parallel.tp"
         )
     return f"use {least / GIB:.4g} or more, a smaller micro-batch or sequence, or more parallel.tp"
-
-
-def _counts(modes: Sequence[BlockMode]) -> str:
-    return ", ".join(
-        f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes
-    )
 
 
 def _wrap(
@@ -251,76 +273,100 @@ def _wrap(
     saved: SavedTensors,
     region: Region | None,
 ) -> None:
+    """Replace the forward of a block.
+
+    Args:
+        block: The block.
+        mode: What the block recomputes.
+        contexts: `context_fn` of torch's checkpoint, or None.
+        saved: Moves the saved tensors of the block.
+        region: State of tensor parallelism, which knows the length of a sequence split over tp.
+    """
     forward = block.forward
     buffers = ChangedBuffers(block)
-    # torch.compile knows only calls that leave it out
-    keep: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    # torch.compile only supports calls without this argument.
+    context_fn: dict[str, Any] = {}
+    if contexts is not None:
+        context_fn["context_fn"] = contexts
 
     @functools.wraps(forward)
-    def remembering(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        hooks: AbstractContextManager[Any] = (
-            saved.hooks(args, kwargs) if saved.needed else nullcontext()
-        )
+        hooks: AbstractContextManager[Any] = nullcontext()
+        if saved.needed:
+            hooks = saved.hooks(args, kwargs)
         if mode == "none":
             with hooks:
                 return forward(*args, **kwargs)
-        args = tuple(_no_cache(value) for value in args)
-        kwargs = {name: _no_cache(value) for name, value in kwargs.items()}
+
+        args = tuple(_without_cache(value) for value in args)
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+        # torch's checkpoint handles tensors only as positional arguments.
         leaves, structure = tree_flatten((args, kwargs))
         length = region.length if region is not None else 0
 
-        def run(*values: Any) -> Any:
+        def run(*leaves: Any) -> Any:
             if region is not None:
-                region.length = length  # another micro-batch may have gone through since
-            given, named = tree_unflatten(values, structure)
-            return forward(*given, **named)
+                # Another micro-batch may have gone through the model since the forward.
+                region.length = length
+            args, kwargs = tree_unflatten(leaves, structure)
+            return forward(*args, **kwargs)
 
         if not buffers or torch.compiler.is_compiling():
             with hooks:
                 return checkpoint(
-                    run, *leaves, use_reentrant=False, preserve_rng_state=True, **keep
+                    run, *leaves, use_reentrant=False, preserve_rng_state=True, **context_fn
                 )
-        before = buffers.before()
-        ran = False
 
-        def run_alike(*values: Any) -> Any:
-            nonlocal ran
-            again = ran
-            ran = True
-            with buffers.as_before(before) if again else nullcontext():
-                return run(*values)
+        values = buffers.before()
+        has_run = False
+
+        def run_with_buffers(*leaves: Any) -> Any:
+            nonlocal has_run
+            if not has_run:
+                has_run = True
+                return run(*leaves)
+            with buffers.as_before(values):
+                return run(*leaves)
 
         with hooks:
             output = checkpoint(
-                run_alike, *leaves, use_reentrant=False, preserve_rng_state=True, **keep
+                run_with_buffers,
+                *leaves,
+                use_reentrant=False,
+                preserve_rng_state=True,
+                **context_fn,
             )
-        buffers.note(before)
+        buffers.note(values)
         return output
 
-    block.forward = remembering
+    block.forward = checkpointed_forward
 
 
-def _announce(block: nn.Module, store: Store) -> None:
-    """The first block that keeps its own: when its backward begins, the prefetch of the block
-    before it starts.
+def _prefetch_before_backward(block: nn.Module, store: ActivationStore) -> None:
+    """Start the prefetch of the block before when the backward of this block begins.
+
+    `block` is the first block that is not offloaded. Offloaded blocks start the prefetch of the
+    block before them by themselves.
     """
 
-    def when_backward_comes(_module: nn.Module, _args: object, output: Any) -> None:
-        hidden = next(
-            (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), None
-        )
-        if hidden is not None and hidden.requires_grad:
+    def register_prefetch(_module: nn.Module, _args: object, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        # The first tensor is the hidden states.
+        if tensors and tensors[0].requires_grad:
             prefetch = store.prefetcher()
-            hidden.register_hook(lambda grad: prefetch())
+            tensors[0].register_hook(lambda grad: prefetch())
 
-    block.register_forward_hook(when_backward_comes)
+    block.register_forward_hook(register_prefetch)
 
 
-def _no_cache(value: Any) -> Any:
-    """None in place of an object that collects keys and values over calls: a recomputed block would
-    add its own a second time. Training needs none, and Transformers drops them too where it
-    recomputes.
+def _without_cache(value: Any) -> Any:
+    """Return None for a KV cache, and other values unchanged.
+
+    A recomputed block would add its keys and values a second time. Training needs no cache, and
+    Transformers drops it as well if it recomputes.
     """
-    return None if hasattr(value, "get_seq_length") and hasattr(value, "update") else value
+    if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+        return None
+    return value

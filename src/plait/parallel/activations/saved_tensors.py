@@ -1,15 +1,18 @@
-"""Where a block's saved tensors live between forward and backward: by default where autograd puts
-them; a slice on each rank of the tp axis; or in a store (host memory, disk).
+"""Places of a block's saved tensors between forward and backward.
 
-Only what the block alone keeps is moved. Parameters, buffers and tensors that all blocks share
-(masks, rotary tables) stay: moving a copy of them would free nothing. Tensors that are saved more
-than once, or as views of one storage, are moved once.
+By default autograd keeps them. They can be moved to a slice on each rank of the tp axis, or to a
+store (host memory, files).
+
+Note [Tensors that are moved]
+    Only tensors that nothing but the block keeps alive are moved. Parameters, buffers and tensors
+    that all blocks share (masks, rotary tables) stay: moving a copy of them would free nothing.
+    Tensors that are saved more than once, or as views of one storage, are moved once.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,64 +30,68 @@ from plait._torch.storage import storage_id, version_of
 from plait.comm.collectives import all_gather_dim, shard_range
 from plait.parallel.hooks import Lost, StepHook
 
-_PLAIN = (torch.Tensor, FakeTensor)
-"""Other subclasses know what their storage means; they stay."""
+# Other subclasses give their storage a meaning of their own. They stay.
+_MOVED_TYPES = (torch.Tensor, FakeTensor)
+
 LEAST_BYTES = 1024
-"""Smaller tensors stay: a copy costs more than it frees."""
+"""Smallest size of a tensor that is moved. A smaller copy costs more than it frees."""
 
 
-class Group(Protocol):
-    """What one call of one block put into a store."""
+class SavedGroup(Protocol):
+    """Tensors that one call of a block put into a store."""
 
     def put(self, flat: torch.Tensor) -> Any:
-        """Take over a one-dimensional tensor; returns what `get` wants."""
+        """Store a one-dimensional tensor, and return a handle for `get`."""
 
     def get(self, handle: Any) -> torch.Tensor:
-        """The same values again, on the device. May be called more than once."""
+        """Return a tensor with the same values on the device. May be called more than once."""
 
 
-class Store(Protocol):
-    """A place for saved tensors."""
+class ActivationStore(Protocol):
+    """Store for saved tensors."""
 
     def begin(self) -> None:
-        """Another forward begins; needed where one may begin before the backward of the last."""
+        """Begin another forward. Required if the backward of the last one may not have begun."""
 
-    def open(self, index: int) -> Group:
-        """A group for block `index`; groups of one forward are opened in the order of its
-        blocks.
-        """
+    def open(self, index: int) -> SavedGroup:
+        """Open a group for block `index`. Groups are opened in the order of the blocks."""
 
     def prefetcher(self) -> Callable[[], None]:
-        """Starts the prefetch of the group that was opened last."""
+        """Return a function that starts the prefetch of the group that was opened last."""
 
     def drain(self) -> None:
-        """Wait until all that was put has left the device's memory."""
+        """Wait until all stored tensors have left the device's memory."""
 
     def close(self) -> None:
-        """Nothing is put there any more: end threads, free what waits to be used again."""
+        """End threads and free unused memory. Nothing is stored afterwards."""
 
 
 class OffloadedActivations(StepHook):
-    """The first `blocks` blocks of a rank put what they save into `store`."""
+    """Note of `Parts` and hook for the blocks whose saved tensors are moved to a store.
 
-    def __init__(self, store: Store, blocks: int) -> None:
+    Args:
+        store: The store.
+        blocks: Number of blocks of the rank, from the first one on, that use the store.
+    """
+
+    def __init__(self, store: ActivationStore, blocks: int) -> None:
         self.store = store
         self.blocks = blocks
 
     def on_error(self, lost: Lost) -> None:
-        """What the failed step put there is forgotten."""
+        """Forget the groups of the step that failed."""
         self.store.begin()
 
     def close(self) -> None:
-        """Nothing is put there any more."""
+        """Close the store."""
         self.store.close()
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """A tensor in a store: a view of a storage that was put there."""
+class _StoredView:
+    """Saved tensor in a store: a view of a storage that was moved."""
 
-    entry: _Entry
+    storage: _StoredStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -92,31 +99,50 @@ class _Whole:
 
 
 @dataclass
-class _Entry:
-    """A storage in a store. Its tensor is kept alive only while something uses it."""
+class _StoredStorage:
+    """Storage in a store. Its prefetched copy is kept alive only while something uses it.
 
-    group: Group
+    Attributes:
+        group: Group of the store.
+        handle: Handle of the bytes in the group.
+        source: Storage that was moved. Addresses are reused, so an equal address does not prove
+            that a tensor belongs to it.
+        version: Version of the saved tensor. A later write makes the stored bytes stale.
+        last: Prefetched bytes, which all views share.
+    """
+
+    group: SavedGroup
     handle: Any
     source: weakref.ref[torch.UntypedStorage]
-    """What was put there: the address of a storage that is gone is given to others."""
     version: int
     last: weakref.ref[torch.Tensor] | None = None
-    """The prefetched bytes, while anything uses them: several views share one copy."""
 
 
 @dataclass(frozen=True)
-class _Slice:
-    """A rank's part of a tensor that is the same on every rank of `process_group`."""
+class _PartitionedTensor:
+    """Part of this rank of a tensor that is the same on every rank of the partition's group."""
 
-    part: torch.Tensor | _Whole
+    part: torch.Tensor | _StoredView
     shape: torch.Size
 
 
 class SavedTensors:
-    """The hooks of one block."""
+    """Moves the saved tensors of one block. See Note [Tensors that are moved].
+
+    Args:
+        block: The block.
+        store: Store of the saved tensors, or None.
+        partition: Process group whose ranks each keep a part of the block's input, or None.
+        index: Index of the block on this rank.
+    """
 
     def __init__(
-        self, block: nn.Module, *, store: Store | None, partition: ProcessGroup | None, index: int
+        self,
+        block: nn.Module,
+        *,
+        store: ActivationStore | None,
+        partition: ProcessGroup | None,
+        index: int,
     ) -> None:
         self._block = block
         self._store = store
@@ -125,100 +151,119 @@ class SavedTensors:
 
     @property
     def needed(self) -> bool:
-        """Whether anything is moved."""
+        """True if any tensor is moved."""
         return self._store is not None or self._partition is not None
 
     def hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Hooks for one call of the block with these arguments. The first argument (or
-        `hidden_states`) is the block's own, the other tensors are shared.
+        """Return the saved-tensor hooks for one call of the block.
+
+        Args:
+            args: Positional arguments of the call. The first one (or `hidden_states`) is kept alive
+                by the block only; other tensors are shared between blocks.
+            kwargs: Keyword arguments of the call.
         """
         hidden = args[0] if args else kwargs.get("hidden_states")
-        own = _storage(hidden) if isinstance(hidden, torch.Tensor) else None
-        shared = {
-            _storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        } - {own}
-        shared |= {
-            _storage(local_tensor(tensor))
-            for tensor in (*self._block.parameters(), *self._block.buffers())
-        }
-        group = self._store.open(self._index) if self._store is not None else None
-        entries: dict[int, _Entry] = {}
-        units = [
+        input_storage = _storage(hidden) if isinstance(hidden, torch.Tensor) else None
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shared = {_storage(tensor) for tensor in tensors} - {input_storage}
+        for tensor in (*self._block.parameters(), *self._block.buffers()):
+            shared.add(_storage(local_tensor(tensor)))
+        nested_units = [
             module
             for module in self._block.modules()
             if isinstance(module, FSDPModule) and module is not self._block
         ]
-
-        def into_store(tensor: torch.Tensor) -> Any:
-            if group is None:
-                return tensor
-            key = _storage(tensor)
-            storage = tensor.untyped_storage()
-            entry = entries.get(key)
-            if (
-                entry is None
-                or entry.source() is not storage
-                or entry.version != version_of(tensor)
-            ):
-                flat = (
-                    tensor.detach()
-                    .as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-                    .view(torch.uint8)
-                )
-                entry = entries[key] = _Entry(
-                    group, group.put(flat), weakref.ref(storage), version_of(tensor)
-                )
-            return _Whole(
-                entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            )
+        stored_call = None
+        if self._store is not None:
+            stored_call = _StoredCall(self._store.open(self._index))
 
         def pack(tensor: torch.Tensor) -> Any:
-            if (
-                type(tensor) not in _PLAIN
-                or _storage(tensor) in shared
-                or tensor.untyped_storage().nbytes() < LEAST_BYTES
-            ):
+            if not _is_movable(tensor, shared) or _is_parameter_of(tensor, nested_units):
                 return tensor
-            if any(
-                _storage(tensor) == _storage(weight) for unit in units for weight in _gathered(unit)
-            ):
-                return tensor
-            if self._partition is not None and _storage(tensor) == own and tensor.is_contiguous():
+            is_input = _storage(tensor) == input_storage
+            if self._partition is not None and is_input and tensor.is_contiguous():
                 start, size = shard_range(tensor.numel(), self._partition)
                 part = tensor.detach().reshape(-1).narrow(0, start, size).clone()
-                return _Slice(into_store(part), tensor.shape)
-            return into_store(tensor)
+                if stored_call is None:
+                    return _PartitionedTensor(part, tensor.shape)
+                return _PartitionedTensor(stored_call.put(part), tensor.shape)
+            if stored_call is None:
+                return tensor
+            return stored_call.put(tensor)
 
         return saved_tensors_hooks(pack, self._unpack)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Slice):
+        if isinstance(packed, _PartitionedTensor):
             assert self._partition is not None
             part = self._unpack(packed.part)
-            return all_gather_dim(part, self._partition, dim=0, length=packed.shape.numel()).view(
-                packed.shape
-            )
-        if isinstance(packed, _Whole):
+            flat = all_gather_dim(part, self._partition, dim=0, length=packed.shape.numel())
+            return flat.view(packed.shape)
+        if isinstance(packed, _StoredView):
             return _from_store(packed)
         return packed
 
 
-def _gathered(unit: nn.Module) -> list[torch.Tensor]:
-    """What a unit of its own inside of the block computes with: gathered after the block's forward
-    has begun.
-    """
-    held = (*own_parameters(unit).values(), *vars(unit).values())
-    return [local_tensor(tensor) for tensor in held if isinstance(tensor, torch.Tensor)]
+class _StoredCall:
+    """Puts saved tensors of one call of a block into its group, each storage once."""
+
+    def __init__(self, group: SavedGroup) -> None:
+        self._group = group
+        self._storages: dict[int, _StoredStorage] = {}
+
+    def put(self, tensor: torch.Tensor) -> _StoredView:
+        source = tensor.untyped_storage()
+        stored = self._storages.get(_storage(tensor))
+        if stored is None or stored.source() is not source or stored.version != version_of(tensor):
+            # The complete storage as bytes, so that all of its views find their elements in it.
+            count = source.nbytes() // tensor.element_size()
+            flat = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+            stored = _StoredStorage(
+                self._group, self._group.put(flat), weakref.ref(source), version_of(tensor)
+            )
+            self._storages[_storage(tensor)] = stored
+        return _StoredView(
+            storage=stored,
+            dtype=tensor.dtype,
+            size=tensor.size(),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+        )
 
 
-def _from_store(packed: _Whole) -> torch.Tensor:
-    entry = packed.entry
-    flat = entry.last() if entry.last is not None else None
+def _is_movable(tensor: torch.Tensor, shared: set[int]) -> bool:
+    """Return True if moving a tensor frees memory. `shared` are storages that others use."""
+    if type(tensor) not in _MOVED_TYPES or _storage(tensor) in shared:
+        return False
+    return tensor.untyped_storage().nbytes() >= LEAST_BYTES
+
+
+def _is_parameter_of(tensor: torch.Tensor, units: Sequence[nn.Module]) -> bool:
+    """Return True if a sharded unit computes with the tensor as a parameter."""
+    # Units gather their parameters after the forward of the block has begun, so their storages are
+    # not known before.
+    for unit in units:
+        for attribute in (*own_parameters(unit).values(), *vars(unit).values()):
+            if not isinstance(attribute, torch.Tensor):
+                continue
+            if _storage(tensor) == _storage(local_tensor(attribute)):
+                return True
+    return False
+
+
+def _from_store(packed: _StoredView) -> torch.Tensor:
+    stored = packed.storage
+    flat = None
+    if stored.last is not None:
+        flat = stored.last()
     if flat is None:
-        flat = entry.group.get(entry.handle)
-        entry.last = weakref.ref(flat)
-    whole = flat[: flat.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
-    return whole.as_strided(packed.size, packed.stride, packed.offset)
+        flat = stored.group.get(stored.handle)
+        stored.last = weakref.ref(flat)
+    # A storage may have a few bytes more than a multiple of the element size.
+    usable_bytes = flat.numel() // packed.dtype.itemsize * packed.dtype.itemsize
+    return (
+        flat[:usable_bytes].view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,11 +1,12 @@
-"""Selective recompute: during a block's forward the results of chosen operators are kept, during
-its recomputation they are returned.
+"""Selective recomputation: the results of chosen operators are kept during a block's forward.
 
-Not torch's `create_selective_checkpoint_contexts`: that one returns a wrong value where something
-writes into a kept result through another view (the in-place all-reduce after a row-split matrix
-product does), and it lets dropout drift where a kept operator draws random numbers. Here a result
-that is written into is dropped and recomputed, and the generator is put where the kept operator
-left it.
+The recomputation returns the kept results instead of calling the operators.
+
+torch's `create_selective_checkpoint_contexts` is not used: it returns a wrong value if something
+writes into a kept result through another view (as the in-place all-reduce after a row-split matrix
+product does), and it lets dropout drift if a kept operator draws random numbers. Here a result that
+is written into is dropped and recomputed, and the generator is set to the state in which the kept
+operator left it.
 """
 
 from __future__ import annotations
@@ -41,42 +42,56 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "matmul": ("aten.mm", "aten.addmm", "aten.linear"),
 }
-"""Names for several operators. `matmul` are the products with weights; products of activations
-(`aten.bmm`), which a softmax follows, are not among them: their results are the large ones.
+"""Names that stand for several operators.
+
+`matmul` are the products with weights. Products of activations (`aten.bmm`), which a softmax
+follows, are not among them, because their results are the large ones.
 """
+
 EVERY_SECOND = "every_second_matmul"
-"""The matrix products with weights that come first, third, fifth ... in a block: half of the
-arithmetic for half of the memory.
+"""Name of the matrix products with weights that come first, third, fifth ... in a block.
+
+They are half of the arithmetic for half of the memory.
 """
+
 DEFAULT = ("attention", EVERY_SECOND)
+"""Operators whose results are kept by default."""
 
-
-_NOTHING_IS_KEPT = ContextVar("nothing is kept", default=False)
+_KEEPS_NOTHING = ContextVar("nothing is kept", default=False)
 
 
 @contextmanager
 def keeping_nothing() -> Iterator[None]:
-    """For a part of a block that is recomputed whatever is kept of the rest."""
-    token = _NOTHING_IS_KEPT.set(True)
+    """Recompute a part of a block completely, although its operators may be chosen to be kept."""
+    token = _KEEPS_NOTHING.set(True)
     try:
         yield
     finally:
-        _NOTHING_IS_KEPT.reset(token)
+        _KEEPS_NOTHING.reset(token)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Which operators' results are kept."""
+class KeptOperators:
+    """Operators (`OpOverloadPacket`) whose results are kept.
+
+    Attributes:
+        always: Operators of which every call is kept.
+        alternating: Operators of which every second call is kept, counted together, the first
+            included.
+    """
 
     always: frozenset[Any]
-    """Operators (`OpOverloadPacket`)."""
     alternating: frozenset[Any]
-    """Operators of which every second call is kept, counted together, the first included."""
 
 
-def kept(names: Sequence[str]) -> Kept:
-    """From a user's list: names of groups, `every_second_matmul`, or operators as `aten.mm`. Raises
-    ConfigError for an unknown one.
+def kept(names: Sequence[str]) -> KeptOperators:
+    """Return the operators of a user's list.
+
+    Args:
+        names: Names of groups, `every_second_matmul`, or operators such as `aten.mm`.
+
+    Raises:
+        ConfigError: torch has no such operator.
     """
     always: set[Any] = set()
     alternating: set[Any] = set()
@@ -86,8 +101,8 @@ def kept(names: Sequence[str]) -> Kept:
         elif name in GROUPS:
             always |= _operators(GROUPS[name])
         else:
-            found = operator_named(name)
-            if found is None:
+            operator = operator_named(name)
+            if operator is None:
                 known = ", ".join((*GROUPS, EVERY_SECOND))
                 raise ConfigError(
                     Problem(
@@ -97,121 +112,128 @@ def kept(names: Sequence[str]) -> Kept:
                         f"use {known} or a name like aten.mm",
                     )
                 )
-            always.add(found)
-    return Kept(frozenset(always), frozenset(alternating - always))
+            always.add(operator)
+    return KeptOperators(frozenset(always), frozenset(alternating - always))
 
 
 def _operators(names: Sequence[str]) -> set[Any]:
-    """Those that this torch has."""
-    return {found for name in names if (found := operator_named(name)) is not None}
+    """Return the operators of a group that this release of torch has."""
+    operators = {operator_named(name) for name in names}
+    return operators - {None}
 
 
 @dataclass
-class _Result:
-    """What one kept call returned. `value` is None once something wrote into it."""
+class _CallResult:
+    """Result of a kept call.
 
-    value: Any
-    random: torch.Tensor | None
-    """The generator after the call, where the operator draws from one."""
-    device: torch.device | None
-
-
-@dataclass
-class _Calls:
-    """The kept calls of one forward of one block, in order; the same forward repeated makes the
-    same calls.
+    Attributes:
+        value: Returned value, or None after something wrote into it.
+        generator_state: State of the generator after the call, if the operator draws from one.
+        device: Device of the result.
     """
 
-    kept: Kept
-    results: list[_Result] = field(default_factory=list)
+    value: Any
+    generator_state: torch.Tensor | None = None
+    device: torch.device | None = None
 
-    def asks(self) -> Callable[[Any], bool]:
-        """A fresh counter: whether the call of an operator is one that is kept."""
+
+@dataclass
+class _KeptCalls:
+    """Kept calls of one forward of a block, in order. A recomputation makes the same calls."""
+
+    operators: KeptOperators
+    results: list[_CallResult] = field(default_factory=list)
+
+    def counter(self) -> Callable[[Any], bool]:
+        """Return a function that says of each call of an operator whether it is kept."""
         count = 0
 
         def is_kept(operator: Any) -> bool:
             nonlocal count
-            if _NOTHING_IS_KEPT.get():
+            if _KEEPS_NOTHING.get():
                 return False
             packet = operator.overloadpacket
-            if packet in self.kept.alternating:
+            if packet in self.operators.alternating:
                 count += 1
                 return count % 2 == 1
-            return packet in self.kept.always
+            return packet in self.operators.always
 
         return is_kept
 
 
-class _Keep(TorchDispatchMode):
-    """Around the forward."""
+class _KeepResults(TorchDispatchMode):
+    """Mode around the forward, which keeps the results of chosen calls."""
 
-    def __init__(self, calls: _Calls) -> None:
+    def __init__(self, calls: _KeptCalls) -> None:
         super().__init__()
         self._calls = calls
-        self._is_kept = calls.asks()
-        self._by_storage: dict[int, list[_Result]] = {}
+        self._is_kept = calls.counter()
+        self._by_storage: dict[int, list[_CallResult]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in _written(func, args, kwargs or {}):
+        # A result that something writes into later must not be returned by the recomputation.
+        for tensor in _written_tensors(func, args, kwargs or {}):
             for result in self._by_storage.pop(storage_id(tensor.untyped_storage()), ()):
                 result.value = None
-        if self._is_kept(func):
-            draws = torch.Tag.nondeterministic_seeded in func.tags
-            device = next(
-                (leaf.device for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), None
-            )
-            result = _Result(_detached(out), _generator_state(device) if draws else None, device)
-            self._calls.results.append(result)
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
-                    self._by_storage.setdefault(storage_id(leaf.untyped_storage()), []).append(
-                        result
-                    )
+        if not self._is_kept(func):
+            return out
+
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        result = _CallResult(_detach(out))
+        if tensors:
+            result.device = tensors[0].device
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result.generator_state = _generator(result.device).get_state()
+        self._calls.results.append(result)
+        for tensor in tensors:
+            self._by_storage.setdefault(storage_id(tensor.untyped_storage()), []).append(result)
         return out
 
 
-class _Reuse(TorchDispatchMode):
-    """Around the recomputation."""
+class _ReuseResults(TorchDispatchMode):
+    """Mode around the recomputation, which returns the kept results."""
 
-    def __init__(self, calls: _Calls) -> None:
+    def __init__(self, calls: _KeptCalls) -> None:
         super().__init__()
         self._calls = calls
 
     def __enter__(self) -> Any:
-        self._is_kept = self._calls.asks()
-        self._next = iter(self._calls.results)
+        # A block may be recomputed more than once.
+        self._is_kept = self._calls.counter()
+        self._results = iter(self._calls.results)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._is_kept(func):
             return func(*args, **(kwargs or {}))
-        result = next(self._next)
+        result = next(self._results)
         if result.value is None:
             return func(*args, **(kwargs or {}))
-        if result.random is not None:
-            _set_generator_state(result.device, result.random)
-        return _detached(result.value)
+        # Later operators that are recomputed draw the same numbers as in the forward.
+        if result.generator_state is not None:
+            _generator(result.device).set_state(result.generator_state)
+        return _detach(result.value)
 
 
-def contexts(what: Kept) -> Callable[[], tuple[Any, Any]]:
-    """`context_fn` of torch's checkpoint."""
+def contexts(operators: KeptOperators) -> Callable[[], tuple[Any, Any]]:
+    """Return a `context_fn` for torch's checkpoint that keeps the results of operators."""
 
-    def pair() -> tuple[Any, Any]:
-        calls = _Calls(what)
-        return _Keep(calls), _Reuse(calls)
+    def make_contexts() -> tuple[Any, Any]:
+        calls = _KeptCalls(operators)
+        return _KeepResults(calls), _ReuseResults(calls)
 
-    return pair
+    return make_contexts
 
 
-def _detached(value: Any) -> Any:
-    # Autograd makes the tensor that the operator returned part of its graph; what is kept must not
-    # hold that graph.
+def _detach(value: Any) -> Any:
+    """Return the same values without their autograd graph, which a kept result must not hold."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a call wrote into. Collectives do not say it in their schema."""
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a call wrote into."""
+    # The schemas of collectives do not say which tensors they write.
     if func.namespace in ("c10d", "_c10d_functional"):
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return
@@ -219,21 +241,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
         return
     for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
-
-
-def _generator_state(device: torch.device | None) -> torch.Tensor:
-    return _generator(device).get_state()
-
-
-def _set_generator_state(device: torch.device | None, state: torch.Tensor) -> None:
-    _generator(device).set_state(state)
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _generator(device: torch.device | None) -> torch.Generator:
-    return (
-        accelerator.generator(device)
-        if device is not None and accelerator.is_one(device)
-        else torch.default_generator
-    )
+    if device is not None and accelerator.is_one(device):
+        return accelerator.generator(device)
+    return torch.default_generator

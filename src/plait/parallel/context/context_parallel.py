@@ -1,9 +1,9 @@
-"""Context parallelism: each rank of the cp axis has a part of every sequence, in all layers.
+"""Technique that gives each rank of the cp axis a part of every sequence, in all layers.
 
-All layers but attention compute a token from itself. Attention sees the other parts in one of three
-kinds (`kinds`). What depends on where a token stands in its sequence is decided from the full
-batch, before it is cut: the label that it predicts, its position, the keys that it sees. Parameters
-are the same on all ranks of the axis, and a gradient is the sum over them.
+All layers except attention compute a token from itself. Attention sees the other parts in one of
+three kinds (`kinds`). Everything that depends on the position of a token in its sequence is decided
+from the full batch before it is cut: the label that it predicts, its position, and the keys that it
+sees. Parameters are the same on all ranks of the axis, and a gradient is the sum over them.
 """
 
 from __future__ import annotations
@@ -53,49 +53,39 @@ IN_TILES = (
 
 
 class ContextParallel(Technique):
-    """How sequences are cut over the cp axis; its degree is the layout's."""
+    """Settings of the cp axis. Its degree is part of the layout."""
 
     batch_axes: ClassVar[tuple[str, ...]] = ("cp",)
     context: Kind = "all-gather-kv"
-    """How attention sees the other parts."""
+    """How queries reach the keys of other ranks: all-gather-kv, ring, ulysses."""
 
     def check(self, context: Context) -> None:
-        """Raise ConfigError or ModelError for what is not computed as in one process, or not proven
-        to be.
+        """Raise ConfigError or ModelError for settings and models that are not supported.
+
+        A model is supported if tests have shown that it computes the same as in one process.
         """
         cp = context.layout.cp
         if cp == 1:
             return
-        states = context.chosen(OptimizerOffload)
-        shards = context.chosen(ParameterOffload)
-        rules = (
-            (
-                context.chosen(DataParallel).update_in_backward,
-                (
-                    "parallel.optimizer_in_backward updates a parameter before its gradient is"
-                    " summed over cp"
-                ),
-                "set that to false",
-            ),
-            (
-                context.chosen(Compile).enabled,
-                (
-                    "compile.enabled is true, and parts of sequences are not proven under"
-                    " torch.compile"
-                ),
-                "set that to false",
-            ),
-            (
-                "nvme" in (states.device, shards.device),
-                "gradients in files are not summed over cp",
-                'use device "cpu" or "none" in offload_optimizer and offload_param',
-            ),
+        problems = []
+        if context.chosen(DataParallel).update_in_backward:
+            rule = (
+                "parallel.optimizer_in_backward updates a parameter before its gradient is summed"
+                " over cp"
+            )
+            problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
+        if context.chosen(Compile).enabled:
+            rule = "compile.enabled is true, and cut sequences are not tested with torch.compile"
+            problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
+        offload_devices = (
+            context.chosen(OptimizerOffload).device,
+            context.chosen(ParameterOffload).device,
         )
-        refuse(
-            Problem("parallel.cp", cp, rule, f"{remedy}, or use 1")
-            for applies, rule, remedy in rules
-            if applies
-        )
+        if "nvme" in offload_devices:
+            rule = "gradients in files are not summed over cp"
+            remedy = 'use device "cpu" or "none" in offload_optimizer and offload_param, or use 1'
+            problems.append(Problem("parallel.cp", cp, rule, remedy))
+        refuse(problems)
         if context.model is not None:
             refuse_unknown_model(
                 context.model,
@@ -106,39 +96,38 @@ class ContextParallel(Technique):
             )
 
     def layout(self, ranks: int, rank: int) -> SequenceLayout:
-        """Which tokens a rank has: one run of them where each rank computes all tokens of its
-        heads, otherwise an equal share of the work of causal attention.
-        """
+        """Return the tokens of a rank: two chunks in zigzag order, or one chunk with `ulysses`."""
+        # With `ulysses` each rank computes all tokens of its heads, so the work is even anyway.
         return SequenceLayout(ranks, rank, zigzag=self.context != "ulysses")
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Give the model its attention."""
+        """Replace the attention of the model."""
         group = mesh.group("cp")
         if group is None:
             return parts
         model: Any = without_wrapper(parts.model)
         place = Place(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
-        before = str(model.config._attn_implementation)
+        original = str(model.config._attn_implementation)
         implementation = implementation_of(model)
         interface.install(model, PartialAttention(self.context, place, implementation))
-        return parts.with_notes(Installed(before, implementation, place))
+        return parts.with_notes(InstalledAttention(original, implementation, place))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Cut every micro-batch; sum gradients."""
-        installed = parts.noted(Installed)
+        """Return the hook that cuts micro-batches and sums gradients."""
+        installed = parts.noted(InstalledAttention)
         if installed is None:
             return []
-        summed = [
-            p
-            for p in parts.model.parameters()
-            if p.requires_grad and "cp" in parts.reduction(p).summed
+        parameters = [
+            parameter
+            for parameter in parts.model.parameters()
+            if parameter.requires_grad and "cp" in parts.reduction(parameter).summed
         ]
         dtype = parts.shard.compute_dtype or next(parts.model.parameters()).dtype
         model = without_wrapper(parts.model)
-        return [SequenceParts(model, self, installed, summed, dtype, device=mesh.device)]
+        return [SequenceParts(model, self, installed, parameters, dtype, device=mesh.device)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """The traffic of attention and of gradients; nothing where cp is 1."""
+        """Add the traffic of attention and of gradients."""
         if (ledger.cp == 1).all():
             return ledger
         for collective, count in context_traffic(facts, ledger, self.context).items():
@@ -148,10 +137,20 @@ class ContextParallel(Technique):
     def part(
         self, batch: Any, layout: SequenceLayout, *, keeps_cache: bool = False, family: str = ""
     ) -> dict[str, Any]:
-        """A rank's part of a micro-batch that is `explicit`: what has a row for each token is cut,
-        and `attention_mask` says what each may see. `labels`, which a loss would shift at the wrong
-        end, are left out. `keeps_cache`: the model keeps a cache unless it is told otherwise.
-        `family`: its `config.model_type`. Raises InputError for a batch that cannot be cut.
+        """Return a rank's part of a micro-batch.
+
+        Entries that have a row for each token are cut. `attention_mask` describes the keys that
+        each token may see (see `visible`). `labels` are left out, because a loss would shift them
+        at the wrong end.
+
+        Args:
+            batch: The micro-batch, after `explicit`.
+            layout: Tokens of the rank.
+            keeps_cache: Whether the model returns a cache by default.
+            family: The model's `config.model_type`.
+
+        Raises:
+            InputError: The batch cannot be cut.
         """
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -171,42 +170,51 @@ class ContextParallel(Technique):
             )
         starts = visible.document_starts(batch)
         if starts is not None:
-            if batch.get("use_cache", keeps_cache):
-                raise InputError(
-                    "parallel.cp: position_ids begin anew within a row, and Transformers takes that"
-                    " for documents only where no cache is made, which model.config.use_cache ="
-                    " True does; set it to False (documents do not see each other), on every layout"
-                )
-            if family in WITHOUT_DOCUMENTS:
-                raise InputError(
-                    f"parallel.cp: position_ids begin anew within a row, and Transformers' {family}"
-                    " pays no heed to them where it masks attention: in one process documents of a"
-                    " row see each other, and parts of a sequence would separate them; give each"
-                    " document a row of its own"
-                )
+            _refuse_documents(caches=batch.get("use_cache", keeps_cache), family=family)
             length = starts.shape[1]
-            # what is added sees itself
-            alone = torch.arange(length, layout.padded(length), device=starts.device)
-            starts = torch.cat([starts, alone.expand(len(starts), -1)], 1)
-            if self.context != "ulysses":  # where a rank has all tokens
+            # Tokens that are added as padding see themselves.
+            padding = torch.arange(length, layout.padded(length), device=starts.device)
+            starts = torch.cat([starts, padding.expand(len(starts), -1)], 1)
+            # With `ulysses` a rank computes attention for all tokens.
+            if self.context != "ulysses":
                 starts = layout.cut(starts, dim=1)
-        found = {
+        cut_entries = {
             name: _cut(name, entry, ids, layout)
             for name, entry in batch.items()
             if name not in (LABELS, "attention_mask")
         }
-        mask = mark(visible.as_mask(starts, len(ids), ids.device), _tokens(batch, ids, layout))
-        return Part(found, attention_mask=mask, use_cache=False)
+        mask = visible.as_mask(starts, len(ids), ids.device)
+        mark(mask, _real_tokens(batch, ids, layout))
+        return LocalBatch(cut_entries, attention_mask=mask, use_cache=False)
 
 
-def _tokens(
+def _refuse_documents(*, caches: bool, family: str) -> None:
+    """Raise InputError if one process would not separate the documents of a row."""
+    if caches:
+        raise InputError(
+            "parallel.cp: position_ids restart within a row, which Transformers takes for documents"
+            " only if no cache is made, and model.config.use_cache = True makes one; set it to"
+            " False (documents do not see each other), on every layout"
+        )
+    if family in WITHOUT_DOCUMENTS:
+        raise InputError(
+            f"parallel.cp: position_ids restart within a row, and Transformers' {family} ignores"
+            " them when it masks attention: in one process documents of a row see each other, and"
+            " parts of a sequence would separate them; give each document a row of its own"
+        )
+
+
+def _real_tokens(
     batch: Mapping[str, Any], ids: torch.Tensor, layout: SequenceLayout
 ) -> torch.Tensor | None:
+    """Return this rank's part of a mask [batch, seq] of tokens that are not padding, or None."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return layout.cut(mask, dim=1)
     length = ids.shape[1]
-    given = batch.get("attention_mask")
-    if isinstance(given, torch.Tensor):
-        return layout.cut(given, dim=1)
-    return layout.cut(torch.ones_like(ids), dim=1) if layout.padded(length) != length else None
+    if layout.padded(length) == length:
+        return None
+    return layout.cut(torch.ones_like(ids), dim=1)
 
 
 def _cut(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> Any:
@@ -221,8 +229,8 @@ def _cut(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> An
     return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
 
 
-class Part(dict[str, Any]):
-    """A rank's part of a micro-batch."""
+class LocalBatch(dict[str, Any]):
+    """Part of a micro-batch on one rank. Reading `labels` is an error."""
 
     def __missing__(self, key: str) -> Any:
         if key == LABELS:
@@ -233,23 +241,29 @@ class Part(dict[str, Any]):
         raise KeyError(key)
 
 
-class Installed:
-    """What `apply` has changed."""
+class InstalledAttention:
+    """Record of what `ContextParallel.apply` has changed.
 
-    def __init__(self, before: str, implementation: str, place: Place) -> None:
-        self.before = before
+    Args:
+        original: Name of the model's attention implementation before the change.
+        implementation: Result of `implementation_of`.
+        place: Layout of sequences and process group.
+    """
+
+    def __init__(self, original: str, implementation: str, place: Place) -> None:
+        self.original = original
         self.implementation = implementation
         self.place = place
 
 
 class SequenceParts(StepHook):
-    """This rank's part of every sequence, and the sums of gradients over all parts."""
+    """Hook that cuts every micro-batch, and sums gradients over all parts of the sequences."""
 
     def __init__(
         self,
         model: nn.Module,
         technique: ContextParallel,
-        installed: Installed,
+        installed: InstalledAttention,
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
         *,
@@ -257,31 +271,34 @@ class SequenceParts(StepHook):
     ) -> None:
         """Create the hook.
 
-        Args: model: The model, after `ContextParallel.apply`. technique: Its settings. installed:
-            What `apply` has changed. parameters: Parameters whose gradients are summed over the
-            axis. dtype: Dtype in which attention is computed. device: Device of the model.
-            Micro-batches are moved to it after their values were read on the
-                host, so that reading them does not wait for the device.
+        Args:
+            model: The model, after `ContextParallel.apply`.
+            technique: Settings of the cp axis.
+            installed: Record of what `ContextParallel.apply` has changed.
+            parameters: Parameters whose gradients are summed over the axis.
+            dtype: Dtype in which attention is computed.
+            device: Device of the model. Micro-batches are moved to it after their values were read
+                on the host, so that reading them does not wait for the device.
         """
         self.device = device
         self.model = model
         self.technique = technique
-        self.before = installed.before
         self.parameters = parameters
-        self._compared = False
         self.layout = installed.place.layout
         self.group = installed.place.group
+        self._original = installed.original
+        self._implementation = installed.implementation
+        self._dtype = dtype
+        self._compared = False
+        self._checked_documents = False
         chunks = "2 chunks, from both ends" if self.layout.zigzag else "one chunk"
         self.said = (
             f"each sequence is cut over {self.layout.ranks} ranks ({technique.context}; a rank has"
             f" {chunks})"
         )
-        self._implementation = installed.implementation
-        self._dtype = dtype
         self._tiles_reason = self._why_in_tiles(documents=False)
         if self._tiles_reason:
             self.said += f"; {IN_TILES}: {self._tiles_reason}"
-        self._checked_documents = False
 
     def _why_in_tiles(self, *, documents: bool) -> str:
         if not self.parameters:
@@ -291,8 +308,12 @@ class SequenceParts(StepHook):
         )
 
     def transform(self, batch: Any) -> Any:
-        """Labels are shifted and positions written already."""
-        self._compare(batch)
+        """Return this rank's part of a micro-batch, on the device.
+
+        Args:
+            batch: The micro-batch, after `explicit`.
+        """
+        self._compare_first(batch)
         config = getattr(self.model, "config", None)
         keeps_cache = bool(getattr(config, "use_cache", False))
         family = str(getattr(config, "model_type", ""))
@@ -304,24 +325,23 @@ class SequenceParts(StepHook):
                 warn(f"parallel.cp: rows have several documents, and {IN_TILES}: {reason}")
         return interface.on_device(self.model, part, self.device)
 
-    def _compare(self, batch: Any) -> None:
-        """The first batch is the same on all ranks: each cuts its part from what it is given, and a
-        loader may give them different rows.
+    def _compare_first(self, batch: Any) -> None:
+        """Raise InputError if the first batch differs between the ranks. Collective.
+
+        Each rank cuts its part from its own batch, and a data loader may give them different rows.
         """
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if (
-            self._compared
-            or not isinstance(ids, torch.Tensor)
-            or isinstance(ids, FakeTensor)
-            or is_fake()
-        ):
+        if self._compared or not isinstance(ids, torch.Tensor):
+            return
+        if isinstance(ids, FakeTensor) or is_fake():
             return
         self._compared = True
         weights = torch.arange(1, ids.numel() + 1, device=ids.device)
         digest = (ids.reshape(-1) * weights).sum() * 31 + ids.shape[-1]
-        largest = torch.stack([digest, -digest]).to(self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        if int(largest[0]) != -int(largest[1]):
+        # The maximum of the negative digests is the smallest digest, so one all-reduce suffices.
+        extremes = torch.stack([digest, -digest]).to(self.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
+        if int(extremes[0]) != -int(extremes[1]):
             raise InputError(
                 f"parallel.cp = {self.layout.ranks}: the first batch is not the same on all ranks"
                 " of the cp axis, which cut their parts from it; give every rank the rows of its"
@@ -329,64 +349,67 @@ class SequenceParts(StepHook):
             )
 
     def join(self, output: Any, batch: Any) -> Any:
-        """Full sequences from the outputs of all parts. Collective over cp."""
+        """Return the outputs of complete sequences. Collective over cp."""
         length = batch["input_ids"].shape[1]
-        part = self.layout.padded(length) // self.layout.ranks
+        part_length = self.layout.padded(length) // self.layout.ranks
 
-        def joined(value: Any) -> Any:
+        def join_value(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                if value.ndim < 2 or value.shape[1] != part:
+                if value.ndim < 2 or value.shape[1] != part_length:
                     return value
                 gathered = [
                     torch.empty_like(value, memory_format=torch.contiguous_format)
                     for _ in range(self.layout.ranks)
                 ]
                 dist.all_gather(gathered, value.contiguous(), group=self.group)
+                # [batch, padded length, ...] to [batch, length, ...]
                 return self.layout.join(gathered, dim=1).narrow(1, 0, length)
-            inside = entries(value)
-            return (
-                value
-                if inside is None
-                else rebuilt(value, {key: joined(entry) for key, entry in inside.items()})
-            )
+            items = entries(value)
+            if items is None:
+                return value
+            return rebuilt(value, {key: join_value(entry) for key, entry in items.items()})
 
-        return joined(output)
+        return join_value(output)
 
     def finish_reduction(self) -> None:
-        """After the sums over data-parallel ranks. A parameter that no part used keeps no
-        gradient.
+        """Sum the gradients over cp, after they were summed over data-parallel ranks. Collective.
+
+        A parameter that no rank used keeps no gradient.
         """
         if not self.parameters:
             return
-        used = [p.grad is not None for p in self.parameters]
-        flags = accelerator.tensor_of(used, dtype=torch.uint8, device=self.device)
+        used_locally = [parameter.grad is not None for parameter in self.parameters]
+        flags = accelerator.tensor_of(used_locally, dtype=torch.uint8, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        # Only a rank that missed one has to look, and wait for its device: where it used all, all
-        # are used.
-        wanted = [True] * len(used) if all(used) or is_fake() else flags.tolist()
-        sums = []
-        for parameter, use in zip(self.parameters, wanted, strict=True):
-            if use:
+        # Reading the flags waits for the device. A rank that used all parameters knows the result.
+        used = used_locally
+        if not all(used_locally):
+            used = [True] * len(used_locally) if is_fake() else flags.tolist()
+        reductions = []
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            if is_used:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                sums.append(_Sum(local_tensor(parameter.grad), self.group))
-        for one in sums:
-            one.wait()
+                reductions.append(_GradientAllReduce(local_tensor(parameter.grad), self.group))
+        for reduction in reductions:
+            reduction.wait()
 
     def release(self) -> None:
-        """The model's own attention."""
-        interface.remove(self.model, self.before)
+        """Give the model its original attention."""
+        interface.remove(self.model, self._original)
 
 
-class _Sum:
-    """A gradient on the way to the sum over all parts, in its own memory."""
+class _GradientAllReduce:
+    """Asynchronous sum of a gradient over all parts, in place."""
 
     def __init__(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._gradient, self._sent = gradient, gradient.contiguous()
+        self._gradient = gradient
+        # Collectives need contiguous memory, which a gradient may not have.
+        self._sent = gradient.contiguous()
         self._work = dist.all_reduce(self._sent, group=group, async_op=True)
 
     def wait(self) -> None:
-        """The sum is there."""
+        """Wait for the sum."""
         if self._work is not None:
             self._work.wait()
         if self._sent is not self._gradient:
@@ -394,7 +417,7 @@ class _Sum:
 
 
 def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> Any:
-    """The part of a rank of a micro-batch as it comes from a user; the batch itself where cp is
-    1.
-    """
-    return batch if cp == 1 else dict(technique.part(explicit(batch), technique.layout(cp, rank)))
+    """Return a rank's part of a micro-batch as a user passes it; all of it if cp is 1."""
+    if cp == 1:
+        return batch
+    return dict(technique.part(explicit(batch), technique.layout(cp, rank)))

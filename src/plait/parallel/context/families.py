@@ -1,9 +1,8 @@
-"""Which models a sequence can be cut for, and why another cannot: decided from the model's class
-and configuration.
+"""Models whose sequences can be cut, decided from the class and the configuration of a model.
 
-Between the parts of a sequence only attention may pass anything on, and it has to be called through
-Transformers' attention interface, with masks that are causal, of a window or of documents. The
-families listed are those that tests compare with one process.
+Between the parts of a sequence only attention may pass information, and the model must call it
+through Transformers' attention interface, with masks that are causal, of a window or of documents.
+The listed families are those that tests compare with one process.
 """
 
 from __future__ import annotations
@@ -21,39 +20,48 @@ from plait.parallel.context.kernel import Kernel, Rule, kernel_for
 from plait.parallel.context.kinds import Kind
 
 FAMILIES = (
-    *(
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "phi3",
-        "gpt2",
-        "gpt_neox",
-    ),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"),
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
 )
 """`config.model_type` of the causal language models that are compared with one process."""
+
 WITHOUT_DOCUMENTS = ("gpt_oss",)
-"""Those whose masks Transformers makes without `position_ids`: documents in one row see each other,
-which one process does not tell.
+"""Families whose masks Transformers makes without `position_ids`.
+
+In one process the documents of a row see each other, without a warning.
 """
+
 WITH_CAPPED_SCORES = ("gemma2",)
 """Families whose attention caps its scores. On GPUs FlexAttention computes them."""
+
 KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
-"""What computes attention: SDPA's kernels, products and a softmax, FlexAttention, or
-FlashAttention.
+"""Supported values of `attn_implementation`.
+
+They are SDPA's kernels, matrix products and a softmax, FlexAttention, and FlashAttention.
 """
+
 WITHOUT_FLEX_BACKWARD = ("cpu",)
-"""Device types for which torch's FlexAttention raises NotImplementedError where it would need a
-backward.
-"""
+"""Device types for which torch's FlexAttention has no backward (it raises NotImplementedError)."""
+
+# Kernels of `Rule.kernel`, keyed by Transformers' names. "sdpa" stands for all other names.
 _KERNEL_NAMES: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
-"""Kernels of `Rule.kernel`, keyed by Transformers' names. "sdpa" stands for all other names."""
+
+# Rotary embeddings whose frequencies follow from the longest position of a batch.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies follow from the longest position of a batch."""
+
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LAYERS = ("full_attention", "sliding_attention")
 
@@ -61,22 +69,37 @@ _LAYERS = ("full_attention", "sliding_attention")
 def refuse_unknown_model(
     model: nn.Module, *, cp: int, kind: Kind, tp: int, device_type: str
 ) -> None:
-    """Raise ModelError or ConfigError for a model that would not compute what one process does, on
-    devices of that type.
+    """Check that a model would compute the same as in one process.
+
+    Args:
+        model: The model.
+        cp: Degree of the cp axis.
+        kind: How queries reach the keys of other ranks.
+        tp: Degree of the tp axis.
+        device_type: Type of the devices.
+
+    Raises:
+        ModelError: The model, one of its settings or its attention kernel is not supported.
+        ConfigError: With `ulysses`, the number of heads is not divisible.
     """
     model = without_wrapper(model)
     config: Any = getattr(model, "config", None)
     reason = (
-        _unknown(model, config) or next(_unfit(config), None) or _kernel(config, kind, device_type)
+        _why_unknown(model, config)
+        or next(_unsupported_settings(config), None)
+        or _why_no_kernel(config, kind, device_type)
     )
     if reason is not None:
         raise ModelError(f"parallel.cp = {cp}: {type(model).__name__} {reason}, or parallel.cp = 1")
+
     heads = config.num_attention_heads
     if kind == "ulysses" and heads % (tp * cp):
-        per = f"{heads} / parallel.tp {tp} = {heads // tp}" if tp > 1 else str(heads)
+        heads_text = str(heads)
+        if tp > 1:
+            heads_text = f"{heads} / parallel.tp {tp} = {heads // tp}"
         rule = (
-            f'num_attention_heads is {per}, parallel.context = "ulysses" gives each rank its heads,'
-            f" and {heads // tp} % {cp} != 0"
+            f'num_attention_heads is {heads_text}, parallel.context = "ulysses" gives each rank its'
+            f" heads, and {heads // tp} % {cp} != 0"
         )
         raise ConfigError(
             Problem(
@@ -88,20 +111,21 @@ def refuse_unknown_model(
         )
 
 
-def _unknown(model: nn.Module, config: Any) -> str | None:
-    kind = getattr(config, "model_type", None)
+def _why_unknown(model: nn.Module, config: Any) -> str | None:
+    """Return why nothing is known about the attention of a model, or None."""
+    family = getattr(config, "model_type", None)
     name = type(model).__name__
-    own = type(model).__module__.startswith("transformers.models.")
-    if not own or not hasattr(model, "set_attn_implementation"):
+    is_of_transformers = type(model).__module__.startswith("transformers.models.")
+    if not is_of_transformers or not hasattr(model, "set_attn_implementation"):
         return (
-            "is no model of Transformers, whose attention is called through its attention"
-            " interface, so nothing says what passes from token to token; use one of the families"
+            "is not a model of Transformers that calls attention through its attention interface,"
+            " so it is not known what passes from token to token; use one of the families"
             f" {', '.join(FAMILIES)}"
         )
-    if kind not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
+    if family not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return (
-            f"(model_type {kind!r}) is not among the causal language models that are compared with"
-            f" one process: {', '.join(FAMILIES)}"
+            f"(model_type {family!r}) is not among the causal language models that are compared"
+            f" with one process: {', '.join(FAMILIES)}"
         )
     if config._attn_implementation not in KERNELS:
         return (
@@ -112,29 +136,31 @@ def _unknown(model: nn.Module, config: Any) -> str | None:
     return None
 
 
-def _kernel(config: Any, kind: Kind, device_type: str) -> str | None:
-    chosen = config._attn_implementation
-    if chosen == "flex_attention" and device_type in WITHOUT_FLEX_BACKWARD:
+def _why_no_kernel(config: Any, kind: Kind, device_type: str) -> str | None:
+    """Return why the model's attention implementation cannot be used, or None."""
+    implementation = config._attn_implementation
+    if implementation == "flex_attention" and device_type in WITHOUT_FLEX_BACKWARD:
         return (
-            f"computes attention with {chosen!r}, of which torch has no backward on devices of type"
-            f' {device_type!r}; use attn_implementation="sdpa" or "eager"'
+            f"computes attention with {implementation!r}, whose backward torch does not"
+            f" implement on devices of type {device_type!r}; use"
+            ' attn_implementation="sdpa" or "eager"'
         )
-    if chosen in IMPLEMENTATIONS and kind != "ulysses":
+    if implementation in IMPLEMENTATIONS and kind != "ulysses":
         return (
-            f"computes attention with {chosen!r}, which is given complete sequences, and with"
-            f' parallel.context = {kind!r} a rank has none; use parallel.context = "ulysses", or'
-            ' attn_implementation="sdpa"'
+            f"computes attention with {implementation!r}, which is given complete sequences,"
+            f" and with parallel.context = {kind!r} a rank has none; use parallel.context ="
+            ' "ulysses", or attn_implementation="sdpa"'
         )
-    if chosen in IMPLEMENTATIONS and config.model_type == "gpt_oss":
+    if implementation in IMPLEMENTATIONS and config.model_type == "gpt_oss":
         return (
-            f"has attention sinks, which {chosen!r} leaves out in silence in some of its versions;"
+            f"has attention sinks, which some versions of {implementation!r} silently ignore;"
             ' use attn_implementation="eager"'
         )
     return None
 
 
-def _unfit(config: Any) -> Iterator[str]:
-    """Settings that a part of a sequence does not go with."""
+def _unsupported_settings(config: Any) -> Iterator[str]:
+    """Yield an explanation for each setting that is not supported for cut sequences."""
     for name in _DROPOUTS:
         value = getattr(config, name, 0) or 0
         if value:
@@ -142,16 +168,14 @@ def _unfit(config: Any) -> Iterator[str]:
                 f"has config.{name} = {value:g}, and dropout of attention weights is not computed"
                 " in parts; set it to 0"
             )
-    for rope in _ropes(getattr(config, "rope_parameters", None)):
-        if rope in _LENGTH_DEPENDENT:
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope_type in _LENGTH_DEPENDENT:
             yield (
-                f"has rotary embeddings of type {rope!r}, whose frequencies follow from the longest"
-                " position, which a rank does not have; use another type"
+                f"has rotary embeddings of type {rope_type!r}, whose frequencies follow from"
+                " the longest position, which a rank does not have; use another type"
             )
-    if (
-        getattr(config, "use_bidirectional_attention", False)
-        or getattr(config, "is_causal", True) is False
-    ):
+    is_bidirectional = getattr(config, "use_bidirectional_attention", False)
+    if is_bidirectional or getattr(config, "is_causal", True) is False:
         yield "attends in both directions, and only causal attention is cut; use a causal model"
     if getattr(config, "add_cross_attention", False):
         yield "has cross-attention, which is not cut; set config.add_cross_attention = False"
@@ -160,15 +184,12 @@ def _unfit(config: Any) -> Iterator[str]:
             "has config.reorder_and_upcast_attn, which does not call the attention interface; set"
             " it to False"
         )
-    other = next(
-        (layer for layer in getattr(config, "layer_types", None) or () if layer not in _LAYERS),
-        None,
-    )
-    if other is not None:
-        yield (
-            f"has layers of type {other!r}, and only {' and '.join(_LAYERS)} are cut; use another"
-            " model"
-        )
+    for layer_type in getattr(config, "layer_types", None) or ():
+        if layer_type not in _LAYERS:
+            yield (
+                f"has layers of type {layer_type!r}, and only {' and '.join(_LAYERS)} are cut; use"
+                " another model"
+            )
 
 
 def implementation_of(model: nn.Module) -> str:
@@ -179,8 +200,10 @@ def implementation_of(model: nn.Module) -> str:
     kernels for both models, so it treats their "eager" as "sdpa".
     """
     config: Any = model.config
-    chosen = str(config._attn_implementation)
-    return "sdpa" if chosen == "eager" and not getattr(model, "_supports_sdpa", True) else chosen
+    implementation = str(config._attn_implementation)
+    if implementation == "eager" and not getattr(model, "_supports_sdpa", True):
+        return "sdpa"
+    return implementation
 
 
 def kernel_named(implementation: str) -> Kernel:
@@ -191,7 +214,7 @@ def kernel_named(implementation: str) -> Kernel:
 def why_in_tiles(
     config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool
 ) -> str:
-    """Return why attention is computed in tiles of matrix products on a GPU.
+    """Return the reason why attention is computed in tiles of matrix products on a GPU.
 
     Args:
         config: Configuration of the model.
@@ -208,7 +231,9 @@ def why_in_tiles(
     softcap = getattr(config, "attn_logit_softcapping", None)
     rule = Rule(1.0, _window(config), softcap, kernel_named(implementation))
     kernel, reason = kernel_for(device, dtype, _head_widths(config), rule, documents=documents)
-    return reason if kernel == "products" else ""
+    if kernel != "products":
+        return ""
+    return reason
 
 
 def _window(config: Any) -> int | None:
@@ -218,7 +243,9 @@ def _window(config: Any) -> int | None:
         has_window = "sliding_attention" in layers
     else:
         has_window = getattr(config, "use_sliding_window", True)
-    return getattr(config, "sliding_window", None) if has_window else None
+    if not has_window:
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 def _head_widths(config: Any) -> tuple[int, int]:
@@ -229,11 +256,12 @@ def _head_widths(config: Any) -> tuple[int, int]:
     return width, width
 
 
-def _ropes(parameters: Any) -> Iterator[str]:
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Yield the types of rotary embeddings. Parameters may be nested, one entry per layer type."""
     if not isinstance(parameters, Mapping):
         return
-    kind = parameters.get("rope_type", parameters.get("type"))
-    if isinstance(kind, str):
-        yield kind
-    for inner in parameters.values():
-        yield from _ropes(inner)
+    rope_type = parameters.get("rope_type", parameters.get("type"))
+    if isinstance(rope_type, str):
+        yield rope_type
+    for nested in parameters.values():
+        yield from _rope_types(nested)

@@ -1,5 +1,7 @@
-"""FlashAttention on complete sequences, through the function that Transformers finds for a name:
-the package, or a kernel of the Hub.
+"""FlashAttention on complete sequences.
+
+The function is the one that Transformers finds for a name: that of the package, or a kernel of the
+Hub.
 """
 
 from __future__ import annotations
@@ -13,20 +15,24 @@ from plait.parallel.context.kernel import Rule
 from plait.parallel.micro_batches import to_device
 
 IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3")
-"""Transformers' names."""
+"""Transformers' names of the implementations."""
 
 
 @dataclass(frozen=True)
-class Documents:
-    """Documents of a micro-batch as FlashAttention takes them: all rows are concatenated."""
+class PackedDocuments:
+    """Documents of a micro-batch as FlashAttention takes them: all rows are concatenated.
+
+    Attributes:
+        bounds: Start of each document, and end of the last one: [documents + 1] int32, on the
+            device.
+        longest: Number of tokens of the longest document.
+    """
 
     bounds: torch.Tensor
-    """Start of each document, and end of the last one: [documents + 1] int32, on the device."""
     longest: int
-    """Tokens of the longest document."""
 
     @classmethod
-    def of(cls, starts: torch.Tensor, device: torch.device) -> Documents:
+    def of(cls, starts: torch.Tensor, device: torch.device) -> PackedDocuments:
         """Find the documents of a micro-batch. Waits for the device of `starts`.
 
         Args:
@@ -43,28 +49,44 @@ def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    documents: Documents | None,
+    documents: PackedDocuments | None,
     rule: Rule,
     implementation: str,
 ) -> torch.Tensor:
-    """Causal attention [batch, heads, tokens, width] of queries [batch, heads, tokens, head_dim],
-    and keys and values [batch, kv_heads, tokens, ...]; differentiable. If `documents` is None, each
-    row is one document.
+    """Compute causal attention of complete sequences. The result is differentiable.
+
+    Args:
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, kv_heads, tokens, head_dim].
+        value: [batch, kv_heads, tokens, width].
+        documents: Documents of the rows, or None if each row is one document.
+        rule: Rule of the layer.
+        implementation: Transformers' name of the implementation.
+
+    Returns:
+        [batch, heads, tokens, width].
     """
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-    (of_rows, of_documents, *_), (arguments_of, _) = lazy_import_flash_attention(implementation)
-    batch, _, length, width = query.shape
-    narrower = width - value.shape[3]  # queries and values have one width there
-    given = [x.transpose(1, 2) for x in (query, key, F.pad(value, (0, narrower)))]
+    functions, (process_arguments, _) = lazy_import_flash_attention(implementation)
+    row_function, document_function, *_ = functions
+    batch, _, length, head_dim = query.shape
+    # FlashAttention requires values as wide as queries.
+    padding = head_dim - value.shape[3]
+    # [batch, tokens, heads, head_dim]
+    inputs = [x.transpose(1, 2) for x in (query, key, F.pad(value, (0, padding)))]
     settings = {"softmax_scale": rule.scale, "sliding_window": rule.window, "softcap": rule.softcap}
     if documents is None:
-        output = of_rows(*given, **arguments_of(length, length, True, **settings))
+        output = row_function(*inputs, **process_arguments(length, length, True, **settings))
     else:
         bounds = documents.bounds
         settings |= {"max_seqlen_q": documents.longest, "max_seqlen_k": documents.longest}
-        flat = [x.reshape(-1, *x.shape[2:]) for x in given]
-        arguments = arguments_of(length, length, True, **settings)
-        output = of_documents(*flat, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **arguments)
-    output = output[0] if isinstance(output, tuple) else output
-    return output.view(batch, length, *output.shape[-2:])[..., : width - narrower].transpose(1, 2)
+        # [batch * tokens, heads, head_dim]
+        packed = [x.reshape(-1, *x.shape[2:]) for x in inputs]
+        arguments = process_arguments(length, length, True, **settings)
+        output = document_function(*packed, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **arguments)
+    # Some versions also return the log-sum-exp.
+    if isinstance(output, tuple):
+        output = output[0]
+    output = output.view(batch, length, *output.shape[-2:])
+    return output[..., : head_dim - padding].transpose(1, 2)

@@ -1,5 +1,4 @@
-"""torch's FlexAttention for a part of a softmax: outputs, log-sum-exps, and the gradients of a
-softmax over more keys.
+"""FlexAttention of torch as a part of a softmax over more keys: outputs, log-sum-exps, gradients.
 
 Visibility is a function of positions, so that blocks of scores without a visible pair are skipped.
 FlexAttention is compiled, except on CPUs, where torch has no backward for it.
@@ -16,22 +15,27 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from plait._torch.operators import FakeTensor, view_base
 
+# Block masks of a micro-batch, keyed by its tensor of document starts. All layers share them.
 _document_masks: Any = WeakIdKeyDictionary()
-"""Block masks of a micro-batch, keyed by its tensor of document starts. All layers share them."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a layer does to the scores of the queries and keys of a piece."""
+    """Visibility and scaling of the scores of some queries and keys.
+
+    Attributes:
+        query_at: Position of the first query in the sequence.
+        key_at: Position of the first key in the sequence.
+        starts: [batch, queries], position at which the document of a query begins, or None.
+        window: Number of tokens that a query sees, itself included; None for all.
+        scale: Factor of the scores.
+        softcap: Cap of the scores, see `kernel.Rule`.
+    """
 
     query_at: int
-    """Position of the first query in the sequence."""
     key_at: int
-    """Position of the first key in the sequence."""
     starts: torch.Tensor | None
-    """[batch, queries], position at which the document of a query begins, or None."""
     window: int | None
-    """Number of tokens that a query sees, itself included. None: all."""
     scale: float
     softcap: float | None
 
@@ -45,23 +49,24 @@ def attention(
         query: [batch, heads, queries, head_dim].
         key: [batch, kv_heads, keys, head_dim].
         value: [batch, kv_heads, keys, width].
-        scores: What the layer does to its scores.
+        scores: Visibility and scaling of the scores.
 
-    Returns: The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries],
+    Returns:
+        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries],
         which is -inf where a query sees no key.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
-    cap = _on_device(scores.softcap or 1.0, query.device)
+    softcap = _scalar(scores.softcap or 1.0, query.device)
 
-    def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(score / cap) * cap
+    def cap_score(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(score / softcap) * softcap
 
     output, auxiliary = _function("flex_attention", query.device.type)(
         query,
         key,
         value,
-        score_mod=None if scores.softcap is None else capped,
+        score_mod=None if scores.softcap is None else cap_score,
         block_mask=_block_mask(query, key, scores),
         scale=scores.scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -92,7 +97,7 @@ def gradients(
         value: See `attention`.
         output: Output over all keys.
         log_sum_exp: Log-sum-exp over all keys.
-        scores: What the layer does to its scores.
+        scores: Visibility and scaling of the scores.
     """
     query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
     with torch.enable_grad():
@@ -111,8 +116,9 @@ def _block_mask(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> Any:
     starts = scores.starts
     if starts is None:
         # A dry run's tensors have no values, so its masks are not shared with real runs.
-        new_mask = _new_mask if isinstance(query, FakeTensor) else _position_mask
-        return new_mask(query.device, *sizes, None)
+        if isinstance(query, FakeTensor):
+            return _new_mask(query.device, *sizes, None)
+        return _position_mask(query.device, *sizes, None)
     masks = _document_masks.setdefault(view_base(starts), {})
     if sizes not in masks:
         # The mask refers to a copy, because an entry that refers to its own weak key would live
@@ -132,36 +138,36 @@ def _new_mask(
     window: int | None,
     starts: torch.Tensor | None,
 ) -> Any:
-    # Numbers are tensors, because code would be compiled anew for each of them, and torch runs a
+    # Numbers are tensors, because code would be recompiled for each of them, and torch runs a
     # function uncompiled after it has compiled it eight times.
-    first_query = _on_device(query_at, device)
-    first_key = _on_device(key_at, device)
-    seen_tokens = _on_device(query_at + queries if window is None else window, device)
+    first_query = _scalar(query_at, device)
+    first_key = _scalar(key_at, device)
+    # Without a window the last query sees all tokens before it.
+    window_tokens = _scalar(query_at + queries if window is None else window, device)
 
-    def seen(
+    def is_visible(
         batch: torch.Tensor, _head: torch.Tensor, query_index: torch.Tensor, key_index: torch.Tensor
     ) -> torch.Tensor:
         query_position = query_index + first_query
         key_position = key_index + first_key
-        visible = (key_position <= query_position) & (key_position > query_position - seen_tokens)
+        visible = (key_position <= query_position) & (key_position > query_position - window_tokens)
         if starts is not None:
             visible = visible & (key_position >= starts[batch, query_index])
         return visible
 
     rows = None if starts is None else len(starts)
     return _function("create_block_mask", device.type)(
-        seen, rows, None, queries, keys, device=device
+        is_visible, rows, None, queries, keys, device=device
     )
 
 
+# Block masks that depend on positions only. All layers and micro-batches share them.
 _position_mask = lru_cache(maxsize=64)(_new_mask)
-"""Block masks that depend on positions only. All layers and micro-batches share them."""
 
 
-def _on_device(number: float, device: torch.device) -> torch.Tensor:
-    """Return a 0-dimensional tensor. `torch.full` fills it on the device, so the host does not
-    wait.
-    """
+def _scalar(number: float, device: torch.device) -> torch.Tensor:
+    """Return a 0-dimensional tensor."""
+    # `torch.full` fills it on the device. A copy from the host would wait.
     return torch.full((), number, device=device)
 
 
@@ -170,4 +176,6 @@ def _function(name: str, device_type: str) -> Any:
     from torch.nn.attention import flex_attention
 
     function = getattr(flex_attention, name)
-    return function if device_type == "cpu" else torch.compile(function)
+    if device_type == "cpu":
+        return function
+    return torch.compile(function)

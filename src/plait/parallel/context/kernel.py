@@ -1,7 +1,7 @@
 """Attention of some queries to some keys, as a part of a softmax over more keys.
 
 Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU
-one fused kernel computes a complete piece. If the kernel does not support its shape, the piece is
+one fused kernel computes a complete block. If the kernel does not support its shape, the block is
 divided into parts that are fully visible or causal, or into tiles that are small enough for a mask.
 Scores are computed in float32 or wider. This module does not communicate.
 """
@@ -30,52 +30,62 @@ from plait.parallel.context import flex
 
 TILE_ELEMENTS = 2**22
 """Largest number of scores of a tile; 2^22 are 16 MiB of float32."""
+
+# Log-sum-exp of a query that sees no key. It is finite, so that the difference of two of them is
+# not NaN.
 LOWEST = -1e30
-"""Log-sum-exp of a query that sees no key. It is finite, so that the difference of two of them is
-not nan.
-"""
+
 Kernel = Literal["sdpa", "cpu", "flash", "efficient", "flex", "products"]
+"""Kernels of a layer: "sdpa" stands for the best one, "products" for matrix products in tiles."""
+
 FUSED: dict[Kernel, FusedAttention] = {"cpu": CPU, "flash": FLASH, "efficient": EFFICIENT}
+"""Fused kernels of torch that return the log-sum-exp."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a layer does to its scores."""
+    """Attention settings of a layer.
+
+    Attributes:
+        scale: Factor of the scores.
+        window: Number of tokens that a token sees, itself included; None for all previous tokens.
+        softcap: Cap of the scores, which become `softcap * tanh(score / softcap)`, or None.
+        kernel: Kernel of the layer. "sdpa" stands for the best kernel of the device (`kernel_for`).
+    """
 
     scale: float
     window: int | None = None
-    """Number of tokens that a token sees, itself included. None: all previous tokens."""
     softcap: float | None = None
-    """Scores become `softcap * tanh(score / softcap)`."""
     kernel: Kernel = "sdpa"
-    """Kernel of the layer. "sdpa" stands for the best kernel of the device (`kernel_for`),
-    "products" for matrix products in tiles.
-    """
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries and keys whose scores are computed together."""
+    """Queries and keys whose scores are computed together.
+
+    Attributes:
+        query: [batch, heads, queries, head_dim].
+        key: [batch, kv_heads, keys, head_dim].
+        value: [batch, kv_heads, keys, width].
+        query_at: Position of the first query in the sequence.
+        key_at: Position of the first key in the sequence.
+        starts: [batch, queries], position at which the document of a query begins; None if there is
+            only one document.
+        row: Index of the first query in the tensors that results are added to.
+        column: Index of the first key in the tensors that gradients are added to.
+    """
 
     query: torch.Tensor
-    """[batch, heads, queries, head_dim]."""
     key: torch.Tensor
-    """[batch, kv_heads, keys, head_dim]."""
     value: torch.Tensor
-    """[batch, kv_heads, keys, width]."""
     query_at: int
-    """Position of the first query in the sequence."""
     key_at: int
-    """Position of the first key in the sequence."""
     starts: torch.Tensor | None = None
-    """[batch, queries], position at which the document of a query begins. None: one document."""
     row: int = 0
-    """Index of the first query in the tensors that results are added to."""
     column: int = 0
-    """Index of the first key in the tensors that gradients are added to."""
 
     def rows(self, start: int, end: int) -> Piece:
-        """Return the piece with the queries from index `start` up to but not including `end`."""
+        """Return the block with the queries from index `start` up to but not including `end`."""
         return replace(
             self,
             query=self.query[:, :, start:end],
@@ -85,7 +95,7 @@ class Piece:
         )
 
     def keys(self, low: int, high: int) -> Piece:
-        """Return the piece with the keys from position `low` up to but not including `high`."""
+        """Return the block with the keys from position `low` up to but not including `high`."""
         start = low - self.key_at
         end = high - self.key_at
         return replace(
@@ -104,7 +114,9 @@ class Piece:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums are computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return dtype
+    return torch.float32
 
 
 def kernel_for(
@@ -134,8 +146,9 @@ def kernel_for(
 
     has_mask = documents or rule.softcap is not None
     if device.type == "cpu":
-        is_supported = not has_mask and widths[0] == widths[1]
-        return "cpu" if is_supported else "products", ""
+        if has_mask or widths[0] != widths[1]:
+            return "products", ""
+        return "cpu", ""
     if not accelerator.is_one(device):
         return "products", f"no fused kernel of torch is known for devices of type {device.type!r}"
 
@@ -200,16 +213,17 @@ class PartialSoftmax:
         torch.logaddexp(merged_log_sum_exp, log_sum_exp, out=merged_log_sum_exp)
 
     def finished(self, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output in the dtype of the queries, and the log-sum-exp, of the softmax over
-        all keys.
+        """Return the output, in the dtype of the queries, and the log-sum-exp over all keys.
 
-        Args: sinks: [heads], score of an additional key of each head, whose value is 0. It is added
-            once,
-                after the parts of the sequence are combined.
+        Args:
+            sinks: [heads], score of an additional key of each head, whose value is 0. It is added
+                once, after the parts of the sequence are combined.
         """
         output = self._output
         log_sum_exp = self._log_sum_exp
-        assert output is not None and log_sum_exp is not None  # each token sees itself
+        # Each token sees itself, so something was added.
+        assert output is not None
+        assert log_sum_exp is not None
         if sinks is not None:
             total = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
             output = output * torch.exp(log_sum_exp - total).unsqueeze(-1)
@@ -219,7 +233,13 @@ class PartialSoftmax:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Inputs of the backward for some queries. Output and log-sum-exp are those over all keys."""
+    """Inputs of the backward for some queries.
+
+    Attributes:
+        grad: Gradient of `output`.
+        output: Output over all keys.
+        log_sum_exp: Log-sum-exp over all keys.
+    """
 
     grad: torch.Tensor
     output: torch.Tensor
@@ -230,19 +250,20 @@ class Outputs:
         """Return the inputs for the queries from index `start` up to but not including `end`.
 
         Their tokens follow each other in memory, which fused kernels require. The result is cached
-        for the next piece with the same queries.
+        for the next block with the same queries.
         """
         if (start, end) == (0, self.output.shape[2]):
             return self
         if (start, end) not in self._rows:
-            grad, output = (_gapless(x[:, :, start:end]) for x in (self.grad, self.output))
             self._rows[start, end] = Outputs(
-                grad, output, self.log_sum_exp[:, :, start:end].contiguous()
+                grad=_pack_tokens(self.grad[:, :, start:end]),
+                output=_pack_tokens(self.output[:, :, start:end]),
+                log_sum_exp=self.log_sum_exp[:, :, start:end].contiguous(),
             )
         return self._rows[start, end]
 
 
-def _gapless(x: torch.Tensor) -> torch.Tensor:
+def _pack_tokens(x: torch.Tensor) -> torch.Tensor:
     """Return [batch, heads, tokens, width] with tokens that follow each other in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -256,9 +277,10 @@ class GradientSum:
     def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
         """Start with a sum of zero.
 
-        Args: like: The tensor whose gradient this is. total: Tensor of zeros that receives the sum.
-            None: a first gradient that covers all tokens
-                becomes the sum without a copy.
+        Args:
+            like: The tensor whose gradient this is.
+            total: Tensor of zeros that receives the sum. Without it, a first gradient that covers
+                all tokens becomes the sum without a copy.
         """
         self.like = like
         self._total = total
@@ -292,93 +314,101 @@ class Gradients:
         self.value = value
 
     def add(
-        self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, block: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Add the gradients of a piece.
+        """Add the gradients of a block.
 
         The gradients of keys and values may have one head per query head. They are then summed over
         the query heads of each key-value head.
         """
-        self.query.add(piece.row, query)
-        self.key.add(piece.column, _summed(key, piece.key.shape[1]))
-        self.value.add(piece.column, _summed(value, piece.value.shape[1]))
+        self.query.add(block.row, query)
+        self.key.add(block.column, _sum_heads(key, block.key.shape[1]))
+        self.value.add(block.column, _sum_heads(value, block.value.shape[1]))
 
 
-def attend(piece: Piece, rule: Rule, into: PartialSoftmax) -> None:
-    """Add the keys of a piece to the softmax of its queries."""
-    visible = _visible(piece, rule)
+def attend(block: Piece, rule: Rule, into: PartialSoftmax) -> None:
+    """Add the keys of a block to the softmax of its queries.
+
+    Args:
+        block: Queries and keys.
+        rule: Rule of the layer.
+        into: Softmax of the tensor of queries that `block.row` is an index of.
+    """
+    visible = _drop_invisible(block, rule)
     if visible is None:
         return
-    piece = visible
-    kernel = _kernel(piece, rule)
+    block = visible
+    kernel = _choose_kernel(block, rule)
     if kernel == "flex":
         output, log_sum_exp = flex.attention(
-            piece.query, piece.key, piece.value, _scores_of(piece, rule)
+            block.query, block.key, block.value, _flex_scores(block, rule)
         )
-        into.add(piece.row, output, log_sum_exp.clamp_(min=LOWEST))
+        into.add(block.row, output, log_sum_exp.clamp_(min=LOWEST))
         return
 
     fused = FUSED.get(kernel)
-    band = _band(piece, rule)
-    if fused is not None and _supports(fused, piece, band):
-        key, value = _heads_for(fused, piece)
-        into.add(piece.row, *fused.forward((piece.query, key, value), band, rule.scale))
+    band = _band(block, rule)
+    if fused is not None and _supports(fused, block, band):
+        key, value = _heads_for(fused, block)
+        into.add(block.row, *fused.forward((block.query, key, value), band, rule.scale))
         return
 
-    halves = _divided(piece)
+    # Without a window the keys before the first query are fully visible and the others causal.
+    # Fused kernels support both.
+    halves = _divide_keys(block)
     if halves is not None:
         for half in halves:
             attend(half, rule, into)
         return
 
-    results = [_tile(tile, rule) for tile in _tiles(piece)]
+    results = [_attend_tile(tile, rule) for tile in _divide_queries(block)]
     outputs, log_sum_exps = zip(*results, strict=True)
-    into.add(piece.row, torch.cat(outputs, 2), torch.cat(log_sum_exps, 2))
+    into.add(block.row, torch.cat(outputs, 2), torch.cat(log_sum_exps, 2))
 
 
-def attend_backward(piece: Piece, rule: Rule, outputs: Outputs, into: Gradients) -> None:
-    """Add the gradients that flow through the keys of a piece.
+def attend_backward(block: Piece, rule: Rule, outputs: Outputs, into: Gradients) -> None:
+    """Add the gradients that flow through the keys of a block.
 
     Args:
-        piece: Queries and keys.
+        block: Queries and keys.
         rule: Rule of the layer.
-        outputs: Inputs of the backward for the tensor of queries that `piece.row` is an index of.
+        outputs: Inputs of the backward for the tensor of queries that `block.row` is an index of.
         into: Sums that receive the gradients.
     """
-    visible = _visible(piece, rule)
+    visible = _drop_invisible(block, rule)
     if visible is None:
         return
-    piece = visible
-    kernel = _kernel(piece, rule)
-    first_row = piece.row
-    end_row = first_row + piece.query.shape[2]
+    block = visible
+    kernel = _choose_kernel(block, rule)
+    first_row = block.row
+    end_row = first_row + block.query.shape[2]
     if kernel == "flex":
         rows = outputs.rows(first_row, end_row)
-        scores = _scores_of(piece, rule)
+        scores = _flex_scores(block, rule)
         gradients = flex.gradients(
-            rows.grad, piece.query, piece.key, piece.value, rows.output, rows.log_sum_exp, scores
+            rows.grad, block.query, block.key, block.value, rows.output, rows.log_sum_exp, scores
         )
-        into.add(piece, *gradients)
+        into.add(block, *gradients)
         return
 
     fused = FUSED.get(kernel)
-    band = _band(piece, rule)
-    if fused is not None and _supports(fused, piece, band):
-        key, value = _heads_for(fused, piece)
+    band = _band(block, rule)
+    if fused is not None and _supports(fused, block, band):
+        key, value = _heads_for(fused, block)
         rows = outputs.rows(first_row, end_row)
         softmax = Softmax(rows.grad, rows.output, rows.log_sum_exp)
-        gradients = fused.backward((piece.query, key, value), softmax, band, rule.scale)
-        into.add(piece, *gradients)
+        gradients = fused.backward((block.query, key, value), softmax, band, rule.scale)
+        into.add(block, *gradients)
         return
 
-    halves = _divided(piece)
+    halves = _divide_keys(block)
     if halves is not None:
         for half in halves:
             attend_backward(half, rule, outputs, into)
         return
 
-    for tile in _tiles(piece):
-        visible = _visible(tile, rule)
+    for tile in _divide_queries(block):
+        visible = _drop_invisible(tile, rule)
         if visible is not None:
             into.add(visible, *_tile_gradients(visible, rule, outputs))
 
@@ -401,152 +431,153 @@ def sink_gradient(
     return -(weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)
 
 
-def _kernel(piece: Piece, rule: Rule) -> Kernel:
-    widths = piece.query.shape[3], piece.value.shape[3]
+def _choose_kernel(block: Piece, rule: Rule) -> Kernel:
+    widths = block.query.shape[3], block.value.shape[3]
     return kernel_for(
-        piece.query.device, piece.query.dtype, widths, rule, documents=piece.starts is not None
+        block.query.device, block.query.dtype, widths, rule, documents=block.starts is not None
     )[0]
 
 
-def _visible(piece: Piece, rule: Rule) -> Piece | None:
+def _drop_invisible(block: Piece, rule: Rule) -> Piece | None:
     """Drop the keys that no query sees, and the queries whose window begins after the last key.
 
-    Returns None if nothing is left.
+    Returns:
+        The smaller block, or None if nothing remains.
     """
-    count = piece.query.shape[2]
-    low = piece.key_at
-    high = min(piece.key_at + piece.key.shape[2], piece.query_at + count)
+    count = block.query.shape[2]
+    low = block.key_at
+    high = min(block.key_at + block.key.shape[2], block.query_at + count)
     if rule.window is not None:
-        low = max(low, piece.query_at - rule.window + 1)
-        count = min(count, high + rule.window - 1 - piece.query_at)
-    starts = piece.starts
+        low = max(low, block.query_at - rule.window + 1)
+        count = min(count, high + rule.window - 1 - block.query_at)
+    starts = block.starts
     # Only on CPUs, because on a GPU the host would wait for the number.
     if starts is not None and starts.device.type == "cpu" and not isinstance(starts, FakeTensor):
         low = max(low, int(starts.min()))
     if low >= high or count <= 0:
         return None
 
-    if count < piece.query.shape[2]:
-        piece = piece.rows(0, count)
-    if high - low < piece.key.shape[2]:
-        piece = piece.keys(low, high)
-    return piece
+    if count < block.query.shape[2]:
+        block = block.rows(0, count)
+    if high - low < block.key.shape[2]:
+        block = block.keys(low, high)
+    return block
 
 
-def _band(piece: Piece, rule: Rule) -> Band:
+def _band(block: Piece, rule: Rule) -> Band:
     """Return the band of keys that queries see according to their positions and the window."""
-    queries = piece.query.shape[2]
-    keys = piece.key.shape[2]
+    queries = block.query.shape[2]
+    keys = block.key.shape[2]
     # Query i sees key j if i + ahead - window < j <= i + ahead. A band counts from i + keys -
-    # queries. `_visible` has left no query without a key, so neither limit is negative.
-    ahead = piece.query_at - piece.key_at
+    # queries. `_drop_invisible` has left no query without a key, so neither limit is negative.
+    ahead = block.query_at - block.key_at
     right = ahead - (keys - queries) if ahead < keys - 1 else None
     if rule.window is None:
         return Band(None, right)
-    first_key = ahead - rule.window + 1  # the first one that the first query sees
+    # First key that the first query sees.
+    first_key = ahead - rule.window + 1
     left = keys - queries - first_key if first_key + queries > 1 else None
     return Band(left, right)
 
 
-def _supports(fused: FusedAttention, piece: Piece, band: Band) -> bool:
-    return piece.starts is None and (
-        fused.bands or band.is_square(piece.query.shape[2], piece.key.shape[2])
+def _supports(fused: FusedAttention, block: Piece, band: Band) -> bool:
+    return block.starts is None and (
+        fused.bands or band.is_square(block.query.shape[2], block.key.shape[2])
     )
 
 
-def _divided(piece: Piece) -> tuple[Piece, Piece] | None:
+def _divide_keys(block: Piece) -> tuple[Piece, Piece] | None:
     """Divide the keys at the position of the first query.
 
-    Returns the piece with the keys from that position on, and the piece with the keys before it.
-    Returns None if one of them would be empty, or if the piece has documents.
+    Returns:
+        The block with the keys from that position on, and the block with the keys before it. None
+        if one of them would be empty, or if the block has documents.
     """
-    low = piece.key_at
-    high = low + piece.key.shape[2]
-    if piece.starts is not None or not low < piece.query_at < high:
+    low = block.key_at
+    high = low + block.key.shape[2]
+    if block.starts is not None or not low < block.query_at < high:
         return None
-    return piece.keys(piece.query_at, high), piece.keys(low, piece.query_at)
+    return block.keys(block.query_at, high), block.keys(low, block.query_at)
 
 
-def _tiles(piece: Piece) -> list[Piece]:
+def _divide_queries(block: Piece) -> list[Piece]:
     """Divide the queries into tiles of at most `TILE_ELEMENTS` scores, or of one query."""
-    batch, heads, count, _ = piece.query.shape
-    step = max(1, TILE_ELEMENTS // (batch * heads * piece.key.shape[2]))
-    return [piece.rows(start, min(start + step, count)) for start in range(0, count, step)]
+    batch, heads, count, _ = block.query.shape
+    step = max(1, TILE_ELEMENTS // (batch * heads * block.key.shape[2]))
+    return [block.rows(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _heads_for(fused: FusedAttention, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+def _heads_for(fused: FusedAttention, block: Piece) -> tuple[torch.Tensor, torch.Tensor]:
     if fused.shares_heads:
-        return piece.key, piece.value
-    return _repeated(piece.key, piece.groups), _repeated(piece.value, piece.groups)
+        return block.key, block.value
+    return _repeat_heads(block.key, block.groups), _repeat_heads(block.value, block.groups)
 
 
-def _scores_of(piece: Piece, rule: Rule) -> flex.Scores:
+def _flex_scores(block: Piece, rule: Rule) -> flex.Scores:
     return flex.Scores(
-        piece.query_at, piece.key_at, piece.starts, rule.window, rule.scale, rule.softcap
+        block.query_at, block.key_at, block.starts, rule.window, rule.scale, rule.softcap
     )
 
 
-def _mask(piece: Piece, rule: Rule) -> torch.Tensor | None:
-    """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all keys are
-    visible.
-    """
-    if piece.starts is None and _band(piece, rule) == Band():
+def _mask(block: Piece, rule: Rule) -> torch.Tensor | None:
+    """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all are."""
+    if block.starts is None and _band(block, rule) == Band():
         return None
     query = torch.arange(
-        piece.query_at, piece.query_at + piece.query.shape[2], device=piece.query.device
+        block.query_at, block.query_at + block.query.shape[2], device=block.query.device
     )[:, None]
-    key = torch.arange(piece.key_at, piece.key_at + piece.key.shape[2], device=piece.query.device)
+    key = torch.arange(block.key_at, block.key_at + block.key.shape[2], device=block.query.device)
     is_visible = (key <= query)[None]
-    if piece.starts is not None:
-        is_visible = is_visible & (key >= piece.starts[..., None])
+    if block.starts is not None:
+        is_visible = is_visible & (key >= block.starts[..., None])
     if rule.window is not None:
         is_visible = is_visible & (key > query - rule.window)
     return is_visible[:, None]
 
 
-def _tile(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_tile(block: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the log-sum-exp of a tile in the dtype of `wide`."""
-    visible = _visible(piece, rule)
+    visible = _drop_invisible(block, rule)
     # Every query of the tile needs a result, also one that sees no key.
-    if visible is None or visible.query.shape[2] < piece.query.shape[2]:
-        visible = piece
+    if visible is None or visible.query.shape[2] < block.query.shape[2]:
+        visible = block
     scores, _ = _scores(visible, rule)
     log_sum_exp = torch.logsumexp(scores, -1).clamp_(min=LOWEST)
     weights = torch.exp(scores - log_sum_exp.unsqueeze(-1))
-    output = weights.to(visible.value.dtype) @ _repeated(visible.value, visible.groups)
+    output = weights.to(visible.value.dtype) @ _repeat_heads(visible.value, visible.groups)
     return output.to(scores.dtype), log_sum_exp
 
 
-def _scores(piece: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scores(block: Piece, rule: Rule) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the scores [batch, heads, queries, keys] and the derivative of their cap.
 
     Scores of invisible keys are -inf. The derivative is None without a cap.
     """
-    key = _repeated(piece.key, piece.groups)
-    scores = (piece.query @ key.transpose(-1, -2)).to(wide(piece.query.dtype)) * rule.scale
+    key = _repeat_heads(block.key, block.groups)
+    scores = (block.query @ key.transpose(-1, -2)).to(wide(block.query.dtype)) * rule.scale
     slope = None
     if rule.softcap is not None:
         capped = torch.tanh(scores / rule.softcap)
         scores = capped * rule.softcap
         slope = 1 - capped * capped
-    mask = _mask(piece, rule)
+    mask = _mask(block, rule)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores, slope
 
 
 def _tile_gradients(
-    piece: Piece, rule: Rule, outputs: Outputs
+    block: Piece, rule: Rule, outputs: Outputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = slice(piece.row, piece.row + piece.query.shape[2])
+    rows = slice(block.row, block.row + block.query.shape[2])
     grad, output, log_sum_exp = (
         x[:, :, rows] for x in (outputs.grad, outputs.output, outputs.log_sum_exp)
     )
-    scores, slope = _scores(piece, rule)
+    scores, slope = _scores(block, rule)
     weights = torch.exp(scores - log_sum_exp.unsqueeze(-1))
-    dtype = piece.query.dtype
-    key = _repeated(piece.key, piece.groups)
-    value = _repeated(piece.value, piece.groups)
+    dtype = block.query.dtype
+    key = _repeat_heads(block.key, block.groups)
+    value = _repeat_heads(block.value, block.groups)
 
     grad_dot_output = (grad.to(scores.dtype) * output.to(scores.dtype)).sum(-1, keepdim=True)
     grad_scores = weights * ((grad @ value.transpose(-1, -2)).to(scores.dtype) - grad_dot_output)
@@ -555,19 +586,19 @@ def _tile_gradients(
     grad_scores = (grad_scores * rule.scale).to(dtype)
 
     grad_query = grad_scores @ key
-    grad_key = grad_scores.transpose(-1, -2) @ piece.query
+    grad_key = grad_scores.transpose(-1, -2) @ block.query
     grad_value = weights.to(dtype).transpose(-1, -2) @ grad
     return grad_query, grad_key, grad_value
 
 
-def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
     """Repeat [batch, kv_heads, ...] for every query head."""
     if groups == 1:
         return x
     return x.repeat_interleave(groups, dim=1)
 
 
-def _summed(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _sum_heads(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Sum a gradient with one head per query head over the query heads of each key-value head."""
     if gradient.shape[1] == kv_heads:
         return gradient

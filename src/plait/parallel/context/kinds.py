@@ -1,9 +1,10 @@
-"""Three ways in which queries reach the keys of other ranks. Each is an autograd function of local
-tensors.
+"""Three kinds of attention in which queries reach the keys of other ranks.
+
+Each kind is an autograd function of local tensors:
 
     all-gather-kv   keys and values are all-gathered, in the forward and again in the backward, and
                     their gradients are reduce-scattered
-    ring            keys and values travel from rank to rank, and their gradients follow them
+    ring            keys and values move from rank to rank, and their gradients follow them
     ulysses         heads are exchanged for tokens: each rank has all tokens of some of the heads
 
 For each layer a rank stores its local queries, keys, values and outputs. Tensors are
@@ -39,11 +40,17 @@ from plait.parallel.context.kernel import (
 from plait.parallel.context.layout import SequenceLayout
 
 Kind = Literal["all-gather-kv", "ulysses", "ring"]
+"""How queries reach the keys of other ranks."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Layout of a sequence over ranks, and their process group."""
+    """Layout of a sequence over ranks, and their process group.
+
+    Attributes:
+        layout: Tokens of each rank.
+        group: Process group of the cp axis.
+    """
 
     layout: SequenceLayout
     group: ProcessGroup
@@ -61,36 +68,43 @@ def attention(
 ) -> torch.Tensor:
     """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
 
-    Args: kind: How queries reach the keys of other ranks. query: [batch, heads, tokens, head_dim].
-        key: [batch, kv_heads, tokens, head_dim]. value: [batch, kv_heads, tokens, width]. starts:
-        [batch, tokens], position at which the document of each query begins (see `visible`). With
-            `ulysses` it has all tokens of the sequence.
-        place: Layout and process group. rule: What the layer does to its scores. sinks: [heads],
-        see `PartialSoftmax.finished`. Their gradient covers the queries of this rank, with
-            `ulysses` the heads of this rank.
+    Args:
+        kind: How queries reach the keys of other ranks.
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, kv_heads, tokens, head_dim].
+        value: [batch, kv_heads, tokens, width].
+        starts: [batch, tokens], position at which the document of each query begins (see
+            `visible`). With `ulysses` it has all tokens of the sequence.
+        place: Layout and process group.
+        rule: Rule of the layer.
+        sinks: [heads], see `PartialSoftmax.finished`. Their gradient covers the queries of this
+            rank, with `ulysses` the heads of this rank.
 
     Returns:
         [batch, heads, tokens, width].
     """
     if kind == "ulysses":
         return _ulysses(query, key, value, starts, place, rule, sinks)
-    function = _Gathered if kind == "all-gather-kv" else _Ring
-    return function.apply(query, key, value, starts, place, rule, sinks)
+    if kind == "ring":
+        return _RingAttention.apply(query, key, value, starts, place, rule, sinks)
+    return _GatheredAttention.apply(query, key, value, starts, place, rule, sinks)
 
 
 def kv_copies(kv_heads: int, ranks: int) -> int:
-    """Return how often `ulysses` repeats a key-value head so that the heads divide evenly over the
-    ranks.
-    """
+    """Return how often `ulysses` repeats a key-value head, so that heads divide over the ranks."""
     return lcm(kv_heads, ranks) // kv_heads
 
 
-def _joined(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate the results of consecutive queries."""
-    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), 2)
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(list(chunks), 2)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredAttention(torch.autograd.Function):
+    """Attention to keys and values that are all-gathered."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -102,14 +116,14 @@ class _Gathered(torch.autograd.Function):
         rule: Rule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        gathered_key, gathered_value = _gathered(key, value, place)
+        gathered_key, gathered_value = _gather_kv(key, value, place)
         results = []
-        for piece in _pieces(query, gathered_key, gathered_value, starts, place):
-            softmax = PartialSoftmax(piece.query, value.shape[3])
-            attend(piece, rule, softmax)
+        for block in _query_chunks(query, gathered_key, gathered_value, starts, place):
+            softmax = PartialSoftmax(block.query, value.shape[3])
+            attend(block, rule, softmax)
             results.append(softmax.finished(sinks))
         outputs, log_sum_exps = zip(*results, strict=True)
-        output = _joined(outputs)
+        output = _concatenate(outputs)
         ctx.place = place
         ctx.rule = rule
         ctx.save_for_backward(query, key, value, output, starts, sinks, *log_sum_exps)
@@ -119,35 +133,37 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
         place: Place = ctx.place
-        gathered_key, gathered_value = _gathered(key, value, place)
+        gathered_key, gathered_value = _gather_kv(key, value, place)
 
         # Gradients of keys and values are parts of one tensor, so that one reduce-scatter suffices.
         width = key.shape[3]
+        # [batch, kv_heads, tokens of the sequence, head_dim + width]
         shape = (*key.shape[:2], gathered_key.shape[2], width + value.shape[3])
         grad_kv = key.new_zeros(shape, dtype=wide(key.dtype))
         key_sum = GradientSum(gathered_key, grad_kv[..., :width])
         value_sum = GradientSum(gathered_value, grad_kv[..., width:])
         grad_queries = []
-        pieces = _pieces(query, gathered_key, gathered_value, starts, place)
-        for piece, chunk, log_sum_exp in zip(
-            pieces, place.layout.chunks(query.shape[2]), log_sum_exps, strict=True
+        blocks = _query_chunks(query, gathered_key, gathered_value, starts, place)
+        for block, chunk, log_sum_exp in zip(
+            blocks, place.layout.chunks(query.shape[2]), log_sum_exps, strict=True
         ):
-            rows = slice(chunk.local, chunk.local + chunk.size)
-            into = Gradients(GradientSum(piece.query), key_sum, value_sum)
+            rows = slice(chunk.local_start, chunk.local_start + chunk.size)
+            into = Gradients(GradientSum(block.query), key_sum, value_sum)
             attend_backward(
-                piece, ctx.rule, Outputs(grad[:, :, rows], output[:, :, rows], log_sum_exp), into
+                block, ctx.rule, Outputs(grad[:, :, rows], output[:, :, rows], log_sum_exp), into
             )
             grad_queries.append(into.query.total)
 
+        # [ranks * batch, kv_heads, tokens, head_dim + width]
         stacked = place.layout.stacked(grad_kv.to(key.dtype), dim=2)
         local_grad_kv = stacked.new_empty(*key.shape[:3], grad_kv.shape[3])
         reduce_scatter(local_grad_kv, stacked, place.group)
         grad_key, grad_value = local_grad_kv.split([width, value.shape[3]], -1)
-        grad_sinks = (
-            sink_gradient(sinks, grad, output, _joined(log_sum_exps)) if sinks is not None else None
-        )
+        grad_sinks = None
+        if sinks is not None:
+            grad_sinks = sink_gradient(sinks, grad, output, _concatenate(log_sum_exps))
         return (
-            _joined(grad_queries).to(query.dtype),
+            _concatenate(grad_queries).to(query.dtype),
             grad_key,
             grad_value,
             None,
@@ -157,19 +173,21 @@ class _Gathered(torch.autograd.Function):
         )
 
 
-def _gathered(
+def _gather_kv(
     key: torch.Tensor, value: torch.Tensor, place: Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values of the sequence, in the order of its tokens. Collective."""
+    # [batch, kv_heads, tokens, head_dim + width]
     local_kv = torch.cat([key, value], -1)
     ranks = place.layout.ranks
+    # [ranks * batch, kv_heads, tokens, head_dim + width]
     stacked = local_kv.new_empty(ranks * local_kv.shape[0], *local_kv.shape[1:])
     all_gather_single(stacked, local_kv, group=place.group)
     sequence_kv = place.layout.join(stacked.chunk(ranks), dim=2)
     return sequence_kv[..., : key.shape[3]], sequence_kv[..., key.shape[3] :]
 
 
-def _pieces(
+def _query_chunks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -178,12 +196,14 @@ def _pieces(
 ) -> Iterator[Piece]:
     """Yield each chunk of the queries with all keys."""
     for chunk in place.layout.chunks(query.shape[2]):
-        rows = slice(chunk.local, chunk.local + chunk.size)
+        rows = slice(chunk.local_start, chunk.local_start + chunk.size)
         chunk_starts = None if starts is None else starts[:, rows]
-        yield Piece(query[:, :, rows], key, value, chunk.at, 0, chunk_starts)
+        yield Piece(query[:, :, rows], key, value, chunk.start, 0, chunk_starts)
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
+    """Attention to keys and values that move from rank to rank."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -195,17 +215,17 @@ class _Ring(torch.autograd.Function):
         rule: Rule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        ring = _RingPieces(query, key.shape[3], starts, place, rule)
+        ring = _RingBlocks(query, key.shape[3], starts, place, rule)
         softmaxes = [
             PartialSoftmax(query[:, :, start:end], value.shape[3]) for start, end in ring.runs
         ]
         for source, kv in _ring_steps(torch.cat([key, value], -1), place):
-            for run, piece in ring.pieces(kv, source):
-                attend(piece, rule, softmaxes[run])
+            for run, block in ring.blocks(kv, source):
+                attend(block, rule, softmaxes[run])
         outputs, log_sum_exps = zip(
             *(softmax.finished(sinks) for softmax in softmaxes), strict=True
         )
-        output = _joined(outputs)
+        output = _concatenate(outputs)
         ctx.place = place
         ctx.rule = rule
         ctx.save_for_backward(query, key, value, output, starts, sinks, *log_sum_exps)
@@ -216,13 +236,13 @@ class _Ring(torch.autograd.Function):
         query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
         place: Place = ctx.place
         width = key.shape[3]
-        ring = _RingPieces(query, width, starts, place, ctx.rule)
+        ring = _RingBlocks(query, width, starts, place, ctx.rule)
         outputs = []
         grad_queries = []
         for (start, end), log_sum_exp in zip(ring.runs, log_sum_exps, strict=True):
             outputs.append(Outputs(grad[:, :, start:end], output[:, :, start:end], log_sum_exp))
             grad_queries.append(GradientSum(query[:, :, start:end]))
-        exchange: _Exchange | None = None
+        exchange: _RingExchange | None = None
         for source, kv in _ring_steps(torch.cat([key, value], -1), place):
             # The gradients of a rank's keys and values follow them from rank to rank. They arrive
             # while this rank computes its share of them. After one step per rank they are back at
@@ -230,26 +250,26 @@ class _Ring(torch.autograd.Function):
             grad_kv = _RingGradients(kv, exchange)
             key_sum = _RingGradientSum(grad_kv, 0, width)
             value_sum = _RingGradientSum(grad_kv, width, kv.shape[3])
-            for run, piece in ring.pieces(kv, source):
+            for run, block in ring.blocks(kv, source):
                 attend_backward(
-                    piece, ctx.rule, outputs[run], Gradients(grad_queries[run], key_sum, value_sum)
+                    block, ctx.rule, outputs[run], Gradients(grad_queries[run], key_sum, value_sum)
                 )
-            exchange = _Exchange(grad_kv.total, place)
+            exchange = _RingExchange(grad_kv.total, place)
         assert exchange is not None
         grad_key, grad_value = exchange.wait().to(key.dtype).split([width, value.shape[3]], -1)
-        grad_query = _joined([total.total for total in grad_queries]).to(query.dtype)
-        grad_sinks = (
-            sink_gradient(sinks, grad, output, _joined(log_sum_exps)) if sinks is not None else None
-        )
+        grad_query = _concatenate([gradient.total for gradient in grad_queries]).to(query.dtype)
+        grad_sinks = None
+        if sinks is not None:
+            grad_sinks = sink_gradient(sinks, grad, output, _concatenate(log_sum_exps))
         return grad_query, grad_key, grad_value, None, None, None, grad_sinks
 
 
-class _RingPieces:
-    """Pieces that combine this rank's queries with the keys of one rank at a time.
+class _RingBlocks:
+    """Blocks of scores of this rank's queries and the keys of one rank at a time.
 
-    If visibility depends on the order of tokens only, each step of the ring is one piece: the
+    If visibility depends on the order of tokens only, each step of the ring is one block: the
     tokens of a rank are in order, and its queries see a rectangle of another rank's keys in full
-    (see `SequenceLayout.block`). With a window or documents, each pair of chunks is a piece.
+    (see `SequenceLayout.block`). With a window or documents, each pair of chunks is a block.
     """
 
     def __init__(
@@ -261,15 +281,16 @@ class _RingPieces:
         self._layout = place.layout
         self._in_pairs = starts is not None or rule.window is not None
         tokens = query.shape[2]
+        # Ranges of the queries that share one softmax.
         self.runs = [(0, tokens)]
-        """First and last index of the queries that share one softmax."""
         if self._in_pairs:
             self.runs = [
-                (chunk.local, chunk.local + chunk.size) for chunk in place.layout.chunks(tokens)
+                (chunk.local_start, chunk.local_start + chunk.size)
+                for chunk in place.layout.chunks(tokens)
             ]
 
-    def pieces(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
-        """Yield (index of the run of queries, piece) for the keys and values of one rank.
+    def blocks(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
+        """Yield (index of the run of queries, block) for the keys and values of one rank.
 
         Args:
             kv: Keys and values, concatenated in the last dimension.
@@ -279,70 +300,63 @@ class _RingPieces:
             yield from self._pairs(kv, source)
             return
 
-        block = self._layout.block(kv.shape[2], source)
-        if block is None:
+        visible = self._layout.block(kv.shape[2], source)
+        if visible is None:
             return
         # These positions only have the right order: the tokens of this rank are causal, and its
         # queries see the block of another rank in full.
-        query_at = 0 if source == self._layout.rank else block.keys
-        key, value = self._split(kv[:, :, : block.keys])
-        yield (
-            0,
-            Piece(
-                self._query[:, :, block.first_query :],
-                key,
-                value,
-                query_at,
-                0,
-                row=block.first_query,
-            ),
+        query_at = 0 if source == self._layout.rank else visible.keys
+        key, value = self._split(kv[:, :, : visible.keys])
+        block = Piece(
+            query=self._query[:, :, visible.first_query :],
+            key=key,
+            value=value,
+            query_at=query_at,
+            key_at=0,
+            row=visible.first_query,
         )
+        yield 0, block
 
     def _split(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the keys and of the values."""
         return kv[..., : self._width], kv[..., self._width :]
 
     def _pairs(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, Piece]]:
+        """Yield a block for each pair of a chunk of queries and a chunk of keys."""
         for run, chunk in enumerate(self._layout.chunks(self._query.shape[2])):
-            rows = slice(chunk.local, chunk.local + chunk.size)
+            rows = slice(chunk.local_start, chunk.local_start + chunk.size)
             starts = None if self._starts is None else self._starts[:, rows]
             for keys in self._layout.chunks(kv.shape[2], source):
-                key, value = self._split(kv[:, :, keys.local : keys.local + keys.size])
-                yield (
-                    run,
-                    Piece(
-                        self._query[:, :, rows],
-                        key,
-                        value,
-                        chunk.at,
-                        keys.at,
-                        starts,
-                        column=keys.local,
-                    ),
+                key, value = self._split(kv[:, :, keys.local_start : keys.local_start + keys.size])
+                block = Piece(
+                    query=self._query[:, :, rows],
+                    key=key,
+                    value=value,
+                    query_at=chunk.start,
+                    key_at=keys.start,
+                    starts=starts,
+                    column=keys.local_start,
                 )
+                yield run, block
 
 
 class _RingGradients:
-    """Gradients of the keys and values of one rank, summed over the ranks that have visited
-    them.
-    """
+    """Gradients of the keys and values of one rank, summed over the ranks that they visited."""
 
-    def __init__(self, kv: torch.Tensor, exchange: _Exchange | None) -> None:
+    def __init__(self, kv: torch.Tensor, exchange: _RingExchange | None) -> None:
         self.kv = kv
         self._exchange = exchange
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """Sum to which this rank adds its share. The first access waits until the sum has
-        arrived.
-        """
+        """Sum to which this rank adds its share. The first access waits for its arrival."""
         if self._exchange is None:
             return torch.zeros_like(self.kv, dtype=wide(self.kv.dtype))
         return self._exchange.wait()
 
 
 class _RingGradientSum(GradientSum):
-    """Gradient of keys or of values, which travel in one tensor."""
+    """Gradient of keys or of values, which are sent in one tensor."""
 
     def __init__(self, gradients: _RingGradients, low: int, high: int) -> None:
         super().__init__(gradients.kv[..., low:high])
@@ -364,13 +378,16 @@ def _ring_steps(local: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.
     rank = place.layout.rank
     current = local.contiguous()
     for step in range(ranks):
-        exchange = _Exchange(current, place) if step < ranks - 1 else None
-        yield (rank - step) % ranks, current
-        if exchange is not None:
-            current = exchange.wait()
+        source = (rank - step) % ranks
+        if step == ranks - 1:
+            yield source, current
+            return
+        exchange = _RingExchange(current, place)
+        yield source, current
+        current = exchange.wait()
 
 
-class _Exchange:
+class _RingExchange:
     """Exchange that sends a tensor to the next rank and receives one from the previous rank."""
 
     def __init__(self, tensor: torch.Tensor, place: Place) -> None:
@@ -378,7 +395,8 @@ class _Exchange:
         rank = place.layout.rank
         following = dist.get_global_rank(place.group, (rank + 1) % ranks)
         previous = dist.get_global_rank(place.group, (rank - 1) % ranks)
-        self._sent = tensor  # referenced until the message has left
+        # The tensor must stay alive until the message has left.
+        self._sent = tensor
         self._received = torch.empty_like(tensor)
         self._works = dist.batch_isend_irecv(
             [
@@ -403,58 +421,75 @@ def _ulysses(
     rule: Rule,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    local_sinks = None if sinks is None else sinks.chunk(place.layout.ranks)[place.layout.rank]
+    local_sinks = None
+    if sinks is not None:
+        local_sinks = sinks.chunk(place.layout.ranks)[place.layout.rank]
 
     def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return _AllTokens.apply(query, key, value, starts, rule, local_sinks)
+        return _SequenceAttention.apply(query, key, value, starts, rule, local_sinks)
 
-    return exchanged(query, key, value, place, compute)
+    return exchange_heads(query, key, value, place, compute)
 
 
-def exchanged(
+def exchange_heads(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     place: Place,
     compute: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Outputs of this rank's queries, where `compute` is given queries, keys and values [batch,
-    heads, tokens, ...] of all tokens for this rank's heads, and returns their outputs.
+    """Compute attention with all tokens of some heads on each rank. Collective.
+
+    Args:
+        query: [batch, heads, tokens / n, head_dim].
+        key: [batch, kv_heads, tokens / n, head_dim].
+        value: [batch, kv_heads, tokens / n, width].
+        place: Layout and process group.
+        compute: Returns the output of queries, keys and values of complete sequences for the heads
+            of this rank.
+
+    Returns:
+        [batch, heads, tokens / n, width].
     """
     copies = kv_copies(key.shape[1], place.layout.ranks)
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    query, key, value = (_Exchanged.apply(x, place, True) for x in (query, key, value))
-    return _Exchanged.apply(compute(query, key, value), place, False)
+    query, key, value = (_HeadExchange.apply(x, place, True) for x in (query, key, value))
+    return _HeadExchange.apply(compute(query, key, value), place, False)
 
 
-class _Exchanged(torch.autograd.Function):
-    """[batch, heads, tokens / n, width] to [batch, heads / n, tokens, width] where `to_tokens`,
-    else back.
+class _HeadExchange(torch.autograd.Function):
+    """Exchange of heads for tokens between ranks.
+
+    [batch, heads, tokens / n, width] to [batch, heads / n, tokens, width] if `to_tokens` is set,
+    else the inverse.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, place: Place, to_tokens: bool) -> torch.Tensor:
         ctx.place = place
         ctx.to_tokens = to_tokens
-        return _exchanged(x, place, to_tokens=to_tokens)
+        return _all_to_all(x, place, to_tokens=to_tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _exchanged(grad, ctx.place, to_tokens=not ctx.to_tokens), None, None
+        return _all_to_all(grad, ctx.place, to_tokens=not ctx.to_tokens), None, None
 
 
-def _exchanged(x: torch.Tensor, place: Place, *, to_tokens: bool) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, place: Place, *, to_tokens: bool) -> torch.Tensor:
     ranks = place.layout.ranks
-    cut, joined = (1, 2) if to_tokens else (2, 1)
-    sent = torch.stack(x.chunk(ranks, cut))
+    heads_dim = 1
+    tokens_dim = 2
+    cut_dim, joined_dim = (heads_dim, tokens_dim) if to_tokens else (tokens_dim, heads_dim)
+    # [ranks, batch, ...]
+    sent = torch.stack(x.chunk(ranks, cut_dim))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=place.group)
-    return torch.cat(received.unbind(), joined)
+    return torch.cat(received.unbind(), joined_dim)
 
 
-class _AllTokens(torch.autograd.Function):
-    """Attention of complete sequences on this rank."""
+class _SequenceAttention(torch.autograd.Function):
+    """Attention of complete sequences for the heads of this rank."""
 
     @staticmethod
     def forward(
@@ -483,5 +518,6 @@ class _AllTokens(torch.autograd.Function):
             Outputs(grad, output, log_sum_exp),
             into,
         )
-        grads = [total.total.to(total.like.dtype) for total in (into.query, into.key, into.value)]
+        sums = (into.query, into.key, into.value)
+        grads = [gradient.total.to(gradient.like.dtype) for gradient in sums]
         return *grads, None, None, sink_gradient(sinks, grad, output, log_sum_exp)

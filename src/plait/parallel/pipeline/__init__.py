@@ -1,1 +1,6 @@
-"""Pipeline parallelism: schedules, stages, and the runtime that executes them."""
+"""Pipeline parallelism: consecutive blocks of a model on different ranks.
+
+`pipeline_parallel` holds the technique, `stage` cuts the model, `runtime` executes the table of a
+schedule, `split_backward` halves a backward pass, `balance` chooses where to cut, and `account`
+predicts bytes.
+"""

@@ -1,8 +1,8 @@
-"""Where to cut a model into pipeline stages, so that the slowest stage is as fast as it can be.
+"""Cut of a model into pipeline stages that makes the slowest stage as fast as possible.
 
-Numbers only: costs of blocks go in, numbers of blocks come out. The embedding is on the first stage
-and the head on the last, and both are counted; the stages are neighbours in the model's order. The
-result is exact: no other cut has a smaller largest stage.
+The functions work on numbers only: costs of blocks in, numbers of blocks out. The embedding is on
+the first stage and the head on the last, and both are counted. Stages are contiguous in the model's
+order. The result is exact: no other cut has a smaller largest stage.
 """
 
 from __future__ import annotations
@@ -18,30 +18,36 @@ from plait.model.facts import ModelFacts
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What each part of a model costs, in one unit."""
+class ForwardCosts:
+    """Costs of the parts of a model, in one unit.
+
+    Attributes:
+        blocks: Cost of every block, in the model's order.
+        first: Cost of the modules before the blocks, on the first stage.
+        last: Cost of the modules after the blocks, on the last stage.
+    """
 
     blocks: tuple[float, ...]
-    """Of every block, in the model's order."""
     first: float
-    """Of what comes before the blocks, on the first stage."""
     last: float
-    """Of what comes after them, on the last stage."""
 
 
-def forward_costs(facts: ModelFacts) -> Costs:
-    """FLOPs of a forward for one token, from the shapes of the parameters: 2 a weight that is
-    multiplied (Kaplan et al. 2020, arXiv:2001.08361, table 1, without attention's products of
-    activations).
+def forward_costs(facts: ModelFacts) -> ForwardCosts:
+    """Return the FLOPs of a forward for one token, from the shapes of the parameters.
 
-    Weights are the parameters of at least 2 dimensions; biases and norms cost nothing. Of the
-    parameters outside the blocks, those listed before the first block's are on the first stage, all
-    others on the last. On the first stage a matrix is taken for an embedding: a lookup, 0. A tied
-    one (its other name is outside the blocks too) is multiplied as the head: 2 a weight on the last
-    stage. A weight that several blocks share counts in each. Experts count as if all were used:
-    right for the balance of equal blocks, too much compared to the head.
+    A weight that is multiplied costs 2 FLOPs (Kaplan et al. 2020, arXiv:2001.08361, table 1,
+    without attention's products of activations). Weights are the parameters of at least 2
+    dimensions; biases and norms cost nothing.
 
-    Raises ModelError for a model without blocks.
+    Parameters outside the blocks are on the first stage if they are listed before those of the
+    first block, else on the last. On the first stage a matrix is taken for an embedding, whose
+    lookup costs 0. A tied embedding (its other name is outside the blocks too) is multiplied as the
+    head: 2 FLOPs per weight on the last stage. A weight that several blocks share counts in each.
+    Experts count as if all were used, which is right for the balance of equal blocks, but too much
+    compared to the head.
+
+    Raises:
+        ModelError: The model has no blocks.
     """
     if not facts.blocks:
         raise ModelError(
@@ -49,42 +55,52 @@ def forward_costs(facts: ModelFacts) -> Costs:
             " parallel.blocks"
         )
     blocks = [0.0] * len(facts.blocks)
-    ends = [0.0, 0.0]
+    first = 0.0
+    last = 0.0
     begun = False
     for parameter in facts.parameters:
         begun = begun or parameter.unit >= 0
         if len(parameter.shape) < 2:
             continue
         flops = 2.0 * parameter.numel
-        units = [_unit(name, facts.blocks) for name in (parameter.name, *parameter.also)]
+        units = [_block_index(name, facts.blocks) for name in (parameter.name, *parameter.also)]
         for unit in {unit for unit in units if unit >= 0}:
             blocks[unit] += flops
         outside = units.count(-1)
         if outside > 1 or (outside and begun):
-            ends[1] += flops
-        # a convolution; a matrix before the blocks is a lookup
+            last += flops
         elif outside and len(parameter.shape) > 2:
-            ends[0] += flops
-    return Costs(tuple(blocks), *ends)
+            # This is a convolution. A matrix before the blocks is an embedding.
+            first += flops
+    return ForwardCosts(tuple(blocks), first, last)
 
 
-def _unit(name: str, blocks: Sequence[str]) -> int:
-    return next((index for index, block in enumerate(blocks) if name.startswith(f"{block}.")), -1)
+def _block_index(name: str, blocks: Sequence[str]) -> int:
+    """Return the index of the block that has a parameter, or -1."""
+    for index, block in enumerate(blocks):
+        if name.startswith(f"{block}."):
+            return index
+    return -1
 
 
 def cut(
     costs: Sequence[float], stages: int, *, first: float = 0, last: float = 0
 ) -> tuple[int, ...]:
-    """The number of blocks of each stage, at least 1 each, such that the most expensive stage is as
-    cheap as possible.
+    """Return the number of blocks of each stage that minimises the cost of the largest stage.
 
-    `first` is added to the first stage's cost and `last` to the last one's. Of several best cuts:
-    from the first stage on, each takes as many blocks as fit into an equal share of what is left,
-    and more only where what is left would not fit otherwise. So what cannot be shared out evenly is
-    on the later stages (10 equal blocks on 4 stages: 2, 2, 3, 3), and the earlier ones, which hold
-    the activations of more micro-batches, have less.
+    Several cuts may be best. Of these, each stage in turn takes as many blocks as fit into an equal
+    share of what remains, and more only if the remainder would not fit otherwise. So what cannot be
+    shared evenly is on the later stages (10 equal blocks on 4 stages: 2, 2, 3, 3), and the earlier
+    stages, which hold the activations of more micro-batches, have less.
 
-    Raises InputError for more stages than blocks, and for costs that are negative or not finite.
+    Args:
+        costs: Cost of each block.
+        stages: Number of stages. Every stage gets at least one block.
+        first: Cost of the modules before the blocks, added to the first stage.
+        last: Cost of the modules after the blocks, added to the last stage.
+
+    Raises:
+        InputError: There are more stages than blocks, or a cost is negative or not finite.
     """
     if not 1 <= stages <= len(costs):
         raise InputError(
@@ -96,51 +112,48 @@ def cut(
             f"costs from {min(*costs, first, last)} to {max(*costs, first, last)}: a cost is finite"
             " and not below 0"
         )
-    items = _whole(_with_ends(costs, first, last))
-    before = [0, *accumulate(items)]
+    items = _integer_costs(costs, first, last)
+    cumulative = [0, *accumulate(items)]
     limit = _least_limit(items, stages)
     needed = _stages_needed(items, limit)
     sizes: list[int] = []
     start = 0
-    for left in range(stages, 1, -1):
-        # An equal share among this stage and the next ones, when those behind keep one block each:
-        # the last block may be worth several shares.
+    for remaining in range(stages, 1, -1):
+        # An equal share among this stage and the next ones, if those behind them take one block
+        # each: the last block may be worth several shares.
         share = min(
-            (before[len(items) - (left - among)] - before[start]) // among
-            for among in range(1, left + 1)
+            (cumulative[len(items) - (remaining - count)] - cumulative[start]) // count
+            for count in range(1, remaining + 1)
         )
+        # Add a block as long as the stage stays within the share, or the remainder would need more
+        # stages than there are. The remainder keeps a block per stage.
         size = 1
-        # One more block while that keeps the share, or while the rest would need more stages than
-        # there are; the rest keeps a block a stage.
-        while start + size < len(items) - (left - 1) and (
-            needed[start + size] > left - 1 or before[start + size + 1] - before[start] <= share
-        ):
+        while start + size < len(items) - (remaining - 1):
+            remainder_fits = needed[start + size] <= remaining - 1
+            exceeds_share = cumulative[start + size + 1] - cumulative[start] > share
+            if remainder_fits and exceeds_share:
+                break
             size += 1
         sizes.append(size)
         start += size
     return (*sizes, len(items) - start)
 
 
-def _with_ends(costs: Sequence[float], first: float, last: float) -> list[Fraction]:
-    """The first block is always on the first stage, so what comes before belongs to it; likewise at
-    the end.
+def _integer_costs(costs: Sequence[float], first: float, last: float) -> list[int]:
+    """Return the costs of the blocks in a unit in which all are integers.
+
+    Sums and comparisons of integers are exact. The first block is always on the first stage, so
+    `first` is added to it, and `last` to the last block.
     """
     exact = [Fraction(cost) for cost in costs]
     exact[0] += Fraction(first)
     exact[-1] += Fraction(last)
-    return exact
-
-
-def _whole(costs: Sequence[Fraction]) -> list[int]:
-    """The same in a unit in which all are integers, so that sums and comparisons are exact."""
-    unit = lcm(*(cost.denominator for cost in costs))
-    return [int(cost * unit) for cost in costs]
+    unit = lcm(*(cost.denominator for cost in exact))
+    return [int(cost * unit) for cost in exact]
 
 
 def _least_limit(items: Sequence[int], stages: int) -> int:
-    """The smallest cost that no stage needs to exceed, by bisection: at most one step a bit of the
-    total.
-    """
+    """Return the smallest cost that no stage needs to exceed, by bisection."""
     low = max(items)
     high = sum(items)
     while low < high:
@@ -153,16 +166,15 @@ def _least_limit(items: Sequence[int], stages: int) -> int:
 
 
 def _stages_needed(items: Sequence[int], limit: int) -> list[int]:
-    """Entry i: the fewest stages that hold the blocks from i on, none above `limit`. Filling each
-    stage up from the end is best.
-    """
+    """Return, for each i, the number of stages that the blocks from i on need within `limit`."""
     needed = [0] * (len(items) + 1)
     count = 0
     load = limit + 1
+    # Filling each stage from the end is optimal.
     for index in range(len(items) - 1, -1, -1):
         load += items[index]
         if load > limit:
-            count = count + 1
+            count += 1
             load = items[index]
         needed[index] = count
     return needed
@@ -171,13 +183,21 @@ def _stages_needed(items: Sequence[int], limit: int) -> list[int]:
 def stage_costs(
     costs: Sequence[float], sizes: Sequence[int], *, first: float = 0, last: float = 0
 ) -> tuple[float, ...]:
-    """The cost of each stage of a cut, with the two ends. Raises InputError where `sizes` do not
-    add up to the blocks.
+    """Return the cost of each stage of a cut.
+
+    Args:
+        costs: Cost of each block.
+        sizes: Number of blocks of each stage.
+        first: Cost of the modules before the blocks.
+        last: Cost of the modules after the blocks.
+
+    Raises:
+        InputError: `sizes` do not add up to the number of blocks.
     """
     if sum(sizes) != len(costs) or not sizes or min(sizes) < 1:
         raise InputError(
-            f"stages of {', '.join(map(str, sizes))} blocks: {len(costs)} blocks are to be shared"
-            " out, at least 1 each"
+            f"stages of {', '.join(map(str, sizes))} blocks: their sum must be the {len(costs)}"
+            " blocks of the model, and each at least 1"
         )
     ends = list(accumulate(sizes))
     loads = [float(sum(costs[end - size : end])) for size, end in zip(sizes, ends, strict=True)]
@@ -187,8 +207,9 @@ def stage_costs(
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """The largest cost over the mean: 1.0 is even, and with 1.2 a pipeline of many micro-batches
-    takes 1.2 times as long as it could.
+    """Return the largest cost divided by the mean.
+
+    1.0 is even. With 1.2 a pipeline of many micro-batches takes 1.2 times as long as it could.
     """
     mean = sum(loads) / len(loads)
     return max(loads) / mean if mean else 1.0

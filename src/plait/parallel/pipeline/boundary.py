@@ -1,5 +1,6 @@
-"""What passes from a stage to the next: how it is made of tensors, and what their shapes follow
-from.
+"""Description of the activations that pass from one pipeline stage to the next.
+
+It says which tensors a block's output contains and what their shapes follow from.
 """
 
 from __future__ import annotations
@@ -16,92 +17,109 @@ from plait.parallel.containers import tensors_in
 from plait.parallel.pipeline.stage_cache import StageCaches
 
 Signature = tuple[Any, ...]
+"""Grad mode, and shapes and dtypes of a micro-batch, which decide the shapes between stages."""
+
 MASK = "attention_mask"
+"""Name of the attention mask in a micro-batch."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Which of the tensors stands here."""
+class TensorSlot:
+    """Placeholder for a tensor in the structure of a block's output.
+
+    Attributes:
+        index: Position of the tensor among all tensors of the output.
+    """
 
     index: int
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What passes from a stage to the next."""
+    """Activations that a stage sends to the next one.
+
+    Attributes:
+        structure: A block's output, with a TensorSlot for every tensor.
+        tensors: Shape and dtype of each tensor, and whether its gradient is sent back.
+        length: Length of the sequences if tensor parallelism splits them, else 0.
+    """
 
     structure: Any
-    """A block's output, with a Slot in the place of every tensor."""
     tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
-    """Shape, dtype, and whether a gradient is returned."""
     length: int
-    """Length of the sequences where tensor parallelism splits them."""
 
     @property
     def differentiable(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shapes and dtypes of the returned gradients."""
-        return [(shape, dtype) for shape, dtype, needs in self.tensors if needs]
+        """Shapes and dtypes of the gradients that are sent back."""
+        return [(shape, dtype) for shape, dtype, needs_gradient in self.tensors if needs_gradient]
 
     def allows(self, other: Boundary) -> bool:
-        """Whether the next stage, which knows this one, takes the other for what it is."""
-
-        def plain(structure: Any) -> list[Any]:
-            return [
-                leaf
-                for leaf in tree_leaves(structure)
-                if isinstance(leaf, Slot | int | float | str | None)
-            ]
-
-        return (self.tensors, self.length) == (other.tensors, other.length) and plain(
-            self.structure
-        ) == plain(other.structure)
+        """Return True if a stage that knows this boundary can receive the other one."""
+        if (self.tensors, self.length) != (other.tensors, other.length):
+            return False
+        return _comparable_leaves(self.structure) == _comparable_leaves(other.structure)
 
     def summary(self) -> str:
-        """Shapes and dtypes, for a message."""
-        return (
-            ", ".join(
-                f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-                for shape, dtype, _ in self.tensors
-            )
-            or "no tensor"
-        )
+        """Return shapes and dtypes for an error message."""
+        texts = [
+            f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype, _ in self.tensors
+        ]
+        return ", ".join(texts) or "no tensor"
+
+
+def _comparable_leaves(structure: Any) -> list[Any]:
+    """Return the leaves whose equality has a meaning; other objects may not define it."""
+    return [
+        leaf
+        for leaf in tree_leaves(structure)
+        if isinstance(leaf, TensorSlot | int | float | str | None)
+    ]
 
 
 class EarlierStageFailed(ModelError):
-    """A stage has nothing to compute with, because one before it failed, which tells its error."""
+    """Error of a stage whose input is missing because an earlier stage failed.
 
-
-def signature(piece: Any) -> Signature:
-    """What the shapes between stages follow from. Those of single tokens do not follow from the
-    mask over all tokens before them.
+    The rank of the earlier stage raises the actual error.
     """
-    if has_cache(piece):
-        piece = {
+
+
+def signature(batch: Any) -> Signature:
+    """Return the properties of a micro-batch that decide the shapes between stages."""
+    if has_cache(batch):
+        # The mask covers all earlier tokens. The shapes of single tokens do not follow from it.
+        batch = {
             key: entry
-            for key, entry in piece.items()
+            for key, entry in batch.items()
             if key != MASK and not isinstance(entry, StageCaches)
         }
-    tensors = [tensor for leaf in tree_leaves(piece) for tensor in tensors_in(leaf)]
+    tensors = [tensor for leaf in tree_leaves(batch) for tensor in tensors_in(leaf)]
     return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
 
-def has_cache(piece: Any) -> bool:
-    """Whether a micro-batch comes with what stages keep of earlier tokens."""
-    return isinstance(piece, Mapping) and any(
-        isinstance(entry, StageCaches) for entry in piece.values()
-    )
+def has_cache(batch: Any) -> bool:
+    """Return True if a micro-batch contains the KV caches of the stages."""
+    if not isinstance(batch, Mapping):
+        return False
+    return any(isinstance(entry, StageCaches) for entry in batch.values())
 
 
-def assembled(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:
-    """A block's output, of its tensors."""
-    return tree_map(
-        lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, boundary.structure
-    )
+def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return the structure of a block's output, with a TensorSlot per tensor, and its tensors."""
+    tensors: list[torch.Tensor] = []
+
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return TensorSlot(len(tensors) - 1)
+
+    return tree_map(replace, output), tensors
 
 
-def slot(leaf: Any, tensors: list[torch.Tensor]) -> Any:
-    """What stands for a part of a block's output; a tensor is added to `tensors`."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    tensors.append(leaf)
-    return Slot(len(tensors) - 1)
+def unflatten_output(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:
+    """Rebuild a block's output from its tensors."""
+
+    def replace(leaf: Any) -> Any:
+        return tensors[leaf.index] if isinstance(leaf, TensorSlot) else leaf
+
+    return tree_map(replace, boundary.structure)

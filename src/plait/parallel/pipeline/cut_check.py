@@ -31,26 +31,37 @@ from plait.parallel.containers import entries, rebuilt
 from plait.parallel.pipeline.stage_cache import with_empty_cache
 
 LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
+"""Function of (output, micro-batch) that returns (loss, weight)."""
 
 
 @dataclass(frozen=True)
 class CutResult:
-    """Result of the check for one kind of batch."""
+    """Result of the check for one kind of batch.
+
+    Attributes:
+        missing: Entries of the output that the last stage does not have, with the error message of
+            each.
+        values: Whether shapes between stages may depend on the batch's values, not only on its
+            shapes.
+    """
 
     missing: dict[str | int, str]
-    """Entries of the output that the last stage does not have, with the error message of each."""
     values: bool
-    """Whether shapes between stages may depend on the batch's values, not only on its shapes."""
 
 
 @dataclass
 class CutCheck:
-    """Checks every kind of batch once, and again if attributes outside of the blocks change."""
+    """Checks every kind of batch once, and again if attributes outside of the blocks change.
+
+    Attributes:
+        skeleton: Copy of the uncut model without weights.
+        cut: Cut of the model into stages.
+        model: The model of this rank.
+    """
 
     skeleton: Skeleton
     cut: StageCut
     model: nn.Module
-    """The model of this rank."""
     _results: dict[Any, CutResult] = field(default_factory=dict, init=False)
     _set_by_forward: set[SettingName] = field(default_factory=set, init=False)
 
@@ -61,16 +72,16 @@ class CutCheck:
 
     def result(
         self,
-        piece: Any,
+        batch: Any,
         *,
         forward: Callable[[nn.Module, Any], Any],
         loss: LossFunction | None,
         training: bool,
     ) -> CutResult:
-        """Return the result for micro-batches of the kind of `piece`.
+        """Return the result for micro-batches of the kind of `batch`.
 
         Args:
-            piece: A micro-batch.
+            batch: A micro-batch.
             forward: Calls a model with a micro-batch.
             loss: Computes the loss of an output and a micro-batch. None if no loss is computed.
             training: Whether the model is in training mode.
@@ -78,9 +89,9 @@ class CutCheck:
         Raises:
             ModelError: The cut model would compute something else, or the copy cannot tell.
         """
-        key = (training, loss is not None, _kind(piece))
+        key = (training, loss is not None, _kind(batch))
         if key not in self._results:
-            self._results[key] = self._ask(piece, forward, loss, training)
+            self._results[key] = self._trace_batch(batch, forward, loss, training)
         return self._results[key]
 
     def follow_settings(self) -> None:
@@ -88,6 +99,7 @@ class CutCheck:
         settings = outer_settings(self._modules)
         changed = changed_settings(self._settings, settings)
         self._settings = settings
+        # The forward of the copy sets these itself.
         changed = {
             name: value for name, value in changed.items() if name not in self._set_by_forward
         }
@@ -96,9 +108,7 @@ class CutCheck:
             self._results.clear()
 
     def _refuse_state(self, flow: Dataflow, name: str) -> None:
-        """Refuse state that only the last stage would change, and parameters that the loss
-        reads.
-        """
+        """Raise ModelError for state that only one stage changes or parameters the loss reads."""
         last = self.cut.blocks[-1]
         if flow.late_settings:
             setting = setting_text(min(flow.late_settings))
@@ -115,41 +125,37 @@ class CutCheck:
                 " stages; change it in the training loop, between two steps, or before the first"
                 " block, or use parallel.pp = 1"
             )
-        owned_by_last = {
-            parameter
-            for parameter, stages in self.cut.owners.items()
-            if self.cut.stages - 1 in stages
-        }
-        inside = tuple(f"{block}." for block in self.cut.blocks)
-        foreign = {
-            parameter
-            for parameter in flow.strangers
-            if parameter.startswith(inside) or parameter not in owned_by_last
-        }
-        if foreign:
+        last_stage = self.cut.stages - 1
+        block_prefixes = tuple(f"{block}." for block in self.cut.blocks)
+        unavailable = set()
+        for parameter in flow.strangers:
+            is_owned = last_stage in self.cut.owners.get(parameter, ())
+            if parameter.startswith(block_prefixes) or not is_owned:
+                unavailable.add(parameter)
+        if unavailable:
             raise ModelError(
-                f"parallel.pp: the loss reads parameters of the model ({min(foreign)}), and each "
-                "stage has only those of its own blocks; replace an L2 penalty by the optimizer's "
-                "weight_decay, or use parallel.pp = 1"
+                f"parallel.pp: the loss reads parameters of the model ({min(unavailable)}), and"
+                " each stage has only those of its own blocks; replace an L2 penalty by the"
+                " optimizer's weight_decay, or use parallel.pp = 1"
             )
 
-    def _ask(
+    def _trace_batch(
         self,
-        piece: Any,
+        batch: Any,
         forward: Callable[[nn.Module, Any], Any],
         loss: LossFunction | None,
         training: bool,
     ) -> CutResult:
         name = type(self.skeleton.model).__name__
-        cpu = _on_cpu(piece)
+        cpu_batch = _on_cpu(batch)
         missing: dict[str | int, str] = {}
         named = self.model.named_parameters(remove_duplicate=False)
         parameters = {storage_key(p): parameter for parameter, p in named}
 
         def run(model: nn.Module, trace: Trace) -> None:
             missing.clear()
-            batch = with_empty_cache(cpu)
-            output = forward(model, batch)
+            uncached_batch = with_empty_cache(cpu_batch)
+            output = forward(model, uncached_batch)
             # Before the loss, which would fail for a reason that follows from the order.
             check_order(trace.flow, self.cut.bounds, name)
             fields = output_fields(output)
@@ -158,8 +164,9 @@ class CutCheck:
                 if reason:
                     missing[entry] = reason
             if loss is not None:
-                kept = without(output, missing)
-                trace.need([_loss_of_copy(loss, kept, batch, trace, parameters)], "the loss")
+                available = without(output, missing)
+                value = _loss_of_copy(loss, available, uncached_batch, trace, parameters)
+                trace.need([value], "the loss")
 
         try:
             trace = self.skeleton.trace(run, training=training)
@@ -170,13 +177,24 @@ class CutCheck:
             ) from error
         self._set_by_forward |= set(trace.flow.settings)
         self._refuse_state(trace.flow, name)
-        needed = stages_needed(trace.flow, self.cut.bounds, name=name)
+        self._refuse_other_owners(trace.flow, name)
+        # `_shapes_differ` calls `run` again, which clears and refills `missing`.
+        result_missing = dict(missing)
+        depends_on_values = trace.flow.values
+        if not depends_on_values and trace.flow.decides:
+            depends_on_values = self._shapes_differ(run, trace, training)
+        return CutResult(result_missing, depends_on_values)
+
+    def _refuse_other_owners(self, flow: Dataflow, name: str) -> None:
+        """Raise ModelError if a stage uses a parameter that the cut does not give it."""
+        needed = stages_needed(flow, self.cut.bounds, name=name)
         for owners, available, verb in (
             (needed.owners, self.cut.owners, "uses"),
             (needed.recomputed, self.cut.recomputed, "needs what follows from"),
         ):
             for parameter, stages in owners.items():
-                if lacking := stages - available.get(parameter, frozenset()):
+                lacking = stages - available.get(parameter, frozenset())
+                if lacking:
                     owners_of_parameter = sorted(self.cut.owners.get(parameter, ()))
                     owner_list = ", ".join(map(str, owners_of_parameter)) or "none"
                     raise ModelError(
@@ -185,52 +203,47 @@ class CutCheck:
                         " the model was cut by a forward of token ids alone, and this batch takes"
                         " another path through it; use parallel.pp = 1"
                     )
-        # `_shapes_differ` runs `run` again, which fills `missing` anew.
-        result_missing = dict(missing)
-        depends_on_values = trace.flow.values
-        if not depends_on_values and trace.flow.decides:
-            depends_on_values = self._shapes_differ(run, trace, training)
-        return CutResult(result_missing, depends_on_values)
 
     def _shapes_differ(
         self, run: Callable[[nn.Module, Trace], Any], trace: Trace, training: bool
     ) -> bool:
-        """Return whether inverting every branch on a batch's values changes shapes of blocks."""
+        """Return True if inverting every branch on a batch's values changes shapes of blocks."""
         try:
-            return (
-                self.skeleton.trace(run, training=training, negate=True).flow.shapes
-                != trace.flow.shapes
-            )
+            inverted = self.skeleton.trace(run, training=training, negate=True)
         except PlaitError:
             return True
+        return inverted.flow.shapes != trace.flow.shapes
 
     def _why_missing(
         self, entry: str | int, leaves: list[torch.Tensor], trace: Trace
     ) -> str | None:
+        """Return the error message for an entry that the last stage lacks, else None."""
         last = self.cut.stages - 1
         begin = self.cut.bounds[last]
         for leaf in leaves:
             origin = trace.origin(leaf)
+            lacking = self._lacking_parameter(origin, last)
             if origin.since < begin:
-                what = (
+                reason = (
                     f"follows from blocks before {self.cut.blocks[begin]}, not only through the"
                     " chain of blocks"
                 )
-            elif lacking := self._lacking(origin, last):
-                what = (
+            elif lacking is not None:
+                reason = (
                     f"follows from {lacking}, which belongs to stage"
                     f" {min(self.cut.owners[lacking])}"
                 )
             else:
                 continue
             return (
-                f"parallel.pp: the model's output `{entry}` {what} (hidden states, attentions, or "
-                f"router logits and a loss of them), and stage {last}, which computes the loss, "
-                f"does not have that; compute the loss without `{entry}`, or use parallel.pp = 1"
+                f"parallel.pp: the model's output `{entry}` {reason} (hidden states, attentions, or"
+                f" router logits and a loss of them), and stage {last}, which computes the loss,"
+                f" does not have that; compute the loss without `{entry}`, or use parallel.pp = 1"
             )
         return None
 
-    def _lacking(self, origin: Origin, stage: int) -> str | None:
+    def _lacking_parameter(self, origin: Origin, stage: int) -> str | None:
+        """Return a parameter that a value depends on and that a stage does not have."""
         begin = self.cut.bounds[stage]
         for name, used_at in sorted(origin.parameters):
             recomputes = used_at >= begin or stage in self.cut.recomputed.get(name, ())
@@ -240,7 +253,7 @@ class CutCheck:
 
 
 def _loss_of_copy(
-    loss: LossFunction, output: Any, piece: Any, trace: Trace, parameters: dict[int, str]
+    loss: LossFunction, output: Any, batch: Any, trace: Trace, parameters: dict[int, str]
 ) -> torch.Tensor:
     """Compute the loss of a traced output.
 
@@ -250,9 +263,10 @@ def _loss_of_copy(
     # parameters legitimately.
     trace.strangers = parameters
     try:
-        return loss(output, piece)[0]
+        return loss(output, batch)[0]
     except Exception as error:
-        if isinstance(error, PlaitError) or trace.failed:  # a module that the loss runs has failed
+        # `trace.failed`: a module that the loss runs has failed.
+        if isinstance(error, PlaitError) or trace.failed:
             raise
         raise ModelError(
             "parallel.pp: the loss cannot be computed from the model's output and the batch alone"
@@ -264,25 +278,24 @@ def _loss_of_copy(
         trace.strangers = {}
 
 
-def _kind(piece: Any) -> Any:
+def _kind(batch: Any) -> Any:
     """Return a key of a batch's entries, dtypes and flags.
 
     Batches with equal keys are taken to follow the same path through a model.
     """
-    if isinstance(piece, torch.Tensor):
-        return piece.dtype, piece.ndim
-    inside = entries(piece)
-    if inside is None:
-        return type(piece), piece if isinstance(piece, bool | str) else None
-    return type(piece), tuple((key, _kind(entry)) for key, entry in inside.items())
+    if isinstance(batch, torch.Tensor):
+        return batch.dtype, batch.ndim
+    items = entries(batch)
+    if items is not None:
+        return type(batch), tuple((key, _kind(entry)) for key, entry in items.items())
+    # Numbers do not count, because every batch with another number would be traced again.
+    return type(batch), batch if isinstance(batch, bool | str) else None
 
 
-def _on_cpu(piece: Any) -> Any:
-    if isinstance(piece, torch.Tensor):
-        return piece.detach().cpu()
-    inside = entries(piece)
-    return (
-        piece
-        if inside is None
-        else rebuilt(piece, {key: _on_cpu(entry) for key, entry in inside.items()})
-    )
+def _on_cpu(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.detach().cpu()
+    items = entries(batch)
+    if items is None:
+        return batch
+    return rebuilt(batch, {key: _on_cpu(entry) for key, entry in items.items()})

@@ -1,15 +1,15 @@
-"""Pipeline parallelism: consecutive blocks on different ranks, micro-batches flowing through them
-by a schedule.
+"""Technique that places consecutive blocks of a model on different ranks.
 
-The schedule is a table (`schedules.schedule`), the cut is data (`model.stages`), `stage.py` takes
-from the model in place what other ranks own, `runtime.py` executes the table, `pipeline_zero.py`
-keeps the meaning of the ZeRO stages. Here is what can be set, and what a rank of a pipeline needs
-besides: the gradients of tied parameters, which several stages hold.
+Micro-batches flow through the blocks in the order of a schedule. The schedule is a table
+(`schedules.schedule`) and the cut is data (`model.stages`). `stage` removes from the model, in
+place, what other ranks own, `runtime` executes the table, and `pipeline_zero` applies the ZeRO
+stages. This module holds the settings, and what a pipeline rank needs beyond that: the gradients of
+tied parameters, which several stages hold, and the prefetch of offloaded activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ from plait.model.dataflow import Skeleton
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.stages import StageCut, block_list, cut_model
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.parallel.activations.saved_tensors import ActivationStore, OffloadedActivations
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.experts.router_statistics import RouterStatistics
@@ -34,50 +34,53 @@ from plait.parallel.pipeline.balance import cut, forward_costs
 from plait.parallel.pipeline.cut_check import CutCheck
 from plait.parallel.pipeline.pipeline_zero import StagedZero
 from plait.parallel.pipeline.runtime import Runtime
-from plait.parallel.pipeline.stage import StagedModel, stage_model
-from plait.parallel.pipeline.staged_store import StagedStore
+from plait.parallel.pipeline.stage import Stage, StagedModel, stage_model
 from plait.parallel.reduction import Reduction
+from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
 from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tensor.styles import Region
 
+_UNSPLIT_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+
 
 class Pipeline(Technique):
-    """How the pp axis is used; its degree is the layout's."""
+    """Settings of the pp axis. Its degree is part of the layout."""
 
     schedule: str = "1f1b"
     """Order of forwards and backwards: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
     interleaved-zero-bubble, zbv, dualpipev.
     """
     stages_per_rank: int | None = None
-    """Stages of each rank; None takes the schedule's own number."""
+    """Number of stages of each rank. None uses the number of the schedule."""
     blocks_per_stage: tuple[int, ...] | None = None
-    """How many blocks each stage gets; None balances their cost."""
+    """Number of blocks of each stage. None balances the cost of the stages."""
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Take from the model, in place, what other stages own."""
+        """Remove from the model, in place, what other stages own."""
         plan = parts.noted(PipelineParts)
         if plan is None:
             return parts
-        schedule = plan.schedule
-        found = plan.cut
         rank = mesh.coordinates["pp"]
-        # which have the place of the model's own balance loss
         if parts.noted(RouterStatistics) is not None:
+            # Router statistics replace the balance loss of the model's own forward.
             plan.skeleton.model.config.output_router_logits = False  # type: ignore[union-attr]
         staged = stage_model(
             parts.model,
-            found,
-            schedule.stages_of(rank),
+            plan.cut,
+            plan.schedule.stages_of(rank),
             region=parts.noted(Region),
             device=mesh.device,
         )
-        own = tuple(name for stage in staged.stages.values() for name in stage.blocks)
-        return parts.with_(blocks=own).with_notes(replace(plan, staged=staged))
+        blocks = tuple(name for stage in staged.stages.values() for name in stage.blocks)
+        return parts.with_(blocks=blocks).with_notes(replace(plan, staged=staged))
 
     def check(self, context: Context) -> PipelineParts | None:
-        """The table and the cut; None for one rank. Raises ConfigError or ModelError where the
-        schedule or the model does not allow it.
+        """Return the schedule's table and the cut of the model, or None for one rank.
+
+        Raises:
+            ConfigError: The schedule does not fit the model or another setting.
+            ModelError: The model cannot be cut.
         """
         pp = context.layout.pp
         model = context.model
@@ -90,25 +93,31 @@ class Pipeline(Technique):
             microbatches=context.accumulation,
             stages_per_rank=self.stages_per_rank,
         )
-        if schedule.splits_backward and context.chosen(DataParallel).stage == 3:
-            whole = ", ".join(
-                name
-                for name in SCHEDULES
-                if name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
-            )
+        if schedule.splits_backward:
+            self._refuse_split_backward(context)
+        block_list(model, blocks)
+        bounds = self._bounds(model, blocks, schedule.stages)
+        skeleton = Skeleton.of(model, blocks)
+        stage_cut = cut_model(model, blocks, bounds, skeleton=skeleton)
+        return PipelineParts(schedule, stage_cut, skeleton)
+
+    def _refuse_split_backward(self, context: Context) -> None:
+        """Raise ConfigError if a technique does not allow a backward in two halves."""
+        if context.chosen(DataParallel).stage == 3:
+            alternatives = ", ".join(name for name in SCHEDULES if name in _UNSPLIT_SCHEDULES)
             rule = (
-                "it defers the gradients of weights, for which freed parameters would have to be"
-                " gathered a third time and all at once"
+                "with ZeRO stage 3: it defers the gradients of weights, for which freed parameters"
+                " would have to be gathered a third time and all at once"
             )
             raise ConfigError(
                 Problem(
                     "parallel.pipeline.schedule",
                     self.schedule,
-                    f"with ZeRO stage 3: {rule}",
-                    f"use ZeRO stage 2, or one of {whole}",
+                    rule,
+                    f"use ZeRO stage 2, or one of {alternatives}",
                 )
             )
-        if schedule.splits_backward and context.layout.ep > 1:
+        if context.layout.ep > 1:
             rule = (
                 f"with parallel.ep = {context.layout.ep}: it computes a backward in two parts, and"
                 " tokens are exchanged in one"
@@ -121,14 +130,9 @@ class Pipeline(Technique):
                     'use "1f1b" or "gpipe", or parallel.ep = 1',
                 )
             )
-        block_list(model, blocks)
-        bounds = self._bounds(model, blocks, schedule.stages)
-        skeleton = Skeleton.of(model, blocks)
-        return PipelineParts(
-            schedule, cut_model(model, blocks, bounds, skeleton=skeleton), skeleton
-        )
 
     def _bounds(self, model: nn.Module, blocks: tuple[str, ...], stages: int) -> tuple[int, ...]:
+        """Return the index of the first block of each stage, and the number of blocks."""
         counts = self.blocks_per_stage
         if counts is None:
             if stages > len(blocks):
@@ -159,137 +163,191 @@ class Pipeline(Technique):
                     "leave it out to balance the stages",
                 )
             )
+
         bounds = [0]
         for count in counts:
             bounds.append(bounds[-1] + count)
         return tuple(bounds)
 
     def groups(self, context: Context) -> Groups:
-        """The ranks that sum the gradients of tied parameters."""
+        """Return the process groups that sum the gradients of tied parameters."""
         plan = context.notes.get(PipelineParts)
-        return (
-            Groups(stages=tuple(plan.tied().values()))
-            if isinstance(plan, PipelineParts)
-            else Groups()
-        )
+        if not isinstance(plan, PipelineParts):
+            return Groups()
+        return Groups(stages=tuple(plan.tied().values()))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """The runtime of this rank."""
+        """Return the hook with the runtime of this rank."""
         plan = parts.noted(PipelineParts)
-        return [] if plan is None else [_rank_of(plan, parts, mesh)]
+        if plan is None:
+            return []
+        return [_make_hook(plan, parts, mesh)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Messages between stages, and the sum of shared gradients; `ledger.stage` and `facts` are
-        of one rank (`account`).
+        """Add the messages between stages and the sums of tied gradients.
+
+        Args:
+            ledger: Ledger of one rank, with its counts in `ledger.stage` (see `account`).
+            facts: Facts of the part of the model on that rank.
         """
-        if ledger.stage is None:
-            return ledger
         stage = ledger.stage
-        return ledger.add_traffic("send", stage.sends * stage.boundary_bytes).add_traffic(
-            "all_reduce", stage.shared_bytes
-        )
+        if stage is None:
+            return ledger
+        ledger = ledger.add_traffic("send", stage.sends * stage.boundary_bytes)
+        return ledger.add_traffic("all_reduce", stage.shared_bytes)
 
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """A pipeline of a model: what `check` has found, and this rank's part of it."""
+    """Pipeline of a model, and this rank's stages of it.
+
+    Attributes:
+        schedule: Table of the computations of all ranks.
+        cut: Blocks and parameters of each stage.
+        skeleton: The uncut model without its weights, which is used to check batches.
+        staged: Stages of this rank; None until `Pipeline.apply` has cut the model.
+    """
 
     schedule: Schedule
     cut: StageCut
     skeleton: Skeleton
-    """The uncut model without its weights, to check batches with."""
     staged: StagedModel | None = None
-    """This rank's stages; None until they are taken from the model."""
 
     def tied(self) -> dict[str, frozenset[int]]:
-        """The first name of every parameter that several ranks of the pipeline hold, to those
-        ranks; in one order on all of them.
+        """Return the pp ranks that hold each parameter that several ranks hold.
+
+        Keys are first names of the parameters, in an order that is the same on all ranks.
         """
-        ranks = {
-            name: frozenset(self.schedule.stage_ranks[stage] for stage in stages)
-            for name, stages in self.cut.shared().items()
-        }
-        first = self.cut.first_names
-        return {
-            name: found
-            for name, found in ranks.items()
-            if len(found) > 1 and first.get(name, name) == name
-        }
+        ranks_of: dict[str, frozenset[int]] = {}
+        for name, stages in self.cut.shared().items():
+            ranks = frozenset(self.schedule.stage_ranks[stage] for stage in stages)
+            is_first_name = self.cut.first_names.get(name, name) == name
+            if len(ranks) > 1 and is_first_name:
+                ranks_of[name] = ranks
+        return ranks_of
 
 
 @dataclass
 class PipelineRank(StepHook):
-    """What the engine calls on a rank of a pipeline."""
+    """Hook through which the engine runs this rank of a pipeline.
+
+    Attributes:
+        runtime: Executes the schedule.
+        zero: Observer that applies the ZeRO stages.
+        shared: Process group of each parameter that several pipeline ranks hold.
+        counted: Shared parameters whose gradient another rank adds to the norm.
+        track_unused: Whether a step may leave shared parameters unused.
+        output_rank: The pp rank that holds the last stage.
+    """
 
     runtime: Runtime
     zero: StagedZero
     shared: Mapping[nn.Parameter, dist.ProcessGroup]
-    """Parameters that several ranks of the pipeline hold, and those ranks."""
     counted: frozenset[nn.Parameter]
-    """Those of them that another rank counts in the norm."""
     track_unused: bool
-    """Whether a step may leave shared parameters unused."""
     output_rank: int
-    """The rank of the pipeline that holds the last stage."""
 
     @property
     def holds_output(self) -> bool:
-        """Whether the last stage is here."""
+        """True if this rank holds the last stage."""
         return self.runtime.messenger.rank == self.output_rank
 
     def on_error(self, lost: Lost) -> None:
-        """Clear what a step that failed on all ranks has left."""
+        """Clear the state of a step that failed on all ranks."""
         self.zero.forget()
         self.runtime.messenger.forget()
 
     def finish_reduction(self) -> None:
-        """Sum the gradients of shared parameters over the stages that hold them. After all other
-        reductions. Collective.
+        """Sum the gradients of shared parameters over the stages that hold them. Collective.
+
+        Call it after all other reductions.
         """
         for parameter, group in self.shared.items():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            mine = parameter.grad is not None
-            used = accelerator.tensor_of([mine], dtype=torch.uint8, device=gradient.device)
+            has_gradient = parameter.grad is not None
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            used = accelerator.tensor_of([has_gradient], dtype=torch.uint8, device=gradient.device)
             dist.all_reduce(local_tensor(gradient), group=group)
             if self.track_unused:
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-            # looking at it waits
-            parameter.grad = gradient if mine or not self.track_unused or bool(used) else None
+                # `bool(used)` waits for the device, so a gradient of this rank is tested first.
+                if not has_gradient and not bool(used):
+                    parameter.grad = None
+                    continue
+            parameter.grad = gradient
 
 
-def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
+class StagePrefetcher:
+    """Observer of a `Runtime` that prefetches the offloaded activations of a stage.
+
+    The prefetch of what a stage's last blocks have stored starts when their backward is the next
+    computation, so it overlaps with waiting for the gradient. Each pair of micro-batch and stage
+    has its own tensors in the store.
+    """
+
+    def __init__(
+        self, store: ActivationStore, stages: Mapping[int, Stage], offloaded: Collection[str]
+    ) -> None:
+        self._store = store
+        # Other stages start their prefetch when the backward of their last offloaded block begins
+        # (`recompute`).
+        self._ending_offloaded = {
+            index for index, stage in stages.items() if stage.blocks[-1] in offloaded
+        }
+        # Functions that start a prefetch, by stage and micro-batch.
+        self._prefetches: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def __call__(self, action: Action, done: bool) -> None:
+        """Handle the begin (`done` False) or the end of a computation."""
+        key = (action.stage, action.microbatch)
+        if action.kind is Kind.FORWARD:
+            if not done:
+                self._store.begin()
+            elif torch.is_grad_enabled() and action.stage in self._ending_offloaded:
+                self._prefetches[key] = self._store.prefetcher()
+        elif not done and action.kind is not Kind.WEIGHT and key in self._prefetches:
+            start_prefetch = self._prefetches.pop(key)
+            start_prefetch()
+
+
+def _make_hook(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
     staged = plan.staged
     schedule = plan.schedule
-    found = plan.cut
-    upwards = mesh.group("pp")
     data = parts.noted(DataParallel)
-    assert (
-        staged is not None
-        and upwards is not None
-        and mesh.reverse_pp is not None
-        and data is not None
-    )
+    forward_group = mesh.group("pp")
+    assert staged is not None
+    assert forward_group is not None
+    assert mesh.reverse_pp is not None
+    assert data is not None
+
     zero = StagedZero(staged, schedule, zero=data.stage, reducer=parts.noted(Reducer))
-    messenger = Messenger([(upwards, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
-    check = CutCheck(plan.skeleton, found, parts.model)
+    messenger = Messenger([(forward_group, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
+    check = CutCheck(plan.skeleton, plan.cut, parts.model)
     runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
     runtime.statistics = parts.noted(RouterStatistics)
     offloaded = parts.noted(OffloadedActivations)
     if offloaded is not None:
-        runtime.observers.append(
-            StagedStore(offloaded.store, staged.stages, parts.blocks[: offloaded.blocks])
-        )
+        offloaded_blocks = parts.blocks[: offloaded.blocks]
+        runtime.observers.append(StagePrefetcher(offloaded.store, staged.stages, offloaded_blocks))
+
+    parameters: dict[str, nn.Parameter] = {}
+    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+        parameters.setdefault(plan.cut.first_names.get(name, name), parameter)
     shared: dict[nn.Parameter, dist.ProcessGroup] = {}
     counted: set[nn.Parameter] = set()
-    own: dict[str, nn.Parameter] = {}
-    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
-        own.setdefault(found.first_names.get(name, name), parameter)
     for name, ranks in plan.tied().items():
         group = mesh.stages[ranks]
-        if group is not None and name in own and own[name].requires_grad:
-            shared[own[name]] = group
+        if group is not None and name in parameters and parameters[name].requires_grad:
+            shared[parameters[name]] = group
+            # The first of the stages adds the gradient to the norm.
             if not Reduction(stages=tuple(ranks)).is_first_stage(mesh.coordinates):
-                counted.add(own[name])
+                counted.add(parameters[name])
     return PipelineRank(
-        runtime, zero, shared, frozenset(counted), data.unused_parameters, schedule.stage_ranks[-1]
+        runtime=runtime,
+        zero=zero,
+        shared=shared,
+        counted=frozenset(counted),
+        track_unused=data.unused_parameters,
+        output_rank=schedule.stage_ranks[-1],
     )

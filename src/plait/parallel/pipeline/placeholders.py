@@ -1,11 +1,11 @@
-"""What stands in the list of blocks for a block that a pipeline stage does not run, or that ends
-it.
+"""Placeholders in the list of blocks for blocks that a pipeline stage does not run, or ends with.
 
-A model's own code reads more of its blocks than their output: a layer's type, a method that changes
-a setting, the module inside of one. So a placeholder is of a subclass of the block's class and
-answers as the block does; only calling it is something else. One for a block of this rank shares
-the block's attributes, so what the code changes on one is changed on the other. One for a block of
-another rank has the block's modules without their tensors.
+Note [Placeholders]
+    A model's code reads more of its blocks than their output: a layer's type, a method that changes
+    a setting, a submodule. A placeholder is therefore of a subclass of the block's class and
+    answers as the block does; only calling it does something else. The placeholder of a block of
+    this rank shares the block's attributes, so that a change of one changes the other. The
+    placeholder of a block of another rank has the block's submodules without their tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from plait.model.unavailable import Unavailable
 
 
 class StageEnd(Exception):
-    """Leaves the model's forward after a stage's last block."""
+    """Control flow that leaves the model's forward after the last block of a stage.
+
+    Attributes:
+        output: Output of that block.
+    """
 
     def __init__(self, output: Any) -> None:
         super().__init__("a pipeline stage ended")
@@ -31,65 +35,69 @@ class StageEnd(Exception):
 
 
 class Placeholder(nn.Module):
-    """In the place of a block."""
+    """Module that stands in for a block. See Note [Placeholders]."""
 
-    # beside the attributes that it may share with the block
+    # Slots are not part of the `__dict__` that the placeholder may share with the block.
     __slots__ = ("plait_block", "plait_value")
 
     def plait_run(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call does."""
+        """Run instead of the block's forward."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.plait_run(*args, **kwargs)  # no hooks, no recomputation: they are the block's
+        # `nn.Module.__call__` would run the hooks, and the recomputation, of the block.
+        return self.plait_run(*args, **kwargs)
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        """A property, because a forward that was set on the block itself is among the shared
-        attributes.
+        """Forward of the placeholder.
+
+        It is a property because a forward that was assigned to the block itself is one of the
+        shared attributes; a property takes precedence over it.
         """
         return self.plait_run
 
 
 class PlaceholderBlock(Placeholder):
-    """A block of another stage: returns `plait_value`."""
+    """Placeholder that returns `plait_value` instead of running a block of another stage."""
 
     __slots__ = ()
     plait_value: Any
 
     def plait_run(self, *args: Any, **kwargs: Any) -> Any:
-        """The value that was set."""
+        """Return `plait_value`."""
         return self.plait_value
 
 
-class Absent(PlaceholderBlock):
-    """A block of another rank; what is inside of it is not part of the model here."""
+class AbsentBlock(PlaceholderBlock):
+    """Placeholder of a block of another rank. Its submodules are not part of this rank's model."""
 
     __slots__ = ()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """Itself."""
-        memo = set() if memo is None else memo
+        """Yield only this module."""
+        if memo is None:
+            memo = set()
         if self not in memo:
             if remove_duplicate:
                 memo.add(self)
             yield prefix, self
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """None."""
+        """Yield nothing."""
         return iter(())
 
 
 class StageExit(Placeholder):
-    """The last block of a stage that is not the last: runs it and ends the forward."""
+    """Placeholder that runs the last block of a stage and then ends the forward."""
 
     __slots__ = ()
     plait_block: Callable[..., Any]
 
     def plait_run(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises StageEnd."""
+        """Run the block and raise StageEnd with its output."""
         raise StageEnd(self.plait_block(*args, **kwargs))
 
 
@@ -97,53 +105,68 @@ P = TypeVar("P", bound=Placeholder)
 
 
 def placeholder_block(block: nn.Module) -> PlaceholderBlock:
-    """For a block of another stage of this rank."""
-    made = _in_place_of(PlaceholderBlock, block, block.__dict__)
-    made.plait_value = None
-    return made
+    """Return a placeholder for a block of another stage of this rank."""
+    placeholder = _create(PlaceholderBlock, block, block.__dict__)
+    placeholder.plait_value = None
+    return placeholder
 
 
-def absent(block: nn.Module, why: Callable[[str], str]) -> Absent:
-    """For a block of another rank. Using its parameter or buffer `name` raises ModelError with
-    `why(name)`.
+def absent_block(block: nn.Module, message: Callable[[str], str]) -> AbsentBlock:
+    """Return a placeholder for a block of another rank.
+
+    Args:
+        block: The block.
+        message: Returns the text of the ModelError that the use of a parameter or buffer of that
+            name raises.
     """
-    made = _in_place_of(Absent, block, _without_tensors(block, why, "", {}))
-    made.plait_value = None
-    return made
+    placeholder = _create(AbsentBlock, block, _without_tensors(block, message, "", {}))
+    placeholder.plait_value = None
+    return placeholder
 
 
 def stage_exit(block: nn.Module) -> StageExit:
-    """For the last block of a stage."""
-    made = _in_place_of(StageExit, block, block.__dict__)
-    made.plait_block = block.__call__
-    return made
+    """Return a placeholder that ends the forward after the last block of a stage."""
+    placeholder = _create(StageExit, block, block.__dict__)
+    placeholder.plait_block = block.__call__
+    return placeholder
 
 
-def _in_place_of(kind: type[P], block: nn.Module, attributes: dict[str, Any]) -> P:
-    made: P = object.__new__(
-        types.new_class(f"{kind.__name__}{type(block).__name__}", (kind, type(block)))
-    )
-    object.__setattr__(made, "__dict__", attributes)
-    return made
+def _create(kind: type[P], block: nn.Module, attributes: dict[str, Any]) -> P:
+    name = f"{kind.__name__}{type(block).__name__}"
+    placeholder: P = object.__new__(types.new_class(name, (kind, type(block))))
+    object.__setattr__(placeholder, "__dict__", attributes)
+    return placeholder
 
 
 def _without_tensors(
-    module: nn.Module, why: Callable[[str], str], prefix: str, made: dict[nn.Module, nn.Module]
+    module: nn.Module,
+    message: Callable[[str], str],
+    prefix: str,
+    copies: dict[nn.Module, nn.Module],
 ) -> dict[str, Any]:
-    """The attributes of a module, and of those inside of it, without parameters and buffers."""
-    found, children, tensors = state_without_tensors(module)
-    found.pop("forward", None)
+    """Return the attributes of a module with unavailable parameters and buffers.
+
+    Args:
+        module: The module.
+        message: Returns the error message for the name of a tensor.
+        prefix: Name of the module within the block, with a dot at the end.
+        copies: Submodules that were copied so far, so that shared ones stay shared.
+    """
+    attributes, children, tensors = state_without_tensors(module)
+    attributes.pop("forward", None)
     for name, tensor in tensors.items():
-        found[name] = (
-            Unavailable(why(f"{prefix}{name}"), local_tensor(tensor.detach()))
-            if isinstance(tensor, torch.Tensor)
-            else None
-        )
-    for name, child in own_children(module).items():
-        if child is not None and child not in made:
-            made[child] = object.__new__(type(child))
-            object.__setattr__(
-                made[child], "__dict__", _without_tensors(child, why, f"{prefix}{name}.", made)
+        attributes[name] = None
+        if isinstance(tensor, torch.Tensor):
+            attributes[name] = Unavailable(
+                message(f"{prefix}{name}"), local_tensor(tensor.detach())
             )
-        children[name] = None if child is None else made[child]
-    return found
+    for name, child in own_children(module).items():
+        if child is None:
+            children[name] = None
+            continue
+        if child not in copies:
+            copies[child] = object.__new__(type(child))
+            child_attributes = _without_tensors(child, message, f"{prefix}{name}.", copies)
+            object.__setattr__(copies[child], "__dict__", child_attributes)
+        children[name] = copies[child]
+    return attributes

@@ -1,12 +1,18 @@
-"""Runs a schedule's table on this rank: forwards, backwards and the messages between stages, for
-training steps and for evaluations.
+"""Execution of a schedule's table on one pipeline rank, for training steps and for evaluations.
 
 torch's own runtime is not used, because it fixes the shapes of a run, cuts batches into equal
 parts, and keeps a stage's parameters and gradients unsharded between micro-batches at every ZeRO
-stage. This one executes the same tables. Every rank of the pipeline must be given the same
-micro-batches; shapes may differ between them and between steps. What passes between two stages is
-described to the next one once for every new shape of a batch, and with every micro-batch where it
-may follow from the batch's values, or from tokens in a cache.
+stage. This one executes the same tables.
+
+Note [Shapes between stages]
+    Every rank of the pipeline is given the same micro-batches. Shapes may differ between them and
+    between steps. A stage describes what it sends (`Boundary`) once for every signature of a
+    micro-batch, so that later receives start without a message about shapes. If the shapes may
+    follow from the values of a batch, or from the tokens in a cache, the stage sends a description
+    with every micro-batch.
+
+    Receives from a rank are started in the order in which that rank sends, which both know from the
+    schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from typing import Any
 import torch
 
 from plait._torch.dtensor import local_tensor
-from plait._torch.operators import tree_leaves, tree_map
+from plait._torch.operators import tree_leaves
 from plait._torch.passes import expect_backward
 from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
@@ -29,25 +35,30 @@ from plait.parallel.pipeline.boundary import (
     Boundary,
     EarlierStageFailed,
     Signature,
-    assembled,
+    flatten_output,
     has_cache,
     signature,
-    slot,
+    unflatten_output,
 )
 from plait.parallel.pipeline.cut_check import CutCheck, CutResult, LossFunction
-from plait.parallel.pipeline.split_backward import Deferred, backward_inputs, backward_weights
+from plait.parallel.pipeline.split_backward import (
+    DeferredBackward,
+    backward_inputs,
+    backward_weights,
+)
 from plait.parallel.pipeline.stage import Stage, StagedModel
 from plait.parallel.pipeline.stage_cache import for_stage
 from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from plait.parallel.schedules.schedule import Schedule, destination, messages
 
 Forward = Callable[[torch.nn.Module, Any], Any]
-"""(model, micro-batch) -> output."""
+"""Function of (model, micro-batch) that returns the output."""
+
 Loss = Callable[[Any, Any], torch.Tensor]
-"""(output, micro-batch) -> what backward starts from, a 0-dimensional tensor."""
+"""Function of (output, micro-batch) that returns the 0-dimensional tensor to differentiate."""
 
 
-class _Entering(torch.autograd.Function):
+class _ReceivedActivation(torch.autograd.Function):
     """Alias of a received tensor that the stage may change in place, like any activation.
 
     The received tensor itself is a leaf that requires a gradient, which torch does not allow to be
@@ -64,38 +75,51 @@ class _Entering(torch.autograd.Function):
 
 
 @dataclass
-class _Held:
-    """What a stage keeps of a micro-batch from its forward to the end of its backward."""
+class _StageActivations:
+    """Tensors of a stage and a micro-batch between its forward and the end of its backward.
+
+    Attributes:
+        inputs: Received tensors whose gradient is sent back.
+        outputs: Sent tensors that have a gradient; on the last stage the loss.
+        deferred: Second half of a backward that was split.
+    """
 
     inputs: list[torch.Tensor]
-    """Those that a gradient is sent back for."""
     outputs: list[torch.Tensor]
-    """Those with a gradient; the loss on the last stage."""
-    deferred: Deferred | None = None
+    deferred: DeferredBackward | None = None
 
 
 @dataclass
 class Runtime:
-    """The pipeline of one rank. `observers` are called before (False) and after (True) every
-    computation, `listeners` with what is sent to another stage.
+    """Pipeline of one rank.
+
+    Attributes:
+        schedule: Table of the computations of all ranks.
+        staged: Stages of this rank.
+        messenger: Sends and receives between pipeline ranks.
+        check: Checks every kind of batch before it is used; None for a rank that runs alone.
+        observers: Called before (False) and after (True) every computation.
+        listeners: Called with everything that is sent to another stage.
+        statistics: Router statistics that are sent with the activations, if a loss depends on the
+            routers of all stages.
     """
 
     schedule: Schedule
     staged: StagedModel
     messenger: Messenger
     check: CutCheck | None
-    """Asked about every kind of batch before it is used; None for a rank that runs alone."""
     observers: list[Callable[[Action, bool], None]] = field(default_factory=list)
     listeners: list[Callable[[Message, Sequence[torch.Tensor]], None]] = field(default_factory=list)
     statistics: RouterStatistics | None = None
-    """What is sent with the activations, where a loss is made of what all stages' routers chose."""
     _boundaries: dict[tuple[int, Signature], Boundary] = field(default_factory=dict, init=False)
     _trusted: set[tuple[int, Signature]] = field(default_factory=set, init=False)
+    """Stages and signatures that `_ScheduleRun._check_known` need not look at again."""
     _is_running: bool = field(default=False, init=False)
 
     def refuse_within(self, call: str) -> None:
-        """Raise InputError for a call from inside of `train` or `evaluate`, which the other stages
-        cannot answer.
+        """Raise InputError for a call from inside of `train` or `evaluate`.
+
+        The other stages could not answer it.
         """
         if self._is_running:
             raise InputError(
@@ -112,100 +136,122 @@ class Runtime:
         finally:
             self._is_running = False
 
-    def announce_output(self, stage: int, piece: Any, output: Any) -> None:
-        """Set the boundary activations of `stage` for a micro-batch like `piece`, so that they are
-        not requested: for a rank that runs alone.
+    def announce_output(self, stage: int, batch: Any, output: Any) -> None:
+        """Set the boundary of a stage for micro-batches like `batch`.
+
+        A rank that runs alone then does not wait for a description from the other ranks.
         """
-        tensors: list[torch.Tensor] = []
         if self.statistics is not None:
             output = self.statistics.like(output)
-        structure = tree_map(lambda leaf: slot(leaf, tensors), output)
+        structure, tensors = flatten_output(output)
         length = self.staged.region.length if self.staged.region is not None else 0
-        told = tuple((tensor.shape, tensor.dtype, True) for tensor in tensors)
+        described = tuple((tensor.shape, tensor.dtype, True) for tensor in tensors)
         self.check = None
-        self._boundaries[stage, signature(piece)] = Boundary(structure, told, length)
-        self._trusted.add((stage + 1, signature(piece)))
+        self._boundaries[stage, signature(batch)] = Boundary(structure, described, length)
+        self._trusted.add((stage + 1, signature(batch)))
 
     def train(
         self,
-        pieces: Sequence[Any],
+        batches: Sequence[Any],
         *,
         forward: Forward,
         loss: Loss,
         loss_fn: LossFunction | None = None,
     ) -> None:
-        """All forwards and backwards of a step. Gradients accumulate in the parameters. Collective
-        over the pipeline.
+        """Run all forwards and backwards of a step. Collective over the pipeline.
 
-        `loss_fn` is what `loss` computes with, to be checked without weights. Raises ModelError, on
-        every rank, for what the cut model would not compute right.
+        Gradients accumulate in the parameters.
+
+        Args:
+            batches: The micro-batches of the step, the same on all pipeline ranks.
+            forward: Calls the model.
+            loss: Returns the loss of an output, from which the backward starts.
+            loss_fn: Loss function that `loss` calls. It is checked on a copy without weights.
+
+        Raises:
+            InputError: The number of micro-batches is not that of the schedule.
+            ModelError: The cut model would compute something else. Every rank raises it.
         """
-        if len(pieces) != self.schedule.microbatches:
+        if len(batches) != self.schedule.microbatches:
             raise InputError(
                 f"a step of this pipeline has {self.schedule.microbatches} micro-batches, not"
-                f" {len(pieces)}"
+                f" {len(batches)}"
             )
         with self._running():
-            _Pass(
-                self, self.schedule, pieces, forward, loss, self._results(pieces, forward, loss_fn)
-            ).run()
+            results = self._check_batches(batches, forward, loss_fn)
+            _ScheduleRun(self, self.schedule, batches, forward, loss, results).run()
 
-    def _results(
-        self, pieces: Sequence[Any], forward: Forward, loss_fn: LossFunction | None
+    def _check_batches(
+        self, batches: Sequence[Any], forward: Forward, loss_fn: LossFunction | None
     ) -> list[CutResult]:
         if self.check is None:
-            return [CutResult({}, False)] * len(pieces)
+            return [CutResult({}, False)] * len(batches)
         training = self.staged.model.training
         self.check.follow_settings()
         return [
-            self.check.result(piece, forward=forward, loss=loss_fn, training=training)
-            for piece in pieces
+            self.check.result(batch, forward=forward, loss=loss_fn, training=training)
+            for batch in batches
         ]
 
     @torch.no_grad()
-    def evaluate(self, piece: Any, *, forward: Forward, passes_on: bool = False) -> Any:
-        """The model's output for one micro-batch on the rank of the last stage, None on the others.
-        Collective over the pipeline.
+    def evaluate(self, batch: Any, *, forward: Forward, passes_on: bool = False) -> Any:
+        """Run one forward through all stages. Collective over the pipeline.
 
-        Entries of it that follow from values of earlier stages are unavailable: their use is an
-        error. `passes_on`: after a stage that fails, the next ones do not wait; they get zeros, or
-        raise EarlierStageFailed, and the caller tells all of them.
+        Args:
+            batch: The micro-batch, the same on all pipeline ranks.
+            forward: Calls the model.
+            passes_on: Whether the stages behind one that fails do not wait for it. They receive
+                zeros, or raise EarlierStageFailed, and the caller informs all ranks of the error.
+
+        Returns:
+            The model's output on the rank of the last stage, None on the others. Entries that
+            follow from values of earlier stages are unavailable: their use is an error.
         """
-        ranks = tuple(
-            tuple(Action(s, Kind.FORWARD, 0) for s in self.schedule.stages_of(r))
-            for r in range(self.schedule.pp)
-        )
-        once = Schedule("forward", self.schedule.pp, 1, self.schedule.stage_ranks, ranks)
-        found: list[Any] = [None]
+        rows = []
+        for rank in range(self.schedule.pp):
+            stages = self.schedule.stages_of(rank)
+            rows.append(tuple(Action(stage, Kind.FORWARD, 0) for stage in stages))
+        stage_ranks = self.schedule.stage_ranks
+        forward_only = Schedule("forward", self.schedule.pp, 1, stage_ranks, tuple(rows))
+        model_output: Any = None
 
-        def keep(output: Any, _: Any) -> torch.Tensor:
-            found[0] = output
-            return next(
-                (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)),
-                torch.zeros(()),
-            )
+        def record_output(output: Any, _: Any) -> torch.Tensor:
+            nonlocal model_output
+            model_output = output
+            # A run expects a loss. Nothing is differentiated, so any tensor will do.
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor):
+                    return leaf
+            return torch.zeros(())
 
         with self._running():
-            _Pass(
-                self,
-                once,
-                [piece],
-                forward,
-                keep,
-                self._results([piece], forward, None),
-                passes_on=passes_on,
+            results = self._check_batches([batch], forward, None)
+            _ScheduleRun(
+                self, forward_only, [batch], forward, record_output, results, passes_on=passes_on
             ).run()
-        return found[0]
+        return model_output
 
 
-class _Pass:
-    """One execution of a table."""
+class _ScheduleRun:
+    """Single execution of a schedule's table. See Note [Shapes between stages].
+
+    Attributes:
+        signatures: Signature of each micro-batch.
+        cached: Whether each micro-batch contains KV caches.
+        activations: Tensors for a later backward, by stage and micro-batch.
+        local_messages: Messages from one stage of this rank to another.
+        arriving: Messages whose receive has started.
+        expected: Messages to receive, by source rank, in the order in which it sends them.
+        sent: Messages that were sent.
+        described: Boundaries that hold for one stage and micro-batch only.
+        failed: With `passes_on`, the error of the first stage of this rank that failed.
+    """
 
     def __init__(
         self,
         runtime: Runtime,
         schedule: Schedule,
-        pieces: Sequence[Any],
+        batches: Sequence[Any],
         forward: Forward,
         loss: Loss,
         cut_results: Sequence[CutResult],
@@ -214,28 +260,23 @@ class _Pass:
     ) -> None:
         self.runtime = runtime
         self.schedule = schedule
-        self.pieces = pieces
+        self.batches = batches
         self.forward = forward
         self.loss = loss
         self.cut_results = cut_results
-        self.rank = runtime.messenger.rank
-        self.signatures = [signature(piece) for piece in pieces]
-        self.cached = [has_cache(piece) for piece in pieces]
-        self.described: dict[tuple[int, int], Boundary] = {}
-        """Of micro-batches whose shapes follow from more than their own: the boundary activations
-        of a stage.
-        """
         self.passes_on = passes_on
-        self.failed: Exception | None = None
-        """Of the first stage here that failed, where others do not wait for it."""
-        self.sent: set[Message] = set()
-        self.held: dict[tuple[int, int], _Held] = {}
-        self.here: dict[Message, tuple[torch.Tensor, ...]] = {}
-        """Passed by another stage of this rank."""
+        self.rank = runtime.messenger.rank
+        self.signatures = [signature(batch) for batch in batches]
+        self.cached = [has_cache(batch) for batch in batches]
+        self.activations: dict[tuple[int, int], _StageActivations] = {}
+        self.local_messages: dict[Message, tuple[torch.Tensor, ...]] = {}
         self.arriving: dict[Message, Arriving] = {}
         self.expected = {
             source: list(row) for (source, to), row in messages(schedule).items() if to == self.rank
         }
+        self.sent: set[Message] = set()
+        self.described: dict[tuple[int, int], Boundary] = {}
+        self.failed: Exception | None = None
 
     def run(self) -> None:
         for action in self.schedule.ranks[self.rank]:
@@ -258,63 +299,71 @@ class _Pass:
 
     def _forward(self, action: Action) -> None:
         stage = self.runtime.staged.stages[action.stage]
-        piece = for_stage(self.pieces[action.microbatch], action.stage)
-        received = []
-        boundary = None
-        if not stage.first:
-            received = list(
-                self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch))
-            )
-            boundary = self._boundary(action.stage - 1, action.microbatch)
-            assert boundary is not None
-            for tensor, (_, _, needs) in zip(received, boundary.tensors, strict=True):
-                tensor.requires_grad_(needs)
-        entering = [
-            _Entering.apply(tensor) if tensor.requires_grad else tensor for tensor in received
-        ]
         statistics = self.runtime.statistics
-        before = assembled(boundary, entering) if boundary is not None else None
+        batch = for_stage(self.batches[action.microbatch], action.stage)
+        received: list[torch.Tensor] = []
+        stage_input = None
+        length = 0
+        if not stage.first:
+            received, boundary = self._receive_activations(action)
+            length = boundary.length
+            aliases = [
+                _ReceivedActivation.apply(tensor) if tensor.requires_grad else tensor
+                for tensor in received
+            ]
+            stage_input = unflatten_output(boundary, aliases)
         if statistics is not None:
-            before = statistics.begin(stage.first, before)
+            stage_input = statistics.begin(stage.first, stage_input)
+
         output = self.runtime.staged.run(
-            stage,
-            lambda model: self.forward(model, piece),
-            before,
-            length=boundary.length if boundary is not None else 0,
+            stage, lambda model: self.forward(model, batch), stage_input, length=length
         )
         if stage.last:
             output = without(output, self.cut_results[action.microbatch].missing)
-            loss = self.loss(output, piece)
-            # Where torch has found every tensor of the output, it makes the root ready once the
-            # loss's own backward is done.
-            outputs = [
-                expect_backward(self.runtime.staged.model, loss) if _is_opaque(output) else loss
-            ]
+            loss = self.loss(output, batch)
+            if _has_opaque_leaf(output):
+                # torch makes the sharded root ready for the backward of the tensors that it finds
+                # in the output. Here it cannot find all of them, so the loss does it.
+                loss = expect_backward(self.runtime.staged.model, loss)
+            outputs = [loss]
+            self._check_known(stage, action.microbatch, received, outputs, output)
         else:
-            outputs = self._hand_on(
-                action, output if statistics is None else statistics.end(output)
-            )
-        known = outputs if stage.last or statistics is None else outputs[: -statistics.tensors]
-        self._check_known(stage, action.microbatch, received, known, output if stage.last else None)
+            known_count = None
+            if statistics is not None:
+                output = statistics.end(output)
+                # Their token counts are never NaN, and would hide that everything else is.
+                known_count = -statistics.tensors
+            outputs = self._send_activations(action, output)
+            self._check_known(stage, action.microbatch, received, outputs[:known_count], None)
+
         if torch.is_grad_enabled():
-            kept = [tensor for tensor in outputs if tensor.requires_grad]
-            self.held[action.stage, action.microbatch] = _Held(
-                [tensor for tensor in received if tensor.requires_grad], kept
+            self.activations[action.stage, action.microbatch] = _StageActivations(
+                inputs=_differentiable(received), outputs=_differentiable(outputs)
             )
 
+    def _receive_activations(self, action: Action) -> tuple[list[torch.Tensor], Boundary]:
+        """Return the tensors of the previous stage, as leaves, and their description."""
+        message = Message(Payload.ACTIVATION, action.stage - 1, action.microbatch)
+        received = list(self._take(message))
+        boundary = self._boundary(action.stage - 1, action.microbatch)
+        assert boundary is not None
+        for tensor, (_, _, needs_gradient) in zip(received, boundary.tensors, strict=True):
+            tensor.requires_grad_(needs_gradient)
+        return received, boundary
+
     def _forward_or_pass_on(self, action: Action) -> None:
-        """A forward, or, where that or an earlier one here fails, what lets the next stage go
-        on.
-        """
+        """Run a forward; after an error on this rank, send what lets the next stage continue."""
         if self.failed is None:
             try:
                 self._forward(action)
                 return
-            except Exception as error:  # whatever it is, the next stage waits
+            except Exception as error:
+                # Whatever it is, the next stage waits.
                 self.failed = error
         elif action.stage > 0:
             with suppress(EarlierStageFailed):
                 self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch))
+
         message = Message(Payload.ACTIVATION, action.stage, action.microbatch)
         if action.stage == self.schedule.stages - 1 or message in self.sent:
             return
@@ -322,40 +371,46 @@ class _Pass:
         to = destination(self.schedule, message)
         if boundary is not None:
             device = self.runtime.messenger.device
-            self._send(
-                message,
-                [
-                    torch.zeros(shape, dtype=dtype, device=device)
-                    for shape, dtype, _ in boundary.tensors
-                ],
-            )
+            zeros = [
+                torch.zeros(shape, dtype=dtype, device=device)
+                for shape, dtype, _ in boundary.tensors
+            ]
+            self._send(message, zeros)
         elif to is not None:
+            # None instead of a description tells the next stage that this one failed.
             self.runtime.messenger.send_object(None, to=to)
         else:
-            self.here[message] = ()
+            self.local_messages[message] = ()
 
     def _backward(self, action: Action) -> None:
-        held = self.held[action.stage, action.microbatch]
+        """Run a backward, or the first half of one, and send the gradients of the inputs."""
+        activations = self.activations[action.stage, action.microbatch]
         gradients = None
         if action.stage < self.schedule.stages - 1:
             gradients = self._take(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
         if action.kind is Kind.INPUT:
-            held.deferred = backward_inputs(held.outputs, gradients, held.inputs)
+            activations.deferred = backward_inputs(
+                activations.outputs, gradients, activations.inputs
+            )
         else:
-            del self.held[action.stage, action.microbatch]
-            if held.outputs:
-                torch.autograd.backward(held.outputs, gradients)
+            del self.activations[action.stage, action.microbatch]
+            if activations.outputs:
+                torch.autograd.backward(activations.outputs, gradients)
+
         if action.stage > 0:
-            back = [
+            input_gradients = [
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                for tensor in held.inputs
+                for tensor in activations.inputs
             ]
-            for tensor in held.inputs:
+            # The second half of a split backward may be far away.
+            for tensor in activations.inputs:
                 tensor.grad = None
-            self._send(Message(Payload.GRADIENT, action.stage, action.microbatch), back)
+            message = Message(Payload.GRADIENT, action.stage, action.microbatch)
+            self._send(message, input_gradients)
 
     def _weights(self, action: Action) -> None:
-        deferred = self.held.pop((action.stage, action.microbatch)).deferred
+        """Run the second half of a backward."""
+        deferred = self.activations.pop((action.stage, action.microbatch)).deferred
         assert deferred is not None
         backward_weights(deferred)
 
@@ -365,11 +420,19 @@ class _Pass:
         microbatch: int,
         received: list[torch.Tensor],
         outputs: list[torch.Tensor],
-        whole: Any,
+        model_output: Any,
     ) -> None:
-        """Once for every kind of micro-batch: what is not known on this stage did not come through.
-        `whole`: the output that a loss is of; a loss that alone is not a number is one without
-        targets.
+        """Raise ModelError if NaN of values that this stage does not know reached its outputs.
+
+        The check runs once for every signature, because it waits for the device.
+
+        Args:
+            stage: The stage.
+            microbatch: Number of the micro-batch.
+            received: Tensors of the previous stage.
+            outputs: Tensors for the next stage; on the last stage the loss.
+            model_output: Output of which the loss was computed, on the last stage. If only the loss
+                is NaN, the batch may have no targets.
         """
         key = (stage.index, self.signatures[microbatch])
         if stage.first or key in self.runtime._trusted:
@@ -378,18 +441,12 @@ class _Pass:
         floating = [
             tensor.detach() for tensor in outputs if tensor.is_floating_point() and tensor.numel()
         ]
-        if not floating or not all(bool(torch.isnan(t).all()) for t in floating):
+        if not floating or not all(bool(torch.isnan(tensor).all()) for tensor in floating):
             return
-        leaves = [
-            leaf
-            for leaf in tree_leaves(whole)
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim()
-        ]
-        if leaves and not any(
-            bool(torch.isnan(local_tensor(leaf.detach())).any()) for leaf in leaves
-        ):
+        if model_output is not None and not _may_contain_nan(model_output):
             return
-        if all(bool(torch.isfinite(t.detach()).all()) for t in received):
+        # NaN that arrived, such as those of diverged weights, are not unknown values.
+        if all(bool(torch.isfinite(tensor.detach()).all()) for tensor in received):
             raise ModelError(
                 f"parallel.pp: on stage {stage.index} the model uses a value that is computed"
                 f" before {stage.blocks[0]} and does not pass through the chain of blocks (a skip"
@@ -399,26 +456,23 @@ class _Pass:
             )
 
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
-        """The boundary activations of `stage` for a micro-batch, where both sides know them."""
+        """Return the boundary of a stage for a micro-batch, or None if it must be described."""
         known = self.runtime._boundaries.get((stage, self.signatures[microbatch]))
-        # Beside hidden states, blocks may return attention's weights (GPT-Neo), biases of positions
-        # or the like, as long as the cache.
-        grows = self.cached[microbatch] and known is not None and len(known.tensors) > 1
-        return (
-            self.described.get((stage, microbatch))
-            if grows or self.cut_results[microbatch].values
-            else known
-        )
+        # In addition to hidden states, blocks may return attention weights (GPT-Neo), biases of
+        # positions or the like, which are as long as the cache.
+        depends_on_cache = self.cached[microbatch] and known is not None and len(known.tensors) > 1
+        if depends_on_cache or self.cut_results[microbatch].values:
+            return self.described.get((stage, microbatch))
+        return known
 
-    def _agree(self, stage: int, microbatch: int, boundary: Boundary) -> None:
+    def _set_boundary(self, stage: int, microbatch: int, boundary: Boundary) -> None:
         self.described[stage, microbatch] = boundary
         if not self.cut_results[microbatch].values:
             self.runtime._boundaries.setdefault((stage, self.signatures[microbatch]), boundary)
 
-    def _hand_on(self, action: Action, output: Any) -> list[torch.Tensor]:
-        """Give a block's output to the next stage; returns its tensors."""
-        tensors: list[torch.Tensor] = []
-        structure = tree_map(lambda leaf: slot(leaf, tensors), output)
+    def _send_activations(self, action: Action, output: Any) -> list[torch.Tensor]:
+        """Send a block's output to the next stage, and return its tensors."""
+        structure, tensors = flatten_output(output)
         message = Message(Payload.ACTIVATION, action.stage, action.microbatch)
         to = destination(self.schedule, message)
         region = self.runtime.staged.region
@@ -427,14 +481,14 @@ class _Pass:
             tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
             region.length if region is not None else 0,
         )
-        agreed = self._boundary(action.stage, action.microbatch)
-        if agreed is None:
-            self._agree(action.stage, action.microbatch, boundary)
+        known = self._boundary(action.stage, action.microbatch)
+        if known is None:
+            self._set_boundary(action.stage, action.microbatch, boundary)
             if to is not None:
                 self.runtime.messenger.send_object(boundary, to=to)
-        elif not agreed.allows(boundary):
+        elif not known.allows(boundary):
             raise ModelError(
-                f"parallel.pp: stage {action.stage} sent {agreed.summary()} for a batch of these"
+                f"parallel.pp: stage {action.stage} sent {known.summary()} for a batch of these"
                 f" shapes before, and now {boundary.summary()}: what the model passes between"
                 " blocks follows from more than the batch's shapes and from what it looks at"
                 " outside of its blocks; pad every batch to one length, or use parallel.pp = 1"
@@ -448,31 +502,37 @@ class _Pass:
             listen(message, tensors)
         to = destination(self.schedule, message)
         if to is None:
-            self.here[message] = tuple(tensor.detach() for tensor in tensors)
+            self.local_messages[message] = tuple(tensor.detach() for tensor in tensors)
         else:
             self.runtime.messenger.send(tensors, to=to)
 
     def _take(self, message: Message) -> tuple[torch.Tensor, ...]:
-        """The tensors of a message to this rank. Receives are begun in the order in which the other
-        rank sends.
-        """
-        if message in self.here:
-            return self.here.pop(message)
+        """Return the tensors of a message to this rank. Waits for them."""
+        if message in self.local_messages:
+            return self.local_messages.pop(message)
         source = self.schedule.stage_ranks[message.stage]
         while message not in self.arriving:
-            self._begin(source, may_wait=True)
+            self._start_receive(source, may_wait=True)
         tensors = self.arriving.pop(message).wait()
-        self._begin(source, may_wait=False)  # the next one is received while this one is used
+        # The next message arrives while the stage computes with this one.
+        self._start_receive(source, may_wait=False)
         return tensors
 
-    def _begin(self, source: int, *, may_wait: bool) -> None:
-        """Begin to receive the next message of a rank. What is not known yet (its shapes) is waited
-        for only if it may be.
+    def _start_receive(self, source: int, *, may_wait: bool) -> None:
+        """Start to receive the next message of a rank.
+
+        Args:
+            source: The pp rank that sends it.
+            may_wait: Whether to wait for a description of the tensors, if their shapes are not
+                known. Otherwise nothing is received in this case.
+
+        Raises:
+            EarlierStageFailed: The sender failed before it knew what it would have sent.
         """
-        waiting = self.expected[source]
-        if not waiting:
+        remaining = self.expected[source]
+        if not remaining:
             return
-        message = waiting[0]
+        message = remaining[0]
         if message.payload is Payload.ACTIVATION:
             boundary = self._boundary(message.stage, message.microbatch)
             if boundary is None:
@@ -480,11 +540,11 @@ class _Pass:
                     return
                 boundary = self.runtime.messenger.receive_object(source=source)
                 if boundary is None:
-                    waiting.pop(0)
+                    remaining.pop(0)
                     raise EarlierStageFailed(
-                        "parallel.pp: an earlier stage failed, which tells its error"
+                        "parallel.pp: an earlier stage failed; its rank reports the error"
                     )
-                self._agree(message.stage, message.microbatch, boundary)
+                self._set_boundary(message.stage, message.microbatch, boundary)
             like = [(shape, dtype) for shape, dtype, _ in boundary.tensors]
         else:
             boundary = self._boundary(message.stage - 1, message.microbatch)
@@ -492,13 +552,28 @@ class _Pass:
                 assert not may_wait, f"{message} before this rank's own forward"
                 return
             like = boundary.differentiable
-        waiting.pop(0)
+        remaining.pop(0)
         self.arriving[message] = self.runtime.messenger.receive(like, source=source)
 
 
-def _is_opaque(output: Any) -> bool:
-    """Whether something in a model's output is of a class into which torch does not look."""
-    return any(
-        not isinstance(leaf, torch.Tensor | int | float | str | None)
-        for leaf in tree_leaves(output)
-    )
+def _differentiable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _may_contain_nan(output: Any) -> bool:
+    """Return False if a model's output has floating-point tensors without NaN only."""
+    has_floating = False
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim():
+            has_floating = True
+            if bool(torch.isnan(local_tensor(leaf.detach())).any()):
+                return True
+    return not has_floating
+
+
+def _has_opaque_leaf(output: Any) -> bool:
+    """Return True if a model's output contains an object into which torch does not look."""
+    for leaf in tree_leaves(output):
+        if not isinstance(leaf, torch.Tensor | int | float | str | None):
+            return True
+    return False

@@ -49,7 +49,7 @@ class WeightGroup:
 
     Attributes:
         leaves: Nodes that accumulate into a parameter.
-        intermediates: Nodes that lead to inputs too.
+        intermediates: Nodes that lead to inputs as well.
         outputs: Indices of the outputs that lead to no input.
         starts: Edges that the second half starts from, with their gradients.
         recorded: Gradients that arrived at the intermediates in the first half.
@@ -66,13 +66,13 @@ class WeightGroup:
 
 
 @dataclass
-class Deferred:
-    """The second half of a backward pass.
+class DeferredBackward:
+    """Second half of a backward pass.
 
     Attributes:
-        groups: What remains of a stage whose inputs have their gradients.
-        outputs: Set where no output leads to an input. Nothing has run then, and the second half is
-            the complete backward.
+        groups: Groups of leaves that have no gradients yet, although the inputs have.
+        outputs: Not empty if no output leads to an input. Nothing has run in this case, and the
+            second half is the complete backward.
         gradients: Gradients of `outputs`, None for a scalar loss.
     """
 
@@ -85,7 +85,7 @@ def backward_inputs(
     outputs: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor] | None,
     inputs: Sequence[torch.Tensor],
-) -> Deferred:
+) -> DeferredBackward:
     """Run the first half of a backward pass. See Note [Splitting a backward pass].
 
     Args:
@@ -94,11 +94,11 @@ def backward_inputs(
         inputs: Leaves. Their `grad` is set.
 
     Returns:
-        What `backward_weights` needs.
+        The second half, for `backward_weights`.
     """
-    complete = Deferred(
-        outputs=tuple(outputs), gradients=None if gradients is None else tuple(gradients)
-    )
+    complete = DeferredBackward(outputs=tuple(outputs))
+    if gradients is not None:
+        complete.gradients = tuple(gradients)
     sources = [get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad]
     if not sources:
         return complete
@@ -108,22 +108,27 @@ def backward_inputs(
         return complete
     if graph.has_reentrant_checkpoint:
         torch.autograd.backward(complete.outputs, complete.gradients)
-        return Deferred()
+        return DeferredBackward()
 
-    entering = (
-        [torch.ones_like(tensor) for tensor in outputs] if gradients is None else list(gradients)
-    )
-    groups = graph.groups()
-    eager = [group for group in groups if graph.must_run_once(group)]
-    later = [group for group in groups if group not in eager]
-    waiting = {index for group in later for index in group.outputs}
+    if gradients is None:
+        gradients = [torch.ones_like(tensor) for tensor in outputs]
+    starts = list(zip(edges, gradients, strict=True))
+    eager_leaves: list[Node] = []
+    deferred: list[WeightGroup] = []
+    deferred_outputs: set[int] = set()
+    for group in graph.groups():
+        if graph.must_run_once(group):
+            eager_leaves += group.leaves
+        else:
+            deferred.append(group)
+            deferred_outputs.update(group.outputs)
     _run_first(
-        [(edges[index], entering[index]) for index in range(len(edges)) if index not in waiting],
-        [*sources, *(leaf for group in eager for leaf in group.leaves)],
-        later,
+        [start for index, start in enumerate(starts) if index not in deferred_outputs],
+        [*sources, *eager_leaves],
+        deferred,
     )
-    for group in later:
-        group.starts += [(edges[index], entering[index]) for index in group.outputs]
+    for group in deferred:
+        group.starts += [starts[index] for index in group.outputs]
         group.owners = graph.owners(group, edges)
 
     # Frees what only the first half needed (the probabilities of a loss), whoever holds the
@@ -131,15 +136,15 @@ def backward_inputs(
     for tensor in outputs:
         if not is_view(tensor):
             tensor.detach_()
-    return Deferred(groups=later)
+    return DeferredBackward(groups=deferred)
 
 
-def backward_weights(deferred: Deferred) -> None:
+def backward_weights(deferred: DeferredBackward) -> None:
     """Run the second half: accumulate into `grad` of the parameters."""
     if deferred.outputs:
         torch.autograd.backward(deferred.outputs, deferred.gradients)
         return
-    # Every group is a pass of its own, and no two of them use the same saved tensor. A block that
+    # Every group is a separate pass, and no two of them use the same saved tensor. A block that
     # recomputes does so once for all groups together.
     with GraphExecGroup():
         while deferred.groups:
@@ -151,26 +156,21 @@ def _run_first(
     leaves: Sequence[Node],
     groups: Iterable[WeightGroup],
 ) -> None:
-    """Accumulate into `leaves`, and record what arrives at the intermediates of `groups`."""
+    """Accumulate into `leaves`, and record the gradients at the intermediates of `groups`."""
 
-    def recording(group: WeightGroup, node: Node) -> Callable[[Any], None]:
-        def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def recorder(group: WeightGroup, node: Node) -> Callable[[Any], None]:
+        def record(gradients: tuple[torch.Tensor | None, ...]) -> None:
             group.recorded[node] = gradients
 
-        return hook
+        return record
 
     handles = [
-        node.register_prehook(recording(group, node))
+        node.register_prehook(recorder(group, node))
         for group in groups
         for node in group.intermediates
     ]
     try:
-        torch.autograd.backward(
-            [edge for edge, _ in starts],
-            [gradient for _, gradient in starts],
-            inputs=[GradientEdge(leaf, 0) for leaf in leaves],
-            retain_graph=True,
-        )
+        _accumulate(starts, leaves, retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -191,37 +191,68 @@ def _run_group(group: WeightGroup) -> None:
     if not starts:
         return
     try:
-        torch.autograd.backward(
-            [edge for edge, _ in starts],
-            [gradient for _, gradient in starts],
-            inputs=[GradientEdge(leaf, 0) for leaf in group.leaves],
-        )
+        _accumulate(starts, group.leaves)
     finally:
         for handle in handles:
             handle.remove()
 
 
+def _accumulate(
+    starts: Sequence[tuple[GradientEdge, torch.Tensor]],
+    leaves: Sequence[Node],
+    *,
+    retain_graph: bool = False,
+) -> None:
+    """Run a backward pass from edges, with their gradients, to some leaves."""
+    edges = [edge for edge, _ in starts]
+    gradients = [gradient for _, gradient in starts]
+    inputs = [GradientEdge(leaf, 0) for leaf in leaves]
+    torch.autograd.backward(edges, gradients, inputs=inputs, retain_graph=retain_graph)
+
+
 def _is_custom(node: object) -> bool:
-    """Return whether a node is the backward of a `torch.autograd.Function`."""
+    """Return True if a node is the backward of a `torch.autograd.Function`."""
     return isinstance(node, BackwardCFunction)
 
 
-class _Graph:
-    """The autograd graph of a stage. See Note [Splitting a backward pass].
+class _DisjointSets:
+    """Union-find structure over nodes of a graph."""
 
-    Attributes: leads_to_inputs: Whether any output does. has_reentrant_checkpoint: Whether a node
-        is the backward of `checkpoint(use_reentrant=True)`.
+    def __init__(self) -> None:
+        self._parents: dict[Node, Node] = {}
+
+    def find(self, node: Node) -> Node:
+        """Return the representative of a node's set."""
+        parents = self._parents
+        while parents.setdefault(node, node) is not node:
+            parents[node] = parents[parents[node]]
+            node = parents[node]
+        return node
+
+    def union(self, first: Node, second: Node) -> None:
+        """Merge the sets of two nodes."""
+        self._parents[self.find(second)] = self.find(first)
+
+
+class _Graph:
+    """Autograd graph of a stage. See Note [Splitting a backward pass].
+
+    Attributes:
+        leads_to_inputs: Whether any output leads to an input.
+        has_reentrant_checkpoint: Whether a node is the backward of a checkpoint with
+            `use_reentrant=True`.
+        _children: Children of each node, in an order in which children come before their parents.
+        _parents: One parent of each node; roots may have none.
+        _carrying: Nodes that lead to an input.
+        _chained: Groups of which an intermediate leads to another one.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
         self._roots = roots
         self._children: dict[Node, list[Node]] = {}
-        """In an order in which children come before their parents."""
         self._parents: dict[Node, Node] = {}
-        """One parent per node. Roots may have none."""
         self._walk()
         self._carrying = set(inputs)
-        """Nodes that lead to an input."""
         for node, children in self._children.items():
             if not self._carrying.isdisjoint(children):
                 self._carrying.add(node)
@@ -235,7 +266,7 @@ class _Graph:
         self._chained: list[WeightGroup] = []
 
     def _walk(self) -> None:
-        """Visit all nodes depth first."""
+        """Visit all nodes depth first, without recursion: graphs are deeper than Python's stack."""
         pending: dict[Node, list[Node]] = {}
         for root in self._roots:
             stack = [root]
@@ -255,14 +286,8 @@ class _Graph:
 
     def groups(self) -> list[WeightGroup]:
         """Partition the leaves."""
-        group_of: dict[Node, Node] = {}
-
-        def find(node: Node) -> Node:
-            while group_of.setdefault(node, node) is not node:
-                group_of[node] = group_of[group_of[node]]
-                node = group_of[node]
-            return node
-
+        connected = _DisjointSets()
+        # Pairs of an intermediate and a weight node below it.
         entered: list[tuple[Node, Node]] = []
         for node, children in self._children.items():
             weight_nodes = [child for child in children if child not in self._carrying]
@@ -270,19 +295,20 @@ class _Graph:
                 weight_nodes.append(node)
             elif weight_nodes:
                 entered.append((node, weight_nodes[0]))
-            for one in weight_nodes[1:]:
-                group_of[find(one)] = find(weight_nodes[0])
+            for weight_node in weight_nodes[1:]:
+                connected.union(weight_nodes[0], weight_node)
 
         groups: dict[Node, WeightGroup] = {}
         for node, children in self._children.items():
             if node not in self._carrying and not children and hasattr(node, "variable"):
-                groups.setdefault(find(node), WeightGroup()).leaves.append(node)
+                groups.setdefault(connected.find(node), WeightGroup()).leaves.append(node)
         for node, below in entered:
-            if find(below) in groups:
-                groups[find(below)].intermediates.append(node)
+            group = groups.get(connected.find(below))
+            if group is not None:
+                group.intermediates.append(node)
         for index, root in enumerate(self._roots):
-            if root not in self._carrying and find(root) in groups:
-                groups[find(root)].outputs.append(index)
+            if root not in self._carrying and connected.find(root) in groups:
+                groups[connected.find(root)].outputs.append(index)
         self._chained = self._find_chained(groups.values())
         return list(groups.values())
 
@@ -291,9 +317,10 @@ class _Graph:
         several = [group for group in groups if len(group.intermediates) > 1]
         if not several:
             return []
-        bits = {
-            node: 1 << index for index, group in enumerate(several) for node in group.intermediates
-        }
+        # One bit per group, so that one walk over the graph serves all of them.
+        bits: dict[Node, int] = {}
+        for index, group in enumerate(several):
+            bits.update(dict.fromkeys(group.intermediates, 1 << index))
         below: dict[Node, int] = {}
         chained = 0
         for node, children in self._children.items():
@@ -307,20 +334,21 @@ class _Graph:
         return [group for index, group in enumerate(several) if chained >> index & 1]
 
     def must_run_once(self, group: WeightGroup) -> bool:
-        """Return whether no intermediate of `group` may run in a pass of its own."""
+        """Return True if the first half must compute the leaves of `group`."""
         if any(group is chained for chained in self._chained):
             return True
         return any(_is_custom(node) and not allows_two_runs(node) for node in group.intermediates)
 
     def owners(self, group: WeightGroup, edges: Sequence[GradientEdge]) -> list[Any]:
-        """Return what keeps the intermediates of `group` that are custom Functions alive."""
-        found: list[Any] = []
+        """Return objects that keep the custom Functions among the intermediates alive."""
+        owners: list[Any] = []
         for node in group.intermediates:
             if _is_custom(node):
                 owner = node
                 while _is_custom(owner) and owner in self._parents:
                     owner = self._parents[owner]
+                owners.append(owner)
                 # The edge of a root that is a custom Function holds a view of the output, which
                 # owns it.
-                found += [owner, *(edge for edge in edges if edge.node is owner)]
-        return found
+                owners += [edge for edge in edges if edge.node is owner]
+        return owners

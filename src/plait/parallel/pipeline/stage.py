@@ -1,12 +1,16 @@
-"""One pipeline rank's part of a model, in place: the model keeps its own `forward`, and each stage
-runs the part of it that it owns.
+"""Cut of a model into the stages of one pipeline rank, in place.
 
-The list of blocks keeps its length. To run a stage, blocks outside of it are replaced by
-placeholders for the time of the call: the one before the stage returns what arrived from the stage
-before, the last block of the stage ends the forward. What a model computes before its blocks is not
-known on later stages: it is NaN there, unless the cut says that a stage computes it again. Names of
-parameters stay; a rank has only its own, and in the place of others stands what cannot be used: NaN
-where the model's code passes over it with values that are not known either, an error elsewhere.
+Note [Running a stage]
+    The model keeps its own `forward`, and each stage runs the part of it that it owns. The list of
+    blocks keeps its length. While a stage runs, the blocks outside of it are replaced by
+    placeholders: the one before the stage returns what arrived from the previous stage, and the
+    last block of the stage ends the forward.
+
+    Values that a model computes before its blocks are not known on later stages. They are NaN
+    there, unless the cut says that a stage computes them again.
+
+    Names of parameters do not change. Parameters of other ranks are replaced: by NaN if the model's
+    code also passes over them with unknown values, else by a tensor whose use is an error.
 """
 
 from __future__ import annotations
@@ -30,78 +34,107 @@ from plait.model.unavailable import Unavailable
 from plait.parallel.pipeline.placeholders import (
     PlaceholderBlock,
     StageEnd,
-    absent,
+    absent_block,
     placeholder_block,
     stage_exit,
 )
 from plait.parallel.tensor.styles import Region
 
 Run = Callable[[nn.Module], Any]
-"""Calls the model on one micro-batch."""
+"""Function that calls the model on one micro-batch."""
 
 
 @dataclass
 class Stage:
-    """One stage on this rank."""
+    """Pipeline stage of this rank.
+
+    Attributes:
+        index: Number of the stage in the pipeline.
+        first: Whether it is the first stage.
+        last: Whether it is the last stage.
+        blocks: Names of its blocks.
+        block_view: Contents of the list of blocks while the stage runs.
+        stage_input: Placeholder that returns what arrived; None on the first stage.
+        earlier_blocks: Placeholders of the other blocks before the stage.
+        skipped_embeddings: Embeddings before the blocks whose values the stage does not need. They
+            return NaN and compute nothing.
+    """
 
     index: int
     first: bool
     last: bool
     blocks: tuple[str, ...]
-    """Names of its blocks."""
-    view: dict[str, nn.Module] = field(repr=False)
-    """What stands in the list of blocks while it runs."""
+    block_view: dict[str, nn.Module] = field(repr=False)
     stage_input: PlaceholderBlock | None = field(repr=False)
-    before: tuple[PlaceholderBlock, ...] = field(repr=False)
-    """The placeholders of the blocks before the stage."""
-    unknown: tuple[nn.Embedding, ...] = field(repr=False)
-    """Embeddings of the front whose values the stage does not need: they return NaN and cost
-    nothing.
-    """
+    earlier_blocks: tuple[PlaceholderBlock, ...] = field(repr=False)
+    skipped_embeddings: tuple[nn.Embedding, ...] = field(repr=False)
 
 
 @dataclass
-class PassedOver:
-    """Stands for a parameter of another stage that the model's code passes over."""
+class NanParameter:
+    """Stand-in for a parameter of an earlier stage that the model's code still passes over.
+
+    Attributes:
+        module: Module that has the parameter.
+        leaf: Name of the parameter in the module.
+        shape: Shape of the parameter on this rank.
+        device: Device of the stand-in.
+    """
 
     module: nn.Module
     leaf: str
     shape: torch.Size
     device: torch.device
 
-    def set(self, dtype: torch.dtype) -> None:
-        """As a tensor of NaN without memory."""
-        held = self.module.__dict__.get(self.leaf)
-        if not isinstance(held, torch.Tensor) or held.dtype != dtype:
-            self.module.__dict__[self.leaf] = torch.full(
-                (), float("nan"), dtype=dtype, device=self.device
-            ).expand(self.shape)
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Set the attribute to NaN of a dtype, expanded from one element."""
+        current = self.module.__dict__.get(self.leaf)
+        if not isinstance(current, torch.Tensor) or current.dtype != dtype:
+            self.module.__dict__[self.leaf] = _nan(self.shape, dtype, self.device, dense=False)
 
 
 @dataclass
 class StagedModel:
-    """A model of which this rank has some stages."""
+    """Model of which this rank has some stages. See Note [Running a stage].
+
+    Attributes:
+        model: The model, changed in place.
+        cut: Blocks and parameters of all stages.
+        stages: Stages of this rank, by index.
+        region: State that tensor parallelism shares: it knows the length of sequences that are
+            split over tp.
+        nan_parameters: Stand-ins for parameters of earlier stages.
+    """
 
     model: nn.Module
     cut: StageCut
     stages: dict[int, Stage]
     region: Region | None
-    """What tensor parallelism shares; it knows the length of a sequence that is split over tp."""
-    passed_over: tuple[PassedOver, ...] = field(repr=False)
+    nan_parameters: tuple[NanParameter, ...] = field(repr=False)
 
     def run(self, stage: Stage, call: Run, received: Any = None, *, length: int = 0) -> Any:
-        """Forward of one stage: the model's output on the last, else what its last block returns.
+        """Run the forward of one stage.
 
-        `received` is what the last block of the stage before returned, and `length` its sequences'
-        length where tp splits them; not needed on the first.
+        Args:
+            stage: The stage.
+            call: Calls the model on a micro-batch.
+            received: Output of the last block of the previous stage; not used on the first stage.
+            length: Length of the sequences if tp splits them; not used on the first stage.
+
+        Returns:
+            The model's output on the last stage, else the output of the stage's last block.
+
+        Raises:
+            ModelError: The model ended without running the last block of the stage.
         """
         if self.region is not None and not stage.first:
             self.region.length = length
-        with self._as(stage, received):
+        with self._blocks_of(stage, received):
             try:
                 output = call(self.model)
             except StageEnd as end:
                 output = end.output
+                # The frames of the forward would keep its activations alive.
                 end.__traceback__ = None
                 return leave_forward(self.model, output)
         if not stage.last:
@@ -112,39 +145,33 @@ class StagedModel:
         return output
 
     @contextmanager
-    def _as(self, stage: Stage, received: Any) -> Iterator[None]:
+    def _blocks_of(self, stage: Stage, received: Any) -> Iterator[None]:
+        """Replace the blocks outside of a stage, and what it does not know, for the context."""
         modules = own_children(self.model.get_submodule(self.cut.container))
         resident = dict(modules)
         forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
-        modules.update(stage.view)
+        modules.update(stage.block_view)
         if stage.stage_input is not None:
             stage.stage_input.plait_value = received
-            unknown = tree_map(partial(_unknown_like, dense=self.cut.writes), received)
-            # What a model makes of an embedding besides (masks) takes its dtype from it.
-            dtype = next(
-                (
-                    t.dtype
-                    for t in tree_leaves(received)
-                    if isinstance(t, torch.Tensor) and t.is_floating_point()
-                ),
-                None,
-            )
-            for module in stage.before:
+            unknown = tree_map(partial(_nan_like, dense=self.cut.writes), received)
+            for module in stage.earlier_blocks:
                 module.plait_value = unknown
+            # Models derive other values, such as masks, in the dtype of the embedding's output.
+            dtype = _floating_dtype(received)
             if dtype is not None:
-                for parameter in self.passed_over:
-                    parameter.set(dtype)
-            for embedding in stage.unknown:
+                for parameter in self.nan_parameters:
+                    parameter.set_dtype(dtype)
+            for embedding in stage.skipped_embeddings:
                 forwards[embedding] = embedding.__dict__.get("forward")
                 embedding.__dict__["forward"] = partial(
-                    _unknown_embedding, embedding, embedding.forward, dtype, self.cut.writes
+                    _nan_embedding, embedding, embedding.forward, dtype, self.cut.writes
                 )
         try:
             yield
         finally:
             modules.update(resident)
             if stage.stage_input is not None:
-                for module in (stage.stage_input, *stage.before):
+                for module in (stage.stage_input, *stage.earlier_blocks):
                     module.plait_value = None
                 for embedding, forward in forwards.items():
                     del embedding.__dict__["forward"]
@@ -160,54 +187,76 @@ def stage_model(
     region: Region | None,
     device: torch.device,
 ) -> StagedModel:
-    """Take from `model`, in place, what does not belong to the stages `indices`."""
-    names = {
-        f"{cut.container}.{child}" if cut.container else child: child
-        for child in own_children(model.get_submodule(cut.container))
-    }
+    """Remove from a model, in place, what does not belong to the stages of this rank.
+
+    Args:
+        model: The model.
+        cut: Cut of the model into stages.
+        indices: Stages of this rank.
+        region: Region of tensor parallelism, if there is one.
+        device: Device of stand-ins for parameters of other ranks.
+    """
+    container = model.get_submodule(cut.container)
+    child_names: dict[str, str] = {}
+    for child in own_children(container):
+        full_name = f"{cut.container}.{child}" if cut.container else child
+        child_names[full_name] = child
     blocks = {name: model.get_submodule(name) for name in cut.blocks}
-    front = {
+    front_embeddings = {
         f"{name}.weight": module
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and f"{name}.weight" in cut.first_stage
     }
-    passed_over = _drop_parameters(model, cut, set(indices), device)
-    modules = own_children(model.get_submodule(cut.container))
-    others: dict[str, PlaceholderBlock] = {}
-    for at, name in enumerate(cut.blocks):
-        stage = stage_at(cut.bounds, at)
-        others[name] = (
-            placeholder_block(blocks[name])
-            if stage in indices
-            else absent(blocks[name], partial(_absent, name, stage))
-        )
+    nan_parameters = _drop_parameters(model, cut, set(indices), device)
+
+    placeholders: dict[str, PlaceholderBlock] = {}
+    for position, name in enumerate(cut.blocks):
+        stage = stage_at(cut.bounds, position)
+        if stage in indices:
+            placeholders[name] = placeholder_block(blocks[name])
+        else:
+            placeholders[name] = absent_block(blocks[name], partial(_absent_message, name, stage))
+
     stages = {}
     for index in indices:
         low = cut.bounds[index]
         high = cut.bounds[index + 1]
-        last = index == cut.stages - 1
-        view = {
-            names[name]: blocks[name] if low <= at < high else others[name]
-            for at, name in enumerate(cut.blocks)
-        }
-        if not last:
-            view[names[cut.blocks[high - 1]]] = stage_exit(blocks[cut.blocks[high - 1]])
-        earlier = tuple(others[name] for name in cut.blocks[:low])
-        stage_input = earlier[-1] if index else None
-        unknown = tuple(
-            module for name, module in front.items() if index not in cut.recomputed.get(name, ())
-        )
+        block_view: dict[str, nn.Module] = {}
+        for position, name in enumerate(cut.blocks):
+            inside = low <= position < high
+            block_view[child_names[name]] = blocks[name] if inside else placeholders[name]
+        is_last = index == cut.stages - 1
+        if not is_last:
+            last_block = cut.blocks[high - 1]
+            block_view[child_names[last_block]] = stage_exit(blocks[last_block])
+        earlier_blocks = [placeholders[name] for name in cut.blocks[:low]]
+        stage_input = earlier_blocks.pop() if index else None
+        skipped_embeddings = [
+            module
+            for name, module in front_embeddings.items()
+            if index not in cut.recomputed.get(name, ())
+        ]
         stages[index] = Stage(
-            index, index == 0, last, cut.blocks[low:high], view, stage_input, earlier[:-1], unknown
+            index=index,
+            first=index == 0,
+            last=is_last,
+            blocks=cut.blocks[low:high],
+            block_view=block_view,
+            stage_input=stage_input,
+            earlier_blocks=tuple(earlier_blocks),
+            skipped_embeddings=tuple(skipped_embeddings),
         )
-    own = {name for stage in stages.values() for name in stage.blocks}
+
+    # Blocks of other ranks leave the model for good.
+    resident = {name for stage in stages.values() for name in stage.blocks}
+    modules = own_children(container)
     for name in cut.blocks:
-        if name not in own:
-            modules[names[name]] = others[name]
-    return StagedModel(model, cut, stages, region, passed_over)
+        if name not in resident:
+            modules[child_names[name]] = placeholders[name]
+    return StagedModel(model, cut, stages, region, nan_parameters)
 
 
-def _absent(block: str, stage: int, name: str) -> str:
+def _absent_message(block: str, stage: int, name: str) -> str:
     return (
         f"parallel.pp: the model reads {block}.{name} outside of that block, which belongs to stage"
         f" {stage} and another rank; a pipeline stage has the tensors of its own blocks only; use"
@@ -216,53 +265,64 @@ def _absent(block: str, stage: int, name: str) -> str:
 
 
 def _drop_parameters(
-    model: nn.Module, cut: StageCut, own: set[int], device: torch.device
-) -> tuple[PassedOver, ...]:
-    """Take parameters outside of the blocks that are used on other stages only. Those that an
-    earlier stage uses are NaN here, without memory, because the model's code still passes over
-    them; any use of another is an error.
+    model: nn.Module, cut: StageCut, indices: set[int], device: torch.device
+) -> tuple[NanParameter, ...]:
+    """Remove the parameters outside of the blocks that only other stages use.
+
+    Returns:
+        Stand-ins for those that an earlier stage uses: the model's code still passes over them. Any
+        use of the others is an error.
     """
-    begin = max(cut.bounds[stage] for stage in own)
-    passed_over = []
+    begin = max(cut.bounds[stage] for stage in indices)
+    nan_parameters = []
     for name, stages in cut.owners.items():
-        if stages & own or any(name.startswith(f"{block}.") for block in cut.blocks):
+        if stages & indices or any(name.startswith(f"{block}.") for block in cut.blocks):
             continue
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
+        module_name, _, leaf = name.rpartition(".")
+        module = model.get_submodule(module_name)
         parameter = own_parameters(module)[leaf]
         assert parameter is not None
         own_parameters(module)[leaf] = None
         local = local_tensor(parameter.detach())
         if cut.first_use(name) < begin:
-            passed_over.append(PassedOver(module, leaf, local.shape, device))
-            passed_over[-1].set(parameter.dtype)
+            nan_parameters.append(NanParameter(module, leaf, local.shape, device))
+            nan_parameters[-1].set_dtype(parameter.dtype)
         else:
-            where = ", ".join(str(stage) for stage in sorted(stages))
+            owners = ", ".join(map(str, sorted(stages)))
+            own_stages = ", ".join(map(str, sorted(indices)))
             module.__dict__[leaf] = Unavailable(
-                f"parallel.pp: the model uses {name} on stage {', '.join(map(str, sorted(own)))},"
-                f" and it belongs to stage {where}: the forward of this batch takes another way"
-                " through the model than the one it was cut by; use parallel.pp = 1",
+                f"parallel.pp: the model uses {name} on stage {own_stages}, and it belongs to stage"
+                f" {owners}: the forward of this batch takes another path through the model than"
+                " the one it was cut by; use parallel.pp = 1",
                 local,
             )
-    return tuple(passed_over)
+    return tuple(nan_parameters)
+
+
+def _floating_dtype(value: Any) -> torch.dtype | None:
+    """Return the dtype of the first floating-point tensor in a nested value."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf.dtype
+    return None
 
 
 def _nan(
     shape: Sequence[int], dtype: torch.dtype | None, device: torch.device, *, dense: bool
 ) -> torch.Tensor:
-    """NaN without memory; `dense` where the model may write to it."""
+    """Return a tensor of NaN. Only a `dense` one has memory for every element."""
     if dense:
         return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(*shape)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
 
 
-def _unknown_like(value: Any, *, dense: bool) -> Any:
+def _nan_like(value: Any, *, dense: bool) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return _nan(value.shape, value.dtype, value.device, dense=dense)
 
 
-def _unknown_embedding(
+def _nan_embedding(
     embedding: nn.Embedding,
     forward: Callable[..., Any],
     dtype: torch.dtype | None,
@@ -270,11 +330,12 @@ def _unknown_embedding(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """NaN of an embedding's shape; a class with a forward of its own (a table of positions) says
-    that shape itself.
-    """
+    """Return NaN in the shape of an embedding's output."""
     if type(embedding).forward is nn.Embedding.forward and args:
+        # [..., embedding_dim]
         return _nan((*args[0].shape, embedding.embedding_dim), dtype, args[0].device, dense=dense)
+
+    # A subclass with its own forward, such as a table of positions, decides the shape itself.
     output = forward(*args, **kwargs)
     if not isinstance(output, torch.Tensor):
         return output

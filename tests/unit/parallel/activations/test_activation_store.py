@@ -23,7 +23,7 @@ from plait.parallel.activations.activation_offload import ActivationOffload
 from plait.parallel.activations.activation_store import DiskStore, HostStore
 from plait.parallel.activations.saved_tensors import SavedTensors
 from plait.parallel.compile import Compile
-from plait.parallel.pipeline.staged_store import StagedStore
+from plait.parallel.pipeline.pipeline_parallel import StagePrefetcher
 from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.technique import Context
 
@@ -91,7 +91,7 @@ def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stage_begins_its_way_back_before_its_backward(store: Any) -> None:
     """Micro-batches apart, stages of a rank apart; a stage that ends with blocks of its own waits for them."""
     stages: Any = {index: SimpleNamespace(blocks=(f"{index}.a", f"{index}.b")) for index in (0, 2)}
-    staged = StagedStore(store, stages, ("0.a", "0.b", "2.a"))
+    staged = StagePrefetcher(store, stages, ("0.a", "0.b", "2.a"))
     started: list[str] = []
 
     def forward(stage: int, microbatch: int, blocks: range) -> list[Any]:
@@ -114,7 +114,7 @@ def test_a_stage_begins_its_way_back_before_its_backward(store: Any) -> None:
         forward(0, 1, range(2)),
         forward(2, 0, range(2, 3)),
     )
-    assert third[0].before is None and second[0].before is None, (
+    assert third[0].previous is None and second[0].previous is None, (
         "another stage, another micro-batch"
     )
     staged(Action(2, Kind.BACKWARD, 0), False)
@@ -303,9 +303,9 @@ def test_host_buffers_serve_other_lengths() -> None:
         del group
         assert sum(len(buffers) for buffers in store._free.values()) <= 6
     assert (
-        store._held
+        store._total_bytes
         == sum(buffer.numel() for buffers in store._free.values() for buffer, _ in buffers)
-        <= store._most
+        <= store._peak_used_bytes
         == 3 * 8192
     )
-    assert store._used == 0
+    assert store._used_bytes == 0

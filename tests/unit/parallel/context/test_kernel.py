@@ -99,15 +99,21 @@ def check(
         for chunk in (
             chunk for rank in (0, 1) for chunk in SequenceLayout(2, rank, zigzag).chunks(half)
         ):
-            rows = slice(chunk.at, chunk.at + chunk.size)
+            rows = slice(chunk.start, chunk.start + chunk.size)
             own = None if starts is None else starts[:, rows]
             halves = [
                 Piece(
-                    query[:, :, rows], key[:, :, a:b], value[:, :, a:b], chunk.at, a, own, column=a
+                    query[:, :, rows],
+                    key[:, :, a:b],
+                    value[:, :, a:b],
+                    chunk.start,
+                    a,
+                    own,
+                    column=a,
                 )
                 for a, b in ((half, length), (0, half))
             ]
-            whole = Piece(query[:, :, rows], key, value, chunk.at, 0, own)
+            whole = Piece(query[:, :, rows], key, value, chunk.start, 0, own)
             for pieces in (halves, halves[::-1], [whole]):
                 output, log_sum_exp = softmax_of(pieces, rule, sinks)
                 torch.testing.assert_close(
@@ -115,7 +121,7 @@ def check(
                 )
             outputs = Outputs(grad[:, :, rows], output, log_sum_exp)
             into = Gradients(GradientSum(query[:, :, rows]), keys, values)
-            for piece in halves if chunk.at else [whole]:
+            for piece in halves if chunk.start else [whole]:
                 attend_backward(piece, rule, outputs, into)
             queries.add(rows.start, into.query.total)
             if total is not None:

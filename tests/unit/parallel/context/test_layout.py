@@ -24,8 +24,8 @@ def test_what_is_cut_comes_back(ranks: int, length: int, zigzag: bool) -> None:
     for layout, part in zip(layouts, parts, strict=True):
         for chunk in layout.chunks(part.shape[1]):
             assert torch.equal(
-                part[:, chunk.local : chunk.local + chunk.size],
-                together[:, chunk.at : chunk.at + chunk.size],
+                part[:, chunk.local_start : chunk.local_start + chunk.size],
+                together[:, chunk.start : chunk.start + chunk.size],
             )
 
 
@@ -33,7 +33,7 @@ def test_zigzag_shares_causal_work() -> None:
     """Every rank's queries see equally many keys."""
     seen = [
         sum(
-            sum(range(c.at + 1, c.at + c.size + 1))
+            sum(range(c.start + 1, c.start + c.size + 1))
             for c in SequenceLayout(4, rank, zigzag=True).chunks(16)
         )
         for rank in range(4)

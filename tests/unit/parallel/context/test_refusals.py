@@ -76,7 +76,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"implementation": "flex_attention"},
-        "computes attention with 'flex_attention', of which torch has no backward on devices of type 'cpu'",
+        "computes attention with 'flex_attention', whose backward torch does not implement on devices of type 'cpu'",
     ),
     (
         "llama",
@@ -91,7 +91,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "gpt_oss",
         {"installed": "flash_attention_2", "parallel": {"context": "ulysses"}},
-        "has attention sinks, which 'flash_attention_2' leaves out in silence in some of its versions",
+        "has attention sinks, which some versions of 'flash_attention_2' silently ignore",
     ),
     (
         "llama",
@@ -148,7 +148,7 @@ def test_a_plain_module() -> None:
     resolved = resolve(
         load({"train_micro_batch_size_per_gpu": 1, "parallel": {"cp": 2}}), world_size=2
     )
-    with pytest.raises(PlaitError, match="PlainModel is no model of Transformers"):
+    with pytest.raises(PlaitError, match="PlainModel is not a model of Transformers"):
         check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
 
@@ -171,7 +171,7 @@ def test_documents_with_a_cache() -> None:
     ids = torch.zeros(1, 8, dtype=torch.int64)
     batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
     technique = ContextParallel()
-    with pytest.raises(InputError, match="position_ids begin anew within a row.*use_cache"):
+    with pytest.raises(InputError, match="position_ids restart within a row.*use_cache"):
         technique.part(batch, technique.layout(2, 0), keeps_cache=True)
     own = technique.part({**batch, "use_cache": False}, technique.layout(2, 1), keeps_cache=True)
     assert own["position_ids"].tolist() == [[2, 0, 1, 2]] and own["attention_mask"][
@@ -183,9 +183,7 @@ def test_documents_that_one_process_does_not_separate() -> None:
     """GPT-OSS's masks are made without positions."""
     ids, positions = torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None]
     technique = ContextParallel()
-    with pytest.raises(
-        InputError, match="Transformers' gpt_oss pays no heed to them .* a row of its own"
-    ):
+    with pytest.raises(InputError, match="Transformers' gpt_oss ignores them .* a row of its own"):
         technique.part(
             {"input_ids": ids, "position_ids": positions % 3},
             technique.layout(2, 0),

@@ -14,7 +14,7 @@ from torch import nn
 from plait.errors import InputError, ModelError
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
-from plait.parallel.pipeline.balance import Costs, cut, forward_costs, imbalance, stage_costs
+from plait.parallel.pipeline.balance import ForwardCosts, cut, forward_costs, imbalance, stage_costs
 
 costs = st.one_of(
     st.integers(0, 20), st.floats(0, 100, allow_nan=False), st.sampled_from([0.1, 0.2, 0.3])
@@ -107,7 +107,7 @@ def test_wrong_arguments() -> None:
             cut([1, bad], 1)
         with pytest.raises(InputError, match="not below 0"):
             cut([1, 1], 1, last=bad)
-    with pytest.raises(InputError, match="3 blocks are to be shared out"):
+    with pytest.raises(InputError, match="their sum must be the 3 blocks"):
         stage_costs([1, 1, 1], [1, 1])
     with pytest.raises(InputError):
         stage_costs([1, 1], [2, 0])
@@ -139,7 +139,7 @@ class Llama(nn.Module):
 def test_embedding_and_head(tied: bool) -> None:
     """The lookup is free, the head is vocab x hidden on the last stage, tied or not."""
     model = Llama(tied)
-    expected = Costs((2.0 * 2 * 8 * 16,) * 3, 0.0, 2.0 * 50 * 8)
+    expected = ForwardCosts((2.0 * 2 * 8 * 16,) * 3, 0.0, 2.0 * 50 * 8)
     assert forward_costs(model_facts(model, find_blocks(model))) == expected
     assert cut(expected.blocks, 2, first=expected.first, last=expected.last) == (2, 1)
 
@@ -148,7 +148,7 @@ def test_convolutions_and_shared_blocks() -> None:
     """A patch embedding is multiplied; a weight that all blocks share counts in each."""
     block = nn.Linear(4, 4)
     model = nn.ModuleDict({"patches": nn.Conv2d(3, 4, 2), "blocks": nn.ModuleList([block, block])})
-    assert forward_costs(model_facts(model, ("blocks.0", "blocks.1"))) == Costs(
+    assert forward_costs(model_facts(model, ("blocks.0", "blocks.1"))) == ForwardCosts(
         (32.0, 32.0), 2.0 * 4 * 3 * 4, 0.0
     )
 
@@ -177,7 +177,7 @@ def test_costs_of_a_published_model() -> None:
             }
         )
     found = forward_costs(model_facts(model, find_blocks(model)))
-    assert found == Costs((2.0 * 218_103_808,) * 32, 0.0, 2.0 * 525_336_576)
+    assert found == ForwardCosts((2.0 * 218_103_808,) * 32, 0.0, 2.0 * 525_336_576)
     sizes = cut(found.blocks, 4, first=found.first, last=found.last)
     assert sizes == (8, 9, 9, 6)
     assert imbalance(
