@@ -236,6 +236,12 @@ def test_secrets_are_not_shown() -> None:
     assert "hunter2" not in str(row)
 
 
+def test_secret_of_wrong_type_is_not_printed() -> None:
+    with pytest.raises(ConfigError) as error:
+        load({"comet": {"api_key": ["hunter2"]}})
+    assert "comet.api_key" in str(error.value) and "hunter2" not in str(error.value)
+
+
 TYPICAL = {
     "flag": True,
     "integer": 5e8,
