@@ -182,7 +182,7 @@ def test_folders_of_single_machines_are_refused(pool: Pool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "LATEST"])
 def test_a_tag_is_the_name_of_a_folder(pool: Pool, tmp_path: Path, tag: str) -> None:
-    assert "it names a folder" in pool.run(1, refused_tag, str(tmp_path), tag)[0]
+    assert "a tag names a folder" in pool.run(1, refused_tag, str(tmp_path), tag)[0]
 
 
 def refused_tag(rank: int, world: int, folder: str, tag: str) -> str:
