@@ -23,6 +23,7 @@
 #                      (needs a C++ compiler); writes docs/development/step_counts.md
 #   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
 #   make faults        plants faults in runs and checkpoints and checks what becomes of them, minutes; ARGS=nightly for all (docs/faults.md)
+#   make reference-docs writes docs/reference: configuration, command line, Python
 #   make coverage-docs writes docs/development/coverage.md from the last test runs
 #   make model-types   docs/model_types.md: every model type under four layouts and loaded (an hour on two cores; resumes where it was stopped)
 #   make combinations  layouts of long sequences and experts compared with one process (ten minutes, two
@@ -34,7 +35,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores bitsandbytes torchao versions versions-lowest versions-newest mutants proof lint format types layers bench-step step-counts bench-pipeline faults coverage-docs model-types combinations lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores bitsandbytes torchao versions versions-lowest versions-newest mutants proof lint format types layers bench-step step-counts bench-pipeline faults reference-docs coverage-docs model-types combinations lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -117,6 +118,9 @@ bench-pipeline: environment
 
 faults: environment
 	OMP_NUM_THREADS=1 $(RUN) -m tools.faults $(ARGS)
+
+reference-docs: environment
+	PYTHONPATH=src $(RUN) -m tools.reference $(ARGS)
 
 coverage-docs: environment
 	$(RUN) tools/coverage.py $(wildcard $(RESULTS)/*.xml)

@@ -1,4 +1,4 @@
-"""`plait train` with the user's own callbacks: every process hears the run, and README's ends it early, to be gone on with."""
+"""`plait train` with the user's own callbacks: every process hears the run, and the tutorial's ends it early, to be gone on with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class Heard:
 def test_a_run_is_heard_and_ended(tmp_path: Path, goes_on: bool) -> None:
     (block,) = [
         text
-        for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        for text in re.findall(
+            r"```python\n(.*?)```",
+            (ROOT / "docs" / "tutorials" / "first-run.md").read_text(),
+            re.DOTALL,
+        )
         if "def stop_early" in text
     ]
     (tmp_path / "my_callbacks.py").write_text(

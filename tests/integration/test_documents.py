@@ -1,4 +1,4 @@
-"""README's commands run as they are printed, with README's files (E5)."""
+"""Commands and code of the README, the tutorials and the how-to guides run as they are printed (E5)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli.main import VERBS, main
+from plait.cli.main import main
+from tools import reference
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+    *sorted((ROOT / "docs" / "how-to").glob("*.md")),
+]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(
+        r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+]
 COMMANDS = [
     line.split("  #")[0].strip()
     for language, block in BLOCKS
@@ -32,12 +44,12 @@ HERE = [line for line in PLAIT if not ELSEWHERE.search(line)]
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with README's files, under the names that it gives them."""
+    """Return a folder with the files of the pages, under the names that the pages give them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
     trees = [json.loads(block) for language, block in BLOCKS if language == "json"]
-    for name, wanted in (("mine.json", "data"), ("run.json", "parallel")):
-        (tree,) = [tree for tree in trees if wanted in tree and "model" in tree]
+    for name, section in (("mine.json", "data"), ("run.json", "parallel")):
+        (tree,) = [tree for tree in trees if section in tree and "model" in tree]
         (tmp_path / name).write_text(json.dumps(tree), encoding="utf-8")
     return tmp_path
 
@@ -64,7 +76,7 @@ def words_of(line: str) -> str:
 
 
 def is_printed(line: str, printed: list[str], *, numbers: bool = True) -> bool:
-    """Whether a line of README is in an output: `...` stands for anything, and without `numbers` one for another."""
+    """Return True if a line of a page is in an output: `...` stands for anything, and without `numbers` one for another."""
     pattern = re.escape(words_of(line)).replace(r"\.\.\.", ".*")
     if not numbers:
         pattern = re.sub(
@@ -82,7 +94,7 @@ def shown(after: str) -> list[str]:
 
 
 def test_the_output_of_a_plan(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """README shows what its first command of the kind prints, shortened, with a long line folded."""
+    """The page shows what the command prints, shortened, with a long line folded."""
     (command,) = [line for line in PLAIT if "llama-3-8b" in line]
     with pytest.raises(SystemExit):
         main(shlex.split(command)[1:])
@@ -93,13 +105,25 @@ def test_the_output_of_a_plan(files: Path, capsys: pytest.CaptureFixture[str]) -
     assert [line for line in lines if not is_printed(line, printed)] == []
 
 
-def test_every_command_is_in_the_table() -> None:
-    table = README[README.index("## Commands") :]
-    assert [
-        verb
-        for verb in VERBS
-        if f"| `plait {verb} " not in table and f"| `plait {verb}`" not in table
-    ] == []
+def test_reference_pages_are_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reference.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_links_lead_to_files() -> None:
+    """Every relative link of the README and of docs leads to a file of the repository."""
+    broken = []
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        broken.extend(
+            f"{page.relative_to(ROOT)}: {target}"
+            for target in targets
+            if "://" not in target and not (page.parent / target).exists()
+        )
+    assert broken == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
 
 @pytest.mark.proof

@@ -1,0 +1,299 @@
+"""Write the reference pages of docs/reference from the program itself.
+
+    python -m tools.reference            write the pages
+    python -m tools.reference --check    exit 1 if a page is not what this would write
+
+configuration.md lists every key of the configuration file, command-line.md every command with its
+options, and python.md the public functions and classes with their docstrings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import plait
+from plait.cli.main import SECOND, VERBS
+from plait.config.resolving.json_schema import json_schema
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "reference"
+HEADER = "<!-- Written by `make reference-docs`; do not edit. -->\n\n"
+
+
+def cell(text: str) -> str:
+    """Return text for one cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+class Configuration:
+    """Page of the configuration keys, from the JSON schema of the file."""
+
+    def __init__(self) -> None:
+        self._schema = json_schema()
+        self._deprecated: list[tuple[str, str]] = []
+        self._aliases: list[tuple[str, str]] = []
+
+    def page(self) -> str:
+        """Return the page."""
+        sections = "\n".join(self._sections("", self._schema))
+        return (
+            f"{HEADER}# Configuration\n\n"
+            "Every key of the JSON or YAML file. `plait config explain FILE` prints the same keys\n"
+            "with the values of a file and where each value came from; `plait config schema` prints\n"
+            "the JSON schema for an editor. A key that is not on this page is refused, with the\n"
+            "nearest known key.\n"
+            f"{sections}\n"
+            "## Keys of DeepSpeed that are accepted and ignored, or refused\n\n"
+            "A value that would change what is computed is refused; the others have no effect.\n\n"
+            "| key | what happens |\n|---|---|\n"
+            + "".join(f"| `{key}` | {cell(text)} |\n" for key, text in self._deprecated)
+            + "\n## Other names\n\n| key | meaning |\n|---|---|\n"
+            + "".join(f"| `{key}` | {cell(text)} |\n" for key, text in self._aliases)
+        )
+
+    def _sections(self, path: str, node: dict[str, Any]) -> Iterator[str]:
+        rows = []
+        children = []
+        for name, entry in node.get("properties", {}).items():
+            key = f"{path}.{name}" if path else name
+            description = entry.get("description", "")
+            section = self._section(entry)
+            if description.startswith("Another name of"):
+                self._aliases.append((key, description))
+            elif entry.get("deprecated"):
+                self._deprecated.append((key, description))
+            elif section is not None:
+                children.append((key, section))
+            else:
+                rows.append(
+                    f"| `{name}` | {cell(self._type(entry))} | {self._default(entry)} |"
+                    f" {cell(description)} |"
+                )
+        if rows:
+            yield f"\n## {f'`{path}`' if path else 'Top level'}\n"
+            if path and node.get("description"):
+                yield node["description"] + "\n"
+            yield "| key | values | default | meaning |\n|---|---|---|---|"
+            yield from rows
+        for key, child in children:
+            yield from self._sections(key, child)
+
+    def _section(self, entry: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the section that a key holds, or None for a plain value."""
+        if "properties" in entry:
+            return entry
+        for option in [entry, *entry.get("anyOf", ())]:
+            if "$ref" in option:
+                name = option["$ref"].rpartition("/")[2]
+                definition: dict[str, Any] = self._schema["$defs"][name]
+                return definition if "properties" in definition else None
+        return None
+
+    def _type(self, entry: dict[str, Any]) -> str:
+        options = entry.get("anyOf") or entry.get("oneOf")
+        if options:
+            names = dict.fromkeys(self._type(option) for option in options)
+            return ", ".join(name for name in names if name != "null")
+        if "const" in entry:
+            return f"`{json.dumps(entry['const'])}`"
+        if "enum" in entry:
+            return ", ".join(f"`{json.dumps(value)}`" for value in entry["enum"])
+        kind = entry.get("type", "any")
+        if kind == "array":
+            return f"list of {self._type(entry.get('items', {}))}"
+        name = kind if isinstance(kind, str) else " or ".join(kind)
+        return name + self._bounds(entry)
+
+    @staticmethod
+    def _bounds(entry: dict[str, Any]) -> str:
+        lower = entry.get("minimum", entry.get("exclusiveMinimum"))
+        upper = entry.get("maximum", entry.get("exclusiveMaximum"))
+        parts = []
+        if lower is not None:
+            parts.append(f"{'>=' if 'minimum' in entry else '>'} {lower}")
+        # The largest integers of 32 and 64 bits bound every number and say nothing to a reader.
+        if upper is not None and upper < 2**20:
+            parts.append(f"{'<=' if 'maximum' in entry else '<'} {upper}")
+        return f" ({', '.join(parts)})" if parts else ""
+
+    @staticmethod
+    def _default(entry: dict[str, Any]) -> str:
+        if "default" not in entry:
+            return ""
+        value = entry["default"]
+        return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def command_line() -> str:
+    """Return the page of commands and options."""
+    text = [
+        f"{HEADER}# Command line\n",
+        "`plait COMMAND --help` prints the same texts. `plait --version` prints the version.\n",
+        "| command | purpose |\n|---|---|",
+    ]
+    text.extend(
+        f"| [`plait {verb}`](#plait-{verb}) | {cell(line)} |" for verb, (_, line) in VERBS.items()
+    )
+    text.append(
+        "\nExit codes: 0 done; 1 a rank failed or nothing fits; 2 wrong command line or file;"
+        "\n3 the layout computes something else than one process; 4 the checkpoint cannot be used;"
+        "\n5 a collective cannot complete because a rank hangs or ended; 6 no GPU to validate;"
+        "\n7 numbers that are not finite; 128 + N ended by signal N.\n"
+    )
+    for verb, (module, _) in VERBS.items():
+        text.extend(_command(f"plait {verb}", load(module)))
+        for words, second in SECOND.items():
+            if words[0] == verb:
+                text.extend(_command(f"plait {' '.join(words)}", load(second)))
+    return "\n".join(text)
+
+
+def load(module: str) -> Any:
+    """Return the command that a module of `plait.cli` defines."""
+    return typer.main.get_command(importlib.import_module(module).app)
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    """Yield the lines of a command and of its subcommands."""
+    if hasattr(command, "commands"):
+        yield f"## `{name}`\n"
+        yield inspect.cleandoc(command.help or "") + "\n"
+        for word, child in command.commands.items():
+            yield from _command(f"{name} {word}", child)
+        return
+    level = "##" if name.count(" ") == 1 else "###"
+    yield f"{level} `{name}`\n"
+    yield inspect.cleandoc(command.help or "") + "\n"
+    rows = []
+    for parameter in command.params:
+        hidden = getattr(parameter, "hidden", False)
+        if hidden or parameter.name == "help":
+            continue
+        rows.append(f"| {_signature(parameter)} | {cell(_meaning(parameter))} |")
+    if rows:
+        yield "| argument or option | meaning |\n|---|---|"
+        yield from rows
+        yield ""
+
+
+def _signature(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.metavar or parameter.name.upper()}`"
+    names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    if getattr(parameter, "is_flag", False):
+        return names
+    return f"{names} `{parameter.metavar or parameter.name.upper()}`"
+
+
+def _meaning(parameter: Any) -> str:
+    text = getattr(parameter, "help", None) or ""
+    default = parameter.default
+    if default in (None, False, True, ()) or callable(default) or "default" in text:
+        return text
+    return f"{text} (default: {default})"
+
+
+def python() -> str:
+    """Return the page of public names."""
+    text = [
+        f"{HEADER}# Python\n",
+        'Names of the package `plait`. "Collective" means that all ranks have to call it.\n',
+    ]
+    for name in sorted(plait.__all__, key=str.lower):
+        value = getattr(plait, name)
+        if inspect.isclass(value):
+            text.extend(_class(name, value))
+        elif callable(value):
+            text.extend(_function(f"plait.{name}", value, "##"))
+    return "\n".join(text)
+
+
+def _function(name: str, function: Any, level: str) -> Iterator[str]:
+    yield f"{level} `{name}`\n"
+    yield f"```text\n{name.rpartition('.')[2]}{_arguments(function)}\n```\n"
+    yield _docstring(function) + "\n"
+
+
+def _class(name: str, kind: type) -> Iterator[str]:
+    yield f"## `plait.{name}`\n"
+    yield _docstring(kind) + "\n"
+    for attribute, value in vars(kind).items():
+        if attribute.startswith("_"):
+            continue
+        if isinstance(value, property):
+            yield f"- `{attribute}`: {' '.join(inspect.cleandoc(value.__doc__ or '').split())}"
+    yield ""
+    for attribute, value in vars(kind).items():
+        if not attribute.startswith("_") and inspect.isfunction(value):
+            yield from _function(f"{name}.{attribute}", value, "###")
+
+
+def _arguments(function: Any) -> str:
+    signature = inspect.signature(function)
+    lines = [
+        f"    {parameter},"
+        for parameter in signature.parameters.values()
+        if parameter.name != "self"
+    ]
+    inner = re.sub(r"'([^'\n]*)'", r"\1", "\n".join(lines))
+    inner = re.sub(r"<function (\w+) at 0x\w+>", r"\1", inner)
+    returned = signature.return_annotation
+    arrow = "" if returned is inspect.Signature.empty else f" -> {returned}"
+    return f"(\n{inner}\n){arrow}" if lines else f"(){arrow}"
+
+
+def _docstring(value: Any) -> str:
+    """Return a docstring as Markdown: the sections of Google style become lists."""
+    text = inspect.cleandoc(value.__doc__ or "")
+    lines = []
+    in_section = False
+    for line in text.splitlines():
+        if re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", line):
+            lines.append(f"**{line}**\n")
+            in_section = True
+        elif in_section and re.match(r"    \S", line):
+            entry = re.match(r"    ([\w.*]+): (.*)", line)
+            lines.append(f"- `{entry[1]}`: {entry[2]}" if entry else f"- {line.strip()}")
+        elif in_section and line.startswith("      "):
+            lines.append(f"  {line.strip()}")
+        else:
+            in_section = in_section and not line
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Write or check the pages and return the exit code."""
+    check = "--check" in arguments
+    pages = {
+        "configuration.md": Configuration().page(),
+        "command-line.md": command_line(),
+        "python.md": python(),
+    }
+    different = []
+    PAGES.mkdir(parents=True, exist_ok=True)
+    for name, text in pages.items():
+        path = PAGES / name
+        text = text.rstrip() + "\n"
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        different.append(name)
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    if check and different:
+        print(f"not what `make reference-docs` writes: {', '.join(different)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
