@@ -1,7 +1,7 @@
 """`plait import`: convert another library's checkpoint in a process of its own.
 
-The process handles one checkpoint and prints one line of JSON:
-`python -m plait.checkpoint.foreign.convert SOURCE FOLDER TAG`.
+The process handles one checkpoint and prints one line of JSON: `python -m
+plait.checkpoint.foreign.convert SOURCE FOLDER TAG`.
 """
 
 from __future__ import annotations
